@@ -1,0 +1,1 @@
+"""The commands; each composes configurations and nothing else."""

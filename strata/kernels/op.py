@@ -1,0 +1,150 @@
+"""The registry: an operation is a name, a reference, a cost, and the implementations that compete to run it.
+
+Model code calls an operation like a function. While `torch.fx` traces, the call becomes one node of the graph; otherwise
+the first implementation that fits the device and the arguments runs. The engine binds the nodes of its graph once
+(`Operation.bind`), which is where deterministic mode chooses the kernels whose bits do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Proxy
+
+from strata.hardware.roofline import Cost
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to run an operation on one kind of device.
+
+    `invariant`: a row of the result has the same bits whatever the other rows are and however many there are.
+    `differentiable`: autograd passes through it.
+    `supports`: whether it can run these arguments; None means always.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    device: str
+    invariant: bool = False
+    differentiable: bool = False
+    supports: Callable[..., bool] | None = None
+
+
+@dataclass(eq=False)
+class Operation:
+    """A named operation. `mutates` names the arguments that it writes in place (the KV pools)."""
+
+    name: str
+    reference: Callable[..., Any]
+    cost: Callable[..., Cost]
+    meta: Callable[..., Any]
+    mutates: tuple[str, ...] = ()
+    implementations: list[Implementation] = field(default_factory=list)
+    _bound: dict[tuple[str, bool, bool], Bound] = field(default_factory=dict, repr=False)
+
+    @property
+    def __name__(self) -> str:  # torch.fx names nodes after it
+        return self.name
+
+    def implement(
+        self,
+        name: str,
+        device: str,
+        *,
+        invariant: bool = False,
+        differentiable: bool = False,
+        supports: Callable[..., bool] | None = None,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Register the decorated function; among those that fit, the one registered first is preferred."""
+
+        def register(run: Callable[..., Any]) -> Callable[..., Any]:
+            self.implementations.append(Implementation(name, run, device, invariant, differentiable, supports))
+            return run
+
+        return register
+
+    def bind(self, device: str, *, deterministic: bool = False, differentiable: bool = False) -> Bound:
+        """The operation for one kind of device ("cpu", "cuda", "meta"), as a callable that keeps its name."""
+        key = (device, deterministic, differentiable)
+        if key not in self._bound:
+            self._bound[key] = Bound(self, tuple(self._candidates(device, deterministic, differentiable)))
+        return self._bound[key]
+
+    def _candidates(self, device: str, deterministic: bool, differentiable: bool) -> Iterator[Implementation]:
+        if device == "meta":
+            yield Implementation("meta", self.meta, "meta")
+            return
+        for implementation in self.implementations:
+            if (
+                implementation.device == device
+                and implementation.invariant >= deterministic
+                and implementation.differentiable >= differentiable
+            ):
+                yield implementation
+        if not deterministic:
+            yield Implementation("reference", self.reference, device, differentiable=True)
+
+    def __call__(self, *args: Any) -> Any:
+        if (tracer := _tracer(args)) is not None:
+            return tracer.create_proxy("call_function", self, args, {})
+        first = next(argument for argument in args if isinstance(argument, Tensor))
+        differentiable = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        return self.bind(first.device.type, differentiable=differentiable)(*args)
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """An operation with its candidates for one device, in order of preference."""
+
+    operation: Operation
+    candidates: tuple[Implementation, ...]
+
+    @property
+    def __name__(self) -> str:
+        return self.operation.name
+
+    def choose(self, *args: Any) -> Implementation:
+        """The implementation that runs these arguments. Raises NotImplementedError if none can."""
+        for candidate in self.candidates:
+            if candidate.supports is None or candidate.supports(*args):
+                return candidate
+        names = ", ".join(candidate.name for candidate in self.candidates) or "none registered"
+        raise NotImplementedError(f"no implementation of {self.operation.name} fits these arguments (tried: {names})")
+
+    def __call__(self, *args: Any) -> Any:
+        return self.choose(*args).run(*args)
+
+
+def _tracer(arguments: Iterable[Any]) -> Any:
+    for argument in arguments:
+        if isinstance(argument, Proxy):
+            return argument.tracer
+    return None
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+def operation(
+    cost: Callable[..., Cost], *, meta: Callable[..., Any], mutates: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Operation]:
+    """Make the decorated reference an operation of the same name and list it in `OPERATIONS`.
+
+    `meta(*args)` returns empty tensors of the result's shape and dtype on the meta device; `cost(*args, workload)`
+    counts the work (see `strata.hardware.roofline`), `workload` telling what the lengths in tensors cannot tell there.
+    """
+
+    def define(reference: Callable[..., Any]) -> Operation:
+        if reference.__name__ in OPERATIONS:
+            raise ValueError(f"operation {reference.__name__!r} is defined twice")
+        made = Operation(reference.__name__, reference, cost, meta, mutates)
+        made.__doc__ = reference.__doc__
+        OPERATIONS[made.name] = made
+        return made
+
+    return define

@@ -1,0 +1,33 @@
+"""Where the keys and values of a batch lie when they are kept in pages (PagedAttention, Kwon et al. 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """The KV pools of all layers and the way of each sequence through them.
+
+    keys, values: a tensor a layer, [pages, page_size, kv_heads, head_dim].
+    tables: [sequences, most_pages] int32, the pages of each sequence in order; entries past its length are unspecified
+        but valid page numbers.
+    lengths: [sequences] int32, tokens of each sequence once this batch's have been written. 0 marks a padding row.
+    slots: [tokens] int32, page * page_size + offset where each token's key and value go; -1 writes nothing.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    tables: Tensor
+    lengths: Tensor
+    slots: Tensor
+
+    @property
+    def page_size(self) -> int:
+        return self.keys[0].shape[1]
+
+
+pytree.register_dataclass(PagedKV)

@@ -1,0 +1,31 @@
+"""What a model is called with: packed sequences, no padding, no batch dimension."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from strata.kernels.paged import PagedKV
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one step, sequence after sequence. All tensors are int32.
+
+    tokens: [tokens] ids.
+    positions: [tokens] position of each token in its own sequence.
+    offsets: [sequences + 1] index of each sequence's first token in `tokens`; the last entry is the number of tokens.
+    longest: the most tokens that one sequence has in this batch.
+    pages: the KV cache; None when every sequence stands whole in the batch (training, scoring).
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    offsets: Tensor
+    longest: int
+    pages: PagedKV | None = None
+
+
+pytree.register_dataclass(Batch)
