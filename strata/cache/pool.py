@@ -1,0 +1,43 @@
+"""The tensors that hold keys and values: for each layer a pool of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """What decides the size of the pools. `page_size` in tokens."""
+
+    layers: int
+    page_size: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers, keys and values."""
+        return 2 * self.layers * self.page_size * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVPool:
+    """Keys and values of each layer, [pages, page_size, kv_heads, head_dim], zeroed so that unused rows are finite."""
+
+    def __init__(self, shape: PoolShape, pages: int, device: torch.device) -> None:
+        self.shape = shape
+        self.pages = pages
+        one = (pages, shape.page_size, shape.kv_heads, shape.head_dim)
+        self.keys = tuple(torch.zeros(one, dtype=shape.dtype, device=device) for _ in range(shape.layers))
+        self.values = tuple(torch.zeros(one, dtype=shape.dtype, device=device) for _ in range(shape.layers))
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages (source, destination) in every layer, for copy-on-write."""
+        device = self.keys[0].device
+        source = torch.tensor([pair[0] for pair in copies], device=device)
+        target = torch.tensor([pair[1] for pair in copies], device=device)
+        for pool in (*self.keys, *self.values):
+            pool.index_copy_(0, target, pool.index_select(0, source))

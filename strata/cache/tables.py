@@ -1,0 +1,123 @@
+"""Builds the tensors of a step on the host, in one buffer that travels to the device in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from strata.cache.pool import KVPool
+from strata.kernels.paged import PagedKV
+from strata.models.batch import Batch
+
+Int32Array = NDArray[np.int32]
+
+
+class BlockTables:
+    """The host's copy of every running sequence's pages: row = slot, column = page of the sequence."""
+
+    def __init__(self, slots: int, most_pages: int) -> None:
+        self.rows: Int32Array = np.zeros((slots, most_pages), dtype=np.int32)
+
+    def update(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        """Entries [first, first + len(pages)) of a sequence's table have changed."""
+        self.rows[slot, first : first + len(pages)] = pages
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """How many of each a step buffer holds. `width`: columns of the block tables; `draws`: rows that are sampled."""
+
+    tokens: int
+    sequences: int
+    width: int
+    draws: int
+
+    def fields(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        # The seeds are read as int64, so they come first, where the buffer is aligned.
+        return (
+            ("seeds", (2 * self.draws,)),
+            ("tokens", (self.tokens,)),
+            ("sources", (self.tokens,)),
+            ("positions", (self.tokens,)),
+            ("slots", (self.tokens,)),
+            ("offsets", (self.sequences + 1,)),
+            ("lengths", (self.sequences,)),
+            ("tables", (self.sequences, self.width)),
+            ("rows", (self.draws,)),
+            ("draw_slots", (self.draws,)),
+            ("temperatures", (self.draws,)),
+            ("steps", (self.draws,)),
+        )
+
+    @property
+    def size(self) -> int:
+        return sum(int(np.prod(shape)) for _, shape in self.fields())
+
+
+class StepBuffer:
+    """The named fields of a step as views of one int32 buffer, on the host and on the device.
+
+    tokens: [tokens] ids known to the host.
+    sources: [tokens] slot whose newest id, which only the device knows, stands in for the token; -1 for none.
+    positions, slots, offsets, lengths, tables: see `Batch` and `PagedKV`.
+    rows: [draws] row of the hidden states that is sampled.
+    draw_slots: [draws] slot that receives the id.
+    temperatures: [draws] the bits of a float32.
+    seeds: [2 * draws] an int64 each.
+    steps: [draws] how many ids the sequence drew before.
+    """
+
+    def __init__(self, shape: StepShape, host: Tensor, device: Tensor) -> None:
+        """`host` and `device` are int32 buffers of at least `shape.size`; on a CPU both are the same tensor."""
+        self.shape = shape
+        self._host = host[: shape.size]
+        self._device = device[: shape.size]
+        self.host: dict[str, Int32Array] = {}
+        self.tensors: dict[str, Tensor] = {}
+        array: Int32Array = self._host.numpy()
+        at = 0
+        for name, field in shape.fields():
+            size = int(np.prod(field))
+            self.host[name] = array[at : at + size].reshape(field)
+            self.tensors[name] = self._device[at : at + size].view(field)
+            at += size
+
+    def place(
+        self, tables: BlockTables, page_size: int, slots: Int32Array, starts: Int32Array, counts: Int32Array
+    ) -> None:
+        """Fill all that follows from where sequences lie: sequence i runs `counts[i]` tokens from `starts[i]` on.
+
+        What the buffer holds beyond them (CUDA graph buckets) becomes padding: sequences of one token and length 0.
+        """
+        host, sequences, tokens = self.host, len(slots), int(counts.sum())
+        host["offsets"][0] = 0
+        np.cumsum(counts, out=host["offsets"][1 : sequences + 1])
+        host["offsets"][sequences + 1 :] = tokens + np.arange(1, self.shape.sequences - sequences + 1)
+        host["lengths"][:sequences] = starts + counts
+        host["lengths"][sequences:] = 0
+        host["tables"][:sequences] = tables.rows[slots, : self.shape.width]
+        host["tables"][sequences:] = 0
+        owner = np.repeat(np.arange(sequences), counts)
+        position = np.arange(tokens, dtype=np.int32) - (host["offsets"][:sequences] - starts)[owner]
+        host["positions"][:tokens] = position
+        host["positions"][tokens:] = 0
+        page = host["tables"][owner, position // page_size]
+        host["slots"][:tokens] = page * page_size + position % page_size
+        host["slots"][tokens:] = -1
+        host["tokens"][tokens:] = 0
+        host["sources"][tokens:] = -1
+
+    def send(self) -> None:
+        """Copy the host's side to the device; asynchronous when the host buffer is pinned."""
+        if self._device.data_ptr() != self._host.data_ptr():
+            self._device.copy_(self._host, non_blocking=True)
+
+    def batch(self, pool: KVPool, tokens: Tensor, longest: int) -> Batch:
+        """The device's side as a model's argument, with `tokens` already joined with those only the device knows."""
+        t = self.tensors
+        pages = PagedKV(pool.keys, pool.values, t["tables"], t["lengths"], t["slots"])
+        return Batch(tokens, t["positions"], t["offsets"], longest, pages)
