@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from strata.kernels.attention_plan import AttentionPlan
+
 
 @dataclass(frozen=True)
 class PagedKV:
@@ -17,6 +19,8 @@ class PagedKV:
         but valid page numbers.
     lengths: [sequences] int32, tokens of each sequence once this batch's have been written. 0 marks a padding row.
     slots: [tokens] int32, page * page_size + offset where each token's key and value go; -1 writes nothing.
+    plan: what attention on a CPU needs to know of this step in every layer (`attention_cpu.planned` makes it); None:
+        each layer works it out from the tensors above.
     """
 
     keys: tuple[Tensor, ...]
@@ -24,6 +28,7 @@ class PagedKV:
     tables: Tensor
     lengths: Tensor
     slots: Tensor
+    plan: AttentionPlan | None = None
 
     @property
     def page_size(self) -> int:
