@@ -1,0 +1,324 @@
+"""What config.json says of the mathematics, read strictly, in the classic form and in that of transformers 5."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strata.models.fields import Fields
+from strata.models.rotary import DynamicRope, RopeConfig, read_rope
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One model. Sizes are counts of elements.
+
+    windows: for each layer, how many of the latest tokens a query sees (itself included); None means all.
+    attention_bias, mlp_bias: the fields of that name; false in families without them.
+    tied: whether the head is the embedding matrix.
+    max_length: max_position_embeddings, the longest sequence that the checkpoint was made for.
+    dtype: of the checkpoint; None when config.json does not say.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_length: int
+    rope: RopeConfig
+    windows: tuple[int | None, ...]
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tied: bool = False
+    dtype: torch.dtype | None = None
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """A config.json that transformers 4 and 5 and vLLM read; `config_from_dict` gives this config again."""
+        rope = self.rope.to_dict()
+        values: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": _FAMILIES[self.architecture].model_type,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_length,
+            "rms_norm_eps": self.norm_eps,
+            "rope_theta": self.rope.theta,
+            "rope_scaling": None if rope == {"rope_type": "default"} else rope,
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": self.bos_id,
+            "eos_token_id": self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids) or None,
+            "pad_token_id": self.pad_id,
+        }
+        if self.dtype is not None:
+            values["torch_dtype"] = str(self.dtype).removeprefix("torch.")
+        return values | _FAMILIES[self.architecture].own_fields(self)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What an absent field means in a family, and which fields are its own. The values are transformers'."""
+
+    model_type: str
+    max_length: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    bos_id: int | None = None
+    eos_id: int | None = None
+    biases: tuple[str, ...] = ()
+    # Which layers have a sliding window: none, all, or those that `layer_types` or `max_window_layers` name.
+    window: str = "none"
+
+    def own_fields(self, config: ModelConfig) -> dict[str, Any]:
+        values: dict[str, Any] = {key: getattr(config, key) for key in self.biases}
+        window = next((window for window in config.windows if window is not None), None)
+        if self.window != "none":
+            values["sliding_window"] = window
+        if self.window == "some":
+            values["use_sliding_window"] = window is not None
+            values["layer_types"] = [_FULL if one is None else _SLIDING for one in config.windows]
+        return values
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": _Family("llama", 2048, bos_id=1, eos_id=2, biases=("attention_bias", "mlp_bias")),
+    "MistralForCausalLM": _Family("mistral", 131072, num_kv_heads=8, bos_id=1, eos_id=2, window="all"),
+    "Qwen2ForCausalLM": _Family("qwen2", 32768, num_kv_heads=32, window="some"),
+    "Qwen3ForCausalLM": _Family(
+        "qwen3", 32768, num_kv_heads=32, head_dim=128, window="some", biases=("attention_bias",)
+    ),
+}
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+# Fields without effect on the logits. The generation parameters belong to generation_config.json: transformers drops
+# them from config.json as well.
+_BOOKKEEPING = """
+    _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path
+    attention_dropout attn_implementation chunk_size_feed_forward finetuning_task id2label initializer_range
+    is_llama_config label2id max_sequence_length name_or_path num_labels output_attentions output_hidden_states
+    prefix pretraining_tp problem_type return_dict sep_token_id task_specific_params tie_last_hidden_states
+    tokenizer_class torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version
+    use_bfloat16 use_cache
+"""
+_GENERATION = """
+    assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty
+    do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
+    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
+    no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams
+    num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate
+    suppress_tokens target_lookbehind temperature top_k top_p typical_p
+"""
+_WITHOUT_EFFECT = frozenset((_BOOKKEEPING + _GENERATION).split())
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The config of a checkpoint folder. Raises ValueError if it is missing, is not JSON, or cannot be honoured."""
+    path = Path(folder) / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; a model folder needs a config.json") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+    return config_from_dict(values, str(path))
+
+
+def config_from_dict(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """The config that the contents of a config.json describe; `where` names them in errors.
+
+    Raises ValueError, naming field and value, for an unknown architecture, activation or rope type, for a missing or
+    bad value, and for any field that is not known to leave the mathematics alone.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"{where}: expected a JSON object, found {type(values).__name__}")
+    fields = Fields(values, where)
+    architecture = _read_architecture(fields)
+    family = _FAMILIES[architecture]
+    num_layers = fields.count("num_hidden_layers")
+    hidden_size = fields.count("hidden_size")
+    num_heads, num_kv_heads, head_dim = _read_heads(fields, family, hidden_size)
+    max_length = fields.count("max_position_embeddings", family.max_length)
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.count("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        max_length=max_length,
+        rope=_read_rope(fields, head_dim, max_length),
+        windows=_read_windows(fields, family, num_layers),
+        attention_bias=_read_bias(fields, family, "attention_bias"),
+        mlp_bias=_read_bias(fields, family, "mlp_bias"),
+        tied=fields.flag("tie_word_embeddings", False),
+        dtype=_read_dtype(fields),
+        bos_id=_read_id(fields, "bos_token_id", family.bos_id),
+        eos_ids=_read_ids(fields, "eos_token_id", family.eos_id),
+        pad_id=_read_id(fields, "pad_token_id", None),
+    )
+    _refuse_changed_mathematics(fields)
+    fields.finish(_WITHOUT_EFFECT)
+    return config
+
+
+def _read_architecture(fields: Fields) -> str:
+    named = fields.take("architectures")
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in _FAMILIES:
+        raise fields.wrong("architectures", named, "a list with one of " + ", ".join(_FAMILIES))
+    architecture: str = named[0]
+    fields.only("model_type", _FAMILIES[architecture].model_type, f"architectures names {architecture}")
+    return architecture
+
+
+def _read_heads(fields: Fields, family: _Family, hidden_size: int) -> tuple[int, int, int]:
+    """Query heads, key/value heads, dimensions of a head."""
+    num_heads = fields.count("num_attention_heads")
+    # An explicit null means as many as query heads, an absent field the default of the family.
+    as_many = fields.is_null("num_key_value_heads") or family.num_kv_heads is None
+    num_kv_heads = fields.count("num_key_value_heads", num_heads if as_many else family.num_kv_heads)
+    if num_heads % num_kv_heads:
+        raise fields.wrong("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads = {num_heads}")
+    default = family.head_dim
+    if default is None and not fields.has("head_dim"):
+        if hidden_size % num_heads:
+            raise fields.wrong("num_attention_heads", num_heads, f"a divisor of hidden_size = {hidden_size}")
+        default = hidden_size // num_heads
+    head_dim = fields.count("head_dim", default)
+    if head_dim % 2:
+        raise fields.wrong("head_dim", head_dim, "an even number, because rotary embeddings turn pairs")
+    return num_heads, num_kv_heads, head_dim
+
+
+def _read_bias(fields: Fields, family: _Family, key: str) -> bool:
+    if key in family.biases:
+        return fields.flag(key, False)
+    fields.only(key, False, f"the biases of {family.model_type} are fixed")
+    return False
+
+
+def _read_rope(fields: Fields, head_dim: int, max_length: int) -> RopeConfig:
+    """From `rope_theta` and `rope_scaling` (classic) or `rope_parameters` (transformers 5)."""
+    theta = fields.number("rope_theta", 10000.0)
+    original = fields.take("original_max_position_embeddings", None)
+    key = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
+    scaling, parameters = fields.take("rope_scaling", None), fields.take("rope_parameters", None)
+    if scaling and parameters:
+        raise fields.wrong("rope_parameters", parameters, "null beside rope_scaling")
+    values = scaling or parameters or {}
+    if not isinstance(values, dict):
+        raise fields.wrong(key, values, "an object or null")
+    values = _same_for_all_layers(fields, key, values)
+    if original is not None:
+        values = values | {"original_max_position_embeddings": original}
+    rope = read_rope(Fields(values, f"{fields.where}, {key}"), theta, max_length)
+    if isinstance(rope, DynamicRope) and head_dim == 2:
+        raise fields.wrong("head_dim", head_dim, "at least 4 with rope_type 'dynamic'")
+    return rope
+
+
+def _same_for_all_layers(fields: Fields, key: str, values: dict[str, Any]) -> dict[str, Any]:
+    """transformers 5 may key the parameters by layer type; only equal ones are supported."""
+    if not values.keys() & {_FULL, _SLIDING}:
+        return values
+    kinds = list(values.values())
+    if not values.keys() <= {_FULL, _SLIDING} or any(kind != kinds[0] for kind in kinds):
+        raise fields.wrong(key, values, "the same parameters for every layer type")
+    if not isinstance(kinds[0], dict):
+        raise fields.wrong(key, values, "an object for each layer type")
+    return kinds[0]
+
+
+def _read_windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer, from `sliding_window`, `use_sliding_window`, `max_window_layers`, `layer_types`."""
+    types = fields.take("layer_types", None)
+    if types is not None and (not isinstance(types, list) or len(types) != num_layers):
+        raise fields.wrong("layer_types", types, f"a list with an entry for each of the {num_layers} layers")
+    if not set(types or ()) <= {_FULL, _SLIDING}:
+        raise fields.wrong("layer_types", types, f"a list of {_FULL!r} and {_SLIDING!r}")
+    if family.window == "none":
+        fields.only("sliding_window", None, "this family attends to the whole sequence")
+        window, sliding = None, [False] * num_layers
+    elif family.window == "all":
+        window = _read_window(fields)
+        sliding = [window is not None] * num_layers
+    else:
+        used = fields.flag("use_sliding_window", False)
+        window = _read_window(fields)
+        window = window if used else None
+        first = fields.count("max_window_layers", 28, least=0)
+        sliding = [window is not None and layer >= first for layer in range(num_layers)]
+        if types is not None and (window is not None or _SLIDING not in types):
+            sliding = [kind == _SLIDING for kind in types]
+    if types is not None and sliding != [kind == _SLIDING for kind in types]:
+        expected = "what sliding_window (and use_sliding_window) say of this family's layers"
+        raise fields.wrong("layer_types", types, expected)
+    return tuple(window if slides else None for slides in sliding)
+
+
+def _read_window(fields: Fields) -> int | None:
+    # An explicit null means no window, an absent field the default of the families that have one.
+    if fields.is_null("sliding_window"):
+        fields.take("sliding_window")
+        return None
+    return fields.count("sliding_window", 4096)
+
+
+def _read_dtype(fields: Fields) -> torch.dtype | None:
+    legacy = fields.take("torch_dtype", None)
+    name = fields.take("dtype", legacy)
+    name = legacy if name is None else name
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise fields.wrong("dtype", name, "one of " + ", ".join(map(repr, DTYPES)))
+    return DTYPES[name]
+
+
+def _read_id(fields: Fields, key: str, default: int | None) -> int | None:
+    ids = _read_ids(fields, key, default)
+    if len(ids) > 1:
+        raise fields.wrong(key, list(ids), "a token id or null")
+    return ids[0] if ids else None
+
+
+def _read_ids(fields: Fields, key: str, default: int | None) -> tuple[int, ...]:
+    value = fields.take(key, default)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(one, bool) or not isinstance(one, int) for one in ids):
+        raise fields.wrong(key, value, "a token id, a list of token ids, or null")
+    # Some checkpoints write -1 for "none".
+    return tuple(one for one in ids if one >= 0)
+
+
+def _refuse_changed_mathematics(fields: Fields) -> None:
+    """Fields that are known, and that are implemented for one value only."""
+    fields.choice("hidden_act", ("silu", "swish"), "silu")
+    fields.only("partial_rotary_factor", 1.0, "all dimensions of a head are rotated")
+    fields.only("rope_interleaved", False, "the first half of a head turns with the second")
+    fields.only("use_mrope", False, "positions have one dimension")
+    fields.only("is_encoder_decoder", False, "these families are decoders")
+    fields.only("quantization_config", None, "only float weights are implemented")
+    fields.only("per_layer_config", None, "all layers have one shape")

@@ -1,0 +1,29 @@
+"""From a config to the model of its family."""
+
+from __future__ import annotations
+
+from strata.models.config import ModelConfig
+from strata.models.layers import CausalLM
+from strata.models.llama import Llama
+from strata.models.mistral import Mistral
+from strata.models.qwen2 import Qwen2
+from strata.models.qwen3 import Qwen3
+
+FAMILIES: dict[str, type[CausalLM]] = {
+    "LlamaForCausalLM": Llama,
+    "MistralForCausalLM": Mistral,
+    "Qwen2ForCausalLM": Qwen2,
+    "Qwen3ForCausalLM": Qwen3,
+}
+
+
+def build(config: ModelConfig, max_length: int | None = None) -> CausalLM:
+    """The model, on the current default device and dtype, its parameters uninitialized.
+
+    max_length: the longest sequence that this instance will see, which sizes the rotary table and, for dynamic rope,
+    sets its base; by default the checkpoint's max_position_embeddings.
+
+    Fill the parameters with `strata.models.initialize`, or build on the meta device and let
+    `strata.models.weights.load` do both.
+    """
+    return FAMILIES[config.architecture](config, config.max_length if max_length is None else max_length)

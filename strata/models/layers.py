@@ -1,0 +1,174 @@
+"""The layers that the families share, with the checkpoint's parameter names.
+
+Parameters are created uninitialized: fill them with `strata.models.weights.load` or `strata.models.initialize`.
+"""
+
+# A call of a module is untyped in torch.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from strata.kernels.activation import silu_mul
+from strata.kernels.attention import attention
+from strata.kernels.embedding import embedding
+from strata.kernels.gemm import linear
+from strata.kernels.kv_write import kv_write
+from strata.kernels.norm import rms_norm
+from strata.kernels.rope import rope
+from strata.models.batch import Batch
+from strata.models.config import ModelConfig
+from strata.models.rotary import Rotary
+
+
+class Linear(nn.Module):
+    """y = x W^T (+ b): [..., inputs] to [..., outputs]; weight [outputs, inputs]."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(outputs))
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    """Token ids [tokens] to their rows of weight [vocab, hidden]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return embedding(tokens, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalization over the last dimension (Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)), [tokens, hidden] to the same."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, intermediate, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = Linear(hidden, intermediate, bias=bias)
+        self.up_proj = Linear(hidden, intermediate, bias=bias)
+        self.down_proj = Linear(intermediate, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (Ainslie et al. 2023) with rotary positions: [tokens, hidden] to the same.
+
+    A query sees the keys of its own sequence up to its own position, the last `config.windows[layer]` of them when
+    the layer has a window. The batch says whether keys come from this batch alone or from the pages.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, *, qkv_bias: bool, output_bias: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        self.window = config.windows[layer]
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, queries, bias=qkv_bias)
+        self.k_proj = Linear(config.hidden_size, keys, bias=qkv_bias)
+        self.v_proj = Linear(config.hidden_size, keys, bias=qkv_bias)
+        self.o_proj = Linear(queries, config.hidden_size, bias=output_bias)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], not yet rotated."""
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        return q, k, v
+
+    def forward(self, x: Tensor, batch: Batch, table: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        q = rope(q, batch.positions, table)
+        k = rope(k, batch.positions, table)
+        k, v = kv_write(k, v, batch.pages, self.layer)
+        mixed = attention(q, k, v, batch.offsets, batch.longest, batch.pages, self.layer, self.scale, self.window)
+        return self.o_proj(mixed.flatten(-2))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm residual block: attention, then the MLP."""
+
+    def __init__(self, config: ModelConfig, attention: Attention) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, batch: Batch, table: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), batch, table)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, decoder layers, last norm: what checkpoints call `model`."""
+
+    def __init__(self, config: ModelConfig, layers: list[DecoderLayer], max_length: int) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.rotary = Rotary(config.rope, config.head_dim, config.max_length, max_length)
+
+    def forward(self, batch: Batch) -> Tensor:
+        x = self.embed_tokens(batch.tokens)
+        for layer in self.layers:
+            x = layer(x, batch, self.rotary.table)
+        return self.norm(x)
+
+
+class CausalLM(nn.Module, ABC):
+    """A decoder and its head. A family says what its attention is.
+
+    forward: Batch to hidden states [tokens, hidden] after the last norm.
+    head: hidden states [rows, hidden] to logits [rows, vocab]; apart, so that only wanted rows are projected.
+    """
+
+    def __init__(self, config: ModelConfig, max_length: int) -> None:
+        super().__init__()
+        layers = [DecoderLayer(config, self.attention(config, layer)) for layer in range(config.num_layers)]
+        self.model = Decoder(config, layers, max_length)
+        # A tied head has no parameter of its own, so there is nothing that could come apart.
+        self.lm_head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @staticmethod
+    @abstractmethod
+    def attention(config: ModelConfig, layer: int) -> Attention:
+        """The attention of one layer."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.model(batch)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        if self.lm_head is not None:
+            return self.lm_head(hidden)
+        return linear(hidden, self.model.embed_tokens.weight, None)
