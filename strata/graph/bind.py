@@ -1,0 +1,26 @@
+"""The operations of a graph become the implementations that run them on one kind of device."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from strata.kernels.op import Bound, Operation
+
+
+def bind(graph: fx.GraphModule, device: str, deterministic: bool = False) -> fx.GraphModule:
+    """Replace, in place, each operation by its binding for `device` ("cpu", "cuda", "meta"); returns `graph`.
+
+    `deterministic` leaves only implementations whose bits do not depend on the rest of the batch. A bound graph can be
+    bound again. Raises NotImplementedError, naming the operation, if nothing can run it there.
+    """
+    for node in graph.graph.nodes:
+        operation = node.target.operation if isinstance(node.target, Bound) else node.target
+        if not isinstance(operation, Operation):
+            continue
+        bound = operation.bind(device, deterministic=deterministic)
+        if not bound.candidates:
+            kind = "batch-invariant " if deterministic else ""
+            raise NotImplementedError(f"operation {operation.name} has no {kind}implementation for {device}")
+        node.target = bound
+    graph.recompile()
+    return graph

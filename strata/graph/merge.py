@@ -1,0 +1,129 @@
+"""Linear layers that read the same input become one product over one weight (q/k/v, gate/up).
+
+The merged weight is the only storage: the original parameters become views of it, so a write into `q_proj.weight`
+reaches the merged product without a copy, and the module itself still runs. Moving the module to another device or
+assigning new parameters afterwards breaks that tie; capture and merge again then.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from operator import getitem
+
+import torch
+from torch import Tensor, fx, nn
+
+from strata.kernels.gemm import linear
+
+
+def merge(graph: fx.GraphModule) -> fx.GraphModule:
+    """Merge, in place, the linears of one module that read the same input; returns `graph`.
+
+    A linear takes part if its weight (and bias) are parameters that nothing else in the graph uses and that share no
+    storage with another parameter; all linears of a group have a bias or none has. The results of the merged product
+    are views of it, [..., out of each] with the token stride of the whole. For inference: gradients do not reach the
+    parameters. Memory: a copy of one group at a time.
+    """
+    aliased = _aliased(graph)
+    groups: dict[object, list[fx.Node]] = defaultdict(list)
+    for node in graph.graph.nodes:
+        if node.target is linear and _mergeable(graph, node, aliased):
+            x, weight, bias = _arguments(node)
+            tensor = graph.get_parameter(str(weight.target))
+            parent = node.meta["module"].rpartition(".")[0]
+            groups[x, parent, tensor.shape[1], tensor.dtype, tensor.device, bias is None].append(node)
+    for group in groups.values():
+        if len(group) > 1:
+            _merge_group(graph, group)
+    graph.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr")
+    graph.recompile()
+    return graph
+
+
+def _arguments(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    x, weight, *rest = node.args
+    bias = rest[0] if rest else None
+    assert isinstance(x, fx.Node)
+    assert isinstance(weight, fx.Node)
+    assert bias is None or isinstance(bias, fx.Node)
+    return x, weight, bias
+
+
+def _mergeable(graph: fx.GraphModule, node: fx.Node, aliased: set[str]) -> bool:
+    _, weight, bias = _arguments(node)
+    return all(
+        used.op == "get_attr"
+        and len(used.meta["parameters"]) == 1
+        and len(used.users) == 1
+        and used.target not in aliased
+        and graph.get_parameter(str(used.target)).is_contiguous()
+        for used in (weight, bias)
+        if used is not None
+    )
+
+
+def _aliased(graph: fx.GraphModule) -> set[str]:
+    """Names of parameters that begin at the same place of the same storage as another (tied through views)."""
+    names: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for name, parameter in graph.named_parameters():
+        names[_storage(parameter), int(parameter.storage_offset())].append(name)
+    return {name for same in names.values() if len(same) > 1 for name in same}
+
+
+def _merge_group(graph: fx.GraphModule, group: Sequence[fx.Node]) -> None:
+    inputs = [_arguments(node) for node in group]
+    sizes = [graph.get_parameter(str(weight.target)).shape[0] for _, weight, _ in inputs]
+    parent, _, _ = group[0].meta["module"].rpartition(".")
+    parts = [node.meta["module"].rpartition(".")[2] for node in group]
+    meta = {"module": ".".join(filter(None, (parent, "&".join(parts)))), "layer": group[0].meta["layer"]}
+    with graph.graph.inserting_before(group[0]):
+        weight = _merged(graph, [weight for _, weight, _ in inputs], meta)
+        biases = [bias for _, _, bias in inputs if bias is not None]
+        bias = _merged(graph, biases, meta) if biases else None
+        product = graph.graph.call_function(linear, (inputs[0][0], weight, bias))
+        pieces = graph.graph.call_function(torch.split, (product, sizes, -1))
+        product.meta, pieces.meta = dict(meta), dict(meta)
+        separate = [graph.graph.call_function(getitem, (pieces, index)) for index in range(len(group))]
+    for node, piece in zip(group, separate, strict=True):
+        piece.meta = dict(node.meta)
+        node.replace_all_uses_with(piece)
+        graph.graph.erase_node(node)
+
+
+def _merged(graph: fx.GraphModule, nodes: Sequence[fx.Node], meta: dict[str, object]) -> fx.Node:
+    """A node that fetches the rows of all `nodes` as one tensor, kept in a buffer beside the parameters."""
+    names = [str(node.target) for node in nodes]
+    whole = _join([graph.get_parameter(name) for name in names])
+    paths = [name.split(".") for name in names]
+    holder = graph.get_submodule(".".join(paths[0][:-2]))
+    name = "_".join(path[-2] for path in paths) + "_" + paths[0][-1]
+    holder.register_buffer(name, whole, persistent=False)
+    node = graph.graph.get_attr(".".join([*paths[0][:-2], name]))
+    node.meta = meta | {"parameters": tuple(names)}
+    return node
+
+
+def _join(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The rows of all parameters in one tensor, of which they are views from now on (as they may be already)."""
+    first = parameters[0]
+    rows = sum(parameter.shape[0] for parameter in parameters)
+    if all(
+        _storage(after) == _storage(before) and after.storage_offset() == before.storage_offset() + before.numel()
+        for before, after in pairwise(parameters)
+    ):
+        return first.data.as_strided((rows, *first.shape[1:]), first.stride())
+    whole = torch.empty((rows, *first.shape[1:]), dtype=first.dtype, device=first.device)
+    start = 0
+    for parameter in parameters:
+        view = whole[start : start + parameter.shape[0]]
+        view.copy_(parameter.data)
+        parameter.data = view
+        start += parameter.shape[0]
+    return whole
+
+
+def _storage(tensor: Tensor) -> int:
+    """Which storage a tensor views; unlike `data_ptr` it also tells tensors on the meta device apart."""
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,92 @@
+"""One graph for every batch; nodes know where they come from; bound graphs run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from strata.kernels.gemm import linear
+from torch import Tensor, nn
+
+from strata.graph.bind import bind
+from strata.graph.capture import capture, capture_head
+from strata.graph.merge import merge
+from strata.hardware.roofline import Cost
+from strata.kernels.op import Bound, Operation
+from strata.models.batch import Batch
+
+from .tiny import LAYERS, Tiny, packed
+
+writes = Operation("writes", lambda x: x, cost=lambda x, workload: Cost(), meta=lambda x: x, mutates=("x",))
+
+
+def test_one_graph_serves_any_batch() -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    graph = capture(model)
+    for lengths in ((1,), (5, 3), (2, 9, 4)):
+        batch = packed(*lengths)
+        torch.testing.assert_close(graph(batch), model(batch), rtol=0, atol=0)
+
+
+def test_head_is_a_graph_of_its_own() -> None:
+    model = Tiny()
+    hidden = torch.randn(3, model.lm_head.weight.shape[1])
+    torch.testing.assert_close(capture_head(model)(hidden), hidden @ model.lm_head.weight.T)
+
+
+def test_nodes_know_module_and_layer() -> None:
+    nodes = [node for node in capture(Tiny()).graph.nodes if node.op == "call_function"]
+    named = {node.meta["module"]: node.meta["layer"] for node in nodes if node.target is linear}
+    assert named["layers.1.down_proj"] == 1
+    assert named["layers.0.q_proj"] == 0
+    assert {node.meta["layer"] for node in nodes} == {None, *range(LAYERS)}
+
+
+def test_each_attribute_and_parameter_is_fetched_once() -> None:
+    nodes = capture(Tiny()).graph.nodes
+    attributes = [node.args[1] for node in nodes if node.target is getattr]
+    assert sorted(attributes) == ["longest", "offsets", "pages", "tokens"]
+    parameters = [node.target for node in nodes if node.op == "get_attr"]
+    assert len(parameters) == len(set(parameters)) == 2 + 9 * LAYERS
+
+
+def test_a_constant_tensor_is_refused() -> None:
+    class Constant(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return linear(x, torch.ones(3, 4), None)
+
+    with pytest.raises(ValueError, match="neither a parameter nor a buffer"):
+        capture(Constant())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_bound_graph_runs_and_can_be_bound_again(deterministic: bool) -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    batch = packed(4, 6)
+    expected = model(batch)
+    graph = bind(merge(capture(model)), "cpu", deterministic)
+    assert any(isinstance(node.target, Bound) for node in graph.graph.nodes)
+    torch.testing.assert_close(graph(batch), expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(bind(graph, "cpu")(batch), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_dead_operations_go_but_writes_stay() -> None:
+    class Writes(nn.Module):
+        def forward(self, batch: Batch) -> Tensor:
+            writes(batch.tokens)
+            linear(batch.tokens, batch.tokens, None)
+            return batch.tokens
+
+    targets = [node.target for node in capture(Writes()).graph.nodes]
+    assert writes in targets
+    assert linear not in targets
+
+
+def test_missing_invariant_implementation_is_named() -> None:
+    class Writes(nn.Module):
+        def forward(self, batch: Batch) -> Tensor:
+            return writes(batch.tokens)
+
+    with pytest.raises(NotImplementedError, match="writes has no batch-invariant implementation for cpu"):
+        bind(capture(Writes()), "cpu", deterministic=True)
