@@ -23,6 +23,8 @@ class RopeConfig:
 
     theta: float
     rope_type: ClassVar[str] = "default"
+    # Whether sequences longer than the trained length are what this type is for.
+    grows: ClassVar[bool] = False
 
     @property
     def attention_factor(self) -> float:
@@ -65,6 +67,7 @@ class DynamicRope(RopeConfig):
 
     factor: float
     rope_type: ClassVar[str] = "dynamic"
+    grows: ClassVar[bool] = True
 
     def inverse_frequencies(self, head_dim: int, trained_length: int, max_length: int) -> Tensor:
         growth = self.factor * max(max_length, trained_length) / trained_length - (self.factor - 1)

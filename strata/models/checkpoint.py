@@ -1,0 +1,135 @@
+"""What a folder of safetensors files holds, known from the headers alone and checked before any weight is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# The format's own limit, so that a corrupt length does not make us read gigabytes.
+_LONGEST_HEADER = 100_000_000
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a checkpoint. `start` is the byte where it begins, counted from the end of the header."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` lists, by name.
+
+    Reads headers only. Raises ValueError for a missing file, a corrupt or truncated one, an index that does not match
+    its shards, or weights that are not floats.
+    """
+    if (folder / SINGLE).is_file():
+        return read_header(folder / SINGLE)
+    if not (folder / INDEX).is_file():
+        raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors weights are read")
+    homes = _read_index(folder / INDEX)
+    shards = {name: read_header(folder / name) for name in sorted(set(homes.values()))}
+    absent = [name for name, home in homes.items() if name not in shards[home]]
+    if absent:
+        raise ValueError(f"{folder / INDEX} lists tensors that their files do not hold: {shorten(absent)}")
+    unlisted = [name for home, shard in shards.items() for name in shard if homes.get(name) != home]
+    if unlisted:
+        raise ValueError(f"{folder / INDEX} does not list tensors that its files hold: {shorten(unlisted)}")
+    return {name: shards[home][name] for name, home in homes.items()}
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file: a length (8 bytes, little-endian), a JSON header, then the data."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
+                raise _corrupt(file, f"its header claims {length} bytes, the file has {size}")
+            header = json.loads(stream.read(length), object_pairs_hook=_without_duplicates)
+    except FileNotFoundError:
+        raise ValueError(f"{file} does not exist, though the checkpoint needs it") from None
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise _corrupt(file, str(error)) from None
+    if not isinstance(header, dict):
+        raise _corrupt(file, "its header is not a JSON object")
+    header.pop("__metadata__", None)
+    return _read_entries(file, header, size - 8 - length)
+
+
+def _read_entries(file: Path, header: dict[str, Any], data_bytes: int) -> dict[str, StoredTensor]:
+    """The header's entries, which must tile the data without gap or overlap."""
+    tensors, spans = {}, []
+    for name, entry in header.items():
+        tensors[name], end = _read_entry(file, name, entry)
+        spans.append((tensors[name].start, end, name))
+    covered = 0
+    for start, end, name in sorted(spans):
+        if start != covered:
+            raise _corrupt(file, f"the data of {name} begins at byte {start}, where byte {covered} was expected")
+        covered = end
+    if covered != data_bytes:
+        raise _corrupt(file, f"its header describes {covered} bytes of data, the file holds {data_bytes}")
+    return tensors
+
+
+def _read_entry(file: Path, name: str, entry: Any) -> tuple[StoredTensor, int]:
+    """A tensor and the byte where it ends."""
+    try:
+        kind, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        raise _corrupt(file, f"the header's entry of {name} lacks dtype, shape or data_offsets") from None
+    if any(type(value) is not int or value < 0 for value in (*shape, start, end)):
+        raise _corrupt(file, f"the header's entry of {name} has a size or offset that is not a count")
+    if kind not in _DTYPES:
+        raise ValueError(f"{file}: {name} has dtype {kind}; supported are {', '.join(_DTYPES)} (no quantized weights)")
+    tensor = StoredTensor(name, file, _DTYPES[kind], shape, start)
+    if end - start != math.prod(shape) * tensor.dtype.itemsize:
+        raise _corrupt(file, f"{name} of shape {list(shape)} and dtype {kind} does not take {end - start} bytes")
+    return tensor, end
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor."""
+    try:
+        homes = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path} is not an index with a weight_map: {error!r}") from None
+    if not isinstance(homes, dict) or not homes:
+        raise ValueError(f"{path} is not an index with a weight_map: it lists no tensor")
+    for home in homes.values():
+        if not isinstance(home, str) or Path(home).name != home:
+            raise ValueError(f"{path} names {home!r}, which is not a file of the same folder")
+    return homes
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice in the header")
+    return found
+
+
+def _corrupt(file: Path, reason: str) -> ValueError:
+    return ValueError(f"{file} is truncated or corrupt: {reason}; download or copy it again")
+
+
+def shorten(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,131 @@
+"""From a model to a checkpoint folder as Hugging Face lays it out, readable by transformers and by `load`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from strata.models.checkpoint import INDEX, SINGLE
+from strata.models.config import ModelConfig
+
+# What a checkpoint folder holds for the tokenizer, and the defaults of generation that go with it.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+class HasFolder(Protocol):
+    """A tokenizer that knows the folder it was loaded from."""
+
+    @property
+    def folder(self) -> Path: ...
+
+
+def save(
+    model: nn.Module,
+    config: ModelConfig,
+    folder: str | Path,
+    tokenizer: str | Path | HasFolder | None = None,
+    *,
+    max_shard_bytes: int = 5 * 2**30,
+) -> None:
+    """Write config.json and the weights, under the checkpoint's names and in the dtype of the parameters.
+
+    A tied head is not written. Weights of more than `max_shard_bytes` are split into shards with an index. Everything
+    is first written beside `folder` and then renamed, so a new folder appears whole or not at all; in a folder that
+    exists, each file is replaced at once and weights of an earlier save are removed. tokenizer: a tokenizer with the
+    `folder` that it was loaded from, or such a folder; its files are copied. Raises ValueError if it has none.
+    """
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
+        written = Path(name) / folder.name
+        written.mkdir()
+        if tokenizer is not None:
+            source = tokenizer if isinstance(tokenizer, str | Path) else tokenizer.folder
+            _copy_tokenizer(Path(source), written)
+        parameters = dict(model.named_parameters())
+        _write_weights(parameters, written, max_shard_bytes)
+        dtype = next(iter(parameters.values())).dtype
+        _write_json(written / "config.json", dataclasses.replace(config, dtype=dtype).to_dict())
+        _publish(written, folder)
+
+
+def _write_weights(parameters: dict[str, nn.Parameter], folder: Path, max_shard_bytes: int) -> None:
+    shards = _split(parameters, max_shard_bytes)
+    if len(shards) == 1:
+        _write_shard(shards[0], folder / SINGLE)
+        return
+    homes: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write_shard(shard, folder / file)
+        homes |= dict.fromkeys(shard, file)
+    size = sum(parameter.numel() * parameter.itemsize for parameter in parameters.values())
+    _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": homes})
+
+
+def _split(parameters: dict[str, nn.Parameter], max_shard_bytes: int) -> list[dict[str, nn.Parameter]]:
+    """The parameters in order, in groups of at most `max_shard_bytes` (a larger parameter stands alone)."""
+    shards: list[dict[str, nn.Parameter]] = [{}]
+    filled = 0
+    for name, parameter in parameters.items():
+        size = parameter.numel() * parameter.itemsize
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = parameter
+        filled += size
+    return shards
+
+
+def _write_shard(parameters: dict[str, nn.Parameter], file: Path) -> None:
+    tensors = {name: _own(parameter.detach()) for name, parameter in parameters.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU with storage of its own: merged projections are views of one storage."""
+    tensor = tensor.cpu().contiguous()
+    shared = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize
+    return tensor.clone() if shared else tensor
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    files = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()]
+    if not any(file.name == "tokenizer.json" for file in files):
+        raise ValueError(f"{source} has no tokenizer.json, so there is no tokenizer to save")
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+
+
+def _write_json(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _publish(written: Path, folder: Path) -> None:
+    """Rename the finished folder into place, or its files into a folder that exists, config.json last."""
+    if not folder.exists():
+        written.rename(folder)
+        return
+    fresh = {file.name for file in written.iterdir()}
+    for file in sorted(written.iterdir(), key=lambda file: file.name == "config.json"):
+        os.replace(file, folder / file.name)
+    for stale in (folder / SINGLE, folder / INDEX, *folder.glob("model-*-of-*.safetensors")):
+        if stale.name not in fresh:
+            stale.unlink(missing_ok=True)

@@ -1,0 +1,181 @@
+"""From a checkpoint folder to a model on a device, tensor by tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from strata.models.checkpoint import StoredTensor, read_checkpoint, shorten
+from strata.models.config import DTYPES, ModelConfig, config_from_dict, read_config
+from strata.models.families import build
+from strata.models.initialize import randomize
+from strata.models.layers import CausalLM
+from strata.models.memory import require_memory
+from strata.models.shapes import SHAPES
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Old checkpoints store the frequencies of the rotary embedding, which follow from config.json.
+_DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
+# Rows are copied in pieces of about this size: what the host holds beyond the file's own pages.
+_PIECE_BYTES = 64 * 2**20
+
+
+def resolve(model: str | Path, load_format: str = "auto") -> tuple[ModelConfig, Path | None]:
+    """The config of a model folder, and the folder; or the config of a shape of `SHAPES`, and None.
+
+    load_format "auto" reads the folder's weights. "dummy" makes random ones, so a folder needs only a config.json and
+    a name such as "8B" needs no folder. Where config.json gives no dtype, the weights do. Raises ValueError for anything else.
+    """
+    if load_format not in ("auto", "dummy"):
+        raise ValueError(f"load_format = {load_format!r} is not supported; accepted are 'auto' and 'dummy'")
+    folder = Path(model)
+    if folder.is_dir():
+        config = read_config(folder)
+        if config.dtype is None and load_format == "auto":
+            config = dataclasses.replace(config, dtype=next(iter(read_checkpoint(folder).values())).dtype)
+        return config, folder
+    if str(model) not in SHAPES:
+        names = ", ".join(map(repr, SHAPES))
+        raise ValueError(f"model folder {str(model)!r} does not exist; give a folder, or for dummy weights {names}")
+    if load_format != "dummy":
+        raise ValueError(f"the shape {str(model)!r} has no weights; use load_format='dummy', or give a model folder")
+    return config_from_dict(SHAPES[str(model)], str(model)), None
+
+
+def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype that weights are loaded as.
+
+    "auto" keeps bfloat16 and float16 checkpoints as they are; float32 (or unknown) stays so on the CPU and becomes
+    bfloat16 on CUDA.
+    """
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    if dtype in DTYPES:
+        return DTYPES[dtype]
+    if dtype != "auto":
+        raise ValueError(f"dtype = {dtype!r} is not supported; accepted are 'auto', {', '.join(map(repr, DTYPES))}")
+    if config.dtype in (torch.bfloat16, torch.float16):
+        return config.dtype
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def load(
+    model: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = "auto",
+    load_format: str = "auto",
+    max_length: int | None = None,
+    seed: int = 0,
+) -> tuple[CausalLM, ModelConfig]:
+    """The model of a folder (or, with dummy weights, of a named shape) on `device`, and its config.
+
+    All headers are checked against the model before memory is allocated or a weight is read. Weights are streamed into
+    place in pieces, so the host never holds more than the pages of one file and a piece. `load_format` as in
+    `resolve`, `dtype` as in `resolve_dtype`, `max_length` as in `build`; `seed` is that of dummy weights.
+
+    Raises ValueError for a missing or corrupt file; missing, unexpected or misshapen tensors; too little memory.
+    """
+    config, folder = resolve(model, load_format)
+    device = torch.device(device)
+    dtype = resolve_dtype(dtype, config, device)
+    with torch.device("meta"):
+        made = build(config, max_length)
+    if folder is None or load_format == "dummy":
+        materialize(made, device, dtype)
+        randomize(made, seed)
+        return made, config
+    tensors = read_checkpoint(folder)
+    sources = match_tensors(made, tensors, folder)
+    materialize(made, device, dtype)
+    _fill(made, sources)
+    if config.tied and _HEAD in tensors and _EMBEDDING in tensors:
+        _check_tie(tensors, folder)
+    return made, config
+
+
+def weight_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """What the parameters take as `dtype`, and the buffers as they are. The model may be on the meta device."""
+    parameters = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    return parameters + sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
+
+
+def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Give a model that was built on the meta device memory on `device`, its parameters as `dtype`.
+
+    The rotary table is filled, the parameters are not. Raises ValueError, before anything is allocated, if the model
+    does not fit in the free memory.
+    """
+    require_memory(weight_bytes(model, dtype), device, dtype)
+    model.to(dtype=dtype).to_empty(device=device)
+
+
+def match_tensors(model: nn.Module, tensors: dict[str, StoredTensor], folder: Path) -> dict[str, StoredTensor]:
+    """For each parameter of `model` its tensor in the checkpoint.
+
+    A tied head needs no tensor of its own, and its tensor may stand for the embedding's. Raises ValueError that names
+    the tensors if some are missing, unexpected, or of another shape than config.json says.
+    """
+    wanted = dict(model.named_parameters())
+    tied = _HEAD not in wanted
+    names = {name: name for name in wanted}
+    if tied and _EMBEDDING not in tensors and _HEAD in tensors:
+        names[_EMBEDDING] = _HEAD
+    if missing := [name for name in wanted if names[name] not in tensors]:
+        raise ValueError(f"{folder} lacks tensors that its config.json calls for: {shorten(missing)}")
+    known = {*names.values(), _HEAD} if tied else set(names.values())
+    if unexpected := [name for name in tensors if name not in known and not _DERIVED.fullmatch(name)]:
+        raise ValueError(f"{folder} has tensors that its config.json does not call for: {shorten(unexpected)}")
+    misshapen = [
+        f"{names[name]} is {list(tensors[names[name]].shape)}, expected {list(parameter.shape)}"
+        for name, parameter in wanted.items()
+        if tensors[names[name]].shape != tuple(parameter.shape)
+    ]
+    if misshapen:
+        raise ValueError(f"{folder} has tensors of other shapes than its config.json says: {shorten(misshapen)}")
+    return {name: tensors[names[name]] for name in wanted}
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, sources: dict[str, StoredTensor]) -> None:
+    """Copy every tensor to its parameter, file by file and in the order of the file."""
+    parameters = dict(model.named_parameters())
+    order = sorted(sources, key=lambda name: (sources[name].file, sources[name].start))
+    for file, names in itertools.groupby(order, key=lambda name: sources[name].file):
+        with safe_open(file, framework="pt", device="cpu") as reader:
+            for name in names:
+                for rows, piece in _pieces(reader, sources[name]):
+                    parameters[name][rows].copy_(piece)
+
+
+def _pieces(reader: Any, stored: StoredTensor) -> Iterator[tuple[slice, Tensor]]:
+    """The rows of a stored tensor in pieces of about `_PIECE_BYTES`, each with where it goes."""
+    row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
+    step = max(1, _PIECE_BYTES // max(1, row_bytes))
+    tensor = reader.get_slice(stored.name)
+    for start in range(0, stored.shape[0], step):
+        rows = slice(start, min(start + step, stored.shape[0]))
+        yield rows, tensor[rows]
+
+
+def _check_tie(tensors: dict[str, StoredTensor], folder: Path) -> None:
+    """config.json ties the head to the embedding: a head that is stored all the same must be equal to it."""
+    head, embedding = tensors[_HEAD], tensors[_EMBEDDING]
+    equal = head.shape == embedding.shape and head.dtype == embedding.dtype
+    if equal:
+        with safe_open(head.file, framework="pt") as heads, safe_open(embedding.file, framework="pt") as embeddings:
+            pairs = zip(_pieces(heads, head), _pieces(embeddings, embedding), strict=True)
+            equal = all(torch.equal(one, other) for (_, one), (_, other) in pairs)
+    if not equal:
+        raise ValueError(
+            f"{folder}: config.json ties {_HEAD} to {_EMBEDDING}, but they differ; "
+            "set tie_word_embeddings to false there if the head is meant to be its own"
+        )
