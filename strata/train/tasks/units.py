@@ -1,0 +1,179 @@
+"""Unit conversion: powers of ten by moving the decimal point, other factors by worked multiplication or division."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from decimal import Decimal
+
+from strata.train.tasks.arithmetic import (
+    division_held_out,
+    division_steps,
+    multiplication_held_out,
+    multiplication_steps,
+)
+from strata.train.tasks.example import Example, Task, ask, is_held_out
+
+
+@dataclass(frozen=True)
+class Unit:
+    symbol: str
+    singular: str
+    plural: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One `large` is `factor` `small`."""
+
+    large: Unit
+    small: Unit
+    factor: int
+
+
+def _unit(text: str) -> Unit:
+    symbol, singular, plural = text.split()
+    return Unit(symbol, singular, plural)
+
+
+KM, M = _unit("km kilometre kilometres"), _unit("m metre metres")
+DM, CM, MM = _unit("dm decimetre decimetres"), _unit("cm centimetre centimetres"), _unit("mm millimetre millimetres")
+T, KG, G, MG = (
+    _unit("t tonne tonnes"),
+    _unit("kg kilogram kilograms"),
+    _unit("g gram grams"),
+    _unit("mg milligram milligrams"),
+)
+L, CL, ML = _unit("l litre litres"), _unit("cl centilitre centilitres"), _unit("ml millilitre millilitres")
+WEEK, DAY, HOUR = _unit("weeks week weeks"), _unit("days day days"), _unit("h hour hours")
+MINUTE, SECOND, YEAR = _unit("min minute minutes"), _unit("s second seconds"), _unit("years year years")
+MONTH, FOOT, INCH, YARD = (
+    _unit("months month months"),
+    _unit("ft foot feet"),
+    _unit("in inch inches"),
+    _unit("yd yard yards"),
+)
+EURO, CENT, DOZEN, PIECE = (
+    _unit("€ euro euros"),
+    _unit("ct cent cents"),
+    _unit("dozen dozen dozen"),
+    _unit("pieces piece pieces"),
+)
+
+DECIMAL = (
+    Pair(KM, M, 1000), Pair(M, CM, 100), Pair(M, MM, 1000), Pair(CM, MM, 10), Pair(M, DM, 10), Pair(DM, CM, 10),
+    Pair(KG, G, 1000), Pair(G, MG, 1000), Pair(T, KG, 1000), Pair(L, ML, 1000), Pair(L, CL, 100), Pair(CL, ML, 10),
+    Pair(EURO, CENT, 100),
+)  # fmt: skip
+WHOLE = (
+    Pair(HOUR, MINUTE, 60), Pair(MINUTE, SECOND, 60), Pair(DAY, HOUR, 24), Pair(WEEK, DAY, 7), Pair(YEAR, MONTH, 12),
+    Pair(FOOT, INCH, 12), Pair(YARD, FOOT, 3), Pair(DOZEN, PIECE, 12),
+)  # fmt: skip
+
+CONVERT = (
+    "Convert {value} {source} to {target}.",
+    "Convert {value} {source} to {target}.",
+    "Convert {value} {source} into {target}.",
+    "Convert {value} {source} in {target}.",
+    "What is {value} {source} in {target}?",
+    "How many {target} are {value} {source}?",
+    "How many {target} are in {value} {source}?",
+    "How many {target} is {value} {source}?",
+    "{value} {source} in {target}",
+    "{value} {source} to {target}",
+    "{value} {source} = ? {target}",
+    "Express {value} {source} in {target}.",
+    "Change {value} {source} to {target}.",
+    "I have {value} {source}. How many {target} is that?",
+    "Write {value} {source} in {target}.",
+)
+
+SPELLINGS = {"metre": "meter", "litre": "liter"}
+
+
+def plain(value: Decimal) -> str:
+    """The number without exponent or trailing zeros: 3.50 is "3.5", 3E+3 is "3000"."""
+    text = format(value, "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def measured(value: str, unit: Unit) -> str:
+    """The quantity as replies write it: "3000 m", "1 week"."""
+    return f"{value} {unit.singular if value == '1' and unit.symbol == unit.plural else unit.symbol}"
+
+
+def _named(rng: random.Random, unit: Unit, one: bool) -> str:
+    """The unit as a user may write it."""
+    name = rng.choice((unit.symbol, unit.plural, unit.plural))
+    if one and name == unit.plural:
+        name = unit.singular
+    if rng.random() < 0.4:
+        for british, american in SPELLINGS.items():
+            name = name.replace(british, american)
+    return name
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """`value` of `source` is `result` of `target`, with the steps between. `held_out`: by the arithmetic in them."""
+
+    value: str
+    source: Unit
+    result: str
+    target: Unit
+    steps: str
+    held_out: bool = False
+
+
+def _rule(pair: Pair) -> str:
+    return f"{measured('1', pair.large)} = {pair.factor} {pair.small.symbol}"
+
+
+def _decimal(rng: random.Random) -> Conversion:
+    pair = rng.choice(DECIMAL)
+    places = len(str(pair.factor)) - 1
+    if rng.random() < 0.55:
+        value = Decimal(rng.randrange(1, rng.choice((10, 100, 1000))))
+        if rng.random() < 0.3:
+            value /= 10
+        steps = f"{_rule(pair)}, move the point {places} right"
+        return Conversion(plain(value), pair.large, plain(value * pair.factor), pair.small, steps)
+    value = Decimal(rng.randrange(1, rng.choice((10, 100, 1000, 10000))))
+    if rng.random() < 0.5:
+        value = Decimal(rng.randrange(1, 100) * pair.factor)
+    steps = f"{_rule(pair)}, move the point {places} left"
+    return Conversion(plain(value), pair.small, plain(value / pair.factor), pair.large, steps)
+
+
+def _whole(rng: random.Random) -> Conversion:
+    """By the factor's one digit (for 60, its tens digit), or by the count's one digit when the factor has two."""
+    pair = rng.choice(WHOLE)
+    digit = pair.factor // 10 if pair.factor == 60 else pair.factor
+    count = rng.randrange(1, 100) if digit < 10 else rng.randrange(1, 10)
+    total = count * pair.factor
+    if rng.random() < 0.6:
+        steps = multiplication_steps(count, digit) if digit < 10 else multiplication_steps(digit, count)
+        if pair.factor == 60:
+            steps = f"{count} × 60 = {count} × 6 × 10\n{steps}\n{count * 6} × 10 = {total}"
+        held_out = multiplication_held_out(count, digit)
+        return Conversion(str(count), pair.large, str(total), pair.small, f"{_rule(pair)}\n{steps}", held_out)
+    rest = total // 10 if pair.factor == 60 else total
+    steps = division_steps(rest, digit) if digit < 10 else f"{total} ÷ {pair.factor} = {count}"
+    if pair.factor == 60:
+        steps = f"{total} ÷ 60 = {rest} ÷ 6\n{steps}"
+    held_out = digit < 10 and division_held_out(rest, digit)
+    return Conversion(str(total), pair.small, str(count), pair.large, f"{_rule(pair)}\n{steps}", held_out)
+
+
+def conversion(rng: random.Random) -> Example:
+    """A quantity in another unit of the same kind."""
+    made = (_decimal if rng.random() < 0.65 else _whole)(rng)
+    source, target = _named(rng, made.source, made.value == "1"), _named(rng, made.target, one=False)
+    question = ask(rng, CONVERT, value=made.value, source=source, target=target)
+    answer = measured(made.result, made.target)
+    problem = f"convert {made.value} {made.source.singular} {made.target.singular}"
+    held_out = made.held_out or is_held_out(problem)
+    return Example("unit conversion", question, f"{made.steps}\nAnswer: {answer}", answer, problem, held_out)
+
+
+TASKS = (Task("unit conversion", 10, conversion),)
