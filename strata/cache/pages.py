@@ -1,0 +1,122 @@
+"""The pages of the KV pools: who holds each one, which are free, and which only the prefix tree still holds."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+
+class PageAllocator:
+    """Reference counts over `num_pages` pages of `page_size` tokens. Every operation takes constant time.
+
+    A sequence holds a page by `allocate` or `share` and lets go with `release`. The prefix tree holds a page by `cache`
+    and lets go with `uncache`; a page that only the tree holds is idle, and idle pages are kept in the order in which
+    their last sequence let go of them.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 1 or page_size < 1:
+            raise ValueError(f"the KV pool needs at least one page of one token, got {num_pages} pages of {page_size}")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._references = [0] * num_pages
+        self._cached = bytearray(num_pages)
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        # `_free` in any order, `_places[page]` where in it a free page stands: one is taken from the middle by moving
+        # the last one into its place. Reversed, so that a fresh pool is handed out in ascending order.
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._places = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    @property
+    def idle(self) -> int:
+        """Pages that only the prefix tree holds."""
+        return len(self._idle)
+
+    def allocate(self, after: int | None = None) -> int:
+        """A free page, held once: the one that follows `after` if that is free. Raises IndexError if none is free."""
+        free, places = self._free, self._places
+        following = -1 if after is None else after + 1
+        if 0 < following < self.num_pages and not self._references[following]:
+            page, place = following, places[following]
+            moved = free.pop()
+            if moved != page:
+                free[place] = moved
+                places[moved] = place
+        else:
+            page = free.pop()
+        self._references[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """One more sequence holds a page that is already held."""
+        references = self._references[page]
+        if not references:
+            raise ValueError(f"page {page} is free: it cannot be shared")
+        self._references[page] = references + 1
+        if references == 1 and self._cached[page]:
+            self._idle.pop(page)
+
+    def release(self, page: int) -> None:
+        """One sequence lets go; the page is then free, idle or still held by others."""
+        references = self._references[page] - 1
+        if references < self._cached[page]:
+            raise ValueError(f"page {page} is held by no sequence: it cannot be released")
+        self._references[page] = references
+        if not references:
+            self._add_free(page)
+        elif references == 1 and self._cached[page]:
+            self._idle[page] = None
+
+    def is_shared(self, page: int) -> bool:
+        return self._references[page] > 1
+
+    def cache(self, page: int) -> None:
+        """The prefix tree takes hold of a page that a sequence holds."""
+        if not self._references[page] or self._cached[page]:
+            raise ValueError(f"page {page} is free or already in the prefix tree: it cannot be cached")
+        self._references[page] += 1
+        self._cached[page] = 1
+
+    def uncache(self, page: int) -> None:
+        """The prefix tree lets go of an idle page, which is free from then on."""
+        del self._idle[page]
+        self._cached[page] = 0
+        self._references[page] = 0
+        self._add_free(page)
+
+    def oldest_idle(self) -> int | None:
+        """The page that has been idle longest, None if none is."""
+        return next(iter(self._idle), None)
+
+    def idle_pages(self) -> tuple[int, ...]:
+        """All idle pages, the one idle longest first."""
+        return tuple(self._idle)
+
+    def touch(self, page: int) -> None:
+        """Count a page, if it is idle, as the one most recently let go."""
+        if page in self._idle:
+            self._idle.move_to_end(page)
+
+    def check(self, held: Iterable[int], cached: Iterable[int]) -> None:
+        """Raise AssertionError unless the books agree with each other, with the pages that sequences hold (a page once
+        for each holder) and with those of the prefix tree. Takes time in proportion to the pool."""
+        holders = Counter(held)
+        in_tree = set(cached)
+        for page in range(self.num_pages):
+            references = self._references[page]
+            assert references == holders[page] + (page in in_tree), f"page {page}: {references} references"
+            assert self._cached[page] == (page in in_tree), f"page {page}: cached flag"
+            assert (page in self._idle) == (page in in_tree and not holders[page]), f"page {page}: idle"
+            place = self._places[page]
+            listed = place < len(self._free) and self._free[place] == page
+            assert listed == (references == 0), f"page {page}: {references} references, free {listed}"
+        assert len(set(self._free)) == len(self._free), "a page is free twice"
+
+    def _add_free(self, page: int) -> None:
+        self._places[page] = len(self._free)
+        self._free.append(page)

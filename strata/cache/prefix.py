@@ -1,0 +1,187 @@
+"""The prefix tree: pages whose tokens are known, kept for requests that begin with the same tokens (RadixAttention,
+Zheng et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from strata.cache.pages import PageAllocator
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """An edge of the tree and its lower end: a run of full pages and what may follow it.
+
+    tokens: the ids in `pages`, page_size for each.
+    children: by the ids of their first page.
+    """
+
+    salt: str
+    parent: _Node | None
+    tokens: list[int]
+    pages: list[int]
+    children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
+
+
+class PrefixTree:
+    """Full pages by the tokens that they and all pages before them hold; one tree for each salt.
+
+    Whoever holds a page of the tree holds all pages above it, and pages are let go deepest first. So the order in which
+    pages fell idle (`PageAllocator`) is an eviction order that takes the least recently used leaves first.
+    """
+
+    def __init__(self, pages: PageAllocator) -> None:
+        self.version = 0  # changes whenever something new can be matched
+        self._pages = pages
+        self._roots: dict[str, _Node] = {}
+        self._owners: dict[int, _Node] = {}
+
+    def __len__(self) -> int:
+        """Pages in the tree."""
+        return len(self._owners)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._owners)
+
+    def match(self, tokens: list[int], salt: str = "") -> list[int]:
+        """The longest run of cached pages that `tokens` begin with, each now held once more.
+
+        At least one token is left over, because something must be computed to sample from.
+        """
+        path = self._descend(tokens, (len(tokens) - 1) // self._pages.page_size, salt)[2]
+        for page in path:
+            self._pages.share(page)
+        return path
+
+    def insert(self, tokens: list[int], pages: list[int], salt: str = "") -> None:
+        """Make the full `pages` of a running sequence matchable; `tokens` begin with the ids that they hold.
+
+        Nothing is added below a page of which the tree has another copy: the sequence does not hold that copy, so it
+        could be evicted above the sequence's own pages.
+        """
+        node, taken, path = self._descend(tokens, len(pages), salt)
+        known = len(path)
+        if known < len(pages) and (not known or path[-1] == pages[known - 1]):
+            self._extend(node, taken, tokens, pages, known)
+
+    def surrender(self, tokens: list[int], pages: list[int], salt: str = "") -> None:
+        """Release all `pages` of a sequence that ends or pauses, and keep in the tree those that `tokens` fill.
+
+        Where the tree has a copy already, it keeps that copy and counts it as used now.
+        """
+        full = min(len(tokens) // self._pages.page_size, len(pages))
+        node, taken, path = self._descend(tokens, full, salt)
+        known = len(path)
+        if known and path[-1] != pages[known - 1]:
+            # A page that another sequence holds too must not hang below a copy that this other one does not hold.
+            full = next((i for i in range(known, full) if self._pages.is_shared(pages[i])), full)
+        if known < full:
+            self._extend(node, taken, tokens, pages[:full], known)
+        for index in range(len(pages) - 1, -1, -1):
+            self._pages.release(pages[index])
+            if index < known and path[index] != pages[index]:
+                self._pages.touch(path[index])
+
+    def evict(self, count: int) -> int:
+        """Free up to `count` idle pages, least recently used leaves first; returns how many were freed."""
+        for freed in range(count):
+            page = self._pages.oldest_idle()
+            if page is None:
+                return freed
+            node = self._owners.pop(page)
+            if node.pages.pop() != page or node.children:
+                raise AssertionError(f"page {page} fell idle before a page below it")
+            last = tuple(node.tokens[-self._pages.page_size :])
+            del node.tokens[-self._pages.page_size :]
+            self._pages.uncache(page)
+            if not node.pages and node.parent is not None:
+                del node.parent.children[last]
+                if node.parent.parent is None and not node.parent.children:
+                    del self._roots[node.salt]
+        return count
+
+    def check(self) -> None:
+        """Raise AssertionError unless the tree is well formed. Takes time in proportion to the tree."""
+        size = self._pages.page_size
+        seen: dict[int, _Node] = {}
+        order = {page: place for place, page in enumerate(self._pages.idle_pages())}
+        for root in self._roots.values():
+            assert root.children, "an empty root is left"
+            nodes = [(root, len(order))]
+            while nodes:
+                node, above = nodes.pop()
+                assert bool(node.pages) == (node is not root), "a node without pages, or a root with pages"
+                assert len(node.tokens) == len(node.pages) * size, "a node with other than full pages"
+                for page in node.pages:
+                    place = order.get(page, len(order))
+                    assert place < above or place == above == len(order), f"page {page} is idle after the one above"
+                    assert page not in seen, f"page {page} is twice in the tree"
+                    seen[page] = node
+                    above = place
+                for key, child in node.children.items():
+                    assert child.parent is node, "a child with another parent"
+                    assert key == tuple(child.tokens[:size]), "a child under another key"
+                    nodes.append((child, above))
+        assert seen == self._owners, "the owners of pages disagree with the tree"
+
+    def _descend(self, tokens: list[int], count: int, salt: str) -> tuple[_Node, int, list[int]]:
+        """Follow the first `count` full pages of `tokens`: the last node reached, how many of its pages agree, and all
+        pages passed."""
+        size = self._pages.page_size
+        node = self._roots.get(salt) or _Node(salt, None, [], [])
+        path: list[int] = []
+        taken = 0
+        while len(path) < count:
+            begin = len(path) * size
+            child = node.children.get(tuple(tokens[begin : begin + size]))
+            if child is None:
+                break
+            node, most = child, min(len(child.pages), count - len(path))
+            taken = self._agreement(node.tokens, tokens, begin, most)
+            path += node.pages[:taken]
+            if taken < len(node.pages):
+                break
+        return node, taken, path
+
+    def _agreement(self, ours: list[int], tokens: list[int], begin: int, most: int) -> int:
+        """How many of the first `most` pages of a node hold the ids of `tokens` from `begin` on; the first one does."""
+        size = self._pages.page_size
+        if ours[: most * size] == tokens[begin : begin + most * size]:
+            return most
+        return next(
+            page
+            for page in range(1, most)
+            if ours[page * size : (page + 1) * size] != tokens[begin + page * size : begin + (page + 1) * size]
+        )
+
+    def _extend(self, node: _Node, taken: int, tokens: list[int], pages: list[int], known: int) -> None:
+        """Hang `pages[known:]` below the first `taken` pages of `node`."""
+        size = self._pages.page_size
+        if node.parent is None:
+            self._roots[node.salt] = node
+        elif taken < len(node.pages):
+            node = self._split(node, taken)
+        if node.parent is None or node.children:
+            child = _Node(node.salt, node, [], [])
+            node.children[tuple(tokens[known * size : (known + 1) * size])] = child
+            node = child
+        node.tokens += tokens[known * size : len(pages) * size]
+        node.pages += pages[known:]
+        for page in pages[known:]:
+            self._pages.cache(page)
+            self._owners[page] = node
+        self.version += 1
+
+    def _split(self, node: _Node, taken: int) -> _Node:
+        """Cut a node after its first `taken` pages; returns the new node that holds these."""
+        assert node.parent is not None
+        size = self._pages.page_size
+        upper = _Node(node.salt, node.parent, node.tokens[: taken * size], node.pages[:taken])
+        node.parent.children[tuple(upper.tokens[:size])] = upper
+        del node.tokens[: taken * size], node.pages[:taken]
+        node.parent = upper
+        upper.children[tuple(node.tokens[:size])] = node
+        for page in upper.pages:
+            self._owners[page] = upper
+        return upper

@@ -1,0 +1,101 @@
+"""A request as it was asked, and its samples as sequences that grow while the scheduler runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from strata.engine.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked.
+
+    id: names the request among those that are unfinished.
+    prompt: token ids.
+    priority: a lower number runs first; equal numbers run in order of arrival.
+    arrival: seconds on any clock that all requests share.
+    salt: requests share cached prefixes only with requests of the same salt.
+    eos_ids: the model's end-of-sequence ids, which end a sample unless `params.ignore_eos`.
+    bad_words: `params.bad_words` as ids; one of several ids can only be avoided once the host knows the ids before.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    priority: int = 0
+    arrival: float = 0.0
+    salt: str = ""
+    eos_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sample of a request. The scheduler owns it and is the only one that changes it.
+
+    id: unique within the scheduler, ascending in order of arrival.
+    index: 0 to n - 1 among the samples of its request.
+    limit: the most tokens it may ever have, prompt included.
+    tokens: ids of the prompt and of the outputs that the host knows.
+    pending: ids that launched steps sample but the host does not know yet. Between steps at most 1; the one that the
+        next step reads is on the device only, in the row of the sequence's slot.
+    computed: tokens whose keys and values are in pages once all launched steps have run.
+    pages: its pages in order; the last one may be part full.
+    slot: its row of device state while it runs.
+    finish_reason: "stop", "length", "abort" or whatever `Scheduler.finish` was told; None while unfinished.
+    stop_reason: the stop id or stop string that ended it; None for an end-of-sequence id.
+    cached_tokens: prompt tokens found in the prefix cache at the first admission.
+    preemptions: how often its pages were taken away, to be computed again.
+    """
+
+    id: int
+    request: Request
+    index: int
+    limit: int
+    tokens: list[int]
+    prompt_length: int
+    pending: int = 0
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    slot: int | None = None
+    status: Status = Status.WAITING
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+    # What follows is the scheduler's own book-keeping.
+    rank: tuple[int, float, int] = field(init=False)
+    stops: frozenset[int] = field(init=False)
+    least: int = field(init=False)
+    announced: int = 0
+    unforked: list[Sequence] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        request = self.request
+        eos = frozenset() if request.params.ignore_eos else request.eos_ids
+        self.rank = (request.priority, request.arrival, self.id)
+        self.stops = eos | request.params.stop_ids
+        self.least = self.prompt_length + request.params.min_tokens
+
+    @property
+    def outputs(self) -> list[int]:
+        """Ids generated so far, as far as the host knows them."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request.id}[{self.index}], {self.status.name}, tokens={len(self.tokens)}+{self.pending}, "
+            f"computed={self.computed}, slot={self.slot})"
+        )

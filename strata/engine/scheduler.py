@@ -1,0 +1,441 @@
+"""Which sequences run how many tokens in which pages at each step. Values in, values out; nothing here runs a model.
+
+Continuous batching (Orca, Yu et al. 2022) under a token budget, with chunked prefill beside decode (Sarathi-Serve, Agrawal
+et al. 2024) and preemption by recompute (vLLM, Kwon et al. 2023).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from operator import attrgetter
+from typing import NamedTuple
+
+from strata.cache.pages import PageAllocator
+from strata.cache.prefix import PrefixTree
+from strata.engine.request import Request, Sequence, Status
+
+
+class Draw(NamedTuple):
+    """A sequence that samples a token, and its row of device state."""
+
+    sequence: Sequence
+    slot: int
+
+
+class Chunk(NamedTuple):  # a tuple is made three times as fast as a frozen dataclass, and a step makes hundreds
+    """One sequence's share of a step.
+
+    start: tokens whose keys and values are in pages before the step.
+    count: tokens to run now. Where `start + count` exceeds the tokens that the host knows, the last one is on the
+        device, as the id that `slot` sampled last.
+    draws: who samples from the chunk's last row: nobody while a prompt is unfinished, its sequence in decode, all
+        samples of the request at the end of its prompt.
+    first_page, new_pages: entries of the slot's page table, from `first_page` on, that the slot's chunks have not told
+        yet; all entries at the first chunk in a slot.
+    """
+
+    sequence: Sequence
+    slot: int
+    start: int
+    count: int
+    draws: tuple[Draw, ...]
+    first_page: int
+    new_pages: tuple[int, ...]
+
+
+class Update(NamedTuple):
+    """A token that a sequence got, and why it ended there (None: it goes on)."""
+
+    sequence: Sequence
+    token: int
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step of the device.
+
+    chunks: first those of one token and one draw (decodes), then the others, each part in order of rank.
+    copies: (from, to) pages, to be copied in this order before the step writes anything.
+    tokens: the sum of the chunks' counts.
+    """
+
+    chunks: tuple[Chunk, ...]
+    copies: tuple[tuple[int, int], ...]
+    tokens: int
+
+    @property
+    def draws(self) -> list[Draw]:
+        """All draws, in the order in which `Scheduler.complete` takes their ids."""
+        return [draw for chunk in self.chunks for draw in chunk.draws]
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """max_sequences: slots; max_tokens: tokens of one step; max_length: tokens of one sequence, prompt and output.
+
+    No more sequences run at once than a step has tokens, so that each of them gets on at every step.
+    """
+
+    max_sequences: int
+    max_tokens: int
+    max_length: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+@dataclass
+class Statistics:
+    """Counts since the start. Prefix queries and hits are prompt tokens looked up and found at first admissions."""
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+
+
+@dataclass
+class _Draft:
+    """The plan in the making."""
+
+    left: int
+    decodes: list[Chunk] = field(default_factory=list)
+    others: list[Chunk] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns requests, sequences, slots and pages, and decides what each step runs.
+
+    The rank of a sequence is its priority, then its arrival, then its id. Pages and tokens go to the best rank first,
+    waiting sequences are admitted strictly by rank, and when pages run out the worst rank is preempted: so the best one
+    always gets on. All pages of what a sequence has to prefill are taken at its admission.
+
+    `schedule` may be called while one plan is outstanding: then the newest id of each of its sequences is on the device
+    only. Plans are completed in order.
+    """
+
+    def __init__(self, config: SchedulerConfig, pages: PageAllocator, prefix: PrefixTree | None) -> None:
+        """`prefix` None turns prefix caching off."""
+        self.config = config
+        self.statistics = Statistics()
+        self._pages = pages
+        self._prefix = prefix
+        self._requests: dict[str, list[Sequence]] = {}
+        self._waiting: list[Sequence] = []  # both lists are sorted by rank
+        self._running: list[Sequence] = []
+        self._slots = list(range(min(config.max_sequences, config.max_tokens)))  # a heap of those that are free
+        self._next_id = 0
+        self._refusal: tuple[Sequence, int, int] | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self._requests)
+
+    @property
+    def running(self) -> int:
+        """Sequences that have a slot."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences in the queue; samples that will fork from a running one are not in it."""
+        return len(self._waiting)
+
+    @property
+    def needs_known_ids(self) -> bool:
+        """Whether a running sequence must have all its ids on the host before its next step is planned."""
+        return any(len(word) > 1 for sequence in self._running for word in sequence.request.bad_words)
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Queue a request and return its samples. Raises ValueError if it can never run or its id is in use."""
+        limit = self._limit(request)
+        sequences = []
+        for index in range(request.params.n):
+            prompt = list(request.prompt)
+            sequences.append(Sequence(self._next_id, request, index, limit, prompt, len(prompt)))
+            self._next_id += 1
+        self._requests[request.id] = list(sequences)
+        sequences[0].unforked = sequences[1:]
+        self._enqueue(sequences[0])
+        return sequences
+
+    def schedule(self) -> StepPlan | None:
+        """The next step; None if nothing can run before an outstanding plan is completed."""
+        draft = _Draft(self.config.max_tokens)
+        preemptions = self.statistics.preemptions
+        for sequence in self._decode(draft):
+            if draft.left:
+                self._prefill(sequence, draft)
+        # What was just preempted is at the head of the queue and would take its pages back.
+        if preemptions == self.statistics.preemptions:
+            while self._waiting and self._slots and draft.left and self._admit(self._waiting[0]):
+                self._prefill(self._waiting.pop(0), draft)
+        chunks = (*draft.decodes, *draft.others)
+        return StepPlan(chunks, tuple(draft.copies), self.config.max_tokens - draft.left) if chunks else None
+
+    def complete(self, plan: StepPlan, ids: Iterable[int]) -> list[Update]:
+        """Take the sampled ids, in the order of the plan's draws, and end the sequences that they end.
+
+        Ids for sequences that have ended in the meantime are dropped.
+        """
+        updates = []
+        for (sequence, _), token in zip(plan.draws, ids, strict=True):
+            if sequence.status is Status.FINISHED:
+                continue
+            tokens = sequence.tokens
+            tokens.append(token)
+            sequence.pending -= 1
+            reason = None
+            if token in sequence.stops and len(tokens) >= sequence.least:
+                reason = "stop"
+                self._end(sequence, reason, token if token in sequence.request.params.stop_ids else None)
+            elif len(tokens) >= sequence.limit:
+                reason = "length"
+                self._end(sequence, reason, None)
+            updates.append(Update(sequence, token, reason))
+        return updates
+
+    def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a sequence for a reason that ids do not tell, such as a stop string. It may have ended already."""
+        self._end(sequence, reason, stop_reason)
+
+    def abort(self, request_id: str) -> list[Sequence]:
+        """End all samples of a request; returns those that were unfinished, none if the request is unknown."""
+        sequences = list(self._requests.get(request_id, ()))
+        for sequence in sequences:
+            self._end(sequence, "abort", None)
+        return sequences
+
+    def check(self) -> None:
+        """Raise AssertionError unless pages, slots, queues and the prefix tree agree. Not for every step: it walks them."""
+        slots = [sequence.slot for sequence in self._running]
+        assert sorted([*self._slots, *slots]) == list(range(min(self.config.max_sequences, self.config.max_tokens)))
+        for queue, status in ((self._running, Status.RUNNING), (self._waiting, Status.WAITING)):
+            assert all(sequence.status is status for sequence in queue), f"a sequence that is not {status.name}"
+            assert queue == sorted(queue, key=_rank), "a queue is out of order"
+        for sequence in self._running:
+            room = len(sequence.pages) * self._pages.page_size
+            assert sequence.computed <= room, f"{sequence}: {room} tokens of pages"
+            assert sequence.computed <= len(sequence.tokens) + sequence.pending, f"{sequence}: computed too much"
+        assert all(not sequence.pages and sequence.slot is None for sequence in self._waiting), (
+            "a page held in the queue"
+        )
+        unforked = [sample for sequence in (*self._running, *self._waiting) for sample in sequence.unforked]
+        known = [sequence for sequences in self._requests.values() for sequence in sequences]
+        listed = [*self._running, *self._waiting, *(sample for sample in unforked if not sample.finished)]
+        assert sorted(known, key=_rank) == sorted(listed, key=_rank), "a sequence is lost or listed twice"
+        self._pages.check((page for s in self._running for page in s.pages), self._prefix or ())
+        if self._prefix is not None:
+            self._prefix.check()
+
+    def _limit(self, request: Request) -> int:
+        """The most tokens that a sample of the request may have."""
+        length, longest = len(request.prompt), self.config.max_length
+        if request.id in self._requests:
+            raise ValueError(f"request id {request.id!r} is in use by an unfinished request: choose another")
+        if not length:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        if length >= longest:
+            raise ValueError(
+                f"the prompt has {length} tokens, but max_model_len is {longest} and at least one must be generated: "
+                f"shorten the prompt to {longest - 1} tokens"
+            )
+        most = request.params.max_tokens
+        limit = longest if most is None else min(length + most, longest)
+        wanted = self._pages_for(limit - 1)  # the last token is never read
+        if wanted > self._pages.num_pages:
+            raise ValueError(
+                f"{length} prompt tokens and {limit - length} output tokens need {wanted} KV pages, but the pool has "
+                f"{self._pages.num_pages}: lower max_tokens, shorten the prompt, or give the KV cache more memory"
+            )
+        return limit
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._pages.page_size)
+
+    def _decode(self, draft: _Draft) -> list[Sequence]:
+        """Plan a token for each running sequence that samples; returns those that still prefill."""
+        prefilling = []
+        running, size, is_shared = self._running, self._pages.page_size, self._pages.is_shared
+        position = 0
+        while position < len(running):  # preemption shortens the list behind `position`
+            sequence = running[position]
+            position += 1
+            start = sequence.computed
+            total = len(sequence.tokens) + sequence.pending
+            if start < total - 1 or start < sequence.prompt_length:
+                prefilling.append(sequence)
+                continue
+            if total >= sequence.limit:
+                continue  # its last id is on the way
+            pages = sequence.pages
+            if (start == len(pages) * size or is_shared(pages[-1])) and not self._grow(sequence, draft):
+                continue
+            announced = sequence.announced
+            fresh: tuple[int, ...] = ()
+            if announced < len(pages):
+                fresh = tuple(pages[announced:])
+                sequence.announced = len(pages)
+            slot = sequence.slot
+            assert slot is not None
+            draft.decodes.append(Chunk(sequence, slot, start, 1, (Draw(sequence, slot),), announced, fresh))
+            sequence.computed = start + 1
+            sequence.pending += 1
+        draft.left -= len(draft.decodes)
+        return prefilling
+
+    def _grow(self, sequence: Sequence, draft: _Draft) -> bool:
+        """Give a sequence a page of its own to write its next token in; False if it was preempted for want of one."""
+        pages = sequence.pages
+        full = sequence.computed == len(pages) * self._pages.page_size
+        while not self._pages.free and not (self._prefix is not None and self._prefix.evict(1)):
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+            if not full and not self._pages.is_shared(pages[-1]):
+                return True  # the victim was the other holder
+        page = self._pages.allocate(after=pages[-1])
+        if full:
+            pages.append(page)
+            return True
+        draft.copies.append((pages[-1], page))
+        self._pages.release(pages[-1])
+        pages[-1] = page
+        sequence.announced = min(sequence.announced, len(pages) - 1)
+        return True
+
+    def _prefill(self, sequence: Sequence, draft: _Draft) -> None:
+        """Plan as much of what a sequence has not computed as the budget allows."""
+        start, total, slot = sequence.computed, len(sequence.tokens), sequence.slot
+        assert slot is not None
+        count = min(total - start, draft.left)
+        draft.left -= count
+        sequence.computed = start + count
+        draws: tuple[Draw, ...] = ()
+        if sequence.computed == total:
+            sequence.pending = 1
+            draws = (Draw(sequence, slot), *self._fork(sequence))
+        fresh = tuple(sequence.pages[sequence.announced :])
+        chunk = Chunk(sequence, slot, start, count, draws, sequence.announced, fresh)
+        sequence.announced = len(sequence.pages)
+        (draft.decodes if count == 1 and len(draws) == 1 else draft.others).append(chunk)
+        if self._prefix is not None:
+            full = sequence.pages[: sequence.computed // self._pages.page_size]
+            self._prefix.insert(sequence.tokens, full, sequence.request.salt)
+
+    def _fork(self, sequence: Sequence) -> list[Draw]:
+        """Let the other samples of the request go on from its prompt; those that find no slot queue up instead."""
+        draws = []
+        for sample in sequence.unforked:
+            if sample.finished:
+                continue
+            if not self._slots:
+                self._enqueue(sample)
+                continue
+            self._start(sample, list(sequence.pages))
+            for page in sample.pages:
+                self._pages.share(page)
+            sample.computed, sample.pending, sample.cached_tokens = sequence.computed, 1, sequence.cached_tokens
+            assert sample.slot is not None
+            draws.append(Draw(sample, sample.slot))
+        sequence.unforked = []
+        return draws
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Find a waiting sequence a slot and all pages of what it has to prefill; False if it must wait."""
+        room = self._pages.free + self._pages.idle - len(self._running)
+        version = self._prefix.version if self._prefix is not None else 0
+        if sequence.pending or self._refusal == (sequence, room, version):
+            return False
+        prefix = self._prefix if sequence.request.params.prompt_logprobs is None else None
+        cached = prefix.match(sequence.tokens, sequence.request.salt) if prefix is not None else []
+        wanted = self._pages_for(len(sequence.tokens)) - len(cached)
+        # A page is left for each running sequence: what is admitted must not be preempted at once.
+        if wanted > self._pages.free + self._pages.idle - len(self._running):
+            for page in reversed(cached):
+                self._pages.release(page)
+            self._refusal = (sequence, room, version)
+            return False
+        self._refusal = None
+        if self._prefix is not None:
+            self._prefix.evict(max(0, wanted - self._pages.free))
+        pages = cached
+        for _ in range(wanted):
+            pages.append(self._pages.allocate(after=pages[-1] if pages else None))
+        self._start(sequence, pages)
+        found = (len(pages) - wanted) * self._pages.page_size
+        sequence.computed = found
+        if prefix is not None and not sequence.preemptions:
+            sequence.cached_tokens = found
+            self.statistics.prefix_queries += sequence.prompt_length
+            self.statistics.prefix_hits += found
+        return True
+
+    def _start(self, sequence: Sequence, pages: list[int]) -> None:
+        sequence.slot = heappop(self._slots)
+        sequence.pages = pages
+        sequence.status = Status.RUNNING
+        insort(self._running, sequence, key=_rank)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's pages; it computes them again when it is admitted again."""
+        self._stop(sequence)
+        sequence.preemptions += 1
+        self.statistics.preemptions += 1
+        self._enqueue(sequence)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Take slot and pages from a running sequence; what they hold may serve as a prefix.
+
+        Steps under way may still write there, but only before any later step reads or writes the pages.
+        """
+        assert sequence.slot is not None
+        _remove(self._running, sequence)
+        heappush(self._slots, sequence.slot)
+        if self._prefix is not None:
+            written = sequence.tokens[: sequence.computed]
+            self._prefix.surrender(written, sequence.pages, sequence.request.salt)
+        else:
+            for page in sequence.pages:
+                self._pages.release(page)
+        sequence.slot, sequence.pages, sequence.computed, sequence.announced = None, [], 0, 0
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        insort(self._waiting, sequence, key=_rank)
+
+    def _end(self, sequence: Sequence, reason: str, stop_reason: int | str | None) -> None:
+        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        if sequence.finished:
+            return
+        if sequence.status is Status.RUNNING:
+            self._stop(sequence)
+        else:
+            _remove(self._waiting, sequence)
+        sequence.status = Status.FINISHED
+        for sample in sequence.unforked:
+            if not sample.finished:
+                self._enqueue(sample)
+        sequence.unforked = []
+        siblings = self._requests[sequence.request.id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._requests[sequence.request.id]
+
+
+_rank = attrgetter("rank")
+
+
+def _remove(queue: list[Sequence], sequence: Sequence) -> None:
+    """Take a sequence out of a queue sorted by rank, if it is in it (a sample that has yet to fork is in none)."""
+    place = bisect_left(queue, sequence.rank, key=_rank)
+    if place < len(queue) and queue[place] is sequence:
+        del queue[place]
