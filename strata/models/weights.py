@@ -33,7 +33,8 @@ def resolve(model: str | Path, load_format: str = "auto") -> tuple[ModelConfig, 
     """The config of a model folder, and the folder; or the config of a shape of `SHAPES`, and None.
 
     load_format "auto" reads the folder's weights. "dummy" makes random ones, so a folder needs only a config.json and
-    a name such as "8B" needs no folder. Where config.json gives no dtype, the weights do. Raises ValueError for anything else.
+    a name such as "8B" needs no folder. Where config.json gives no dtype, the weights do. Raises ValueError for
+    anything else.
     """
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format = {load_format!r} is not supported; accepted are 'auto' and 'dummy'")
