@@ -32,14 +32,11 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
-@rope.implement("in place", "cpu", invariant=True)
-def _in_place(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-    # Separate products and sums, each rounded once: the bits are those of the reference, whatever the shape.
+@rope.implement("torch", "cpu", invariant=True)
+def _torch(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    # The reference with fewer temporaries. Each product and sum is rounded once, so no bit depends on the shape.
     cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, -1)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    first, second = wide.chunk(2, -1)
-    result = torch.empty_like(wide, memory_format=torch.contiguous_format)
-    head, tail = result.chunk(2, -1)
-    torch.mul(first, cos, out=head).sub_(second * sin)
-    torch.mul(second, cos, out=tail).add_(first * sin)
-    return result.to(x.dtype)
+    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
+    head = (first * cos).sub_(second * sin)
+    tail = (second * cos).add_(first * sin)
+    return torch.cat((head, tail), -1).to(x.dtype)
