@@ -1,0 +1,150 @@
+"""From logits to ids: penalties, filters, sampling by Gumbel noise, and log-probabilities. One row a sequence.
+
+The functions here work on all rows at once, with one parameter a row, and never wait for the device. What a row becomes
+does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.op import operation
+
+
+def penalize(
+    logits: Tensor,
+    output_counts: Tensor,
+    prompt_mask: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> Tensor:
+    """Make what has been said less likely, as vLLM does.
+
+    logits [rows, vocab] float32; output_counts [rows, vocab]: how often each id stands in the output so far;
+    prompt_mask [rows, vocab] bool: whether it stands in the prompt; repetition, presence, frequency [rows] float32.
+    The logit of an id in prompt or output is divided by `repetition` if positive, else multiplied by it (Keskar et al.
+    2019); then `frequency` times its count in the output is subtracted, and `presence` if it is there at all.
+    """
+    in_output = output_counts > 0
+    factor = torch.where(prompt_mask | in_output, repetition[:, None], 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    return logits - frequency[:, None] * output_counts - presence[:, None] * in_output
+
+
+def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Rule out the unlikely: `-inf` for each id that min-p, then top-k, then top-p removes; the others keep their bits.
+
+    logits [rows, vocab] float32, already divided by the temperature; top_k [rows] int32, 0 for no limit; top_p [rows]
+    in (0, 1]; min_p [rows] in [0, 1]. min-p removes ids less likely than `min_p` times the likeliest. top-k keeps the k
+    largest logits and those equal to the k-th. top-p (Holtzman et al. 2020) keeps the fewest of the remaining ids,
+    likeliest first and lower ids first among equals, whose probabilities reach `top_p`.
+    """
+    floor = torch.log(min_p.double()).float()
+    logits = logits.masked_fill(logits - logits.amax(-1, keepdim=True) < floor[:, None], -torch.inf)
+    values, order = logits.sort(dim=-1, descending=True, stable=True)
+    last = torch.where(top_k > 0, top_k, logits.shape[1]).clamp(max=logits.shape[1]).long() - 1
+    in_top_k = values >= values.gather(1, last[:, None])
+    # Whole numbers, so that the sums are exact and no order of summation can move the border.
+    mass = (torch.exp((values - values[:, :1]).double()) * in_top_k * 2.0**36).round().long()
+    through = mass.cumsum(-1)
+    before = (through - mass).double()
+    in_top_p = (before < top_p.double()[:, None] * through[:, -1:]) | (top_p >= 1)[:, None]
+    kept = torch.zeros_like(in_top_k).scatter(1, order, in_top_k & in_top_p)
+    return logits.masked_fill(~kept, -torch.inf)
+
+
+def _gumbel_cost(logits: Tensor, seeds: Tensor, steps: Tensor, greedy: Tensor, *, workload: Workload) -> Cost:
+    # About twelve integer operations and two logarithms make the noise of one id.
+    read = logits.nbytes + seeds.nbytes + steps.nbytes + greedy.nbytes
+    return Cost(flops=16 * logits.numel(), read=read, written=4 * logits.shape[0])
+
+
+def _gumbel_meta(logits: Tensor, seeds: Tensor, steps: Tensor, greedy: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int32, device="meta")
+
+
+@operation(_gumbel_cost, meta=_gumbel_meta)
+def gumbel_sample(logits: Tensor, seeds: Tensor, steps: Tensor, greedy: Tensor) -> Tensor:
+    """Draw an id from the softmax of each row: the largest sum of logit and Gumbel noise (Gumbel 1954).
+
+    logits [rows, vocab] float32, `-inf` for what may not be drawn; seeds [rows] int64; steps [rows] int32 or int64, how
+    many draws the seed has behind it; greedy [rows] bool: take the largest logit. Returns ids [rows] int32, the lowest
+    among equals. The noise of an id is a hash of (seed, step, id), so the same draw gives the same id in any batch.
+    """
+    noise = gumbel_noise(seeds, steps, logits.shape[1])
+    return (logits + noise.masked_fill(greedy[:, None], 0)).argmax(-1).int()
+
+
+@gumbel_sample.implement("torch", "cpu", invariant=True)
+def _gumbel_cpu(logits: Tensor, seeds: Tensor, steps: Tensor, greedy: Tensor) -> Tensor:
+    if bool(greedy.all()):
+        return logits.argmax(-1).int()
+    return gumbel_sample.reference(logits, seeds, steps, greedy)  # type: ignore[no-any-return]
+
+
+def gumbel_noise(seeds: Tensor, steps: Tensor, vocab: int) -> Tensor:
+    """Standard Gumbel noise [rows, vocab] float32 of each (seed, step, id)."""
+    keys = _mix64(_mix64(seeds) + steps)
+    low = keys.int()[:, None]
+    high = (keys >> 32).int()[:, None]
+    ids = torch.arange(vocab, dtype=torch.int32, device=seeds.device) * _GOLDEN32
+    # The finalizer of MurmurHash3 (Appleby 2011), with one half of the key before it and one half inside.
+    bits = ids ^ low
+    bits ^= (bits >> 16) & 0xFFFF
+    bits.mul_(_MURMUR_1).add_(high)
+    bits ^= (bits >> 13) & 0x7FFFF
+    bits.mul_(_MURMUR_2)
+    bits ^= (bits >> 16) & 0xFFFF
+    # A uniform number in (0, 1), finest near 0, and by its logarithm an exponential variable: the likeliest winners are
+    # the smallest, where float32 is dense.
+    uniform = ((bits >> 1) & 0x7FFFFFFF).float().add_(0.5).mul_(_UNIT)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+_GOLDEN32 = -0x61C88647  # 2^32 / golden ratio, as int32: odd, so that ids spread over all bits
+_MURMUR_1 = -0x7A143595
+_MURMUR_2 = -0x3D4D51CB
+_UNIT = (1 - 2.0**-24) * 2.0**-31  # keeps the largest uniform number below 1
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """The mixing function of SplitMix64 (Steele et al. 2014) on int64, which wraps."""
+    x = x + -0x61C8864680B583EB
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * -0x6B2FB644ECCEEE15
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def _token_cost(logits: Tensor, ids: Tensor, *, workload: Workload) -> Cost:
+    return Cost(flops=3 * logits.numel(), read=logits.nbytes + ids.nbytes, written=4 * ids.numel())
+
+
+def _token_meta(logits: Tensor, ids: Tensor) -> Tensor:
+    return logits.new_empty(ids.shape, dtype=torch.float32, device="meta")
+
+
+@operation(_token_cost, meta=_token_meta)
+def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
+    """Log-probabilities of some ids of each row: logits [rows, vocab], ids [rows, n] -> [rows, n] float32."""
+    return F.log_softmax(logits.float(), -1).gather(1, ids.long())
+
+
+# ATen computes each row of a softmax over the last dimension by itself on CPU.
+token_logprobs.implement("torch", "cpu", invariant=True)(token_logprobs.reference)
+
+
+def logprobs(logits: Tensor, ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the model thought: of the chosen ids, and of the likeliest.
+
+    logits [rows, vocab], ids [rows] -> log-probabilities of the ids [rows] float32, their ranks [rows] int32 (1 is the
+    likeliest), the `top` likeliest ids [rows, top] int32 and their log-probabilities [rows, top] float32.
+    """
+    chosen = ids.long()[:, None]
+    top_ids = logits.topk(min(top, logits.shape[1]), -1).indices
+    found = token_logprobs(logits, torch.cat((chosen, top_ids), 1))
+    ranks = (logits > logits.gather(1, chosen)).sum(-1, dtype=torch.int32) + 1
+    return found[:, 0], ranks, top_ids.int(), found[:, 1:]
