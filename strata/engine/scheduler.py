@@ -1,7 +1,7 @@
 """Which sequences run how many tokens in which pages at each step. Values in, values out; nothing here runs a model.
 
-Continuous batching (Orca, Yu et al. 2022) under a token budget, with chunked prefill beside decode (Sarathi-Serve, Agrawal
-et al. 2024) and preemption by recompute (vLLM, Kwon et al. 2023).
+Continuous batching (Orca, Yu et al. 2022) under a token budget, with chunked prefill beside decode (Sarathi-Serve,
+Agrawal et al. 2024) and preemption by recompute (vLLM, Kwon et al. 2023).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Chunk(NamedTuple):  # a tuple is made three times as fast as a frozen data
     sequence: Sequence
     slot: int
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides the method of tuple, which nobody calls
     draws: tuple[Draw, ...]
     first_page: int
     new_pages: tuple[int, ...]
@@ -129,7 +129,8 @@ class Scheduler:
         self._requests: dict[str, list[Sequence]] = {}
         self._waiting: list[Sequence] = []  # both lists are sorted by rank
         self._running: list[Sequence] = []
-        self._slots = list(range(min(config.max_sequences, config.max_tokens)))  # a heap of those that are free
+        self._num_slots = min(config.max_sequences, config.max_tokens)
+        self._slots = list(range(self._num_slots))  # a heap of those that are free
         self._next_id = 0
         self._refusal: tuple[Sequence, int, int] | None = None
 
@@ -214,9 +215,9 @@ class Scheduler:
         return sequences
 
     def check(self) -> None:
-        """Raise AssertionError unless pages, slots, queues and the prefix tree agree. Not for every step: it walks them."""
-        slots = [sequence.slot for sequence in self._running]
-        assert sorted([*self._slots, *slots]) == list(range(min(self.config.max_sequences, self.config.max_tokens)))
+        """Raise AssertionError unless pages, slots, queues and the prefix tree agree. It walks all of them."""
+        slots = [sequence.slot for sequence in self._running if sequence.slot is not None]
+        assert sorted([*self._slots, *slots]) == list(range(self._num_slots)), "a slot is lost or held twice"
         for queue, status in ((self._running, Status.RUNNING), (self._waiting, Status.WAITING)):
             assert all(sequence.status is status for sequence in queue), f"a sequence that is not {status.name}"
             assert queue == sorted(queue, key=_rank), "a queue is out of order"
