@@ -1,0 +1,45 @@
+"""Held-out accuracy: which questions are asked and whether a reply is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from strata.train.tasks.example import Example
+from strata.train.tasks.mixture import TASKS, held_out_examples
+
+MARK = "Answer:"
+
+
+@dataclass(frozen=True)
+class Score:
+    """Right replies of one task."""
+
+    task: str
+    correct: int
+    total: int
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.total
+
+
+def extract_answer(reply: str) -> str | None:
+    """What follows the last "Answer:" on its line; None if the reply has none."""
+    _, mark, rest = reply.rpartition(MARK)
+    return rest.split("\n", 1)[0].strip() if mark else None
+
+
+def questions(examples: int) -> list[Example]:
+    """Up to `examples` held-out examples of every scored task."""
+    return [example for task in TASKS for example in held_out_examples(task, examples)]
+
+
+def score(examples: Sequence[Example], replies: Iterable[str]) -> list[Score]:
+    """The score of each task, in the order in which tasks first occur."""
+    correct: dict[str, int] = {}
+    total: dict[str, int] = {}
+    for example, reply in zip(examples, replies, strict=True):
+        total[example.task] = total.get(example.task, 0) + 1
+        correct[example.task] = correct.get(example.task, 0) + (extract_answer(reply) == example.answer)
+    return [Score(task, correct[task], total[task]) for task in total]

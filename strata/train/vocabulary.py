@@ -1,0 +1,88 @@
+"""Making a tokenizer from the mixture: byte-level BPE (Sennrich et al. 2016, Radford et al. 2019), digits apart."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from strata.train.tasks.example import BOUNDARY
+from strata.train.tasks.mixture import Document
+
+BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
+SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
+SPECIAL_TOKENS = (BEGIN, END, PAD, SYSTEM, USER, ASSISTANT)
+
+CHAT_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] not in ['system', 'user', 'assistant'] %}
+        {{- raise_exception('roles are system, user and assistant, got ' + message['role']) }}
+    {%- endif %}
+    {{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>' }}
+{%- endif %}
+"""
+
+
+def make_tokenizer(documents: Iterable[Document], vocab_size: int) -> tokenizers.Tokenizer:
+    """A tokenizer of exactly `vocab_size` tokens, or fewer if the documents hold fewer pairs to merge.
+
+    Digits are never merged, so a number is its digits. Words that a reply writes letter by letter count as letters. A
+    text that is encoded with special tokens begins with `<|begin|>`.
+    """
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    made.train_from_iterator(_texts(documents), trainer)
+    begin = made.token_to_id(BEGIN)
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", pair=f"{BEGIN} $A {BEGIN} $B", special_tokens=[(BEGIN, begin)]
+    )
+    return made
+
+
+def _texts(documents: Iterable[Document]) -> Iterator[str]:
+    for document in documents:
+        for example in document.examples:
+            yield example.question
+            yield example.reply.replace(BOUNDARY, " ")
+
+
+def write_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path, max_length: int) -> None:
+    """tokenizer.json and its companions, as transformers lays them out. tokenizer.json comes last and whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = {name: tokenizer.token_to_id(token) for name, token in (("bos", BEGIN), ("eos", END), ("pad", PAD))}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BEGIN,
+        "eos_token": END,
+        "pad_token": PAD,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+    }
+    generation = {f"{name}_token_id": id for name, id in ids.items()} | {"do_sample": False, "max_new_tokens": 512}
+    _write(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+    _write(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
+    _write(folder / "chat_template.jinja", CHAT_TEMPLATE)
+    _write(folder / "tokenizer.json", tokenizer.to_str(pretty=False))
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
