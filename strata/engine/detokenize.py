@@ -1,4 +1,4 @@
-"""Text that grows token by token: no half characters, no part of a stop string, and joined up the text of all tokens."""
+"""Text that grows token by token: no half characters, no part of a stop string; joined, the text of all tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class IncrementalDetokenizer:
     """The text of one sample as its tokens come, up to a stop string.
 
     prompt_ids: what the sample writes on from; after it a first word keeps its leading space.
-    stop: strings that end the text. Of several that one token completes, the one that ends first counts, then the longer.
+    stop: strings that end the text. Of several in the text, the one that ends first counts, then the longer.
     include_stop_str_in_output: the text ends after the stop string rather than before it.
     min_tokens: stop strings do not count in the text of this many first tokens.
     stopped: the stop string that was reached, None until then.
