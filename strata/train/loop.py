@@ -97,9 +97,8 @@ class Run:
         }
 
     def _tokenizer(self) -> tokenizers.Tokenizer:
-        path = self.tokenizer_folder / "tokenizer.json"
-        if path.exists():
-            return tokenizers.Tokenizer.from_file(str(path))
+        if (self.tokenizer_folder / "tokenizer.json").exists():
+            return read_tokenizer(self.tokenizer_folder)
         config = self.config
         documents = (document(config.run.seed, index) for index in range(config.tokenizer.documents))
         made = make_tokenizer(documents, config.tokenizer.vocab_size)
@@ -185,6 +184,11 @@ class Run:
                 parameter.copy_(self.optimizer.masters[name])
         save(rounded, self.model_config, folder, self.tokenizer_folder)
         return folder
+
+
+def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a run or of a model that it made."""
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def model_config(config: TrainConfig, tokenizer: tokenizers.Tokenizer) -> ModelConfig:

@@ -1,0 +1,113 @@
+"""`strata train`: trains, evaluates and exports a model as a TOML file says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from strata.engine.llm import LLM
+from strata.engine.sampling_params import SamplingParams
+from strata.hardware.specs import recognize
+from strata.train.config import EvaluateConfig, TrainConfig, read_train_config
+from strata.train.encode import Encoder
+from strata.train.export import accuracy_table, export
+from strata.train.loop import Progress, Run, read_tokenizer
+from strata.train.score import Score, questions, score
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="TOML file; examples/builtin.toml is one.", show_default=False)],
+    resume: Annotated[bool, typer.Option(help="Continue from the latest checkpoint in the output folder.")] = False,
+    steps: Annotated[int | None, typer.Option(help="Replaces run.steps.", show_default=False)] = None,
+    device: Annotated[
+        str | None, typer.Option(help="auto, cpu or cuda; replaces run.device.", show_default=False)
+    ] = None,
+    out: Annotated[str | None, typer.Option(help="Replaces run.out.", show_default=False)] = None,
+) -> None:
+    """Train a model, and evaluate and export it if the config has those sections.
+
+    Loss, learning rate, tokens/s and MFU go to the screen and to log.jsonl in the output folder.
+
+    Example: strata train examples/builtin.toml
+    """
+    console = Console(stderr=True, highlight=False)
+    recipe = read_train_config(config)
+    flags: dict[str, Any] = {"steps": steps, "device": device, "out": out}
+    given = {name: value for name, value in flags.items() if value is not None}
+    recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, **given))
+    console.print("Making the tokenizer and the model ...")
+    run = Run(recipe, peak_flops(recipe.run.device), resume=resume)
+    folder = _train(run, console)
+    console.print(f"Model: {folder}")
+    if recipe.evaluate is None:
+        return
+    scores = evaluate(folder, recipe.evaluate, run.device)
+    (run.folder / "accuracy.json").write_text(json.dumps(accuracy_table(scores), indent=2) + "\n", encoding="utf-8")
+    console.print(_score_table(scores))
+    if recipe.export is not None:
+        target = Path(recipe.export.folder)
+        export(folder, target, scores, run.position, run.device.type, _recorded(recipe), run.folder / "log.jsonl")
+        console.print(f"Exported to {target}")
+
+
+def peak_flops(device: str) -> float | None:
+    """The maker's dense bfloat16 peak of the GPU that a run will use, FLOP/s; None on a CPU or an unlisted GPU."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return None
+    known = recognize(torch.cuda.get_device_name())
+    return None if known is None else known.ceiling("compute", "bfloat16", measured=False).value
+
+
+def evaluate(folder: Path, config: EvaluateConfig, device: torch.device) -> list[Score]:
+    """Held-out accuracy of the model in `folder` by task, greedily decoded by the engine."""
+    encoder = Encoder(read_tokenizer(folder))
+    examples = questions(config.examples)
+    llm = LLM(folder, device=str(device))
+    params = SamplingParams(temperature=0.0, max_tokens=config.max_tokens)
+    prompts = [{"prompt_token_ids": encoder.prompt(example)} for example in examples]
+    outputs = llm.generate(prompts, params)
+    return score(examples, (output.outputs[0].text for output in outputs))
+
+
+def _train(run: Run, console: Console) -> Path:
+    columns = (
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=console) as bar:
+        task = bar.add_task("starting", total=run.config.run.steps, completed=run.position.step)
+        return run.train(lambda progress: _show(bar, task, progress))
+
+
+def _show(bar: Bar, task: TaskID, progress: Progress) -> None:
+    mfu = "" if progress.mfu is None else f"  MFU {progress.mfu:.1%}"
+    text = (
+        f"loss {progress.loss:.4f}  lr {progress.learning_rate:.2e}  norm {progress.gradient_norm:.2f}  "
+        f"{progress.tokens_per_second:,.0f} tokens/s{mfu}"
+    )
+    bar.update(task, completed=progress.step, description=text)
+    if not bar.console.is_terminal:
+        bar.console.print(f"step {progress.step}  {text}")
+
+
+def _score_table(scores: list[Score]) -> Table:
+    table = Table("task", "right", "asked", "accuracy", title="Held-out accuracy")
+    for one in scores:
+        table.add_row(one.task, str(one.correct), str(one.total), f"{one.accuracy:.1%}")
+    return table
+
+
+def _recorded(recipe: TrainConfig) -> dict[str, Any]:
+    return dataclasses.asdict(recipe)

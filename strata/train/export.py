@@ -1,0 +1,95 @@
+"""The finished model as a folder to ship: checkpoint, accuracy table, log, recipe and an honest card."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from strata.models.config import read_config
+from strata.train.checkpoint import Position
+from strata.train.score import Score
+
+CARD = """\
+# The built-in model of Strata
+
+A Llama-architecture chat model of {parameters:.1f} million parameters, trained from scratch by `strata train` on
+exercises that the repository generates from a seed. It exists so that Strata runs, can be tested and can be measured
+without a download.
+
+**What it is.** It adds, subtracts, multiplies and divides small numbers with worked steps, compares and sorts numbers,
+spells and reverses words, counts letters, converts units, answers questions about weekdays, months, small tables and
+short stories, and tells a four-sentence story, all in English and in phrasings like those of its exercises.
+
+**What it is not.** It is no general assistant: it has read no book and no web page, knows no facts about the world, and
+answers questions outside its exercises with "I do not know that" or with nonsense. Longer numbers, longer words, other
+phrasings and other languages than those of the exercises make it fail without warning. Do not rely on its answers.
+
+| | |
+|---|---|
+| Shape | {layers} layers, width {hidden}, {heads} query and {kv_heads} KV heads of {head_dim}, vocabulary {vocab} |
+| Longest sequence | {length} tokens |
+| Training | {steps:,} steps, {tokens:,} tokens, AdamW, warm-up, stable, decay; no text but the generated exercises |
+| Precision | {precision} |
+| Recipe, log | `recipe.json`, `training.jsonl` |
+| Licence | Apache-2.0 |
+
+## Held-out accuracy
+
+Greedy decoding. A held-out problem (for example the pair 38, 47 in addition, or the reversal of one word) occurs in no
+training text, however it is phrased.
+
+| task | right | asked | accuracy |
+|---|---|---|---|
+{table}
+"""
+
+
+def accuracy_table(scores: Sequence[Score]) -> dict[str, Any]:
+    """The scores as accuracy.json holds them."""
+    return {one.task: {"correct": one.correct, "total": one.total, "accuracy": one.accuracy} for one in scores}
+
+
+def model_card(folder: Path, scores: Sequence[Score], position: Position, device: str) -> str:
+    """MODEL_CARD.md of the checkpoint in `folder`. device: the kind that it was trained on."""
+    config = read_config(folder)
+    bytes_written = (folder / "model.safetensors").stat().st_size
+    table = "\n".join(f"| {one.task} | {one.correct} | {one.total} | {one.accuracy:.1%} |" for one in scores)
+    return CARD.format(
+        parameters=bytes_written / 2 / 1e6,
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab=config.vocab_size,
+        length=config.max_length,
+        steps=position.step,
+        tokens=position.tokens,
+        precision="bfloat16 with float32 master weights" if device == "cuda" else "float32, rounded to bfloat16",
+        table=table,
+    )
+
+
+def export(
+    model: Path,
+    target: Path,
+    scores: Sequence[Score],
+    position: Position,
+    device: str,
+    recipe: dict[str, Any],
+    log: Path,
+) -> None:
+    """Put the checkpoint folder `model` with card, accuracy, recipe and log into `target`, replacing files there."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in sorted(model.iterdir()):
+        part = target / f".{file.name}.part"
+        shutil.copyfile(file, part)
+        os.replace(part, target / file.name)
+    shutil.copyfile(log, target / "training.jsonl")
+    (target / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
+    (target / "accuracy.json").write_text(json.dumps(accuracy_table(scores), indent=2) + "\n", encoding="utf-8")
+    (target / "MODEL_CARD.md").write_text(model_card(model, scores, position, device), encoding="utf-8")
