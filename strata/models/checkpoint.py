@@ -53,24 +53,34 @@ def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file: a length (8 bytes, little-endian), a JSON header, then the data."""
+    text, data_bytes = _read_header_text(file)
+    try:
+        header = json.loads(text, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise _corrupt(file, f"its header is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise _corrupt(file, "its header is not a JSON object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _corrupt(file, "its metadata is not an object of strings")
+    return _read_entries(file, header, data_bytes)
+
+
+def _read_header_text(file: Path) -> tuple[bytes, int]:
+    """The JSON header, and how many bytes follow it."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
             prefix = stream.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
-                raise _corrupt(file, f"its header claims {length} bytes, the file has {size}")
-            header = json.loads(stream.read(length), object_pairs_hook=_without_duplicates)
+            text = stream.read(length) if 2 <= length <= min(_LONGEST_HEADER, size - 8) else b""
     except FileNotFoundError:
         raise ValueError(f"{file} does not exist, though the checkpoint needs it") from None
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise _corrupt(file, str(error)) from None
-    if not isinstance(header, dict):
-        raise _corrupt(file, "its header is not a JSON object")
-    header.pop("__metadata__", None)
-    return _read_entries(file, header, size - 8 - length)
+    if not text:
+        raise _corrupt(file, f"its header claims {length} bytes, the file has {size}")
+    return text, size - 8 - length
 
 
 def _read_entries(file: Path, header: dict[str, Any], data_bytes: int) -> dict[str, StoredTensor]:
@@ -97,7 +107,7 @@ def _read_entry(file: Path, name: str, entry: Any) -> tuple[StoredTensor, int]:
         raise _corrupt(file, f"the header's entry of {name} lacks dtype, shape or data_offsets") from None
     if any(type(value) is not int or value < 0 for value in (*shape, start, end)):
         raise _corrupt(file, f"the header's entry of {name} has a size or offset that is not a count")
-    if kind not in _DTYPES:
+    if kind not in list(_DTYPES):
         raise ValueError(f"{file}: {name} has dtype {kind}; supported are {', '.join(_DTYPES)} (no quantized weights)")
     tensor = StoredTensor(name, file, _DTYPES[kind], shape, start)
     if end - start != math.prod(shape) * tensor.dtype.itemsize:

@@ -186,7 +186,7 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
 
 def _read_architecture(fields: Fields) -> str:
     named = fields.take("architectures")
-    if not isinstance(named, list) or len(named) != 1 or named[0] not in _FAMILIES:
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in list(_FAMILIES):
         raise fields.wrong("architectures", named, "a list with one of " + ", ".join(_FAMILIES))
     architecture: str = named[0]
     fields.only("model_type", _FAMILIES[architecture].model_type, f"architectures names {architecture}")
@@ -256,7 +256,7 @@ def _read_windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int
     types = fields.take("layer_types", None)
     if types is not None and (not isinstance(types, list) or len(types) != num_layers):
         raise fields.wrong("layer_types", types, f"a list with an entry for each of the {num_layers} layers")
-    if not set(types or ()) <= {_FULL, _SLIDING}:
+    if any(kind not in (_FULL, _SLIDING) for kind in types or ()):
         raise fields.wrong("layer_types", types, f"a list of {_FULL!r} and {_SLIDING!r}")
     if family.window == "none":
         fields.only("sliding_window", None, "this family attends to the whole sequence")
@@ -287,14 +287,9 @@ def _read_window(fields: Fields) -> int | None:
 
 
 def _read_dtype(fields: Fields) -> torch.dtype | None:
-    legacy = fields.take("torch_dtype", None)
-    name = fields.take("dtype", legacy)
-    name = legacy if name is None else name
-    if name is None:
-        return None
-    if name not in DTYPES:
-        raise fields.wrong("dtype", name, "one of " + ", ".join(map(repr, DTYPES)))
-    return DTYPES[name]
+    legacy = fields.choice("torch_dtype", [*DTYPES, None], None)
+    name = fields.choice("dtype", [*DTYPES, None], None) or legacy
+    return None if name is None else DTYPES[name]
 
 
 def _read_id(fields: Fields, key: str, default: int | None) -> int | None:

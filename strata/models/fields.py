@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -43,7 +43,7 @@ class Fields:
         """A finite number, greater than 0 or (`positive` false) at least 0; a null counts as absent."""
         value = self._present(key, default)
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
-        if not numeric or not 0 <= value < math.inf or (positive and value == 0):
+        if not numeric or not 0 <= value <= sys.float_info.max or (positive and value == 0):
             raise self.wrong(key, value, f"a finite number {'greater than' if positive else 'of at least'} 0")
         return float(value)
 

@@ -188,7 +188,9 @@ def _read_yarn(fields: Fields, theta: float, trained_length: int) -> RopeConfig:
 
 
 def _optional(fields: Fields, key: str) -> float | None:
-    return fields.number(key, positive=False) if fields.has(key) else None
+    if not fields.has(key):
+        return fields.take(key, None)  # type: ignore[no-any-return]
+    return fields.number(key, positive=False)
 
 
 _READERS: dict[str, Callable[[Fields, float, int], RopeConfig]] = {
@@ -207,9 +209,7 @@ def read_rope(fields: Fields, theta: float, trained_length: int) -> RopeConfig:
     original length where that is absent. Raises ValueError for an unknown type, parameter or value.
     """
     legacy = fields.take("type", "default")
-    rope_type = fields.take("rope_type", legacy)
-    if rope_type not in _READERS:
-        raise fields.wrong("rope_type", rope_type, "one of " + ", ".join(map(repr, _READERS)))
+    rope_type = fields.choice("rope_type", _READERS, legacy)
     fields.only("partial_rotary_factor", 1.0, "all dimensions of a head are rotated")
     theta = fields.number("rope_theta", theta)
     if theta <= 1:

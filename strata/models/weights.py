@@ -42,7 +42,8 @@ def resolve(model: str | Path, load_format: str = "auto") -> tuple[ModelConfig, 
     if folder.is_dir():
         config = read_config(folder)
         if config.dtype is None and load_format == "auto":
-            config = dataclasses.replace(config, dtype=next(iter(read_checkpoint(folder).values())).dtype)
+            stored = (tensor.dtype for tensor in read_checkpoint(folder).values())
+            config = dataclasses.replace(config, dtype=next(stored, None))
         return config, folder
     if str(model) not in SHAPES:
         names = ", ".join(map(repr, SHAPES))

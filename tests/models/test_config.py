@@ -1,0 +1,298 @@
+"""config.json: what transformers makes of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, GenerationConfig, LlamaConfig, PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from strata.models.config import config_from_dict, read_config
+from strata.models.rotary import rope_table
+from strata.models.shapes import SHAPES
+
+from .checkpoints import FAMILY_CONFIGS, Config
+
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+def least(architecture: str, **own: Any) -> Config:
+    """No more fields than must be there."""
+    sizes = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    return {"architectures": [architecture], **sizes, "num_attention_heads": 32} | own
+
+
+def oracle(values: Config) -> PreTrainedConfig:
+    values = {"model_type": MODEL_TYPES[values["architectures"][0]]} | json.loads(json.dumps(values))
+    return AutoConfig.for_model(**values)
+
+
+def assert_agrees(values: Config) -> None:
+    """Every field that the mathematics depends on is what transformers makes of it."""
+    ours, theirs = config_from_dict(values), oracle(values)
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert ours.vocab_size == theirs.vocab_size
+    assert ours.hidden_size == theirs.hidden_size
+    assert ours.intermediate_size == theirs.intermediate_size
+    assert ours.num_layers == theirs.num_hidden_layers
+    assert ours.num_heads == theirs.num_attention_heads
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == head_dim
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.max_length == theirs.max_position_embeddings
+    assert ours.tied == theirs.tie_word_embeddings
+    assert ours.attention_bias == getattr(theirs, "attention_bias", False)
+    assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
+    assert ours.dtype == theirs.dtype
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rope.rope_type == theirs.rope_parameters["rope_type"]
+    assert ours.bos_id == theirs.bos_token_id
+    assert ours.pad_id == theirs.pad_token_id
+    eos = theirs.eos_token_id
+    assert ours.eos_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
+    window = getattr(theirs, "sliding_window", None)
+    types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.num_layers
+    assert ours.windows == tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_absent_fields_have_the_defaults_of_transformers(architecture: str) -> None:
+    assert_agrees(least(architecture))
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_null_means_as_many_kv_heads_as_heads(architecture: str) -> None:
+    assert_agrees(least(architecture, num_key_value_heads=None, num_attention_heads=16))
+
+
+@pytest.mark.parametrize("values", [values for _, values in FAMILY_CONFIGS], ids=[name for name, _ in FAMILY_CONFIGS])
+def test_fields_mean_what_they_mean_in_transformers(values: Config) -> None:
+    assert_agrees(values)
+
+
+@pytest.mark.parametrize("values", [values for _, values in FAMILY_CONFIGS], ids=[name for name, _ in FAMILY_CONFIGS])
+def test_both_forms_and_our_own_read_alike(values: Config) -> None:
+    config = config_from_dict(values)
+    assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    as_transformers_writes_it = json.loads(oracle(values).to_json_string()) | {"architectures": values["architectures"]}
+    assert config_from_dict(as_transformers_writes_it) == config
+    assert_agrees(config.to_dict())
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 5])
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_max_window_layers(architecture: str, first: int) -> None:
+    sliding = {"use_sliding_window": True, "sliding_window": 16}
+    assert_agrees(least(architecture, max_window_layers=first, **sliding))
+    assert_agrees(least(architecture, max_window_layers=first, sliding_window=16))
+
+
+def test_rope_parameters_keyed_by_layer_type() -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}
+    flat = least("Qwen3ForCausalLM", rope_parameters=rope)
+    nested = least("Qwen3ForCausalLM", rope_parameters={"full_attention": rope, "sliding_attention": rope})
+    assert config_from_dict(nested) == config_from_dict(flat)
+    nested["rope_parameters"]["sliding_attention"] = rope | {"rope_theta": 1.5}
+    with pytest.raises(ValueError, match=r"rope_parameters.*same parameters for every layer type"):
+        config_from_dict(nested)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_named_shapes_are_what_transformers_reads(name: str) -> None:
+    assert_agrees(SHAPES[name])
+
+
+numbers = st.floats(1.0, 64.0)
+lengths = st.integers(16, 8192)
+ropes = st.one_of(
+    st.fixed_dictionaries({"rope_type": st.just("default")}),
+    st.fixed_dictionaries({"rope_type": st.sampled_from(["linear", "dynamic"]), "factor": numbers}),
+    st.fixed_dictionaries(
+        {
+            "rope_type": st.just("llama3"),
+            "factor": numbers,
+            "low_freq_factor": st.floats(0.5, 2.0),
+            "high_freq_factor": st.floats(2.5, 8.0),
+        },
+        optional={"original_max_position_embeddings": lengths},
+    ),
+    st.fixed_dictionaries(
+        {"rope_type": st.just("yarn"), "factor": st.one_of(st.none(), numbers)},
+        optional={
+            "original_max_position_embeddings": lengths,
+            "attention_factor": st.floats(0.5, 2.0),
+            "mscale": st.sampled_from([None, 0.0, 0.5, 1.0]),
+            "mscale_all_dim": st.sampled_from([None, 0.0, 0.8, 1.0]),
+            "beta_fast": st.floats(8.0, 64.0),
+            "beta_slow": st.floats(0.5, 4.0),
+            "truncate": st.booleans(),
+        },
+    ),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rope=ropes, theta=st.floats(100.0, 1e7), head_dim=st.sampled_from([8, 20, 64, 128]), trained=lengths)
+def test_rotary_table_equals_transformers(rope: dict[str, Any], theta: float, head_dim: int, trained: int) -> None:
+    values = least("LlamaForCausalLM", head_dim=head_dim, max_position_embeddings=trained, rope_theta=theta)
+    config = config_from_dict(values | {"rope_scaling": dict(rope)})
+    rotary = LlamaRotaryEmbedding(
+        LlamaConfig(head_dim=head_dim, max_position_embeddings=trained, rope_theta=theta, rope_scaling=dict(rope))
+    )
+    length = min(trained, 100)
+    cos, sin = rotary(torch.ones(1), torch.arange(length)[None])
+    table = rope_table(config.rope, head_dim, trained, length)
+    half = head_dim // 2
+    torch.testing.assert_close(table[:, :half], cos[0, :, :half], rtol=0, atol=5e-6)
+    torch.testing.assert_close(table[:, half:], sin[0, :, :half], rtol=0, atol=5e-6)
+
+
+GENERATION = GenerationConfig._get_default_generation_params()
+
+
+def test_generation_parameters_are_ignored_as_transformers_ignores_them() -> None:
+    plain = least("LlamaForCausalLM")
+    assert config_from_dict(GENERATION | plain) == config_from_dict(plain)
+
+
+@settings(max_examples=60, deadline=None)
+@given(key=st.text(min_size=1), architecture=st.sampled_from(list(MODEL_TYPES)))
+def test_an_unknown_field_is_named(key: str, architecture: str) -> None:
+    known = {*oracle(least(architecture)).to_dict(), *GENERATION, "rope_scaling", "rope_theta"}
+    if key in known:
+        return
+    with pytest.raises(ValueError, match="unknown field") as error:
+        config_from_dict(least(architecture, **{key: 1}))
+    assert key in str(error.value)
+
+
+BAD: list[tuple[str, Config, str]] = [
+    (
+        "architecture",
+        {"architectures": ["GPT2LMHeadModel"]},
+        r"architectures = \['GPT2LMHeadModel'\].*LlamaForCausalLM",
+    ),
+    ("two architectures", {"architectures": ["LlamaForCausalLM", "LlamaModel"]}, "architectures"),
+    ("null architecture", {"architectures": None}, "architectures = None"),
+    ("unhashable architecture", {"architectures": [["LlamaForCausalLM"]]}, "architectures"),
+    ("model type", {"model_type": "mistral"}, "model_type = 'mistral'.*'llama'"),
+    ("activation", {"hidden_act": "gelu"}, "hidden_act = 'gelu'.*'silu'"),
+    ("rope type", {"rope_scaling": {"rope_type": "longrope"}}, "rope_type = 'longrope'.*'yarn'"),
+    ("rope type unhashable", {"rope_scaling": {"rope_type": []}}, "rope_type"),
+    ("rope not an object", {"rope_scaling": "linear"}, "rope_scaling = 'linear'.*object"),
+    ("rope without factor", {"rope_scaling": {"type": "linear"}}, "rope_scaling: the field 'factor' is missing"),
+    ("rope factor", {"rope_scaling": {"type": "linear", "factor": -2}}, "factor = -2"),
+    ("rope unknown key", {"rope_scaling": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),
+    (
+        "rope twice",
+        {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_type": "default"}},
+        "rope_parameters",
+    ),
+    (
+        "llama3 factors",
+        {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
+        "high_freq_factor = 1.0",
+    ),
+    ("rope theta", {"rope_theta": 0.5}, "rope_theta = 0.5"),
+    ("partial rotary", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    ("partial rotary in rope", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "0.25"),
+    ("quantized", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*gptq.*float"),
+    ("window of llama", {"sliding_window": 4096}, "sliding_window = 4096"),
+    ("layer types of llama", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
+    ("layer types too few", {"layer_types": ["full_attention"]}, "layer_types.*2 layers"),
+    ("layer types unknown", {"layer_types": ["full_attention", "mamba"]}, "layer_types.*mamba"),
+    ("layer types unhashable", {"layer_types": ["full_attention", []]}, "layer_types"),
+    ("kv heads", {"num_key_value_heads": 5}, "num_key_value_heads = 5.*divisor of num_attention_heads = 32"),
+    ("heads", {"num_attention_heads": 5}, "num_attention_heads = 5.*divisor of hidden_size = 64"),
+    ("odd head", {"head_dim": 7}, "head_dim = 7.*even"),
+    ("dynamic head", {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "head_dim = 2"),
+    ("negative", {"hidden_size": -64}, "hidden_size = -64.*at least 1"),
+    ("zero", {"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+    ("fraction", {"vocab_size": 50.5}, "vocab_size = 50.5"),
+    ("text", {"vocab_size": "50"}, "vocab_size = '50'"),
+    ("boolean as count", {"intermediate_size": True}, "intermediate_size = True"),
+    ("null size", {"hidden_size": None}, "'hidden_size' is null"),
+    ("eps", {"rms_norm_eps": 0}, "rms_norm_eps = 0"),
+    ("eps not finite", {"rms_norm_eps": float("nan")}, "rms_norm_eps = nan"),
+    ("flag", {"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes'.*true or false"),
+    ("dtype", {"torch_dtype": "int8"}, "dtype = 'int8'.*'bfloat16'"),
+    ("dtype unhashable", {"dtype": {}}, "dtype"),
+    ("eos", {"eos_token_id": "end"}, "eos_token_id = 'end'"),
+    ("remote code", {"auto_map": {"AutoModel": "modeling.Model"}}, "auto_map"),
+    ("encoder", {"is_encoder_decoder": True}, "is_encoder_decoder = True"),
+]
+
+
+@pytest.mark.parametrize(("own", "message"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+def test_bad_values_are_named(own: Config, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        config_from_dict(least("LlamaForCausalLM", **own))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", list(least("LlamaForCausalLM")))
+def test_missing_fields_are_named(key: str) -> None:
+    values = least("LlamaForCausalLM")
+    del values[key]
+    with pytest.raises(ValueError, match=f"'{key}' is missing"):
+        config_from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "own", "message"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window = 0"),
+        ("MistralForCausalLM", {"attention_bias": True}, "attention_bias = True"),
+        ("MistralForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("Qwen2ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("Qwen2ForCausalLM", {"mlp_bias": True}, "mlp_bias = True"),
+        ("Qwen3ForCausalLM", {"max_window_layers": -1}, "max_window_layers = -1"),
+        ("Qwen3ForCausalLM", {"use_sliding_window": 1}, "use_sliding_window = 1"),
+    ],
+)
+def test_bad_values_of_a_family_are_named(architecture: str, own: Config, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_dict(least(architecture, **own))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"architectures": ', "\x00\xff"])
+def test_a_file_that_is_no_object(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"config\.json") as error:
+        read_config(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json does not exist; a model folder needs"):
+        read_config(tmp_path)
+
+
+values_of_any_kind = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["rope_type", "factor"]), inner),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    architecture=st.sampled_from(list(MODEL_TYPES)),
+    key=st.sampled_from(sorted(set().union(*(values for _, values in FAMILY_CONFIGS)))),
+    value=values_of_any_kind,
+)
+def test_nonsense_is_a_value_error(architecture: str, key: str, value: Any) -> None:
+    with suppress(ValueError):
+        config_from_dict(least(architecture, **{key: value}))

@@ -1,0 +1,186 @@
+"""What every family must do: agree with transformers, with itself in pieces, and pass through graph and compiler."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from transformers import PreTrainedModel
+
+from strata.models.config import config_from_dict
+from strata.models.families import build
+from strata.models.initialize import initialize
+from strata.models.save import save
+from strata.models.weights import load
+
+from .batches import HandPaged, packed, random_sequences
+from .checkpoints import FAMILY_CONFIGS, load_oracle, make_checkpoint
+from .conftest import Checkpoint
+
+LENGTHS = (1, 23, 40)
+TOLERANCE = 2e-5
+
+
+def oracle_logits(oracle: PreTrainedModel, sequences: list[list[int]]) -> Tensor:
+    """[tokens, vocab], each sequence on its own."""
+    return torch.cat([oracle(torch.tensor([sequence])).logits[0] for sequence in sequences])
+
+
+def worst(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.shape == theirs.shape
+    return (ours - theirs).abs().max().item()
+
+
+@torch.no_grad()
+def test_logits_of_a_packed_batch_equal_transformers(checkpoint: Checkpoint) -> None:
+    sequences = random_sequences(checkpoint.config.vocab_size, LENGTHS)
+    logits = checkpoint.model.head(checkpoint.model(packed(sequences)))
+    assert worst(logits, oracle_logits(checkpoint.oracle, sequences)) < TOLERANCE
+
+
+@torch.no_grad()
+def test_chunks_over_pages_equal_whole_sequences(checkpoint: Checkpoint) -> None:
+    first, second = random_sequences(checkpoint.config.vocab_size, (31, 17), seed=1)
+    model = checkpoint.model
+    paged = HandPaged(checkpoint.config, sequences=2, longest=31)
+    steps = [{0: first[:9]}, {0: first[9:20], 1: second[:6]}, {1: second[6:15], 0: first[20:21]}]
+    steps += [{0: first[21 + i : 22 + i], 1: second[15 + i : 16 + i]} for i in range(2)] + [{0: first[23:]}]
+    parts: dict[int, list[Tensor]] = {0: [], 1: []}
+    for step in steps:
+        batch = paged.next_batch(step)
+        for row, hidden in zip(step, model(batch).split([len(tokens) for tokens in step.values()]), strict=True):
+            parts[row].append(hidden)
+    whole = model(packed([first, second]))
+    assert worst(torch.cat(parts[0] + parts[1]), whole) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama-dynamic", "qwen2-layer-types-dynamic"])
+@torch.no_grad()
+def test_dynamic_rope_beyond_the_trained_length(open_checkpoint: Callable[[str], Checkpoint], name: str) -> None:
+    """transformers scales for the longest sequence it has seen: the two agree on one of `max_length` tokens."""
+    opened = open_checkpoint(name)
+    length = opened.config.max_length + 37
+    model, _ = load(opened.folder, max_length=length)
+    (sequence,) = random_sequences(opened.config.vocab_size, (length,))
+    logits = model.head(model(packed([sequence])))
+    assert worst(logits, oracle_logits(load_oracle(opened.folder), [sequence])) < TOLERANCE
+    short, _ = load(opened.folder, max_length=length - 37)
+    assert worst(short(packed([sequence[:50]])), opened.model(packed([sequence[:50]]))) == 0
+
+
+def test_gradients_equal_transformers(checkpoint: Checkpoint) -> None:
+    sequences = random_sequences(checkpoint.config.vocab_size, (5, 19), seed=2)
+    weights = torch.randn(24, checkpoint.config.vocab_size, generator=torch.Generator().manual_seed(3))
+    ours = dict(checkpoint.model.named_parameters())
+    theirs = {name: parameter for name, parameter in checkpoint.oracle.named_parameters() if name in ours}
+    assert theirs.keys() == ours.keys()
+    loss = (checkpoint.model.head(checkpoint.model(packed(sequences))) * weights).sum()
+    expected = (oracle_logits(checkpoint.oracle, sequences) * weights).sum()
+    found = torch.autograd.grad(loss, list(ours.values()))
+    wanted = torch.autograd.grad(expected, [theirs[name] for name in ours])
+    for name, mine, other in zip(ours, found, wanted, strict=True):
+        assert worst(mine, other) <= TOLERANCE * other.abs().max().item(), name
+
+
+@torch.no_grad()
+def test_one_graph_serves_any_number_of_tokens(family: Checkpoint) -> None:
+    graph = fx.symbolic_trace(family.model)
+    assert {node.op for node in graph.graph.nodes} <= {
+        "placeholder",
+        "get_attr",
+        "call_function",
+        "call_method",
+        "output",
+    }
+    for lengths in ((1,), (3, 9), (16, 1, 2)):
+        batch = packed(random_sequences(family.config.vocab_size, lengths))
+        assert worst(graph(batch), family.model(batch)) == 0
+    paged = [HandPaged(family.config, sequences=1, longest=12) for _ in range(2)]
+    (sequence,) = random_sequences(family.config.vocab_size, (12,))
+    for tokens in (sequence[:7], sequence[7:8], sequence[8:]):
+        traced, eager = graph(paged[0].next_batch({0: tokens})), family.model(paged[1].next_batch({0: tokens}))
+        assert worst(traced, eager) == 0
+
+
+def test_compiles_without_a_graph_break(family: Checkpoint) -> None:
+    compiled = torch.compile(family.model, fullgraph=True, backend="eager")
+    for lengths in ((7, 2), (4, 11)):
+        batch = packed(random_sequences(family.config.vocab_size, lengths))
+        with torch.no_grad():
+            assert worst(compiled(batch), family.model(batch)) < TOLERANCE
+    batch = packed(random_sequences(family.config.vocab_size, (6, 3)))
+    parameters = list(family.model.parameters())
+    found = torch.autograd.grad(compiled(batch).square().sum(), parameters, allow_unused=True)
+    wanted = torch.autograd.grad(family.model(batch).square().sum(), parameters, allow_unused=True)
+    for mine, other in zip(found, wanted, strict=True):
+        assert (mine is None) == (other is None)
+        assert mine is None or worst(mine, other) <= TOLERANCE * other.abs().max().item()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
+def test_compiles_with_inductor() -> None:
+    values = dict(FAMILY_CONFIGS)["qwen3-biases-window"] | {"num_hidden_layers": 1, "layer_types": None}
+    model = build(config_from_dict(values))
+    initialize(model, seed=0)
+    batch = packed(random_sequences(values["vocab_size"], (6, 3)))
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True)(batch)
+    assert worst(compiled, model(batch)) < TOLERANCE
+
+
+@torch.no_grad()
+def test_transformers_loads_what_strata_saved(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    save(checkpoint.model, checkpoint.config, tmp_path / "saved", max_shard_bytes=20_000)
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
+    sequences = random_sequences(checkpoint.config.vocab_size, (1, 30), seed=4)
+    saved = load_oracle(tmp_path / "saved")
+    assert worst(oracle_logits(saved, sequences), oracle_logits(checkpoint.oracle, sequences)) == 0
+    again, config = load(tmp_path / "saved")
+    batch = packed(sequences)
+    assert worst(again(batch), checkpoint.model(batch)) == 0
+    assert config.to_dict() == {**checkpoint.config.to_dict(), "torch_dtype": "float32"}
+
+
+@pytest.mark.parametrize("name", ["llama-llama3", "qwen3-tied"])
+@torch.no_grad()
+def test_bfloat16_is_as_near_to_float32_as_transformers(tmp_path: Path, name: str) -> None:
+    """In bfloat16 the rotary table stays float32, so the error must not exceed that of transformers."""
+    folder = make_checkpoint(tmp_path, dict(FAMILY_CONFIGS)[name])
+    sequences = random_sequences(dict(FAMILY_CONFIGS)[name]["vocab_size"], (40, 90), seed=5)
+    exact = oracle_logits(load_oracle(folder), sequences)
+    model, _ = load(folder, dtype="bfloat16")
+    assert model.model.rotary.table.dtype == torch.float32
+    ours = model.head(model(packed(sequences))).float() - exact
+    theirs = oracle_logits(load_oracle(folder, torch.bfloat16), sequences).float() - exact
+    assert ours.square().mean().sqrt() < 1.2 * theirs.square().mean().sqrt()
+
+
+def test_moving_and_casting_keep_the_rotary_table(family: Checkpoint) -> None:
+    with torch.device("meta"):
+        model = build(family.config)
+    table = family.model.model.rotary.table
+    for moved in (model.to_empty(device="cpu"), model.to(torch.bfloat16), model.double()):
+        assert isinstance(moved, nn.Module)
+        assert torch.equal(moved.model.rotary.table, table)
+        assert moved.model.rotary.table.dtype == torch.float32
+
+
+def test_initial_values(family: Checkpoint) -> None:
+    first, second, third = (build(family.config) for _ in range(3))
+    for model, seed in ((first, 7), (second, 7), (third, 8)):
+        initialize(model, seed)
+    for (name, one), two, three in zip(first.named_parameters(), second.parameters(), third.parameters(), strict=True):
+        assert torch.equal(one, two)
+        if name.endswith(".bias"):
+            assert torch.equal(one, torch.zeros_like(one))
+        elif name.endswith("norm.weight"):
+            assert torch.equal(one, torch.ones_like(one))
+        else:
+            scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = 0.02 / (2 * family.config.num_layers) ** 0.5 if scaled else 0.02
+            assert one.std().item() == pytest.approx(std, rel=0.15)
+            assert not torch.equal(one, three)

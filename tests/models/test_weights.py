@@ -1,0 +1,297 @@
+"""Loading: bad checkpoints are refused from their headers, good ones stream into place."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from strata.models import memory, weights
+from strata.models.checkpoint import read_checkpoint, read_header
+from strata.models.config import config_from_dict
+from strata.models.save import save
+from strata.models.weights import load, resolve, resolve_dtype
+
+from .checkpoints import FAMILY_CONFIGS, make_checkpoint
+
+CONFIGS = dict(FAMILY_CONFIGS)
+NORM = "model.norm.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tied Llama checkpoint with biases, free to be damaged."""
+    return make_checkpoint(tmp_path / "model", CONFIGS["llama-biases-linear-tied"])
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def write_raw(file: Path, header: Any, data_bytes: int = 0) -> None:
+    """A safetensors file with this header and so many (sparse) bytes of data."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text)
+    with file.open("r+b") as stream:
+        stream.truncate(8 + len(text) + data_bytes)
+
+
+def refused(folder: Path, message: str, **options: Any) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        load(folder, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_parameters_are_the_tensors_of_the_file(folder: Path) -> None:
+    model, config = load(folder)
+    stored = load_file(folder / "model.safetensors")
+    ours = dict(model.named_parameters())
+    assert ours.keys() == stored.keys()
+    assert all(torch.equal(ours[name], stored[name]) for name in stored)
+    assert config.dtype == torch.float32
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 100, 4096])
+def test_pieces_make_the_whole(folder: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    monkeypatch.setattr(weights, "_PIECE_BYTES", piece_bytes)
+    model, _ = load(folder, dtype=torch.bfloat16)
+    stored = load_file(folder / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, stored[name].bfloat16()), name
+
+
+def test_shards(folder: Path, tmp_path: Path) -> None:
+    model, config = load(folder)
+    save(model, config, tmp_path / "sharded", max_shard_bytes=10_000)
+    files = sorted((tmp_path / "sharded").glob("*.safetensors"))
+    assert len(files) > 2
+    again, _ = load(tmp_path / "sharded")
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_missing_shard(folder: Path, tmp_path: Path) -> None:
+    save(*load(folder), tmp_path / "sharded", max_shard_bytes=10_000)
+    next((tmp_path / "sharded").glob("model-00002-*")).unlink()
+    refused(tmp_path / "sharded", r"model-00002-of-\d+\.safetensors does not exist")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda index: index.pop("weight_map"), "not an index with a weight_map"),
+        (lambda index: index.update(weight_map={}), "lists no tensor"),
+        (lambda index: index["weight_map"].pop(NORM), f"does not list.*{NORM}"),
+        (lambda index: index["weight_map"].update(more="model-00001-of-00008.safetensors"), "do not hold: more"),
+        (lambda index: index["weight_map"].update({NORM: "../outside.safetensors"}), "not a file of the same folder"),
+        (lambda index: index["weight_map"].update({NORM: 3}), "not a file of the same folder"),
+    ],
+)
+def test_a_damaged_index(folder: Path, tmp_path: Path, damage: Callable[[dict[str, Any]], Any], message: str) -> None:
+    save(*load(folder), tmp_path / "sharded", max_shard_bytes=20_000)
+    path = tmp_path / "sharded" / "model.safetensors.index.json"
+    index = json.loads(path.read_text().replace("-of-00005", "-of-00008"))
+    for file in (tmp_path / "sharded").glob("model-*-of-*"):
+        file.rename(file.with_name(file.name[:11] + "-of-00008.safetensors"))
+    index["weight_map"] = {name: f"{home[:11]}-of-00008.safetensors" for name, home in index["weight_map"].items()}
+    damage(index)
+    path.write_text(json.dumps(index))
+    refused(tmp_path / "sharded", message)
+
+
+def test_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refused(folder, r"neither model\.safetensors nor model\.safetensors\.index\.json")
+
+
+def test_no_folder() -> None:
+    refused(Path("/nowhere/model"), "'/nowhere/model' does not exist; give a folder")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 8, 40, -1, -4])
+def test_a_truncated_file(folder: Path, keep: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    refused(folder, r"model\.safetensors is truncated or corrupt.*copy it again")
+
+
+def test_a_longer_file(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as stream:
+        stream.write(b"more")
+    refused(folder, "truncated or corrupt")
+
+
+F32 = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"{", "truncated or corrupt"),
+        (b'{"\xff": 1}', "truncated or corrupt"),
+        ([], "not a JSON object"),
+        ({"__metadata__": {"format": 1}}, "metadata is not an object of strings"),
+        (b'{"a": 1, "a": 2}', "twice"),
+        ({"a": 3}, "entry of a lacks"),
+        ({"a": {"dtype": "F32", "shape": [2]}}, "entry of a lacks"),
+        ({"a": F32 | {"shape": [-2, -3]}}, "entry of a has a size"),
+        ({"a": F32 | {"shape": [2, 3.0]}}, "entry of a has a size"),
+        ({"a": F32 | {"shape": [2, 4]}}, r"a of shape \[2, 4\] and dtype F32 does not take 24 bytes"),
+        ({"a": F32 | {"dtype": "F8_E4M3"}}, "a has dtype F8_E4M3; supported are F64, F32, BF16, F16"),
+        ({"a": F32 | {"dtype": ["F32"]}}, "a has dtype"),
+        ({"a": F32, "b": F32 | {"data_offsets": [12, 36]}}, "data of b begins at byte 12, where byte 24"),
+        ({"a": F32, "b": F32 | {"data_offsets": [48, 72]}}, "data of b begins at byte 48, where byte 24"),
+        ({"a": F32, "b": F32 | {"data_offsets": [24, 48]}}, "describes 48 bytes of data, the file holds 24"),
+    ],
+)
+def test_a_corrupt_header(tmp_path: Path, header: Any, message: str) -> None:
+    write_raw(tmp_path / "model.safetensors", header, 24)
+    with pytest.raises(ValueError, match=message):
+        read_header(tmp_path / "model.safetensors")
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(at=st.integers(0, 160), byte=st.integers(0, 255))
+def test_a_flipped_byte_is_refused_or_harmless(tmp_path: Path, at: int, byte: int) -> None:
+    """What passes our check must be what the safetensors library reads."""
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(2, 3), "b": torch.ones(1)}, file, metadata={"format": "pt"})
+    content = bytearray(file.read_bytes())
+    content[at] = byte
+    file.write_bytes(content)
+    try:
+        found = read_header(file)
+    except ValueError:
+        return
+    assert {name: stored.shape for name, stored in found.items()} == {
+        name: tuple(tensor.shape) for name, tensor in load_file(file).items()
+    }
+
+
+def test_a_large_file_is_refused_from_its_header(tmp_path: Path) -> None:
+    """64 GiB (sparse), of which the header alone may be read."""
+    values = CONFIGS["llama-biases-linear-tied"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    size = 2**36
+    entry = {"dtype": "BF16", "shape": [size // 2], "data_offsets": [0, size]}
+    write_raw(tmp_path / "model.safetensors", {"model.embed_tokens.weight": entry}, size)
+    began = time.perf_counter()
+    refused(tmp_path, "lacks tensors.*model.layers.0.*and 28 more")
+    assert time.perf_counter() - began < 5
+
+
+def test_no_tensors(folder: Path) -> None:
+    write_raw(folder / "model.safetensors", {})
+    refused(folder, "lacks tensors.*model.embed_tokens.weight")
+
+
+def test_missing_tensors(folder: Path) -> None:
+    rewrite(folder, lambda tensors: [tensors.pop(NORM), tensors.pop("model.layers.1.mlp.up_proj.bias")])
+    refused(folder, r"lacks tensors.*model\.layers\.1\.mlp\.up_proj\.bias, model\.norm\.weight$")
+
+
+def test_unexpected_tensors(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.2.self_attn.q_proj.weight": torch.ones(40, 40)}))
+    refused(folder, r"does not call for: model\.layers\.2\.self_attn\.q_proj\.weight")
+
+
+def test_misshapen_tensors(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({NORM: torch.ones(41)}))
+    refused(folder, rf"{NORM} is \[41\], expected \[40\]")
+
+
+def test_frequencies_of_old_checkpoints_are_ignored(folder: Path) -> None:
+    before, _ = load(folder)
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)}))
+    after, _ = load(folder)
+    assert torch.equal(after.model.rotary.table, before.model.rotary.table)
+
+
+def test_a_tied_head_that_is_stored(folder: Path) -> None:
+    embedding = "model.embed_tokens.weight"
+    before, _ = load(folder)
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding].clone()}))
+    assert torch.equal(load(folder)[0].model.embed_tokens.weight, before.model.embed_tokens.weight)
+    rewrite(folder, lambda tensors: tensors.pop(embedding))
+    assert torch.equal(load(folder)[0].model.embed_tokens.weight, before.model.embed_tokens.weight)
+    rewrite(folder, lambda tensors: tensors.update({embedding: tensors["lm_head.weight"] + 1}))
+    refused(folder, "ties lm_head.weight to model.embed_tokens.weight, but they differ")
+
+
+def test_an_untied_head_must_be_stored(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, CONFIGS["llama-llama3"])
+    rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    refused(folder, "lacks tensors.*lm_head.weight")
+
+
+def test_too_large_for_the_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values()) * 2 + 128 * 10 * 4
+    monkeypatch.setattr(memory, "free_bytes", lambda device: needed)
+    load(folder, dtype="bfloat16")
+    monkeypatch.setattr(memory, "free_bytes", lambda device: needed - 1)
+    refused(folder, r"needs 0\.00 GiB as bfloat16, and cpu has 0\.00 GiB free; free memory", dtype="bfloat16")
+
+
+def test_free_memory_of_the_host() -> None:
+    free = memory.free_bytes(torch.device("cpu"))
+    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
+    assert free is not None
+    assert 0 < free <= total
+
+
+def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3-biases-window"]))
+    one, config = load(tmp_path, load_format="dummy", seed=3)
+    two, _ = load(tmp_path, load_format="dummy", seed=3)
+    other, _ = load(tmp_path, load_format="dummy", seed=4)
+    assert config == config_from_dict(CONFIGS["qwen3-biases-window"])
+    for (name, first), second, third in zip(one.named_parameters(), two.parameters(), other.parameters(), strict=True):
+        assert torch.equal(first, second)
+        if first.dim() == 2:
+            assert first.std().item() == pytest.approx(0.02, rel=0.2), name
+            assert not torch.equal(first, third)
+
+
+def test_shapes_by_name() -> None:
+    config, folder = resolve("0.6B", "dummy")
+    assert folder is None
+    assert (config.hidden_size, config.num_layers, config.tied) == (1024, 28, True)
+    with pytest.raises(ValueError, match="'8B' has no weights; use load_format='dummy'"):
+        resolve("8B")
+    with pytest.raises(ValueError, match=r"model folder '9B' does not exist.*'8B'"):
+        resolve("9B", "dummy")
+    with pytest.raises(ValueError, match="load_format = 'pt' is not supported"):
+        resolve("8B", "pt")
+
+
+def test_dtypes(folder: Path) -> None:
+    config, _ = resolve(folder)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert config.dtype == torch.float32  # config.json is silent, the weights are not
+    assert resolve_dtype("auto", config, cpu) == torch.float32
+    assert resolve_dtype("auto", config, cuda) == torch.bfloat16
+    half = config_from_dict(CONFIGS["llama-dynamic"] | {"dtype": "float16"})
+    assert resolve_dtype("auto", half, cpu) == resolve_dtype("auto", half, cuda) == torch.float16
+    assert resolve_dtype("float32", half, cuda) == resolve_dtype(torch.float32, half, cuda) == torch.float32
+    for wrong in ("int8", torch.int8, "torch.float32"):
+        with pytest.raises(ValueError, match="is not supported; accepted are 'auto', 'float32'"):
+            resolve_dtype(wrong, config, cpu)
+
+
+def test_tensors_are_known_from_headers(folder: Path) -> None:
+    stored = load_file(folder / "model.safetensors")
+    found = read_checkpoint(folder)
+    assert {name: tensor.shape for name, tensor in found.items()} == {n: tuple(t.shape) for n, t in stored.items()}
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
