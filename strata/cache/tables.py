@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from strata.cache.pool import KVPool
+from strata.kernels.attention_cpu import planned
 from strata.kernels.paged import PagedKV
 from strata.models.batch import Batch
 
@@ -116,8 +117,14 @@ class StepBuffer:
         if self._device.data_ptr() != self._host.data_ptr():
             self._device.copy_(self._host, non_blocking=True)
 
-    def batch(self, pool: KVPool, tokens: Tensor, longest: int) -> Batch:
-        """The device's side as a model's argument, with `tokens` already joined with those only the device knows."""
+    def batch(self, pool: KVPool, tokens: Tensor, longest: int, windows: Iterable[int | None]) -> Batch:
+        """The device's side as a model's argument.
+
+        tokens: the ids, joined with those that only the device knows. windows: those of the model's attention layers,
+        for which a CPU plans its attention once for all layers.
+        """
         t = self.tensors
         pages = PagedKV(pool.keys, pool.values, t["tables"], t["lengths"], t["slots"])
+        if tokens.device.type == "cpu":
+            pages = planned(pages, t["offsets"], windows)
         return Batch(tokens, t["positions"], t["offsets"], longest, pages)

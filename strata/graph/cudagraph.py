@@ -11,8 +11,8 @@ import torch
 class CudaGraphs:
     """Recordings that share one memory pool, because only one of them runs at a time.
 
-    What a recorded function reads and writes must stay at the same addresses: its inputs and outputs live in tensors that
-    its closure holds. Intermediates of one recording may be overwritten by the replay of another.
+    What a recorded function reads and writes must stay at the same addresses: its inputs and outputs live in tensors
+    that its closure holds. Intermediates of one recording may be overwritten by the replay of another.
     """
 
     def __init__(self) -> None:

@@ -1,0 +1,5 @@
+"""`python -m strata` is the `strata` command."""
+
+from strata.cli.main import main
+
+main()

@@ -1,0 +1,71 @@
+"""`strata generate`: answers prompts given on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from typing import Annotated, Any
+
+import typer
+
+from strata.cli import options
+from strata.engine.llm import LLM
+from strata.engine.sampling_params import SamplingParams
+
+
+def generate(
+    prompts: Annotated[list[str], typer.Argument(help="What to answer; each prompt is a request of its own.")],
+    model: options.Model = None,
+    raw: Annotated[bool, typer.Option(help="Continue the text itself, without the model's chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt.")] = False,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    seed: options.Seed = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    max_model_len: options.MaxModelLen = None,
+    load_format: options.LoadFormat = "auto",
+    deterministic: options.Deterministic = False,
+) -> None:
+    """Answer prompts, all at once, and say how fast.
+
+    With a chat model each prompt is a user's message.
+
+    Example: strata generate "What is 47 + 38?" "Reverse the word planet."
+    """
+    llm = LLM(
+        model,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        load_format=load_format,
+        deterministic=deterministic,
+    )
+    params = sampling_params(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    chats = llm.get_tokenizer().has_chat_template and not raw
+    encoded: list[Any] = [llm.chat_prompt([{"role": "user", "content": text}]) if chats else text for text in prompts]
+    start = time.perf_counter()
+    outputs = llm.generate(encoded, params, use_tqdm=not as_json)
+    seconds = time.perf_counter() - start
+    for prompt, output in zip(prompts, outputs, strict=True):
+        completion = output.outputs[0]
+        if as_json:
+            print(
+                json.dumps(
+                    {"prompt": prompt, "text": completion.text, "finish_reason": completion.finish_reason},
+                    ensure_ascii=False,
+                )
+            )
+        else:
+            print(f"> {prompt}\n{completion.text.strip()}\n")
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    typer.echo(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:,.0f} tokens/s", err=as_json)
+
+
+def sampling_params(llm: LLM, **given: Any) -> SamplingParams:
+    """The model's own defaults, changed by what the caller gave; without a limit, up to the model's length."""
+    set_values = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(llm.get_default_sampling_params(), **({"max_tokens": None} | set_values))

@@ -1,0 +1,232 @@
+"""Puts an engine together: from what the caller asks for to a loop that can take requests."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from strata.cache.pages import PageAllocator
+from strata.cache.pool import KVPool, PoolShape
+from strata.cache.prefix import PrefixTree
+from strata.engine.ledger import Ledger, plan_memory
+from strata.engine.loop import EngineLoop
+from strata.engine.runner import Runner, RunnerConfig
+from strata.engine.sampling_params import SamplingParams
+from strata.engine.scheduler import Scheduler, SchedulerConfig
+from strata.graph.bind import bind
+from strata.graph.capture import capture, capture_head
+from strata.graph.merge import merge
+from strata.models import weights
+from strata.models.config import DTYPES, ModelConfig
+from strata.models.families import build
+from strata.models.generation_config import GenerationDefaults, read_generation_config
+from strata.models.rotary import DynamicRope
+from strata.models.tokenizer import Tokenizer
+
+BUILTIN_MODEL = Path(__file__).resolve().parent.parent / "models" / "builtin"
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is asked for; the names and meanings are vLLM's where it has them.
+
+    model: a checkpoint folder, or the name of a shape ("8B", "0.6B") for random weights with load_format="dummy".
+    dtype: "auto" (the checkpoint's, see `strata.models.weights.load`), "float32", "bfloat16" or "float16".
+    device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
+    max_model_len: the most tokens of a sequence, prompt and output; None is the model's own.
+    load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
+    skip_tokenizer_init: prompts and outputs are ids only.
+    enable_prefix_caching: keep and reuse the pages of prompts that begin alike.
+    gpu_memory_utilization: share of the GPU's memory that the engine may use, in (0, 1].
+    max_num_seqs: most sequences that run at once.
+    max_num_batched_tokens: most tokens of one step; longer prompts are prefilled in chunks. None: 8192 on CUDA, 2048 on
+        a CPU.
+    seed: of the requests that bring none, and of dummy weights.
+    deterministic: a request's bits depend on nothing else that runs (see docs/engine.md).
+    page_size: tokens of a KV page.
+    num_pages: KV pages; None takes what memory allows.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    load_format: str = "auto"
+    skip_tokenizer_init: bool = False
+    enable_prefix_caching: bool = True
+    gpu_memory_utilization: float = 0.9
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    seed: int = 0
+    deterministic: bool = False
+    page_size: int = 16
+    num_pages: int | None = None
+
+    @classmethod
+    def from_options(cls, model: str | Path | None, options: Mapping[str, Any]) -> EngineConfig:
+        """`model` None is the built-in model. Raises ValueError for an unknown option."""
+        known = {field.name for field in fields(cls)} - {"model"}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ValueError(f"unknown option {unknown[0]!r}; LLM takes model, {', '.join(sorted(known))}")
+        return cls(str(model if model is not None else BUILTIN_MODEL), **options)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", *DTYPES):
+            raise ValueError(f"dtype {self.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if self.page_size & (self.page_size - 1):
+            raise ValueError(f"page_size must be a power of two, got {self.page_size}")
+
+    def resolve_device(self) -> torch.device:
+        """Raises ValueError if the device asked for is not there."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError:
+            raise ValueError(f"device {self.device!r} is unknown; use auto, cpu, cuda or cuda:N") from None
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device {self.device!r} is not supported; use auto, cpu, cuda or cuda:N")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(
+                f"device {self.device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices"
+            )
+        return device
+
+
+class StartupClock:
+    """How long each phase of start-up took, in seconds."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
+
+    def line(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.phases.items())
+        return f"ready in {sum(self.phases.values()):.2f} s: {parts}"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine and what it was made of."""
+
+    loop: EngineLoop
+    model: torch.nn.Module
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    default_params: SamplingParams
+    eos_ids: frozenset[int]
+    ledger: Ledger
+    startup: dict[str, float]
+    max_model_len: int
+    device: torch.device
+
+
+def build_engine(asked: EngineConfig, log: Log) -> Engine:
+    """Load the model, divide the memory, capture the graphs. Raises ValueError for whatever cannot be honoured."""
+    clock = StartupClock()
+    device = asked.resolve_device()
+    with clock.phase("config"):
+        config, folder = weights.resolve(asked.model, asked.load_format)
+        tokenizer = None if asked.skip_tokenizer_init else Tokenizer.load(Path(asked.model))
+        defaults = read_generation_config(folder) if folder is not None else GenerationDefaults()
+    max_length = _max_length(asked, config)
+    max_tokens = asked.max_num_batched_tokens or (8192 if device.type == "cuda" else 2048)
+    if device.type == "cpu":
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    dtype = weights.resolve_dtype(asked.dtype, config, device)
+    pool_shape = PoolShape(config.num_layers, asked.page_size, config.num_kv_heads, config.head_dim, dtype)
+    buckets = decode_buckets(asked.max_num_seqs) if device.type == "cuda" else []
+    ledger = plan_memory(
+        config,
+        pool_shape,
+        device,
+        weight_bytes=_weight_bytes(config, dtype, max_length),
+        max_tokens=max_tokens,
+        max_sequences=asked.max_num_seqs,
+        max_length=max_length,
+        utilization=asked.gpu_memory_utilization,
+        num_pages=asked.num_pages,
+        dtype=dtype,
+        graph_rows=buckets[-1] if buckets else 0,
+    )
+    for line in ledger.lines():
+        log(line)
+    with clock.phase("weights"):
+        model, _ = weights.load(asked.model, device, dtype, asked.load_format, max_length, asked.seed)
+    with clock.phase("graph"):
+        graph = bind(merge(capture(model)), device.type, asked.deterministic)
+        head = bind(capture_head(model), device.type, asked.deterministic)
+    with clock.phase("KV pages"):
+        pool = KVPool(pool_shape, ledger.pages, device)
+    runner_config = RunnerConfig(asked.max_num_seqs, max_tokens, max_length, frozenset(config.windows), asked.seed)
+    runner = Runner(graph, head, pool, runner_config, device)
+    with clock.phase("CUDA graphs"):
+        for _ in runner.record_decode(buckets) if buckets else ():
+            pass
+    allocator = PageAllocator(ledger.pages, asked.page_size)
+    prefix = PrefixTree(allocator) if asked.enable_prefix_caching else None
+    scheduler = Scheduler(SchedulerConfig(asked.max_num_seqs, max_tokens, max_length), allocator, prefix)
+    # What stands now lives as long as the engine: the collector need not walk it in the middle of a step.
+    gc.collect()
+    gc.freeze()
+    log(clock.line())
+    return Engine(
+        loop=EngineLoop(scheduler, runner, run_ahead=device.type == "cuda"),
+        model=model,
+        config=config,
+        tokenizer=tokenizer,
+        default_params=SamplingParams(**cast(dict[str, Any], defaults.sampling)),
+        eos_ids=_eos_ids(config, defaults, tokenizer),
+        ledger=ledger,
+        startup=clock.phases,
+        max_model_len=max_length,
+        device=device,
+    )
+
+
+def decode_buckets(most: int) -> list[int]:
+    """Batch sizes of decode that get a CUDA graph: close together where padding would cost most."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32)]
+    return [*(size for size in sizes if size < most), most]
+
+
+def _max_length(asked: EngineConfig, config: ModelConfig) -> int:
+    if asked.max_model_len is None:
+        return config.max_length
+    if asked.max_model_len > config.max_length and not isinstance(config.rope, DynamicRope):
+        raise ValueError(
+            f"max_model_len={asked.max_model_len} is over the model's max_position_embeddings={config.max_length}"
+        )
+    return asked.max_model_len
+
+
+def _weight_bytes(config: ModelConfig, dtype: torch.dtype, max_length: int) -> int:
+    with torch.device("meta"):
+        return weights.weight_bytes(build(config, max_length), dtype)
+
+
+def _eos_ids(config: ModelConfig, defaults: GenerationDefaults, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """generation_config.json's, else config.json's, else the tokenizer's."""
+    own = tokenizer.eos_ids if tokenizer is not None else ()
+    return frozenset(defaults.eos_ids or config.eos_ids or own)

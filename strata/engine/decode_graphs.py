@@ -1,0 +1,88 @@
+"""Decode steps as CUDA graphs: from each sequence's newest id to its next one, without the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from strata.cache.pool import KVPool
+from strata.cache.tables import BlockTables, StepBuffer, StepShape
+from strata.engine.sampler import draw_by_temperature
+from strata.graph.cudagraph import CudaGraphs
+
+
+def joined_tokens(buffer: StepBuffer, newest: Tensor) -> Tensor:
+    """The ids of a step [tokens]: those the host sent, and those that only the device knows yet."""
+    sources = buffer.tensors["sources"]
+    return torch.where(sources >= 0, newest[sources.clamp(min=0)], buffer.tensors["tokens"])
+
+
+def sampling_inputs(buffer: StepBuffer) -> tuple[Tensor, Tensor, Tensor]:
+    """temperatures [draws] float32, seeds [draws] int64, steps [draws] int32."""
+    tensors = buffer.tensors
+    return tensors["temperatures"].view(torch.float32), tensors["seeds"].view(torch.int64), tensors["steps"]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a recorded step leaves, until the next replay: ids [bucket] int32, logits [bucket, vocabulary]."""
+
+    ids: Tensor
+    logits: Tensor
+
+
+class DecodeGraphs:
+    """One CUDA graph for each decode batch size, from ids to ids.
+
+    All write their logits into one tensor, of which a step that needs more than a temperature samples anew.
+    """
+
+    def __init__(
+        self, graph: fx.GraphModule, head: fx.GraphModule, pool: KVPool, newest: Tensor, staging: list[Tensor]
+    ) -> None:
+        self._graph, self._head, self._pool, self._newest, self._staging = graph, head, pool, newest, staging
+        self._graphs = CudaGraphs()
+        self._outputs: dict[int, Recorded] = {}
+        self._buffers: dict[int, dict[int, StepBuffer]] = {}
+        self._logits: Tensor | None = None
+
+    def bucket(self, sequences: int) -> int | None:
+        """The smallest recorded batch size that holds so many sequences; None if all are smaller."""
+        return min((size for size in self._outputs if size >= sequences), default=None)
+
+    def buffer(self, bucket: int, staging: Tensor) -> StepBuffer:
+        """The inputs of a bucket, with `staging` as their host side."""
+        return self._buffers[bucket][staging.data_ptr()]
+
+    def replay(self, bucket: int) -> Recorded:
+        self._graphs.replay(bucket)
+        return self._outputs[bucket]
+
+    def record(self, bucket: int, width: int) -> None:
+        shape = StepShape(bucket, bucket, width, bucket)
+        device = torch.empty(shape.size, dtype=torch.int32, device=self._newest.device)
+        self._buffers[bucket] = {host.data_ptr(): StepBuffer(shape, host, device) for host in self._staging}
+        buffer = self._buffers[bucket][self._staging[0].data_ptr()]
+        nothing = np.zeros(0, dtype=np.int32)
+        buffer.place(BlockTables(0, width), self._pool.shape.page_size, nothing, nothing, nothing)
+        for name in ("rows", "temperatures", "seeds", "steps"):
+            buffer.host[name][...] = 0
+        buffer.host["draw_slots"][...] = len(self._newest) - 1
+        buffer.send()
+        ids = torch.zeros(bucket, dtype=torch.int32, device=self._newest.device)
+
+        def step() -> None:
+            hidden = self._graph(buffer.batch(self._pool, joined_tokens(buffer, self._newest), 1, ()))
+            logits = self._head(hidden.index_select(0, buffer.tensors["rows"]))
+            if self._logits is None:
+                self._logits = torch.empty_like(logits)
+            self._logits[:bucket].copy_(logits)
+            ids.copy_(draw_by_temperature(logits, *sampling_inputs(buffer)))
+            self._newest[buffer.tensors["draw_slots"]] = ids
+
+        self._graphs.record(bucket, step)
+        assert self._logits is not None
+        self._outputs[bucket] = Recorded(ids, self._logits)

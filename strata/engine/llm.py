@@ -1,0 +1,244 @@
+"""The offline Python API, with the names of vLLM: `LLM(model).generate(prompts, params)`."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from strata.engine.build import Engine, EngineConfig, build_engine
+from strata.engine.collect import Collector
+from strata.engine.loop import StepOutput
+from strata.engine.outputs import RequestOutput
+from strata.engine.request import Request
+from strata.engine.sampling_params import SamplingParams
+from strata.models.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model ready to generate. See `EngineConfig` for the keyword arguments; unknown ones are an error.
+
+    Without `model` it is the small model that comes with Strata. Raises ValueError, in one clear line, for whatever it
+    cannot load or serve.
+    """
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        console = Console(stderr=True, highlight=False)
+        self._engine: Engine = build_engine(EngineConfig.from_options(model, options), log=console.print)
+        self._numbers = itertools.count()
+
+    @property
+    def engine(self) -> Engine:
+        """The parts: config, model, tokenizer, scheduler, start-up times, memory ledger."""
+        return self._engine
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Raises ValueError if the LLM was made without one."""
+        if self._engine.tokenizer is None:
+            raise ValueError("this LLM has no tokenizer (skip_tokenizer_init=True): pass prompt_token_ids")
+        return self._engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What generate uses when no parameters are given: the model's generation_config.json."""
+        return self._engine.default_params
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt: a string, a list of ids, or {"prompt": ...} / {"prompt_token_ids": [...]}.
+
+        sampling_params: one for all or one for each prompt; None takes the model's defaults. use_tqdm: show progress.
+        priority: one number for each prompt, lower runs first. The outputs stand in the order of the prompts. A prompt
+        that cannot be served raises ValueError before anything runs.
+        """
+        listed = cast(list[Prompt], [prompts] if _is_one_prompt(prompts) else list(prompts))
+        params = self._params_for(len(listed), sampling_params)
+        priorities = list(priority) if priority is not None else [0] * len(listed)
+        if len(priorities) != len(listed):
+            raise ValueError(f"priority has {len(priorities)} entries for {len(listed)} prompts; give one for each")
+        collectors = [
+            self._collector(*self._encoded(prompt), one, number)
+            for prompt, one, number in zip(listed, params, priorities, strict=True)
+        ]
+        self._add_all(collectors)
+        with _progress(len(collectors), use_tqdm) as advance:
+            for _ in self._run(collectors, advance):
+                pass
+        return [collector.output() for collector in collectors]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several; a message is {"role": ..., "content": ...}.
+
+        Raises ValueError if the model has no chat template.
+        """
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations = list(messages) if several else [messages]
+        return self.generate(
+            [self.chat_prompt(one, add_generation_prompt) for one in conversations],  # type: ignore[arg-type]
+            sampling_params,
+            use_tqdm,
+        )
+
+    def chat_prompt(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> dict[str, Any]:
+        """The prompt that `chat` sends for one conversation: its text and its ids."""
+        tokenizer = self.get_tokenizer()
+        text = tokenizer.chat(list(messages), add_generation_prompt=add_generation_prompt)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """The output of one prompt after every step that added to it; closing the iterator aborts the request."""
+        params = self._params_for(1, sampling_params)
+        collector = self._collector(*self._encoded(prompt), params[0], 0)
+        self._add_all([collector])
+        try:
+            for _ in self._run([collector], lambda: None):
+                yield collector.output()
+        finally:
+            self._engine.loop.abort(collector.request.id)
+            self._drain()
+
+    def _params_for(self, count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self._engine.default_params] * count
+        if len(given) != count:
+            raise ValueError(f"{len(given)} sampling_params for {count} prompts: give one, or one for each prompt")
+        return list(given)
+
+    def _encoded(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The text (None if it came as ids) and ids of a prompt, checked against the vocabulary."""
+        if isinstance(prompt, str):
+            return prompt, self.get_tokenizer().encode(prompt)
+        if not isinstance(prompt, Mapping):
+            return None, self._checked(prompt)
+        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        if unknown or not prompt:
+            raise ValueError(f"a prompt is a string, ids, or has prompt or prompt_token_ids, got {sorted(prompt)}")
+        if "prompt_token_ids" in prompt:
+            return prompt.get("prompt"), self._checked(prompt["prompt_token_ids"])
+        return prompt["prompt"], self.get_tokenizer().encode(prompt["prompt"])
+
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        size = self._engine.config.vocab_size
+        for id in ids:
+            if not isinstance(id, int) or not 0 <= id < size:
+                raise ValueError(f"token id {id!r} is out of range: this model's ids are integers from 0 to {size - 1}")
+        return list(ids)
+
+    def _collector(self, text: str | None, ids: list[int], params: SamplingParams, priority: int) -> Collector:
+        engine = self._engine
+        size = engine.config.vocab_size
+        for name, given in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_ids)):
+            for id in given:
+                if id >= size:
+                    raise ValueError(f"{name}: token id {id} is out of range: this model's ids are 0 to {size - 1}")
+        request = Request(
+            id=str(next(self._numbers)),
+            prompt=tuple(ids),
+            params=params,
+            priority=priority,
+            arrival=time.monotonic(),
+            eos_ids=engine.eos_ids,
+            bad_words=self._bad_words(params),
+        )
+        return Collector(request, text, engine.tokenizer)
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The id sequences of each bad word: as it begins a text, and as it follows a space."""
+        words = []
+        for word in params.bad_words or ():
+            tokenizer = self.get_tokenizer()
+            for text in (word, " " + word.lstrip()):
+                ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+                if ids and ids not in words:
+                    words.append(ids)
+        return tuple(words)
+
+    def _add_all(self, collectors: list[Collector]) -> None:
+        """Queue all or none."""
+        added: list[str] = []
+        try:
+            for collector in collectors:
+                self._engine.loop.add(collector.request)
+                added.append(collector.request.id)
+        except ValueError:
+            for id in added:
+                self._engine.loop.abort(id)
+            raise
+
+    def _run(self, collectors: list[Collector], advance: Callable[[], None]) -> Iterator[None]:
+        """Step until all collectors are finished; yields after every step that brought ids."""
+        waiting = {collector.request.id: collector for collector in collectors}
+        try:
+            for output in self._engine.loop.outputs():
+                self._deliver(output, waiting)
+                for id in [id for id, collector in waiting.items() if collector.finished]:
+                    del waiting[id]
+                    advance()
+                yield
+        except BaseException:
+            for id in waiting:
+                self._engine.loop.abort(id)
+            self._drain()
+            raise
+
+    def _deliver(self, output: StepOutput, collectors: Mapping[str, Collector]) -> None:
+        for part in output.prompt_logprobs:
+            collector = collectors.get(part.sequence.request.id)
+            if collector is not None:
+                collector.append_prompt_logprobs(part.first, part.tensors.cpu())
+        for update in output.updates:
+            sequence = update.sequence
+            collector = collectors.get(sequence.request.id)
+            if collector is None:
+                continue
+            stopped = collector.append(sequence, update.token, update.finish_reason)
+            if output.logprobs is not None:
+                collector.append_logprobs(sequence, output.logprobs, output.rows[sequence.id])
+            if stopped is not None:
+                self._engine.loop.finish(sequence, "stop", stopped)
+
+    def _drain(self) -> None:
+        """Let what is under way end, so that nothing of an aborted request is left."""
+        for _ in self._engine.loop.outputs():
+            pass
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    return bool(prompts) and isinstance(prompts[0], int)
+
+
+class _progress:
+    """A progress bar on standard error that counts finished requests; entering gives the function that advances it."""
+
+    def __init__(self, total: int, show: bool) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True), disable=not show)
+        self._total = total
+
+    def __enter__(self) -> Callable[[], None]:
+        self._progress.start()
+        task = self._progress.add_task("requests", total=self._total)
+        return lambda: self._progress.advance(task)
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()

@@ -1,0 +1,83 @@
+"""Joins scheduler and runner, the host one step ahead of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from strata.engine.request import Request, Sequence
+from strata.engine.runner import Launched, PromptLogprobs, Runner
+from strata.engine.sampler import LogprobTensors
+from strata.engine.scheduler import Scheduler, Update
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a finished step brought.
+
+    updates: each sequence that got an id.
+    logprobs: of the step's rows, on the host; `rows` finds a sequence's row in them.
+    """
+
+    updates: list[Update]
+    rows: dict[int, int]
+    logprobs: LogprobTensors | None
+    prompt_logprobs: tuple[PromptLogprobs, ...]
+
+
+class EngineLoop:
+    """Launches the next step before it reads the ids of the step before, if `run_ahead`.
+
+    On a CPU there is nothing to overlap, so its engine reads each step's ids at once.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, run_ahead: bool) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._run_ahead = run_ahead
+        self._outstanding: Launched | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs, waits or is under way."""
+        return self._outstanding is None and not self.scheduler.has_work
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Queue a request. Raises ValueError if it can never fit."""
+        return self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now, wherever it is; a step under way finishes without it."""
+        self.scheduler.abort(request_id)
+
+    def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None) -> None:
+        """End a sequence for a reason that the scheduler cannot see (a stop string)."""
+        self.scheduler.finish(sequence, reason, stop_reason)
+
+    def step(self) -> StepOutput | None:
+        """Launch what is ready and return what the step before brought; None if there was none."""
+        before = self._outstanding
+        if before is not None and self.scheduler.needs_known_ids:
+            self._outstanding = None
+            return self._complete(before)
+        plan = self.scheduler.schedule()
+        self._outstanding = self._runner.launch(plan) if plan is not None else None
+        if not self._run_ahead and before is None:
+            before, self._outstanding = self._outstanding, None
+        return None if before is None else self._complete(before)
+
+    def outputs(self) -> Iterator[StepOutput]:
+        """Step until nothing is left to do."""
+        while not self.idle:
+            output = self.step()
+            if output is not None:
+                yield output
+
+    def _complete(self, launched: Launched) -> StepOutput:
+        updates = self.scheduler.complete(launched.plan, launched.wait())
+        rows: dict[int, int] = {}
+        if launched.logprobs is not None:
+            draws = (draw for chunk in launched.plan.chunks for draw in chunk.draws)
+            rows = {draw.sequence.id: row for row, draw in enumerate(draws)}
+        logprobs = launched.logprobs.cpu() if launched.logprobs is not None else None
+        return StepOutput(updates, rows, logprobs, launched.prompt_logprobs)

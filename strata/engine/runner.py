@@ -1,0 +1,263 @@
+"""Executes step plans on one device: builds the batch, runs the graph, samples, and keeps new ids on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, fx
+
+from strata.cache.pool import KVPool
+from strata.cache.tables import BlockTables, StepBuffer, StepShape
+from strata.engine.decode_graphs import DecodeGraphs, joined_tokens, sampling_inputs
+from strata.engine.request import Sequence
+from strata.engine.sampler import (
+    DrawRow,
+    LogprobTensors,
+    Sampler,
+    draw_by_temperature,
+    needs_more_than_temperature,
+    sampling_seed,
+)
+from strata.engine.scheduler import Chunk, StepPlan
+from strata.kernels.sampling import logprobs
+
+# Rows of prompt log-probabilities that are projected onto the vocabulary at once.
+PROMPT_LOGPROB_ROWS = 256
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    """max_sequences: slots; max_tokens: tokens of one step; max_length: tokens of one sequence; windows: the different
+    ones of the model's attention layers; seed: of the engine."""
+
+    max_sequences: int
+    max_tokens: int
+    max_length: int
+    windows: frozenset[int | None]
+    seed: int
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens [first, first + rows) of a sequence, each given those before it."""
+
+    sequence: Sequence
+    first: int
+    tensors: LogprobTensors
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step that is under way. `wait` blocks until the device has its ids."""
+
+    plan: StepPlan
+    ids: Tensor
+    done: torch.cuda.Event | None = None
+    logprobs: LogprobTensors | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+    def wait(self) -> list[int]:
+        """The new ids in the order of the plan's draws."""
+        if self.done is not None:
+            self.done.synchronize()
+        ids: list[int] = self.ids.tolist()
+        return ids
+
+
+@dataclass
+class SlotState:
+    """What the host keeps of each slot: its owner and how the owner samples."""
+
+    owners: list[Sequence | None]
+    temperatures: NDArray[np.float32]
+    seeds: NDArray[np.int64]
+    special: list[bool]
+
+    @classmethod
+    def empty(cls, slots: int) -> SlotState:
+        return cls([None] * slots, np.zeros(slots, np.float32), np.zeros(slots, np.int64), [False] * slots)
+
+
+class Runner:
+    """Owns the KV pool, the block tables and each slot's newest id.
+
+    graph: Batch to hidden [tokens, hidden]; head: hidden [rows, hidden] to logits [rows, vocabulary]; both bound to the
+    device. On CUDA, steps in which every sequence runs one token replay a CUDA graph once `record_decode` has been
+    called.
+    """
+
+    def __init__(
+        self, graph: fx.GraphModule, head: fx.GraphModule, pool: KVPool, config: RunnerConfig, device: torch.device
+    ) -> None:
+        self.pool = pool
+        self._graph, self._head, self._config, self._device = graph, head, config, device
+        most_pages = -(-config.max_length // pool.shape.page_size)
+        self._tables = BlockTables(config.max_sequences, most_pages)
+        self._slots = SlotState.empty(config.max_sequences)
+        self._sampler = Sampler(config.max_sequences, config.max_length, device)
+        # One id more than slots: padding rows of a CUDA graph read and write the last one.
+        self._newest = torch.zeros(config.max_sequences + 1, dtype=torch.int32, device=device)
+        largest = StepShape(config.max_tokens, config.max_sequences, most_pages, config.max_sequences).size
+        # Two, because the step before may not have left its host buffer when the next is prepared.
+        pinned = device.type == "cuda"
+        self._staging = [torch.empty(largest, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self._returns = [torch.empty(config.max_sequences, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self._decode: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def record_decode(self, buckets: list[int]) -> Iterator[int]:
+        """Record a CUDA graph for each batch size, the largest first so that the others fit in its memory."""
+        self._decode = DecodeGraphs(self._graph, self._head, self.pool, self._newest, self._staging)
+        width = self._tables.rows.shape[1]
+        for bucket in sorted(buckets, reverse=True):
+            self._decode.record(bucket, width)
+            yield bucket
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start a step; its ids come later. Pages and slots of the plan may be reused by the next plan at once."""
+        self._staging.reverse()
+        self._returns.reverse()
+        if plan.copies:
+            self.pool.copy_pages(plan.copies)
+        rows = self._admit(plan)
+        each_draws_once = all(chunk.count == 1 and len(chunk.draws) == 1 for chunk in plan.chunks)
+        if self._decode is not None and each_draws_once:
+            bucket = self._decode.bucket(len(rows))
+            if bucket is not None:
+                return self._launch_recorded(plan, rows, bucket)
+        return self._launch_eager(plan, rows)
+
+    def _launch_recorded(self, plan: StepPlan, rows: list[DrawRow], bucket: int) -> Launched:
+        assert self._decode is not None
+        buffer = self._decode.buffer(bucket, self._staging[0])
+        self._fill(buffer, plan, rows)
+        buffer.send()
+        recorded = self._decode.replay(bucket)
+        if any(self._slots.special[row.slot] for row in rows):
+            return self._draw(plan, rows, buffer, recorded.logits[: len(rows)])
+        return self._finish(plan, recorded.ids[: len(rows)])
+
+    def _launch_eager(self, plan: StepPlan, rows: list[DrawRow]) -> Launched:
+        most = max(chunk.start + chunk.count for chunk in plan.chunks)
+        width = -(-most // self.pool.shape.page_size)
+        shape = StepShape(plan.tokens, len(plan.chunks), width, len(rows))
+        host = self._staging[0]
+        device = host if self._device.type == "cpu" else torch.empty(shape.size, dtype=torch.int32, device=self._device)
+        buffer = StepBuffer(shape, host, device)
+        self._fill(buffer, plan, rows)
+        buffer.send()
+        longest = max(chunk.count for chunk in plan.chunks)
+        tokens = joined_tokens(buffer, self._newest)
+        hidden = self._graph(buffer.batch(self.pool, tokens, longest, self._config.windows))
+        prompt_logprobs = tuple(self._prompt_logprobs(plan, hidden))
+        if not rows:
+            return Launched(plan, torch.empty(0, dtype=torch.int32), prompt_logprobs=prompt_logprobs)
+        logits = self._head(hidden.index_select(0, buffer.tensors["rows"]))
+        return self._draw(plan, rows, buffer, logits, prompt_logprobs)
+
+    def _draw(
+        self,
+        plan: StepPlan,
+        rows: list[DrawRow],
+        buffer: StepBuffer,
+        logits: Tensor,
+        prompt_logprobs: tuple[PromptLogprobs, ...] = (),
+    ) -> Launched:
+        temperatures, seeds, steps = (tensor[: len(rows)] for tensor in sampling_inputs(buffer))
+        reported = None
+        if any(self._slots.special[row.slot] for row in rows):
+            ids, reported = self._sampler.draw(logits, rows, temperatures, seeds, steps)
+        elif self._device.type == "cpu" and all(row.params.greedy for row in rows):
+            ids = logits.argmax(-1).int()
+        else:
+            ids = draw_by_temperature(logits, temperatures, seeds, steps)
+        self._newest[buffer.tensors["draw_slots"][: len(rows)]] = ids
+        return self._finish(plan, ids, reported, prompt_logprobs)
+
+    def _finish(
+        self,
+        plan: StepPlan,
+        ids: Tensor,
+        reported: LogprobTensors | None = None,
+        prompt_logprobs: tuple[PromptLogprobs, ...] = (),
+    ) -> Launched:
+        if self._device.type == "cpu":
+            return Launched(plan, ids, None, reported, prompt_logprobs)
+        host = self._returns[0][: len(ids)]
+        host.copy_(ids, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return Launched(plan, host, done, reported, prompt_logprobs)
+
+    def _admit(self, plan: StepPlan) -> list[DrawRow]:
+        """Bring tables and slots up to the plan; returns who draws, in the plan's order."""
+        rows: list[DrawRow] = []
+        for chunk in plan.chunks:
+            if chunk.new_pages:
+                self._tables.update(chunk.slot, chunk.first_page, chunk.new_pages)
+            for draw in chunk.draws:
+                if self._slots.owners[draw.slot] is not draw.sequence:
+                    self._own(draw.slot, draw.sequence)
+                rows.append(DrawRow(draw.sequence, draw.slot, chunk.start + chunk.count))
+        return rows
+
+    def _own(self, slot: int, sequence: Sequence) -> None:
+        slots, params = self._slots, sequence.request.params
+        slots.owners[slot] = sequence
+        slots.temperatures[slot] = params.temperature
+        slots.seeds[slot] = sampling_seed(sequence, self._config.seed)
+        slots.special[slot] = needs_more_than_temperature(params)
+        self._sampler.admit(sequence, slot)
+
+    def _fill(self, buffer: StepBuffer, plan: StepPlan, rows: list[DrawRow]) -> None:
+        chunks, host = plan.chunks, buffer.host
+        slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
+        starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
+        counts = np.array([chunk.count for chunk in chunks], dtype=np.int32)
+        buffer.place(self._tables, self.pool.shape.page_size, slots, starts, counts)
+        at = 0
+        for chunk in chunks:
+            self._fill_tokens(host, at, chunk)
+            at += chunk.count
+        last = host["offsets"][1 : len(chunks) + 1] - 1
+        drawn = len(rows)
+        draw_slots = np.array([row.slot for row in rows], dtype=np.int32)
+        host["rows"][:drawn] = np.repeat(last, [len(chunk.draws) for chunk in chunks])
+        host["rows"][drawn:] = 0
+        host["draw_slots"][:drawn] = draw_slots
+        host["draw_slots"][drawn:] = self._config.max_sequences
+        host["temperatures"][:drawn] = self._slots.temperatures[draw_slots].view(np.int32)
+        host["temperatures"][drawn:] = 0
+        host["seeds"][: 2 * drawn] = self._slots.seeds[draw_slots].view(np.int32)
+        host["seeds"][2 * drawn :] = 0
+        host["steps"][:drawn] = [row.drawn for row in rows]
+        host["steps"][drawn:] = 0
+
+    def _fill_tokens(self, host: dict[str, NDArray[np.int32]], at: int, chunk: Chunk) -> None:
+        known = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
+        host["tokens"][at : at + len(known)] = known
+        host["sources"][at : at + chunk.count] = -1
+        if len(known) < chunk.count:  # the newest id has not reached the host yet
+            host["tokens"][at + len(known)] = 0
+            host["sources"][at + len(known)] = chunk.slot
+
+    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> Iterator[PromptLogprobs]:
+        at = 0
+        for chunk in plan.chunks:
+            sequence, most = chunk.sequence, chunk.sequence.request.params.prompt_logprobs
+            # Row i of the chunk predicts token start + i + 1; the prompt's last row predicts output.
+            rows = min(chunk.count, sequence.prompt_length - 1 - chunk.start)
+            if most is not None and rows > 0 and sequence.index == 0:
+                for first in range(0, rows, PROMPT_LOGPROB_ROWS):
+                    count = min(PROMPT_LOGPROB_ROWS, rows - first)
+                    token = chunk.start + first + 1
+                    targets = torch.tensor(sequence.tokens[token : token + count], dtype=torch.int32)
+                    logits = self._head(hidden[at + first : at + first + count]).float()
+                    reported = logprobs(logits, targets.to(self._device), most)
+                    yield PromptLogprobs(sequence, token, LogprobTensors(*reported))
+            at += chunk.count

@@ -1,0 +1,264 @@
+"""The engine from end to end, against transformers and against itself under pressure."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from strata import LLM, SamplingParams
+
+Engine = Callable[..., LLM]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def prompts(count: int, seed: int = 0, shared: int = 20) -> list[dict[str, list[int]]]:
+    """Prompts of odd lengths; half of them begin alike, so that the prefix tree is hit."""
+    rng = random.Random(seed)
+    prefix = [rng.randrange(307) for _ in range(shared)]
+    made = []
+    for index in range(count):
+        own = [rng.randrange(307) for _ in range(rng.randrange(1, 60))]
+        made.append({"prompt_token_ids": prefix + own if index % 2 else own})
+    return made
+
+
+def reference_ids(model: LlamaForCausalLM, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def ids_of(
+    llm: LLM, asked: list[dict[str, list[int]]], params: SamplingParams | list[SamplingParams]
+) -> list[list[int]]:
+    outputs = llm.generate(asked, params, use_tqdm=False)
+    llm.engine.loop.scheduler.check()
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
+def test_greedy_equals_transformers(engine: Engine, reference: LlamaForCausalLM, chunk: int) -> None:
+    asked = prompts(8)
+    got = ids_of(engine(max_num_batched_tokens=chunk, dtype="float32"), asked, GREEDY)
+    for prompt, ids in zip(asked, got, strict=True):
+        assert ids == reference_ids(reference, prompt["prompt_token_ids"], 24)
+
+
+def test_running_ahead_gives_the_same(engine: Engine, folder: Path) -> None:
+    asked = prompts(12)
+    sampled = SamplingParams(temperature=0.9, seed=3, max_tokens=20)
+    params = [GREEDY, sampled] * 6
+    want = ids_of(engine(dtype="float32"), asked, params)
+    llm = LLM(folder, device="cpu", dtype="float32", num_pages=200)
+    llm.engine.loop._run_ahead = True
+    assert ids_of(llm, asked, params) == want
+
+
+def test_prefix_hits_change_nothing(folder: Path) -> None:
+    llm = LLM(folder, device="cpu", dtype="float32", num_pages=200)
+    asked = prompts(6)
+    first = ids_of(llm, asked, GREEDY)
+    outputs = llm.generate(asked, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == first
+    assert sum(output.num_cached_tokens for output in outputs) > 100
+
+
+def test_stop_string_and_reason(engine: Engine) -> None:
+    llm = engine(dtype="float32")
+    free = llm.generate("the quick", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), use_tqdm=False)[0]
+    text = free.outputs[0].text
+    assert len(text) > 12
+    stop = text[5:8]
+    cut = llm.generate("the quick", SamplingParams(temperature=0, max_tokens=40, stop=stop), use_tqdm=False)[0].outputs[
+        0
+    ]
+    assert cut.text == text[: text.index(stop)]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+
+
+def test_stop_token_ids_and_min_tokens(engine: Engine) -> None:
+    llm = engine(dtype="float32")
+    free = ids_of(llm, prompts(1), GREEDY)[0]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop_token_ids=[free[4]])
+    output = llm.generate(prompts(1), params, use_tqdm=False)[0].outputs[0]
+    assert output.token_ids == free[: free.index(free[4]) + 1]
+    assert output.stop_reason == free[4]
+    longer = SamplingParams(temperature=0, max_tokens=24, min_tokens=10, ignore_eos=True, stop_token_ids=[free[4]])
+    held = ids_of(llm, prompts(1), longer)[0]
+    assert len(held) >= 10
+    assert free[4] not in held[:10]
+
+
+def test_n_samples_share_a_prompt(engine: Engine) -> None:
+    llm = engine(dtype="float32")
+    params = SamplingParams(n=4, temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)
+    output = llm.generate(prompts(1), params, use_tqdm=False)[0]
+    assert [sample.index for sample in output.outputs] == [0, 1, 2, 3]
+    assert len({tuple(sample.token_ids) for sample in output.outputs}) > 1
+    again = llm.generate(prompts(5), [params, *[GREEDY] * 4], use_tqdm=False)[0]
+    assert [s.token_ids for s in again.outputs] == [s.token_ids for s in output.outputs]
+
+
+def test_seed_is_independent_of_the_batch(engine: Engine) -> None:
+    llm = engine(dtype="float32")
+    seeded = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=11, max_tokens=16, ignore_eos=True)
+    alone = ids_of(llm, prompts(1), seeded)[0]
+    crowd = ids_of(llm, prompts(9), [seeded] + [SamplingParams(temperature=1.0, max_tokens=20)] * 8)[0]
+    assert crowd == alone
+    other = ids_of(llm, prompts(1), SamplingParams(temperature=0.8, seed=12, max_tokens=16, ignore_eos=True))[0]
+    assert other != alone
+
+
+def test_logprobs_equal_transformers(engine: Engine, reference: LlamaForCausalLM) -> None:
+    llm = engine(dtype="float32", max_num_batched_tokens=9)
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    output = llm.generate(prompts(3), params, use_tqdm=False)[1]
+    prompt, sample = output.prompt_token_ids, output.outputs[0]
+    with torch.no_grad():
+        want = reference(torch.tensor([prompt + sample.token_ids])).logits[0].log_softmax(-1)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(prompt)
+    for position in range(1, len(prompt)):
+        entry = output.prompt_logprobs[position]
+        assert entry is not None
+        row = want[position - 1]
+        assert entry[prompt[position]].logprob == pytest.approx(float(row[prompt[position]]), abs=1e-4)
+        assert set(row.topk(2).indices.tolist()) <= set(entry)
+    assert sample.logprobs is not None
+    for place, entry in enumerate(sample.logprobs):
+        row = want[len(prompt) - 1 + place]
+        assert list(entry)[:3] == row.topk(3).indices.tolist()
+        assert entry[sample.token_ids[place]].logprob == pytest.approx(float(row.max()), abs=1e-4)
+        assert entry[sample.token_ids[place]].rank == 1
+    assert sample.cumulative_logprob == pytest.approx(
+        sum(e[t].logprob for e, t in zip(sample.logprobs, sample.token_ids, strict=True))
+    )
+
+
+def test_logit_bias_and_bad_words(engine: Engine) -> None:
+    llm = engine(dtype="float32")
+    forced = SamplingParams(temperature=0, max_tokens=5, logit_bias={42: 100.0}, ignore_eos=True)
+    assert ids_of(llm, prompts(1), forced)[0] == [42] * 5
+    free = llm.generate("the quick", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False)[0]
+    word = free.outputs[0].text[4:8]
+    ids = tuple(llm.get_tokenizer().encode(word, add_special_tokens=False))
+    banned = llm.generate(
+        "the quick", SamplingParams(temperature=0, max_tokens=30, bad_words=[word], ignore_eos=True), use_tqdm=False
+    )[0]
+    got = banned.outputs[0].token_ids
+    assert all(tuple(got[i : i + len(ids)]) != ids for i in range(len(got)))
+
+
+def test_penalties_follow_the_formula(engine: Engine, reference: LlamaForCausalLM) -> None:
+    llm = engine(dtype="float32")
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=20,
+        repetition_penalty=1.3,
+        presence_penalty=0.7,
+        frequency_penalty=0.4,
+        ignore_eos=True,
+    )
+    prompt = prompts(1)[0]["prompt_token_ids"]
+    tokens = list(prompt)
+    for _ in range(20):
+        with torch.no_grad():
+            logits = reference(torch.tensor([tokens])).logits[0, -1]
+        for id in set(tokens):
+            logits[id] = logits[id] / 1.3 if logits[id] > 0 else logits[id] * 1.3
+        for id in set(tokens[len(prompt) :]):
+            logits[id] -= 0.7 + 0.4 * tokens[len(prompt) :].count(id)
+        tokens.append(int(logits.argmax()))
+    assert ids_of(llm, prompts(1), params)[0] == tokens[len(prompt) :]
+
+
+def test_stream_shows_growing_text_and_leaves_nothing(engine: Engine) -> None:
+    llm = engine(dtype="float32")
+    params = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
+    whole = llm.generate("the quick", params, use_tqdm=False)[0].outputs[0].text
+    shown = [output.outputs[0].text for output in llm.stream("the quick", params)]
+    assert shown[-1] == whole
+    assert all(after.startswith(before) for before, after in itertools.pairwise(shown))
+    stream = llm.stream("the quick", params)
+    next(stream)
+    stream.close()
+    assert llm.engine.loop.idle
+    llm.engine.loop.scheduler.check()
+
+
+def test_chat_uses_the_template(engine: Engine) -> None:
+    llm = engine(dtype="float32")
+    output = llm.chat([{"role": "user", "content": "fox"}], GREEDY, use_tqdm=False)[0]
+    assert output.prompt == "<|user|>fox<|end|><|assistant|>"
+    assert output.prompt_token_ids[0] == llm.get_tokenizer().id("<|user|>")
+    two = llm.chat([[{"role": "user", "content": "fox"}], [{"role": "user", "content": "dog"}]], GREEDY, use_tqdm=False)
+    assert two[0].outputs[0].token_ids == output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_preemption_loses_nothing(folder: Path, deterministic: bool) -> None:
+    asked = prompts(10, seed=5)
+    params = [SamplingParams(temperature=0.7, seed=i, max_tokens=30, ignore_eos=True) for i in range(10)]
+    options = {"device": "cpu", "dtype": "float32", "deterministic": deterministic}
+    want = ids_of(LLM(folder, num_pages=400, **options), asked, params)
+    tight = LLM(folder, num_pages=14, max_num_batched_tokens=40, **options)
+    assert ids_of(tight, asked, params) == want
+    assert tight.engine.loop.scheduler.statistics.preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "words"),
+    [
+        ([], {}, "empty"),
+        ([5] * 256, {}, "max_model_len"),
+        ([307], {}, "out of range"),
+        ([-1], {}, "out of range"),
+        ([1], {"logit_bias": {307: 1.0}}, "out of range"),
+    ],
+)
+def test_bad_requests_are_refused_and_disturb_nothing(engine: Engine, prompt, params, words) -> None:
+    llm = engine(dtype="float32")
+    good = prompts(1)[0]
+    with pytest.raises(ValueError, match=words):
+        llm.generate([good, {"prompt_token_ids": prompt}], SamplingParams(**params), use_tqdm=False)
+    assert llm.engine.loop.idle
+    llm.engine.loop.scheduler.check()
+    assert len(ids_of(llm, [good], GREEDY)[0]) == 24
+
+
+def test_a_sequence_that_cannot_fit_the_pool_is_refused(folder: Path) -> None:
+    llm = LLM(folder, device="cpu", num_pages=4)
+    with pytest.raises(ValueError, match="KV pages"):
+        llm.generate({"prompt_token_ids": [1] * 60}, SamplingParams(max_tokens=100), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_num_sequences": 3}, "unknown option"),
+        ({"dtype": "fp8"}, "dtype"),
+        ({"device": "tpu"}, "device"),
+        ({"page_size": 12}, "power of two"),
+        ({"max_model_len": 100000}, "max_position_embeddings"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"num_pages": 10**9}, "KV pages"),
+    ],
+)
+def test_bad_options_are_refused(folder: Path, options, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        LLM(folder, **{"device": "cpu", **options})
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        LLM(tmp_path / "nothing")
