@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from strata.hardware.specs import Device
 
 
 @dataclass(frozen=True)
@@ -42,3 +45,34 @@ class Workload:
     @property
     def tokens(self) -> int:
         return sum(self.new)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least time for some work on a device, in seconds, and which of its two parts sets it."""
+
+    compute: float
+    memory: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute, self.memory)
+
+    @property
+    def bound(self) -> str:
+        """ "compute" or "memory"."""
+        return "compute" if self.compute > self.memory else "memory"
+
+
+def floor(cost: Cost, device: Device, dtype: str) -> Floor:
+    """The roofline: `cost.flops` at the device's rate for `dtype`, against `cost.bytes` at its memory bandwidth.
+
+    Rates are measured where the database has them. Raises ValueError if it has none for `dtype`.
+    """
+    compute = device.ceiling("compute", dtype).value
+    return Floor(cost.flops / compute, cost.bytes / device.ceiling("bandwidth").value)
+
+
+def schedule_floor(steps: Iterable[Cost], device: Device, dtype: str) -> float:
+    """Seconds of steps that run one after the other, each at its own floor; no launch, host or sampling cost."""
+    return sum(floor(step, device, dtype).seconds for step in steps)

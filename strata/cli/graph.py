@@ -1,0 +1,137 @@
+"""`strata graph`: what one step of a model costs, operation by operation, and the least time a device needs for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from strata.hardware.roofline import Workload, floor
+from strata.hardware.specs import Device, device
+
+if TYPE_CHECKING:
+    from strata.cli.costing import MetaModel
+    from strata.graph.cost import NodeCost
+
+
+def graph(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, config.json, or a shape: 8B, 0.6B.")],
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens of each sequence in this step.")] = 1,
+    context: Annotated[int, typer.Option(min=0, help="Tokens of each sequence that are cached already.")] = 0,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences in this step.")] = 1,
+    on: Annotated[str, typer.Option("--device", help="Device whose floor is shown.")] = "h200",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Show what a step costs, by operation and by part of the model. Needs no weights and no device.
+
+    A merged projection is named after all its parts (q_proj&k_proj&v_proj). The head is counted for the rows that are
+    sampled, one a sequence.
+
+    Example, a decode step of 32 sequences with 1000 tokens each: strata graph 8B --context 1000 --sequences 32
+    """
+    from strata.cli.costing import find_config, meta_model
+
+    spec = device(on)
+    priced = price(
+        meta_model(find_config(model)), Workload((tokens,) * sequences, (tokens + context,) * sequences), spec
+    )
+    step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences}
+    if as_json:
+        print(json.dumps(step | priced.to_dict()))
+    else:
+        priced.draw(f"{model}: {sequences} x {tokens} new tokens, {context} cached each")
+
+
+@dataclasses.dataclass(frozen=True)
+class PricedStep:
+    """A step of a model: what its nodes cost and their floors on a device."""
+
+    forward: list[NodeCost]
+    head: list[NodeCost]
+    device: Device
+    dtype: str
+    tokens: int
+    step_floor: float
+
+    @property
+    def rows(self) -> dict[str, list[Any]]:
+        from strata.graph.draw import rows_by
+
+        heads = {id(node) for node in self.head}
+
+        def operation_of(node: NodeCost) -> tuple[str, str]:
+            return node.operation, node.module.rpartition(".")[2] if node.parameters else ""
+
+        def part_of(node: NodeCost) -> tuple[str, str]:
+            if id(node) in heads:
+                return "", "head"
+            if node.layer is not None:
+                return "", "layers"
+            return "", "embedding" if node.operation == "embedding" else "final norm"
+
+        nodes = self.forward + self.head
+        return {
+            "operations": rows_by(nodes, operation_of, self.device, self.dtype),
+            "parts": rows_by(nodes, part_of, self.device, self.dtype),
+        }
+
+    def totals(self) -> dict[str, Any]:
+        """Counts, bytes and seconds of the whole step."""
+        from strata.graph.cost import parameter_count, total
+
+        nodes = self.forward + self.head
+        cost = total(nodes)
+        return {
+            "parameters": parameter_count(nodes),
+            "flops": cost.flops,
+            "flops_per_token": cost.flops / self.tokens,
+            "bytes": cost.bytes,
+            "nodes_floor_s": sum(floor(node.cost, self.device, self.dtype).seconds for node in nodes),
+            "step_floor_s": self.step_floor,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        tables = {
+            name: [dataclasses.asdict(row) | {"bytes": row.cost.bytes} for row in rows]
+            for name, rows in self.rows.items()
+        }
+        return {"device": self.device.key, "dtype": self.dtype} | self.totals() | tables
+
+    def draw(self, title: str) -> None:
+        from rich.console import Console
+
+        from strata.graph.draw import duration, quantity, table
+
+        console, totals, rows = Console(highlight=False), self.totals(), self.rows
+        whole = totals["nodes_floor_s"]
+        console.print(table(title, rows["operations"], whole=whole))
+        console.print(table("By part of the model", rows["parts"], whole=whole))
+        compute, bandwidth = self.device.ceiling("compute", self.dtype), self.device.ceiling("bandwidth")
+        console.print(f"parameters        {totals['parameters']:,}")
+        console.print(f"FLOPs per token   {quantity(totals['flops_per_token'])}")
+        console.print(f"bytes             {quantity(totals['bytes'])}B")
+        console.print(f"floor, summed     {duration(whole)}: every operation at its own floor, one after the other")
+        console.print(f"floor of the step {duration(self.step_floor)}: weights and cached keys and values read once")
+        for figure in (compute, bandwidth):
+            kind = "measured" if figure.measured else "promised"
+            what = f"{self.dtype}, dense" if figure.quantity == "compute" else "memory, read + written"
+            unit = "FLOP/s" if figure.quantity == "compute" else "B/s"
+            rate = f"{self.device.product}: {quantity(figure.value)}{unit} ({what})"
+            console.print(f"{rate}, {kind}: {figure.source}, {figure.date}", style="dim")
+
+
+def price(model: MetaModel, workload: Workload, spec: Device) -> PricedStep:
+    """Cost every node of a step, the head for one row a sequence."""
+    import torch
+
+    from strata.cli.costing import dtype_name
+    from strata.graph.cost import node_costs
+
+    name, rows = dtype_name(model.dtype), len(workload.new)
+    forward = node_costs(model.graph, model.batch(workload), workload)
+    hidden = torch.empty(rows, model.config.hidden_size, dtype=model.dtype, device="meta")
+    head = node_costs(model.head, hidden, workload)
+    least = floor(model.step_costs().step(workload, rows), spec, name).seconds
+    return PricedStep(forward, head, spec, name, workload.tokens, least)

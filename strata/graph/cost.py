@@ -1,0 +1,203 @@
+"""What every node of a graph costs, from shapes alone: the graph runs on the meta device, nothing is computed."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.attention import attention
+from strata.kernels.op import Bound, Operation
+from strata.kernels.paged import PagedKV
+
+# They only change how the same memory is looked at.
+_VIEWS = {getattr, operator.getitem, torch.split, "unflatten", "flatten"}
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """One node that does work. `shape` is its result's; `parameters` maps the names it reads to their sizes."""
+
+    name: str
+    operation: str
+    layer: int | None
+    module: str
+    cost: Cost
+    shape: tuple[int, ...]
+    parameters: dict[str, int] = field(default_factory=dict)
+
+
+def node_costs(graph: fx.GraphModule, argument: Any, workload: Workload) -> list[NodeCost]:
+    """The cost of each node of a captured graph (merged and bound or not) for one step, in order.
+
+    argument: what the graph is called with, its tensors on the meta device (a Batch, or hidden states for a head).
+    workload: the sequences of that step, which shapes alone cannot tell. Nodes that only view memory are left out.
+    Raises NotImplementedError, naming it, for a function whose cost is not known.
+    """
+    found = []
+    for node, operation, args, result in _walk(graph, argument):
+        if operation is not None:
+            cost = operation.cost(*args, workload=workload)
+        elif node.target is operator.add:
+            cost = _elementwise(args, result)
+        else:
+            continue
+        first = result[0] if isinstance(result, tuple) else result
+        found.append(
+            NodeCost(
+                node.name,
+                "add" if operation is None else operation.name,
+                node.meta["layer"],
+                node.meta["module"],
+                cost,
+                tuple(first.shape),
+                _parameter_sizes(graph, node),
+            )
+        )
+    return found
+
+
+def total(nodes: Iterable[NodeCost]) -> Cost:
+    """The cost of all nodes together."""
+    return sum((node.cost for node in nodes), Cost())
+
+
+def parameter_count(nodes: Iterable[NodeCost]) -> int:
+    """Elements of all parameters that the nodes read; one that several read (a tied head) counts once."""
+    sizes: dict[str, int] = {}
+    for node in nodes:
+        sizes |= node.parameters
+    return sum(sizes.values())
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """The least that any step of a model costs, from one look at its graph.
+
+    Outside attention the cost follows from the number of tokens; attention is asked for its own. Activations can stay
+    on the chip in principle, so the bytes of a step are the weights and the keys and values that it reads, once each.
+
+    token_flops: of a token outside attention. row_flops: of a row of the head. weights: bytes of all parameters that a
+    step reads. attentions: each distinct attention as a function of the workload, and in how many layers it stands.
+    """
+
+    token_flops: int
+    row_flops: int
+    weights: int
+    attentions: tuple[tuple[Callable[[Workload], Cost], int], ...]
+
+    def step(self, workload: Workload, rows: int) -> Cost:
+        """A step that runs `workload` and projects `rows` hidden states onto the vocabulary."""
+        flops = self.token_flops * workload.tokens + self.row_flops * rows
+        keys_and_values = 0
+        for attention_cost, layers in self.attentions:
+            cost = attention_cost(workload)
+            flops += layers * cost.flops
+            # Attention reads as many bytes of queries as it writes; the rest of what it reads are keys and values.
+            keys_and_values += layers * (cost.read - cost.written)
+        return Cost(flops=flops, read=self.weights + keys_and_values, weights=self.weights)
+
+
+def step_costs(graph: fx.GraphModule, head: fx.GraphModule, argument: Any) -> StepCosts:
+    """What steps of a model cost, from its captured graphs; `argument`: a meta batch of one token with pages."""
+    workload = Workload((1,), (1,))
+    hidden: Any = None
+    flops = weights = 0
+    kinds: Counter[tuple[object, ...]] = Counter()
+    examples: dict[tuple[object, ...], Callable[[Workload], Cost]] = {}
+    for node, operation, args, result in _walk(graph, argument):
+        hidden = result
+        if operation is attention:
+            q, k, *_, window = args
+            kind = (q.shape, q.dtype, k.shape, k.dtype, window)
+            kinds[kind] += 1
+            examples.setdefault(kind, partial(_cost_of, operation, args))
+        elif operation is not None:
+            cost = operation.cost(*args, workload=workload)
+            flops, weights = flops + cost.flops, weights + cost.weights
+        elif node.target is operator.add:
+            flops += _elementwise(args, result).flops
+    row = total(node_costs(head, hidden, workload))
+    attentions = tuple((examples[kind], layers) for kind, layers in kinds.items())
+    return StepCosts(flops, row.flops, weights + row.weights, attentions)
+
+
+def meta_pages(
+    workload: Workload, *, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, page_size: int = 16
+) -> PagedKV:
+    """KV pages on the meta device that hold the sequences of a workload."""
+    most = max(-(-length // page_size) for length in workload.total)
+    pool = torch.empty(most * len(workload.total), page_size, kv_heads, head_dim, dtype=dtype, device="meta")
+    return PagedKV(
+        (pool,) * layers,
+        (pool,) * layers,
+        meta_indices(len(workload.total), most),
+        meta_indices(len(workload.total)),
+        meta_indices(workload.tokens),
+    )
+
+
+def meta_indices(*shape: int) -> Tensor:
+    """An index tensor of a batch on the meta device."""
+    return torch.empty(shape, dtype=torch.int32, device="meta")
+
+
+def _walk(graph: fx.GraphModule, argument: Any) -> Iterator[tuple[fx.Node, Operation | None, tuple[Any, ...], Any]]:
+    """Run the graph on shapes: each node that calls something, its operation if it is one, arguments and result."""
+    values: dict[fx.Node, Any] = {}
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = argument
+        elif node.op == "get_attr":
+            values[node] = _fetch(graph, node.target).to("meta")
+        elif node.op != "output":
+            args = fx.map_arg(node.args, values.__getitem__)
+            target = node.target.operation if isinstance(node.target, Bound) else node.target
+            if isinstance(target, Operation):
+                values[node] = target.meta(*args)
+            elif target is operator.add:
+                values[node] = _sum(*args)
+            elif target in _VIEWS:
+                view = getattr(Tensor, target) if isinstance(target, str) else target
+                values[node] = view(*args)
+            else:
+                name = target if isinstance(target, str) else getattr(target, "__name__", repr(target))
+                raise NotImplementedError(
+                    f"the cost of {name!r} (in {node.meta['module'] or 'the model'}) is not known"
+                )
+            yield node, target if isinstance(target, Operation) else None, args, values[node]
+
+
+def _fetch(graph: fx.GraphModule, path: str) -> Tensor:
+    value: Any = graph
+    for part in path.split("."):
+        value = getattr(value, part)
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _cost_of(operation: Operation, args: tuple[Any, ...], workload: Workload) -> Cost:
+    return operation.cost(*args, workload=workload)
+
+
+def _sum(left: Tensor, right: Tensor) -> Tensor:
+    """The shape of left + right; adding on the meta device itself would import a second's worth of torch."""
+    shape = torch.broadcast_shapes(left.shape, right.shape)
+    return torch.empty(shape, dtype=torch.promote_types(left.dtype, right.dtype), device="meta")
+
+
+def _elementwise(args: tuple[Any, ...], result: Tensor) -> Cost:
+    read = sum(argument.nbytes for argument in args if isinstance(argument, Tensor))
+    return Cost(flops=result.numel(), read=read, written=result.nbytes)
+
+
+def _parameter_sizes(graph: fx.GraphModule, node: fx.Node) -> dict[str, int]:
+    names = [name for argument in node.all_input_nodes for name in argument.meta.get("parameters", ())]
+    return {name: graph.get_parameter(name).numel() for name in names}

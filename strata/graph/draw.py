@@ -1,0 +1,87 @@
+"""Tables of what a graph costs and of the least time a device needs for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from strata.graph.cost import NodeCost, parameter_count, total
+from strata.hardware.roofline import Cost, floor
+from strata.hardware.specs import Device
+
+
+@dataclass(frozen=True)
+class Row:
+    """Nodes of a kind: an operation, and the part of the model that it serves if that is known by name.
+
+    `seconds` adds up the floor of each node; `bound` is what sets most of that time.
+    """
+
+    operation: str
+    part: str
+    count: int
+    parameters: int
+    cost: Cost
+    seconds: float
+    bound: str
+
+
+def rows_by(
+    nodes: Iterable[NodeCost], kind: Callable[[NodeCost], tuple[str, str]], device: Device, dtype: str
+) -> list[Row]:
+    """A row for each (operation, part) that `kind` gives, in the order in which they first occur."""
+    groups: dict[tuple[str, str], list[NodeCost]] = {}
+    for node in nodes:
+        groups.setdefault(kind(node), []).append(node)
+    return [_row(*names, group, device, dtype) for names, group in groups.items()]
+
+
+def _row(operation: str, part: str, nodes: list[NodeCost], device: Device, dtype: str) -> Row:
+    seconds = {"compute": 0.0, "memory": 0.0}
+    for node in nodes:
+        least = floor(node.cost, device, dtype)
+        seconds[least.bound] += least.seconds
+    bound = max(seconds, key=seconds.__getitem__)
+    return Row(operation, part, len(nodes), parameter_count(nodes), total(nodes), sum(seconds.values()), bound)
+
+
+def table(title: str, rows: list[Row], *, whole: float) -> Table:
+    """Rows as a table; `whole` is the time, in seconds, that shares refer to."""
+    drawn = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    drawn.add_column("", overflow="fold")
+    for name in ("count", "params", "FLOPs", "bytes", "floor", "share"):
+        drawn.add_column(name, justify="right", no_wrap=True)
+    drawn.add_column("bound", no_wrap=True)
+    for row in rows:
+        drawn.add_row(
+            row.part or row.operation,
+            f"{row.count:,}",
+            quantity(row.parameters) if row.parameters else "",
+            quantity(row.cost.flops),
+            f"{quantity(row.cost.bytes)}B",
+            duration(row.seconds),
+            f"{row.seconds / whole:.1%}" if whole else "",
+            row.bound if row.seconds else "",
+        )
+    return drawn
+
+
+def quantity(value: float) -> str:
+    """A count with three digits and an SI prefix: 405853388800 is "406 G"."""
+    prefixes = iter(("", "k", "M", "G", "T", "P"))
+    prefix = next(prefixes)
+    while value >= 999.5:
+        value, prefix = value / 1000, next(prefixes, "E")
+    digits = 3 - len(str(int(value))) if prefix else 0
+    return f"{value:.{digits}f} {prefix}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that suits them, with three digits or so."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}" if seconds < 1000 * scale else f"{seconds / scale:,.0f} {unit}"
+    return f"{seconds / 1e-9:.3g} ns" if seconds else "0"
