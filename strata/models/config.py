@@ -138,7 +138,7 @@ def read_config(folder: Path) -> ModelConfig:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; a model folder needs a config.json") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from None
     return config_from_dict(values, str(path))
 
@@ -202,6 +202,8 @@ def _read_heads(fields: Fields, family: _Family, hidden_size: int) -> tuple[int,
     if num_heads % num_kv_heads:
         raise fields.wrong("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads = {num_heads}")
     default = family.head_dim
+    if default is not None and fields.is_null("head_dim"):
+        raise fields.wrong("head_dim", None, "a number, because this family does not derive it from the hidden size")
     if default is None and not fields.has("head_dim"):
         if hidden_size % num_heads:
             raise fields.wrong("num_attention_heads", num_heads, f"a divisor of hidden_size = {hidden_size}")

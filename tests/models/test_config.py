@@ -258,6 +258,7 @@ def test_missing_fields_are_named(key: str) -> None:
         ("MistralForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("Qwen2ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("Qwen2ForCausalLM", {"mlp_bias": True}, "mlp_bias = True"),
+        ("Qwen3ForCausalLM", {"head_dim": None}, "head_dim = None"),
         ("Qwen3ForCausalLM", {"max_window_layers": -1}, "max_window_layers = -1"),
         ("Qwen3ForCausalLM", {"use_sliding_window": 1}, "use_sliding_window = 1"),
     ],
