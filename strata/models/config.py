@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -86,14 +86,14 @@ class _Family:
     eos_id: int | None = None
     biases: tuple[str, ...] = ()
     # Which layers have a sliding window: none, all, or those that `layer_types` or `max_window_layers` name.
-    window: str = "none"
+    sliding: Literal["none", "all", "some"] = "none"
 
     def own_fields(self, config: ModelConfig) -> dict[str, Any]:
         values: dict[str, Any] = {key: getattr(config, key) for key in self.biases}
         window = next((window for window in config.windows if window is not None), None)
-        if self.window != "none":
+        if self.sliding != "none":
             values["sliding_window"] = window
-        if self.window == "some":
+        if self.sliding == "some":
             values["use_sliding_window"] = window is not None
             values["layer_types"] = [_FULL if one is None else _SLIDING for one in config.windows]
         return values
@@ -101,10 +101,10 @@ class _Family:
 
 _FAMILIES = {
     "LlamaForCausalLM": _Family("llama", 2048, bos_id=1, eos_id=2, biases=("attention_bias", "mlp_bias")),
-    "MistralForCausalLM": _Family("mistral", 131072, num_kv_heads=8, bos_id=1, eos_id=2, window="all"),
-    "Qwen2ForCausalLM": _Family("qwen2", 32768, num_kv_heads=32, window="some"),
+    "MistralForCausalLM": _Family("mistral", 131072, num_kv_heads=8, bos_id=1, eos_id=2, sliding="all"),
+    "Qwen2ForCausalLM": _Family("qwen2", 32768, num_kv_heads=32, sliding="some"),
     "Qwen3ForCausalLM": _Family(
-        "qwen3", 32768, num_kv_heads=32, head_dim=128, window="some", biases=("attention_bias",)
+        "qwen3", 32768, num_kv_heads=32, head_dim=128, sliding="some", biases=("attention_bias",)
     ),
 }
 
@@ -255,29 +255,39 @@ def _same_for_all_layers(fields: Fields, key: str, values: dict[str, Any]) -> di
 
 def _read_windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer, from `sliding_window`, `use_sliding_window`, `max_window_layers`, `layer_types`."""
-    types = fields.take("layer_types", None)
-    if types is not None and (not isinstance(types, list) or len(types) != num_layers):
-        raise fields.wrong("layer_types", types, f"a list with an entry for each of the {num_layers} layers")
-    if any(kind not in (_FULL, _SLIDING) for kind in types or ()):
-        raise fields.wrong("layer_types", types, f"a list of {_FULL!r} and {_SLIDING!r}")
-    if family.window == "none":
+    types = _read_layer_types(fields, num_layers)
+    if family.sliding == "none":
         fields.only("sliding_window", None, "this family attends to the whole sequence")
-        window, sliding = None, [False] * num_layers
-    elif family.window == "all":
-        window = _read_window(fields)
-        sliding = [window is not None] * num_layers
+        windows: tuple[int | None, ...] = (None,) * num_layers
+    elif family.sliding == "all":
+        windows = (_read_window(fields),) * num_layers
     else:
-        used = fields.flag("use_sliding_window", False)
-        window = _read_window(fields)
-        window = window if used else None
-        first = fields.count("max_window_layers", 28, least=0)
-        sliding = [window is not None and layer >= first for layer in range(num_layers)]
-        if types is not None and (window is not None or _SLIDING not in types):
-            sliding = [kind == _SLIDING for kind in types]
-    if types is not None and sliding != [kind == _SLIDING for kind in types]:
+        windows = _read_windows_by_layer(fields, types, num_layers)
+    if types is not None and [kind == _SLIDING for kind in types] != [window is not None for window in windows]:
         expected = "what sliding_window (and use_sliding_window) say of this family's layers"
         raise fields.wrong("layer_types", types, expected)
-    return tuple(window if slides else None for slides in sliding)
+    return windows
+
+
+def _read_windows_by_layer(fields: Fields, types: list[str] | None, num_layers: int) -> tuple[int | None, ...]:
+    used, window = fields.flag("use_sliding_window", False), _read_window(fields)
+    first = fields.count("max_window_layers", 28, least=0)
+    if not used or window is None:
+        return (None,) * num_layers
+    if types is None:
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    return tuple(window if kind == _SLIDING else None for kind in types)
+
+
+def _read_layer_types(fields: Fields, num_layers: int) -> list[str] | None:
+    types: list[str] | None = fields.take("layer_types", None)
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise fields.wrong("layer_types", types, f"a list with an entry for each of the {num_layers} layers")
+    if any(kind not in (_FULL, _SLIDING) for kind in types):
+        raise fields.wrong("layer_types", types, f"a list of {_FULL!r} and {_SLIDING!r}")
+    return types
 
 
 def _read_window(fields: Fields) -> int | None:
