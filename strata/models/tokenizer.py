@@ -71,7 +71,7 @@ class Tokenizer:
             raise ValueError(f"the text to encode must be a string, got {type(text).__name__}")
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError:
+        except TypeError:  # how the library names a str that has no UTF-8
             raise ValueError("the text holds a lone surrogate, which is half a character: remove it") from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
