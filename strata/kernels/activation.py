@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.compile_case import CompileCase
 from strata.kernels.op import operation
+from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 
 
 def _cost(gate: Tensor, up: Tensor, *, workload: Workload) -> Cost:
@@ -47,3 +50,45 @@ def _blocks(gate: Tensor, up: Tensor) -> Tensor:
     for block in flat.split(_BLOCK):
         F.silu(block, inplace=True)
     return flat[:count].view(gate.shape).mul_(up)
+
+
+_COLUMNS = 1024
+
+
+@jit
+def silu_mul_kernel(gate, up, result, gate_stride, up_stride, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    held = column < width
+    opening = tl.load(gate + row * gate_stride + column, mask=held, other=0.0)
+    wide = opening.to(tl.float32)
+    silu = (wide / (1 + tl.exp(-wide))).to(opening.dtype).to(tl.float32)
+    value = tl.load(up + row * up_stride + column, mask=held, other=0.0).to(tl.float32)
+    tl.store(result + row * width + column, (silu * value).to(opening.dtype), mask=held)
+
+
+def _triton(gate: Tensor, up: Tensor) -> Tensor:
+    result = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    width = gate.shape[-1]
+    rows, others = gate.reshape(-1, width), up.reshape(-1, width)
+    if result.numel():
+        silu_mul_kernel[(rows.shape[0], triton.cdiv(width, _COLUMNS))](
+            rows, others, result, rows.stride(0), others.stride(0), width, BLOCK=_COLUMNS, num_warps=4
+        )
+    return result
+
+
+if HAS_TRITON:
+    silu_mul.implement("triton", "cuda", invariant=True, supports=lambda gate, up: gate.dtype != torch.float64)(_triton)
+
+
+def compile_cases() -> list[CompileCase]:
+    signature = {
+        "gate": "*bf16:16",
+        "up": "*bf16:16",
+        "result": "*bf16:16",
+        "gate_stride": "i32:16",
+        "up_stride": "i32:16",
+        "width": "i32:16",
+    }
+    return [CompileCase("silu_mul", silu_mul_kernel, signature, {"BLOCK": _COLUMNS}, 4, 2)]

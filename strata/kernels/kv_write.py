@@ -5,8 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.compile_case import CompileCase
 from strata.kernels.op import operation
 from strata.kernels.paged import PagedKV
+from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 
 
 def _cost(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int, *, workload: Workload) -> Cost:
@@ -44,3 +46,44 @@ def _index_put(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple
     pages.keys[layer].flatten(0, 1).index_put_((slots,), k)
     pages.values[layer].flatten(0, 1).index_put_((slots,), v)
     return k, v
+
+
+@jit
+def kv_write_kernel(
+    k, v, keys, values, slots, k_token, k_head, v_token, v_head, heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    element = tl.arange(0, BLOCK)
+    held = (element < heads * HEAD_DIM) & (slot >= 0)
+    head = element // HEAD_DIM
+    column = element % HEAD_DIM
+    key = tl.load(k + token * k_token + head * k_head + column, mask=held)
+    value = tl.load(v + token * v_token + head * v_head + column, mask=held)
+    target = slot * heads * HEAD_DIM + element
+    tl.store(keys + target, key.to(keys.dtype.element_ty), mask=held)
+    tl.store(values + target, value.to(values.dtype.element_ty), mask=held)
+
+
+def _triton(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tensor, Tensor]:
+    if pages is None:
+        return k, v
+    tokens, heads, head_dim = k.shape
+    if tokens:
+        keys, values = pages.keys[layer], pages.values[layer]
+        block = triton.next_power_of_2(heads * head_dim)
+        strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+        kv_write_kernel[(tokens,)](
+            k, v, keys, values, pages.slots, *strides, heads, HEAD_DIM=head_dim, BLOCK=block, num_warps=4
+        )
+    return k, v
+
+
+if HAS_TRITON:
+    kv_write.implement("triton", "cuda", invariant=True)(_triton)
+
+
+def compile_cases() -> list[CompileCase]:
+    signature = dict.fromkeys(("k", "v", "keys", "values"), "*bf16:16") | {"slots": "*i32:16"}
+    signature |= dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i32:16") | {"heads": "i32"}
+    return [CompileCase("kv_write", kv_write_kernel, signature, {"HEAD_DIM": 128, "BLOCK": 1024}, 4, 2)]

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.compile_case import CompileCase
 from strata.kernels.op import operation
+from strata.kernels.triton_import import HAS_TRITON, jit, libdevice, tl, triton
 
 
 def penalize(
@@ -111,12 +113,79 @@ _MURMUR_2 = -0x3D4D51CB
 _UNIT = (1 - 2.0**-24) * 2.0**-31  # keeps the largest uniform number below 1
 
 
+_GUMBEL_BLOCK = 2048
+_GUMBEL_CONSTANTS = {"UNIT": _UNIT, "BLOCK": _GUMBEL_BLOCK}
+_TOKEN_BLOCK = 4096
+
+
 def _mix64(x: Tensor) -> Tensor:
     """The mixing function of SplitMix64 (Steele et al. 2014) on int64, which wraps."""
     x = x + -0x61C8864680B583EB
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * -0x6B2FB644ECCEEE15
     return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+@jit
+def _mix64_kernel(x):
+    x += 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@jit
+def gumbel_blocks_kernel(
+    logits, seeds, steps, greedy, best, best_id, vocab, row_stride, UNIT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The best sum of logit and noise in each block of a row: the arithmetic of `gumbel_noise`, unsigned."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(logits + row * row_stride + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
+    if tl.load(greedy + row) == 0:
+        key = _mix64_kernel(tl.load(seeds + row).to(tl.uint64))
+        key = _mix64_kernel(key + tl.load(steps + row).to(tl.uint64))
+        bits = (ids.to(tl.uint32) * 0x9E3779B9) ^ key.to(tl.uint32)
+        bits ^= bits >> 16
+        bits = bits * 0x85EBCA6B + (key >> 32).to(tl.uint32)
+        bits ^= bits >> 13
+        bits *= 0xC2B2AE35
+        bits ^= bits >> 16
+        uniform = ((bits >> 1).to(tl.int32).to(tl.float32) + 0.5) * UNIT
+        score -= libdevice.log(-libdevice.log1p(-uniform))
+    value, place = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+    at = row * tl.num_programs(1) + block
+    tl.store(best + at, value)
+    tl.store(best_id + at, block * BLOCK + place)
+
+
+@jit
+def gumbel_reduce_kernel(best, best_id, result, blocks, BLOCKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
+    values = tl.load(best + row * blocks + block, mask=block < blocks, other=-float("inf"))
+    _, place = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(result + row, tl.load(best_id + row * blocks + place))
+
+
+def _gumbel_triton(logits: Tensor, seeds: Tensor, steps: Tensor, greedy: Tensor) -> Tensor:
+    rows, vocab = logits.shape
+    blocks = triton.cdiv(vocab, _GUMBEL_BLOCK)
+    best = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
+    best_id = torch.empty((rows, blocks), dtype=torch.int32, device=logits.device)
+    result = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    if rows:
+        gumbel_blocks_kernel[(rows, blocks)](
+            logits, seeds, steps, greedy, best, best_id, vocab, logits.stride(0), **_GUMBEL_CONSTANTS, num_warps=4
+        )
+        padded = triton.next_power_of_2(blocks)
+        gumbel_reduce_kernel[(rows,)](best, best_id, result, blocks, BLOCKS=padded, num_warps=1)
+    return result
+
+
+if HAS_TRITON:
+    gumbel_sample.implement("triton", "cuda", invariant=True)(_gumbel_triton)
 
 
 def _token_cost(logits: Tensor, ids: Tensor, *, workload: Workload) -> Cost:
@@ -137,6 +206,45 @@ def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
 token_logprobs.implement("torch", "cpu", invariant=True)(token_logprobs.reference)
 
 
+@jit
+def token_logprobs_kernel(logits, ids, result, vocab, row_stride, id_count, BLOCK: tl.constexpr, IDS: tl.constexpr):
+    """One program a row: its sums run in an order that depends on the vocabulary only."""
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * row_stride
+    lane = tl.arange(0, BLOCK)
+    largest = tl.full((BLOCK,), -float("inf"), dtype=tl.float32)
+    for first in range(0, vocab, BLOCK):
+        values = tl.load(start + first + lane, mask=first + lane < vocab, other=-float("inf")).to(tl.float32)
+        largest = tl.maximum(largest, values)
+    top = tl.max(largest, 0)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, vocab, BLOCK):
+        values = tl.load(start + first + lane, mask=first + lane < vocab, other=-float("inf")).to(tl.float32)
+        total += tl.exp(values - top)
+    log_total = libdevice.log(tl.sum(total, 0))
+    column = tl.arange(0, IDS)
+    held = column < id_count
+    wanted = tl.load(ids + row * id_count + column, mask=held, other=0)
+    chosen = tl.load(start + wanted, mask=held, other=0.0).to(tl.float32)
+    tl.store(result + row * id_count + column, chosen - top - log_total, mask=held)
+
+
+def _token_triton(logits: Tensor, ids: Tensor) -> Tensor:
+    rows, vocab = logits.shape
+    ids = ids.contiguous()
+    result = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
+    if result.numel():
+        padded = triton.next_power_of_2(ids.shape[1])
+        token_logprobs_kernel[(rows,)](
+            logits, ids, result, vocab, logits.stride(0), ids.shape[1], BLOCK=_TOKEN_BLOCK, IDS=padded, num_warps=8
+        )
+    return result
+
+
+if HAS_TRITON:
+    token_logprobs.implement("triton", "cuda", invariant=True)(_token_triton)
+
+
 def logprobs(logits: Tensor, ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What the model thought: of the chosen ids, and of the likeliest.
 
@@ -148,3 +256,24 @@ def logprobs(logits: Tensor, ids: Tensor, top: int) -> tuple[Tensor, Tensor, Ten
     found = token_logprobs(logits, torch.cat((chosen, top_ids), 1))
     ranks = (logits > logits.gather(1, chosen)).sum(-1, dtype=torch.int32) + 1
     return found[:, 0], ranks, top_ids.int(), found[:, 1:]
+
+
+def compile_cases() -> list[CompileCase]:
+    blocks = {
+        "logits": "*fp32:16",
+        "seeds": "*i64:16",
+        "steps": "*i32:16",
+        "greedy": "*i1:16",
+        "best": "*fp32:16",
+        "best_id": "*i32:16",
+        "vocab": "i32",
+        "row_stride": "i32",
+    }
+    reduce = {"best": "*fp32:16", "best_id": "*i32:16", "result": "*i32:16", "blocks": "i32"}
+    token = {"logits": "*fp32:16", "ids": "*i64:16", "result": "*fp32:16"}
+    token |= dict.fromkeys(("vocab", "row_stride", "id_count"), "i32")
+    return [
+        CompileCase("gumbel blocks", gumbel_blocks_kernel, blocks, _GUMBEL_CONSTANTS, 4, 2),
+        CompileCase("gumbel reduce", gumbel_reduce_kernel, reduce, {"BLOCKS": 128}, 1, 2),
+        CompileCase("token logprobs", token_logprobs_kernel, token, {"BLOCK": _TOKEN_BLOCK, "IDS": 32}, 8, 2),
+    ]

@@ -8,18 +8,20 @@ from typing import Any
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra import libdevice
 
     HAS_TRITON = True
 except ImportError:
+    triton = tl = libdevice = None
     HAS_TRITON = False
 
 
-def jit(kernel: Callable[..., Any]) -> Any:
-    """`triton.jit`, or the function untouched where there is no Triton."""
-    return triton.jit(kernel) if HAS_TRITON else kernel
+def jit(kernel: Callable[..., Any], unspecialized: tuple[str, ...] = ()) -> Any:
+    """`triton.jit`, or the function untouched where there is no Triton.
+
+    A kernel is compiled anew for integer arguments that are 1 or multiples of 16, but not for those `unspecialized`.
+    """
+    return triton.jit(kernel, do_not_specialize=unspecialized) if HAS_TRITON else kernel
 
 
-if not HAS_TRITON:
-    triton = tl = None
-
-__all__ = ["HAS_TRITON", "jit", "tl", "triton"]
+__all__ = ["HAS_TRITON", "jit", "libdevice", "tl", "triton"]
