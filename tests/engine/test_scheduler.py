@@ -1,0 +1,412 @@
+"""What the scheduler promises, one promise a test; random loads are in test_scheduler_properties.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from strata.cache.pages import PageAllocator
+from strata.cache.prefix import PrefixTree
+from strata.engine.request import Request, Sequence, Status
+from strata.engine.sampling_params import SamplingParams
+from strata.engine.scheduler import Scheduler, SchedulerConfig, StepPlan
+
+
+def scheduler(
+    pages: int = 100, page_size: int = 4, slots: int = 8, budget: int = 64, longest: int = 100, caching: bool = True
+) -> Scheduler:
+    allocator = PageAllocator(pages, page_size)
+    return Scheduler(SchedulerConfig(slots, budget, longest), allocator, PrefixTree(allocator) if caching else None)
+
+
+def request(
+    id: str, prompt: Iterable[int] | int, *, priority: int = 0, arrival: float = 0.0, **params: object
+) -> Request:
+    """`prompt` as a number is that many ids, which requests of another initial do not share."""
+    first = 1000 * ord(id[0])
+    ids = tuple(range(first, first + prompt)) if isinstance(prompt, int) else tuple(prompt)
+    return Request(id, ids, SamplingParams(**params), priority, arrival, eos_ids=frozenset([0]))  # type: ignore[arg-type]
+
+
+def shares(plan: StepPlan | None) -> list[tuple[str, int, int]]:
+    assert plan is not None
+    return [(chunk.sequence.request.id, chunk.start, chunk.count) for chunk in plan.chunks]
+
+
+def step(of: Scheduler, token: int = 7) -> StepPlan | None:
+    """A step that is completed before the next is planned."""
+    plan = of.schedule()
+    if plan is not None:
+        of.complete(plan, [token] * len(plan.draws))
+    return plan
+
+
+def finish(of: Scheduler) -> Iterator[StepPlan]:
+    while of.has_work:
+        plan = step(of)
+        assert plan is not None
+        yield plan
+
+
+class TestAdmission:
+    @pytest.mark.parametrize(
+        ("prompt", "max_tokens", "message"),
+        [
+            ([], 5, "the prompt is empty"),
+            (100, 5, "the prompt has 100 tokens, but max_model_len is 100"),
+            (120, 5, "shorten the prompt to 99 tokens"),
+            (30, 12, "30 prompt tokens and 12 output tokens need 11 KV pages, but the pool has 10"),
+            (30, None, "30 prompt tokens and 70 output tokens need 25 KV pages"),
+        ],
+    )
+    def test_what_can_never_fit_is_refused(self, prompt: list[int] | int, max_tokens: int | None, message: str) -> None:
+        of = scheduler(pages=10)
+        with pytest.raises(ValueError, match=message):
+            of.add(request("a", prompt, max_tokens=max_tokens))
+        assert not of.has_work
+
+    def test_what_just_fits_runs_to_its_end(self) -> None:
+        of = scheduler(pages=10)
+        (sequence,) = of.add(request("a", 30, max_tokens=11))  # 40 tokens are read, the 41st is not
+        assert len(list(finish(of))) == 11
+        assert (len(sequence.outputs), sequence.finish_reason, sequence.preemptions) == (11, "length", 0)
+
+    def test_an_id_in_use_is_refused_and_free_again_later(self) -> None:
+        of = scheduler()
+        of.add(request("a", 5))
+        with pytest.raises(ValueError, match="'a' is in use"):
+            of.add(request("a", 5))
+        of.abort("a")
+        of.add(request("a", 5))
+
+    @pytest.mark.parametrize("field", ["max_sequences", "max_tokens", "max_length"])
+    def test_a_config_without_room_is_refused(self, field: str) -> None:
+        with pytest.raises(ValueError, match=f"{field} must be at least 1"):
+            SchedulerConfig(**{"max_sequences": 1, "max_tokens": 1, "max_length": 1, field: 0})
+
+
+class TestOrder:
+    def test_requests_start_in_order_of_arrival(self) -> None:
+        of = scheduler(slots=1, budget=100)
+        for id, arrival in (("c", 3.0), ("a", 1.0), ("b", 2.0)):
+            of.add(request(id, 5, arrival=arrival, max_tokens=1))
+        assert [shares(plan)[0][0] for plan in finish(of)] == ["a", "b", "c"]
+
+    def test_a_lower_priority_number_starts_first(self) -> None:
+        of = scheduler(slots=1)
+        for arrival, (id, priority) in enumerate((("late", 1), ("first", -1), ("second", 0))):
+            of.add(request(id, 5, arrival=float(arrival), priority=priority, max_tokens=1))
+        assert [shares(plan)[0][0] for plan in finish(of)] == ["first", "second", "late"]
+
+    def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_pages(self) -> None:
+        of = scheduler(pages=10, caching=False)
+        of.add(request("running", 20, max_tokens=8))
+        step(of)
+        of.add(request("large", 28, arrival=1.0, max_tokens=4))
+        of.add(request("small", 2, arrival=2.0, max_tokens=4))
+        started = [share[0] for plan in finish(of) for share in shares(plan)]
+        assert started.index("large") < started.index("small")
+
+    def test_the_lowest_free_slot_is_taken(self) -> None:
+        of = scheduler(slots=3)
+        sequences = [of.add(request(id, 5, arrival=float(i), max_tokens=50))[0] for i, id in enumerate("abcd")]
+        step(of)
+        assert [sequence.slot for sequence in sequences] == [0, 1, 2, None]
+        of.abort("b")
+        step(of)
+        assert [sequence.slot for sequence in sequences] == [0, None, 2, 1]
+
+
+class TestBudget:
+    def test_prompts_are_cut_into_chunks_that_run_beside_decodes(self) -> None:
+        of = scheduler(budget=8)
+        of.add(request("a", 5, max_tokens=9))
+        of.add(request("b", 20, arrival=1.0, max_tokens=9))
+        plan = step(of)
+        assert shares(plan) == [("a", 0, 5), ("b", 0, 3)]
+        assert plan is not None
+        assert [len(chunk.draws) for chunk in plan.chunks] == [1, 0]
+        assert shares(step(of)) == [("a", 5, 1), ("b", 3, 7)]
+        assert shares(step(of)) == [("a", 6, 1), ("b", 10, 7)]
+        assert shares(step(of)) == [("a", 7, 1), ("b", 17, 3)]
+        assert shares(step(of)) == [("a", 8, 1), ("b", 20, 1)]
+
+    def test_a_long_prompt_does_not_hold_up_decodes_of_later_requests(self) -> None:
+        of = scheduler(budget=8, slots=4)
+        of.add(request("a", 3, arrival=1.0, max_tokens=30))
+        step(of)
+        of.add(request("b", 60, priority=-1, max_tokens=30))
+        for _ in range(4):
+            assert shares(step(of))[0][0] == "a"
+
+    def test_no_more_run_than_a_step_has_tokens(self) -> None:
+        of = scheduler(budget=3, slots=8)
+        for place, id in enumerate("abcde"):
+            of.add(request(id, 2, arrival=float(place), max_tokens=10))
+        for plan in finish(of):
+            assert plan.tokens <= 3
+            assert of.running <= 3
+
+    def test_pages_are_told_once(self) -> None:
+        of = scheduler(page_size=4)
+        (sequence,) = of.add(request("a", 6, max_tokens=7))
+        told = [(chunk.first_page, len(chunk.new_pages)) for plan in finish(of) for chunk in plan.chunks]
+        assert told == [(0, 2), (2, 0), (2, 0), (2, 1), (3, 0), (3, 0), (3, 0)]
+        assert sequence.finished
+
+
+class TestRunAhead:
+    def test_a_step_is_planned_on_an_id_the_host_does_not_know(self) -> None:
+        of = scheduler()
+        (sequence,) = of.add(request("a", 5, max_tokens=3))
+        first = of.schedule()
+        second = of.schedule()
+        assert (shares(first), shares(second)) == ([("a", 0, 5)], [("a", 5, 1)])
+        assert (len(sequence.tokens), sequence.pending) == (5, 2)
+        assert first is not None
+        assert of.complete(first, [7]) == [(sequence, 7, None)]
+        assert sequence.pending == 1
+
+    def test_nothing_is_planned_beyond_the_length_that_is_known_ahead(self) -> None:
+        of = scheduler()
+        of.add(request("a", 5, max_tokens=2))
+        plans = [of.schedule(), of.schedule()]
+        assert of.schedule() is None
+        reasons = [update.finish_reason for plan in plans if plan for update in of.complete(plan, [7])]
+        assert reasons == [None, "length"]
+        assert not of.has_work
+
+    def test_what_was_planned_beyond_an_end_is_dropped(self) -> None:
+        of = scheduler()
+        (sequence,) = of.add(request("a", 5, max_tokens=9))
+        first, second = of.schedule(), of.schedule()
+        assert first is not None
+        assert second is not None
+        assert of.complete(first, [0]) == [(sequence, 0, "stop")]
+        of.check()
+        assert of.complete(second, [7]) == []
+        assert sequence.outputs == [0]
+
+    def test_a_preempted_sequence_keeps_the_id_that_is_under_way(self) -> None:
+        of = scheduler(pages=7, page_size=2, caching=False)
+        (old,) = of.add(request("a", 6, max_tokens=9))
+        (young,) = of.add(request("b", 5, arrival=1.0, max_tokens=9))
+        first = of.schedule()
+        assert first is not None
+        assert len(first.draws) == 2
+        second = of.schedule()  # "a" gets the last page, "b" has room
+        assert second is not None
+        of.complete(first, [7, 8])
+        third = of.schedule()  # "b" needs a page and there is none
+        assert third is not None
+        assert shares(third) == [("a", 7, 1)]
+        assert (young.status, young.pending, young.preemptions) == (Status.WAITING, 1, 1)
+        of.complete(second, [7, 9])
+        assert young.outputs == [8, 9]
+        of.complete(third, [7])
+        list(finish(of))
+        assert len(young.outputs) == len(old.outputs) == 9
+        of.check()
+
+    def test_only_bad_words_of_several_ids_need_known_ids(self) -> None:
+        of = scheduler()
+        single = Request("a", (5, 6), SamplingParams(), bad_words=((3,),))
+        double = Request("b", (5, 6), SamplingParams(), bad_words=((3,), (4, 5)))
+        of.add(single)
+        step(of)
+        assert not of.needs_known_ids
+        of.add(double)
+        step(of)
+        assert of.needs_known_ids
+
+
+class TestEnds:
+    @pytest.mark.parametrize(
+        ("params", "ids", "expected"),
+        [
+            ({}, [7, 0], (2, "stop", None)),
+            ({"ignore_eos": True}, [7, 0, 7, 7], (4, "length", None)),
+            ({"stop_token_ids": [5]}, [7, 5], (2, "stop", 5)),
+            ({"min_tokens": 3}, [0, 0, 0], (3, "stop", None)),
+            ({"min_tokens": 2, "stop_token_ids": [5], "ignore_eos": True}, [5, 0, 5], (3, "stop", 5)),
+            ({}, [7, 7, 7, 0], (4, "stop", None)),
+            ({}, [7, 7, 7, 7], (4, "length", None)),
+        ],
+    )
+    def test_reasons(
+        self, params: dict[str, object], ids: list[int], expected: tuple[int, str, int | str | None]
+    ) -> None:
+        of = scheduler()
+        (sequence,) = of.add(request("a", 5, max_tokens=4, **params))
+        for id in ids:
+            assert not sequence.finished
+            step(of, id)
+        assert (len(sequence.outputs), sequence.finish_reason, sequence.stop_reason) == expected
+        of.check()
+
+    def test_max_model_len_ends_a_sequence(self) -> None:
+        of = scheduler(longest=8)
+        (sequence,) = of.add(request("a", 5, max_tokens=None))
+        list(finish(of))
+        assert (len(sequence.outputs), sequence.finish_reason) == (3, "length")
+
+    def test_a_stop_string_overrides_the_length(self) -> None:
+        of = scheduler()
+        (sequence,) = of.add(request("a", 5, max_tokens=1))
+        step(of)
+        of.finish(sequence, "stop", "END")
+        assert (sequence.finish_reason, sequence.stop_reason) == ("stop", "END")
+
+    def test_ids_must_match_the_draws(self) -> None:
+        of = scheduler()
+        of.add(request("a", 5))
+        plan = of.schedule()
+        assert plan is not None
+        with pytest.raises(ValueError, match="zip"):
+            of.complete(plan, [])
+
+    @pytest.mark.parametrize("steps", range(5))
+    @pytest.mark.parametrize("planned", [0, 1])
+    def test_abort_at_any_moment_leaves_nothing(self, steps: int, planned: int) -> None:
+        of = scheduler(budget=4, slots=2)
+        aborted = of.add(request("a", 9, max_tokens=5, n=3))
+        (other,) = of.add(request("b", 9, arrival=1.0, max_tokens=5))
+        for _ in range(steps):
+            step(of)
+        plans = [of.schedule() for _ in range(planned)]
+        assert of.abort("a") == aborted
+        assert of.abort("a") == of.abort("unknown") == []
+        of.check()
+        for plan in plans:
+            if plan is not None:
+                updates = of.complete(plan, [7] * len(plan.draws))
+                assert all(update.sequence is other for update in updates)
+        list(finish(of))
+        assert len(other.outputs) == 5
+        of.check()
+
+
+class TestSamples:
+    def prompt_end(self, of: Scheduler, sequences: list[Sequence]) -> StepPlan:
+        plan = step(of)
+        assert plan is not None
+        assert [draw.sequence for draw in plan.draws] == sequences
+        return plan
+
+    def test_samples_share_the_prompt_and_copy_a_page_only_to_write_in_it(self) -> None:
+        of = scheduler(page_size=4)
+        sequences = of.add(request("a", 6, n=3, max_tokens=4))
+        plan = self.prompt_end(of, sequences)
+        assert (plan.tokens, len(plan.chunks), plan.copies) == (6, 1, ())
+        assert sequences[0].pages == sequences[1].pages == sequences[2].pages
+        full, partial = sequences[0].pages
+        plan = step(of)
+        assert plan is not None
+        assert [source for source, _ in plan.copies] == [partial, partial]
+        assert [sequence.pages[0] for sequence in sequences] == [full] * 3
+        assert sequences[2].pages[1] == partial  # the last holder writes in place
+        assert {target for _, target in plan.copies} == {sequences[0].pages[1], sequences[1].pages[1]}
+        assert [(chunk.first_page, len(chunk.new_pages)) for chunk in plan.chunks] == [(1, 1), (0, 2), (0, 2)]
+        plan = step(of)
+        assert plan is not None
+        assert plan.copies == ()
+
+    def test_a_prompt_of_full_pages_is_never_copied(self) -> None:
+        of = scheduler(page_size=4)
+        sequences = of.add(request("a", 8, n=3, max_tokens=4))
+        self.prompt_end(of, sequences)
+        assert all(plan.copies == () for plan in finish(of))
+
+    def test_samples_without_a_slot_wait_and_find_the_prompt_cached(self) -> None:
+        of = scheduler(page_size=4, slots=2)
+        sequences = of.add(request("a", 9, n=3, max_tokens=4))
+        self.prompt_end(of, sequences[:2])
+        assert of.waiting == 1
+        list(finish(of))
+        assert [len(sequence.outputs) for sequence in sequences] == [4, 4, 4]
+        assert sequences[2].cached_tokens == 8
+
+    def test_samples_outlive_the_first_one(self) -> None:
+        of = scheduler(budget=4)
+        sequences = of.add(request("a", 9, n=2, max_tokens=4))
+        step(of)
+        of.finish(sequences[0], "error")
+        list(finish(of))
+        assert len(sequences[1].outputs) == 4
+        of.check()
+
+
+class TestPrefix:
+    def test_a_prompt_is_found_as_soon_as_its_step_is_planned(self) -> None:
+        of = scheduler(page_size=4, budget=64)
+        (first,) = of.add(request("a", range(100, 121), max_tokens=4))
+        (second,) = of.add(request("b", [*range(100, 117), 5, 5], arrival=1.0, max_tokens=4))
+        assert shares(of.schedule()) == [("a", 0, 21), ("b", 16, 3)]
+        assert second.pages[:4] == first.pages[:4]
+        assert (first.cached_tokens, second.cached_tokens) == (0, 16)
+        assert (of.statistics.prefix_queries, of.statistics.prefix_hits) == (40, 16)
+
+    def test_outputs_are_found_by_the_next_turn(self) -> None:
+        of = scheduler(page_size=4)
+        (first,) = of.add(request("a", 6, max_tokens=8))
+        list(finish(of))
+        (second,) = of.add(request("b", [*first.tokens, 5, 5], max_tokens=1))
+        step(of)
+        assert second.cached_tokens == 12  # 14 tokens, of which the last was never read
+
+    def test_other_salts_and_scored_prompts_and_no_cache_find_nothing(self) -> None:
+        for caching, salt, scored in ((True, "x", None), (True, "", 0), (False, "", None)):
+            of = scheduler(page_size=4, caching=caching)
+            of.add(request("a", range(100, 120), max_tokens=1))
+            list(finish(of))
+            params = SamplingParams(max_tokens=1, prompt_logprobs=scored)
+            (second,) = of.add(Request("b", tuple(range(100, 120)), params, salt=salt))
+            assert step(of).tokens == 20  # type: ignore[union-attr]
+            assert second.cached_tokens == 0
+
+    def test_cached_pages_give_way_to_running_sequences(self) -> None:
+        of = scheduler(pages=10, page_size=4)
+        for id in "abcde":
+            (sequence,) = of.add(request(id, 20, max_tokens=20))
+            list(finish(of))
+            assert sequence.preemptions == 0
+            of.check()
+
+
+class TestPreemption:
+    def test_the_latest_of_the_lowest_priority_gives_way_and_comes_back(self) -> None:
+        of = scheduler(pages=12, page_size=2, caching=False)
+        (urgent,) = of.add(request("a", 4, arrival=2.0, priority=-1, max_tokens=12))
+        (old,) = of.add(request("b", 4, arrival=0.0, max_tokens=12))
+        (young,) = of.add(request("c", 4, arrival=1.0, max_tokens=12))
+        plans = list(finish(of))
+        assert urgent.preemptions == 0
+        assert young.preemptions >= 1
+        assert of.statistics.preemptions == old.preemptions + young.preemptions
+        last = {share[0]: place for place, plan in enumerate(plans) for share in shares(plan)}
+        assert last["a"] < last["b"] < last["c"]
+        assert [len(sequence.outputs) for sequence in (urgent, old, young)] == [12, 12, 12]
+        of.check()
+
+    def test_what_was_computed_is_found_again_if_nobody_needed_the_pages(self) -> None:
+        of = scheduler(pages=9, page_size=4)
+        (old,) = of.add(request("a", 14, max_tokens=8))
+        (young,) = of.add(request("b", 14, arrival=1.0, max_tokens=6))
+        computed = [
+            (chunk.start, chunk.count) for plan in finish(of) for chunk in plan.chunks if chunk.sequence is young
+        ]
+        assert (old.preemptions, young.preemptions) == (0, 1)
+        # It lost four full pages, of which the other sequence needed one: the deepest.
+        assert computed == [(0, 14), (14, 1), (15, 1), (12, 5), (17, 1), (18, 1)]
+
+    def test_the_oldest_gets_on_at_every_step_however_few_the_pages(self) -> None:
+        of = scheduler(pages=8, page_size=1, slots=6, longest=9)
+        for place in range(12):
+            of.add(request(f"{place}", [place + 1], arrival=float(place), max_tokens=8))
+        done = []
+        for plan in finish(of):
+            first = next(id for id in map(str, range(12)) if id not in done)
+            assert first in [share[0] for share in shares(plan)]
+            done += [chunk.sequence.request.id for chunk in plan.chunks if chunk.sequence.finished]
+        assert done == [str(place) for place in range(12)]
