@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from strata import LLM
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 TEXT = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen jugs", "größer, 東京, naïve 🙂"] * 3
 TEMPLATE = (
@@ -21,6 +23,8 @@ TEMPLATE = (
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast  # slow to import, and most tests do without
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -34,6 +38,8 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     tokenizer = _tokenizer()
     config = LlamaConfig(
@@ -58,6 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(folder: Path) -> LlamaForCausalLM:
+    from transformers import LlamaForCausalLM
+
     return LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
 
 

@@ -1,0 +1,102 @@
+"""The engine on CUDA: graphs, running ahead, preemption, deterministic mode; against transformers and itself."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strata import LLM, SamplingParams
+from tests.engine.test_families import greedy
+from tests.models.checkpoints import FAMILY_CONFIGS, load_oracle, make_checkpoint
+
+FEW = [entry for entry in FAMILY_CONFIGS if entry[0] in ("llama-llama3", "mistral-window", "qwen2-tied", "qwen3-tied")]
+
+
+def prompts(vocabulary: int, count: int, longest: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    shared = [rng.randrange(vocabulary) for _ in range(20)]
+    made = [[rng.randrange(vocabulary) for _ in range(rng.randrange(1, longest - 20))] for _ in range(count)]
+    return [shared + own if index % 2 else own for index, own in enumerate(made)]
+
+
+def ids_of(llm: LLM, asked: list[list[int]], params: Any) -> list[list[int]]:
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
+    llm.engine.loop.scheduler.check()
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize(("name", "config"), FEW, ids=[name for name, _ in FEW])
+def test_greedy_tokens_equal_transformers(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / name, config)
+    llm = LLM(
+        folder, dtype="float32", num_pages=300, max_num_seqs=16, max_num_batched_tokens=64, skip_tokenizer_init=True
+    )
+    asked = prompts(config["vocab_size"], 20, 60)
+    got = ids_of(llm, asked, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
+    oracle = load_oracle(folder)
+    assert got == [greedy(oracle, prompt, ids) for prompt, ids in zip(asked, got, strict=True)]
+
+
+def test_sampling_options_give_the_cpu_tokens(folder: Path) -> None:
+    asked = prompts(307, 9, 60)
+    params = [
+        SamplingParams(temperature=0, max_tokens=16, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=1, max_tokens=16, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=2, top_k=9, top_p=0.8, max_tokens=16, ignore_eos=True),
+        SamplingParams(temperature=0, repetition_penalty=1.4, frequency_penalty=0.5, max_tokens=16, ignore_eos=True),
+        SamplingParams(temperature=0, logit_bias={7: 4.0}, min_tokens=9, max_tokens=16),
+        SamplingParams(temperature=1.2, seed=5, min_p=0.05, presence_penalty=1.0, max_tokens=16, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=16, bad_words=["the", "fox jumps"], ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=16, logprobs=4, prompt_logprobs=2, ignore_eos=True),
+        SamplingParams(temperature=0.5, seed=8, max_tokens=40, ignore_eos=True),
+    ]
+    options: dict[str, Any] = {"dtype": "float32", "num_pages": 200, "max_num_seqs": 16}
+    assert ids_of(LLM(folder, **options), asked, params) == ids_of(LLM(folder, device="cpu", **options), asked, params)
+
+
+def test_samples_share_a_prompt_and_preemption_loses_nothing(folder: Path) -> None:
+    asked = prompts(307, 12, 90, seed=3)
+    params = [SamplingParams(temperature=0.7, seed=i, max_tokens=30, ignore_eos=True) for i in range(12)]
+    options: dict[str, Any] = {"dtype": "float32", "deterministic": True, "max_num_seqs": 32}
+    want = ids_of(LLM(folder, num_pages=400, **options), asked, params)
+    tight = LLM(folder, num_pages=16, max_num_batched_tokens=40, **options)
+    assert ids_of(tight, asked, params) == want
+    assert tight.engine.loop.scheduler.statistics.preemptions > 0
+    sampled = SamplingParams(n=4, temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)
+    output = LLM(folder, num_pages=400, **options).generate({"prompt_token_ids": asked[0]}, sampled, use_tqdm=False)[0]
+    assert len({tuple(sample.token_ids) for sample in output.outputs}) > 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_deterministic_bits_do_not_depend_on_company(folder: Path, dtype: str) -> None:
+    rng = random.Random(0)
+    prompt = [rng.randrange(307) for _ in range(75)]
+    crowd = prompts(307, 40, 110, seed=9)
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=24, logprobs=2, ignore_eos=True)
+
+    def bits(llm: LLM, asked: list[list[int]], which: int) -> Any:
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
+        sample = outputs[which].outputs[0]
+        assert sample.logprobs is not None
+        return sample.token_ids, [sorted((id, entry.logprob) for id, entry in e.items()) for e in sample.logprobs]
+
+    def llm(**options: int) -> LLM:
+        return LLM(folder, dtype=dtype, deterministic=True, **{"num_pages": 900, "max_num_seqs": 64, **options})
+
+    alone = bits(llm(), [prompt], 0)
+    assert bits(llm(), [*crowd[:4], prompt, *crowd[4:]], 4) == alone, "in a batch"
+    assert bits(llm(max_num_batched_tokens=64), [*crowd, prompt], 40) == alone, "in chunks of a batch"
+    cached = llm()
+    bits(cached, [prompt[:50] + crowd[0], *crowd[:2]], 0)
+    assert bits(cached, [prompt, *crowd[2:5]], 0) == alone, "with its prefix cached"
+
+
+def test_memory_stays_within_the_ledger() -> None:
+    llm = LLM("0.6B", load_format="dummy", max_model_len=4096, gpu_memory_utilization=0.3, skip_tokenizer_init=True)
+    asked = [{"prompt_token_ids": [i % 1000] * 1500} for i in range(40)]
+    llm.generate(asked, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+    assert torch.cuda.max_memory_allocated() <= llm.engine.ledger.budget
