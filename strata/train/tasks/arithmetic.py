@@ -162,7 +162,8 @@ def multiplication_problem(a: int, b: int) -> str:
 
 
 def multiplication_held_out(a: int, b: int) -> bool:
-    return max(a, b) >= 10 and is_held_out(multiplication_problem(a, b))
+    """The task has a one-digit factor; products of two digits are steps, and those with larger factors shift by ten."""
+    return min(a, b) < 10 <= max(a, b) and is_held_out(multiplication_problem(a, b))
 
 
 def multiplication_steps(a: int, digit: int) -> str:
@@ -187,8 +188,8 @@ def division_problem(a: int, divisor: int) -> str:
 
 
 def division_held_out(a: int, divisor: int) -> bool:
-    """Quotients below ten are steps of long division and never held out."""
-    return a // divisor >= 10 and is_held_out(division_problem(a, divisor))
+    """Divisors have one digit. Quotients below ten are steps of long division and never held out."""
+    return divisor < 10 <= a // divisor and is_held_out(division_problem(a, divisor))
 
 
 def division_steps(a: int, divisor: int) -> str:
