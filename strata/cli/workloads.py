@@ -1,0 +1,84 @@
+"""The inference tests T1 to T4: prompts, output lengths, what they count, and the schedule that their floors are of."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from strata.hardware.roofline import Cost, Workload, schedule_floor
+from strata.hardware.specs import Device
+
+# Prompts are ids from 0 to this, whatever the vocabulary (a smaller one takes the remainder).
+LARGEST_ID = 10_000
+MAX_MODEL_LEN = 4096
+
+
+@dataclass(frozen=True)
+class Test:
+    """One test. Every request yields exactly its `outputs` tokens.
+
+    prompts: ids of each request. outputs: tokens that each generates. temperature: of the sampling, 0 is greedy.
+    counted: "output" or "prompt", the tokens that the figure counts. unit: "tok/s", or "ms" for milliseconds a token.
+    """
+
+    name: str
+    prompts: tuple[tuple[int, ...], ...]
+    outputs: tuple[int, ...]
+    temperature: float = 0.6
+    counted: str = "output"
+    unit: str = "tok/s"
+
+    @property
+    def prompt_lengths(self) -> tuple[int, ...]:
+        return tuple(len(prompt) for prompt in self.prompts)
+
+    def value(self, seconds: float) -> float:
+        """The figure, in `unit`, of a call that took so many seconds."""
+        tokens = sum(self.outputs if self.counted == "output" else self.prompt_lengths)
+        return 1e3 * seconds / tokens if self.unit == "ms" else tokens / seconds
+
+    def floor(self, step: Callable[[Workload, int], Cost], device: Device, dtype: str) -> float:
+        """The figure of the ideal schedule; `step` is the least cost of a step with so many sampled rows."""
+        steps = ideal_schedule(self.prompt_lengths, self.outputs)
+        return self.value(schedule_floor((step(work, len(work.new)) for work in steps), device, dtype))
+
+
+def ideal_schedule(prompts: Sequence[int], outputs: Sequence[int]) -> Iterator[Workload]:
+    """All prompts in one step, which yields every first token; then a token of each running sequence a step.
+
+    Nothing reads the weights fewer times: every step is as full as the lengths allow.
+    """
+    yield Workload(tuple(prompts), tuple(prompts))
+    for done in range(1, max(outputs)):
+        lengths = tuple(prompt + done for prompt, output in zip(prompts, outputs, strict=True) if output > done)
+        yield Workload((1,) * len(lengths), lengths)
+
+
+def offline() -> Test:
+    """T1: 256 requests with prompts and outputs of 100 to 1024 tokens (the benchmark of nano-vllm)."""
+    draw = random.Random(0)
+    prompts = tuple(tuple(draw.randint(0, LARGEST_ID) for _ in range(draw.randint(100, 1024))) for _ in range(256))
+    outputs = tuple(draw.randint(100, 1024) for _ in range(256))
+    return Test("T1", prompts, outputs)
+
+
+def single() -> Test:
+    """T2: one request, prompt 128, 512 output tokens, greedy."""
+    return Test("T2", random_prompts(1, 128), (512,), temperature=0.0, unit="ms")
+
+
+def fixed_batch(requests: int) -> Test:
+    """T3: so many requests with prompt 512 and 256 output tokens each."""
+    return Test(f"T3-b{requests}", random_prompts(requests, 512), (256,) * requests)
+
+
+def prefill() -> Test:
+    """T4: 16 prompts of 2048 tokens, one output token each."""
+    return Test("T4", random_prompts(16, 2048), (1,) * 16, counted="prompt")
+
+
+def random_prompts(count: int, length: int) -> tuple[tuple[int, ...], ...]:
+    """`count` prompts of `length` ids, the same in every run."""
+    draw = random.Random(0)
+    return tuple(tuple(draw.randint(0, LARGEST_ID) for _ in range(length)) for _ in range(count))
