@@ -1,7 +1,7 @@
 """What devices can do: every figure with its dtype, dense or sparse, its direction, its source and the date of that.
 
 Units are SI: FLOP/s (operations per second for integers), bytes per second, bytes. Datasheets quote tensor cores with
-2:4 sparsity and links in both directions together; here each figure says which it is.
+2:4 sparsity and links in both directions together; here links are in each direction, and sparse figures say so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Figure:
         the kind, bytes/s) or "host" (to the CPU, bytes/s).
     dtype: of the operands, as torch names it where torch has it ("float8" for either kind); None where none applies.
     sparse: with 2:4 structured sparsity.
-    direction: "read + written" (bytes moved either way), "both" or "each" (of the two directions of a link).
+    direction: "read + written" (bytes moved either way), or "each" (of the two directions of a link).
     measured: reached by a benchmark on the device; otherwise promised by the maker.
     """
 
@@ -66,17 +66,17 @@ def _datasheet(
     link: float | None,
     host: float,
 ) -> tuple[Figure, ...]:
-    """Figures as makers print them: GB, TB/s, tera-operations per second, GB/s of both directions of a link.
+    """Figures in the units that makers print: GB, TB/s, tera-operations per second, GB/s of a link in both directions.
 
     dense: tensor cores without sparsity, which doubles them. vector: the cores that sparsity does not serve.
     """
     figures = [
         Figure("memory", memory * GIGA, source, date),
         Figure("bandwidth", bandwidth * TERA, source, date, direction="read + written"),
-        Figure("host", host * GIGA, source, date, direction="both"),
+        Figure("host", host / 2 * GIGA, source, date, direction="each"),
     ]
     if link is not None:
-        figures.append(Figure("link", link * GIGA, source, date, direction="both"))
+        figures.append(Figure("link", link / 2 * GIGA, source, date, direction="each"))
     for dtype, value in vector.items():
         figures.append(Figure("compute", value * TERA, source, date, dtype))
     for dtype, value in dense.items():

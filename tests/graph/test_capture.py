@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from strata.kernels.gemm import linear
 from torch import Tensor, nn
 
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.merge import merge
 from strata.hardware.roofline import Cost
+from strata.kernels.gemm import linear
 from strata.kernels.op import Bound, Operation
 from strata.models.batch import Batch
 

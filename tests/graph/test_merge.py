@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from strata.kernels.gemm import linear
 from torch import nn
 
 from strata.graph.capture import capture
 from strata.graph.merge import merge
+from strata.kernels.gemm import linear
 
 from .tiny import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, Tiny, packed
 

@@ -1,0 +1,101 @@
+"""The benchmarks' workloads and floors against figures that were computed elsewhere."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from strata.cli import workloads
+from strata.cli.bench import Setup, floor_on
+from strata.cli.bench_result import Result, make_result, report
+from strata.hardware.roofline import Workload
+
+FLOORS = {
+    ("8B", "T1"): 13_654,
+    ("8B", "T2"): 3.52,
+    ("8B", "T3-b8"): 2_035,
+    ("8B", "T3-b32"): 6_101,
+    ("8B", "T3-b128"): 12_188,
+    ("8B", "T4"): 55_188,
+    ("0.6B", "T1"): 36_274,
+    ("0.6B", "T2"): 0.29,
+    ("0.6B", "T3-b8"): 18_482,
+    ("0.6B", "T3-b32"): 35_587,
+    ("0.6B", "T3-b128"): 46_299,
+    ("0.6B", "T4"): 716_951,
+}
+TESTS = {
+    test.name: test
+    for test in (
+        workloads.offline(),
+        workloads.single(),
+        *(workloads.fixed_batch(requests) for requests in (8, 32, 128)),
+        workloads.prefill(),
+    )
+}
+
+
+@pytest.mark.parametrize(("model", "name"), FLOORS)
+def test_floors_on_the_h200_agree_with_the_published_ones(model: str, name: str) -> None:
+    setup = Setup(model, None, "bfloat16", "auto", False)
+    assert floor_on(TESTS[name], setup, "NVIDIA H200") == pytest.approx(FLOORS[model, name], rel=0.01)
+
+
+def test_no_floor_on_a_device_that_is_not_in_the_database() -> None:
+    assert floor_on(TESTS["T2"], Setup("8B", None, "bfloat16", "cpu", False), "Intel(R) Xeon(R)") is None
+
+
+def test_offline_workload_is_nano_vllms() -> None:
+    test = TESTS["T1"]
+    assert (sum(test.outputs), sum(test.prompt_lengths)) == (133_966, 142_827)
+    assert all(100 <= length <= 1024 for length in test.outputs + test.prompt_lengths)
+
+
+def test_figures_follow_from_seconds() -> None:
+    assert TESTS["T1"].value(10.0) == pytest.approx(13_396.6)
+    assert TESTS["T2"].value(5.12) == pytest.approx(10.0)  # ms a token
+    assert TESTS["T3-b8"].value(2.0) == pytest.approx(8 * 256 / 2)
+    assert TESTS["T4"].value(1.0) == 16 * 2048
+
+
+def test_ideal_schedule_runs_every_token_once() -> None:
+    steps = list(workloads.ideal_schedule((5, 2, 7), (3, 1, 2)))
+    assert steps == [
+        Workload((5, 2, 7), (5, 2, 7)),
+        Workload((1, 1), (6, 8)),
+        Workload((1,), (7,)),
+    ]
+
+
+def test_workloads_load_no_torch() -> None:
+    code = "import sys, strata.cli.workloads; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_result_has_every_field_and_is_appended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "results.jsonl"
+    result = make_result("T1", "8B", "bfloat16", [9000.0, 11000.0, 10000.0], "tok/s", 13_654.0, "NVIDIA H200")
+    report(result, as_json=False, save=path)
+    report(result, as_json=True, save=path)
+    sentence, line = capsys.readouterr().out.splitlines()
+    assert "10,000 tok/s" in sentence
+    assert "floor 13,654 tok/s, 73% of its speed" in sentence
+    first, second = path.read_text().splitlines()
+    assert first == second == line
+    values = json.loads(first)
+    fields = "test model dtype value unit all floor device commit torch triton command date"
+    assert list(values) == fields.split()
+    assert (values["value"], values["dtype"], values["all"]) == (10_000.0, "bf16", [9000.0, 11000.0, 10000.0])
+
+
+def test_share_of_the_floor_is_of_speed_for_times_too() -> None:
+    def share(value: float, unit: str, floor: float | None) -> float | None:
+        return Result("T2", "8B", "bf16", value, unit, [value], floor, "", None, None, None, "", "").share
+
+    assert share(5.0, "ms", 4.0) == pytest.approx(0.8)
+    assert share(4.0, "tok/s", 5.0) == pytest.approx(0.8)
+    assert share(4.0, "s", None) is None

@@ -1,0 +1,126 @@
+"""`strata graph` agrees with counts made by hand from the published sizes of the models."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from strata.cli.graph import graph
+
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCABULARY = 16384, 126, 128, 8, 128, 53248, 128256
+LLAMA_405B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+LAYER_WEIGHTS = HIDDEN * (2 * HEADS + 2 * KV_HEADS) * HEAD_DIM + 3 * HIDDEN * INNER
+
+app = typer.Typer()
+app.command()(graph)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("405b") / "config.json"
+    path.write_text(json.dumps(LLAMA_405B))
+    return path
+
+
+def run(*arguments: object) -> Any:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout) if "--json" in arguments else done.stdout
+
+
+def test_405b_parameters_and_flops_per_token(config: Path) -> None:
+    context = 4000
+    shown = run(config, "--context", context, "--json")
+    norms = HIDDEN * (2 * LAYERS + 1)
+    assert shown["parameters"] == LAYERS * LAYER_WEIGHTS + norms + 2 * VOCABULARY * HIDDEN == 405_853_388_800
+    by_operation: dict[str, int] = {}
+    for row in shown["operations"]:
+        by_operation[row["operation"]] = by_operation.get(row["operation"], 0) + row["cost"]["flops"]
+    linear = 2 * (LAYERS * LAYER_WEIGHTS + VOCABULARY * HIDDEN)
+    attention = 4 * LAYERS * HEADS * HEAD_DIM * (context + 1)
+    assert by_operation["linear"] == linear
+    assert by_operation["attention"] == attention
+    assert shown["flops_per_token"] == pytest.approx(linear + attention, rel=1e-3)  # norms, rotations, additions
+    assert shown["flops_per_token"] > linear + attention
+
+
+def test_405b_decode_is_bound_by_reading_weights_once(config: Path) -> None:
+    shown = run(config, "--context", 1000, "--sequences", 32, "--json")
+    weights = 2 * (LAYERS * LAYER_WEIGHTS + VOCABULARY * HIDDEN)
+    cached = 2 * 2 * LAYERS * KV_HEADS * HEAD_DIM * 32 * 1001
+    assert shown["step_floor_s"] == pytest.approx((weights + cached) / 4.28e12, rel=1e-3)
+    assert shown["step_floor_s"] <= shown["nodes_floor_s"]
+    layers = next(row for row in shown["parts"] if row["part"] == "layers")
+    assert layers["bound"] == "memory"
+    assert layers["parameters"] == LAYERS * (LAYER_WEIGHTS + 2 * HIDDEN)
+
+
+def test_prefill_on_another_device_is_bound_by_compute() -> None:
+    shown = run("8B", "--tokens", 4096, "--device", "a100", "--json")
+    assert shown["device"] == "a100"
+    assert next(row for row in shown["parts"] if row["part"] == "layers")["bound"] == "compute"
+    assert shown["step_floor_s"] == pytest.approx(shown["flops"] / 312e12, rel=1e-3)
+
+
+def test_a_tied_head_counts_once() -> None:
+    shown = run("0.6B", "--json")
+    # Qwen3-0.6B: 596,049,920 parameters as published.
+    assert shown["parameters"] == 596_049_920
+    assert [row["part"] for row in shown["parts"]] == ["embedding", "layers", "final norm", "head"]
+
+
+def test_tables_show_merged_parts_and_totals(config: Path) -> None:
+    shown = run(config)
+    assert "q_proj&k_proj&v_proj" in shown
+    assert "gate_proj&up_proj" in shown
+    assert "405,853,388,800" in shown
+    assert re.search(r"floor of the step\s+\d+ ms", shown)
+
+
+def test_a_folder_is_its_config(config: Path) -> None:
+    assert run(config.parent, "--json")["parameters"] == 405_853_388_800
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "neither a folder nor a file nor a known shape"),
+        (["8B", "--device", "abacus"], "device 'abacus' is unknown; known are h200"),
+    ],
+)
+def test_bad_input_is_one_clear_line(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        run(*arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_no_config(tmp_path: Path) -> None:
+    broken = tmp_path / "config.json"
+    broken.write_text("[1, 2")
+    with pytest.raises(ValueError, match="cannot be read as JSON"):
+        run(broken)
+    broken.write_text("[1, 2]")
+    with pytest.raises(ValueError, match="holds no JSON object"):
+        run(broken)

@@ -1,0 +1,131 @@
+"""Costs of a small model against a count on paper."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strata.graph.bind import bind
+from strata.graph.capture import capture, capture_head
+from strata.graph.cost import meta_indices, meta_pages, node_costs, parameter_count, step_costs, total
+from strata.graph.draw import duration, quantity, rows_by
+from strata.graph.merge import merge
+from strata.hardware.roofline import Workload
+from strata.hardware.specs import device
+from strata.models.batch import Batch
+
+from .tiny import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCABULARY, Tiny
+
+WORKLOAD = Workload(new=(3, 1), total=(3, 9))
+BYTES = 4  # float32
+LINEARS = HIDDEN * (2 * HEADS + 2 * KV_HEADS) * HEAD_DIM + 3 * HIDDEN * INNER  # weights of a layer
+
+
+def meta_batch(workload: Workload) -> Batch:
+    pages = meta_pages(workload, layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float32)
+    tokens = meta_indices(workload.tokens)
+    return Batch(tokens, tokens, meta_indices(len(workload.new) + 1), max(workload.new), pages)
+
+
+def costs(workload: Workload = WORKLOAD):
+    with torch.device("meta"):
+        model = Tiny()
+    return node_costs(merge(capture(model)), meta_batch(workload), workload)
+
+
+def test_linear_flops_and_bytes() -> None:
+    tokens = WORKLOAD.tokens
+    linears = [node for node in costs() if node.operation == "linear"]
+    assert [node.module for node in linears[:2]] == ["layers.0.q_proj&k_proj&v_proj", "layers.0.o_proj"]
+    cost = total(linears)
+    assert cost.flops == 2 * tokens * LINEARS * LAYERS
+    assert cost.weights == BYTES * LINEARS * LAYERS
+    inputs = HIDDEN + HEADS * HEAD_DIM + HIDDEN + INNER
+    outputs = (HEADS + 2 * KV_HEADS) * HEAD_DIM + HIDDEN + 2 * INNER + HIDDEN
+    assert cost.read - cost.weights == BYTES * tokens * inputs * LAYERS
+    assert cost.written == BYTES * tokens * outputs * LAYERS
+
+
+def test_attention_counts_visible_pairs_and_cached_tokens() -> None:
+    nodes = [node for node in costs() if node.operation == "attention"]
+    assert [node.layer for node in nodes] == list(range(LAYERS))
+    pairs = (1 + 2 + 3) + 9
+    assert nodes[0].cost.flops == 4 * HEADS * HEAD_DIM * pairs
+    queries = BYTES * 4 * HEADS * HEAD_DIM
+    assert nodes[0].cost.read == queries + BYTES * 2 * (3 + 9) * KV_HEADS * HEAD_DIM
+    assert nodes[0].shape == (4, HEADS, HEAD_DIM)
+
+
+def test_residual_additions_are_counted_and_views_are_not() -> None:
+    nodes = costs()
+    additions = [node for node in nodes if node.operation == "add"]
+    assert len(additions) == 2 * LAYERS
+    assert total(additions).flops == 2 * LAYERS * 4 * HIDDEN
+    assert total(additions).bytes == 3 * BYTES * 2 * LAYERS * 4 * HIDDEN
+    assert {node.operation for node in nodes} == {
+        "embedding", "rms_norm", "linear", "kv_write", "attention", "add", "silu_mul",
+    }  # fmt: skip
+
+
+def test_parameters_are_counted_once() -> None:
+    model = Tiny()
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    forward = node_costs(capture(model), meta_batch(WORKLOAD), WORKLOAD)
+    head = node_costs(capture_head(model), torch.empty(2, HIDDEN, device="meta"), WORKLOAD)
+    assert parameter_count(forward + head) == everything
+    assert parameter_count(costs()) == everything - VOCABULARY * HIDDEN
+    model.lm_head.weight = model.embed.weight
+    tied = node_costs(capture_head(model), torch.empty(2, HIDDEN, device="meta"), WORKLOAD)
+    forward = node_costs(capture(model), meta_batch(WORKLOAD), WORKLOAD)
+    assert parameter_count(forward + tied) == everything - VOCABULARY * HIDDEN
+
+
+def test_bound_and_unbound_graphs_cost_the_same() -> None:
+    graph = merge(capture(Tiny()))
+    before = node_costs(graph, meta_batch(WORKLOAD), WORKLOAD)
+    assert node_costs(bind(graph, "cpu"), meta_batch(WORKLOAD), WORKLOAD) == before
+
+
+@pytest.mark.parametrize("workload", [WORKLOAD, Workload((1,) * 5, (7, 30, 2, 1, 16)), Workload((40,), (64,))])
+def test_any_step_follows_from_one_look_at_the_graph(workload: Workload) -> None:
+    with torch.device("meta"):
+        model = Tiny()
+    graph, head = merge(capture(model)), capture_head(model)
+    step = step_costs(graph, head, meta_batch(Workload((1,), (1,)))).step(workload, rows=len(workload.new))
+    nodes = node_costs(graph, meta_batch(workload), workload)
+    rows = torch.empty(len(workload.new), HIDDEN, device="meta")
+    assert step.flops == total(nodes + node_costs(head, rows, workload)).flops
+    weights = LINEARS * LAYERS + HIDDEN * (2 * LAYERS + 1) + VOCABULARY * HIDDEN + HIDDEN  # one row of the embedding
+    cached = 2 * sum(workload.total) * KV_HEADS * HEAD_DIM * LAYERS
+    assert step.bytes == BYTES * (weights + cached)
+
+
+def test_an_uncosted_function_is_named() -> None:
+    class Doubles(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return operator.mul(x, 2)
+
+    with pytest.raises(NotImplementedError, match="the cost of 'mul'"):
+        node_costs(capture(Doubles()), torch.empty(3, device="meta"), WORKLOAD)
+
+
+def test_rows_add_up_and_name_merged_parts() -> None:
+    nodes = costs()
+    rows = rows_by(nodes, lambda node: (node.operation, node.module.rpartition(".")[2]), device("h200"), "float32")
+    assert sum(row.count for row in rows) == len(nodes)
+    assert sum(row.cost.flops for row in rows) == total(nodes).flops
+    merged = next(row for row in rows if row.part == "gate_proj&up_proj")
+    assert (merged.count, merged.parameters, merged.bound) == (LAYERS, 2 * INNER * HIDDEN * LAYERS, "memory")
+
+
+def test_numbers_read_well() -> None:
+    assert quantity(0) == "0 "
+    assert quantity(405_853_388_800) == "406 G"
+    assert quantity(999_600) == "1.00 M"
+    assert quantity(16_384) == "16.4 k"
+    assert duration(0.194) == "194 ms"
+    assert duration(62.7e-6) == "62.7 us"
+    assert duration(0) == "0"
