@@ -1,0 +1,62 @@
+"""Every Triton kernel compiles for Hopper without a GPU: nothing spills, it fits, and it uses the tensor cores."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import strata.kernels
+from strata.kernels.compile_case import CompileCase, compile_for
+
+pytest.importorskip("triton")
+
+SHARED_BYTES = 227 * 1024
+
+
+def modules() -> list[ModuleType]:
+    names = [module.name for module in pkgutil.iter_modules(strata.kernels.__path__)]
+    return [importlib.import_module(f"strata.kernels.{name}") for name in names]
+
+
+CASES: list[CompileCase] = [
+    case for module in modules() if hasattr(module, "compile_cases") for case in module.compile_cases()
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernel_fits_a_hopper_multiprocessor(case: CompileCase) -> None:
+    resources = compile_for(case)
+    assert resources.spills == 0
+    assert 0 < resources.registers <= 255
+    assert resources.shared_bytes <= SHARED_BYTES
+    for instruction in case.must_contain:
+        assert instruction in resources.ptx
+
+
+def test_spills_are_seen() -> None:
+    wide = next(case for case in CASES if case.name == "linear bf16 128x256x64")
+    crowded = CompileCase(wide.name, wide.kernel, wide.signature, wide.constants, 4, 3)
+    assert compile_for(crowded).spills > 0
+
+
+def test_every_file_with_a_kernel_lists_cases() -> None:
+    from triton import JITFunction
+
+    without = [
+        module.__name__
+        for module in modules()
+        if any(
+            isinstance(value, JITFunction) and value.fn.__module__ == module.__name__ for value in vars(module).values()
+        )
+        and not hasattr(module, "compile_cases")
+    ]
+    assert not without

@@ -1,0 +1,194 @@
+"""Sampling against slow twins in plain Python, and its statistics."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from strata.kernels.sampling import filter_logits, gumbel_noise, gumbel_sample, logprobs, penalize
+
+# Few different values, so that ties are frequent.
+LOGIT = st.one_of(st.integers(-4, 4).map(float), st.floats(-20, 20, width=32))
+ROW = st.tuples(
+    st.lists(LOGIT, min_size=6, max_size=6),
+    st.integers(0, 9),
+    st.one_of(st.just(1.0), st.floats(0.015625, 1, width=32)),
+    st.one_of(st.just(0.0), st.floats(0, 1, width=32)),
+)
+
+
+def slow_filter(logits: list[float], top_k: int, top_p: float, min_p: float) -> list[float]:
+    """One row, an id at a time. Discards examples that a rounding error would decide."""
+    kept = set(range(len(logits)))
+    best = max(logits)
+    for i, logit in enumerate(logits):
+        ratio = math.exp(logit - best)
+        assume(logit == best or min_p == 0 or abs(ratio - min_p) > 1e-6 * min_p)
+        if ratio < min_p:
+            kept.discard(i)
+    if top_k > 0:
+        kth = sorted((logits[i] for i in kept), reverse=True)[:top_k][-1]
+        kept = {i for i in kept if logits[i] >= kth}
+    if top_p < 1:
+        total = sum(math.exp(logits[i] - best) for i in kept)
+        mass, inside = 0.0, set()
+        for i in sorted(kept, key=lambda i: (-logits[i], i)):
+            assume(mass == 0 or abs(mass - top_p * total) > 1e-6)
+            if mass < top_p * total:
+                inside.add(i)
+            mass += math.exp(logits[i] - best)
+        kept = inside
+    return [logit if i in kept else -math.inf for i, logit in enumerate(logits)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(ROW, min_size=1, max_size=4))
+def test_filters_are_those_of_the_slow_twin(rows: list[tuple[list[float], int, float, float]]) -> None:
+    expected = [slow_filter(*row) for row in rows]
+    logits, top_k, top_p, min_p = zip(*rows, strict=True)
+    found = filter_logits(
+        torch.tensor(logits), torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p), torch.tensor(min_p)
+    )
+    assert found.tolist() == expected
+
+
+def test_the_id_that_crosses_top_p_stays_and_equals_go_by_id() -> None:
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [math.log(8), math.log(4), math.log(2), math.log(2)]])
+    found = filter_logits(logits, torch.zeros(2, dtype=torch.int32), torch.tensor([0.6, 0.51]), torch.zeros(2))
+    assert (found > -math.inf).tolist() == [[True, True, True, False], [True, True, False, False]]
+
+
+def test_rows_without_filters_keep_their_bits() -> None:
+    logits = torch.randn(3, 1000) * 50
+    logits[:, 7] = -math.inf
+    found = filter_logits(logits, torch.tensor([0, 5, 0]).int(), torch.tensor([1.0, 1, 0.5]), torch.zeros(3))
+    assert torch.equal(found[0], logits[0])
+    assert (found[1] > -math.inf).sum() == 5
+    assert found[2].argmax() == logits[2].argmax()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(LOGIT, min_size=5, max_size=5),
+    st.lists(st.integers(0, 3), min_size=5, max_size=5),
+    st.lists(st.booleans(), min_size=5, max_size=5),
+    st.sampled_from([0.5, 1.0, 1.3, 2.0]),
+    st.sampled_from([-1.5, 0.0, 0.7]),
+    st.sampled_from([-0.5, 0.0, 1.2]),
+)
+def test_penalties_are_those_of_the_slow_twin(
+    logits: list[float],
+    counts: list[int],
+    in_prompt: list[bool],
+    repetition: float,
+    presence: float,
+    frequency: float,
+) -> None:
+    expected = []
+    for logit, count, seen in zip(logits, counts, in_prompt, strict=True):
+        if count or seen:
+            logit = logit / repetition if logit > 0 else logit * repetition
+        expected.append(logit - frequency * count - (presence if count else 0))
+    # A second row without penalties must come through untouched.
+    found = penalize(
+        torch.tensor([logits, logits]),
+        torch.tensor([counts, counts]),
+        torch.tensor([in_prompt, in_prompt]),
+        torch.tensor([repetition, 1]),
+        torch.tensor([presence, 0]),
+        torch.tensor([frequency, 0]),
+    )
+    torch.testing.assert_close(found[0], torch.tensor(expected), rtol=1e-6, atol=1e-5)
+    assert found[1].tolist() == torch.tensor(logits).tolist()
+
+
+def slow_noise(seed: int, step: int, token: int) -> float:
+    """The noise in Python integers: SplitMix64 for the key, MurmurHash3's finalizer for the id."""
+
+    def mix64(x: int) -> int:
+        x = (x + 0x9E3779B97F4A7C15) % 2**64
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+        return x ^ (x >> 31)
+
+    key = mix64((mix64(seed % 2**64) + step) % 2**64)
+    bits = token * 0x9E3779B9 % 2**32 ^ key % 2**32
+    bits = (bits ^ bits >> 16) * 0x85EBCA6B % 2**32
+    bits = (bits + (key >> 32)) % 2**32
+    bits = (bits ^ bits >> 13) * 0xC2B2AE35 % 2**32
+    bits ^= bits >> 16
+    return -math.log(-math.log1p(-((bits >> 1) + 0.5) * 2.0**-31))
+
+
+def test_noise_is_the_hash_of_seed_step_and_id() -> None:
+    seeds, steps = [0, 1, -1, 2**62 + 12345, -(2**63)], [0, 7, 1, 100000, 3]
+    noise = gumbel_noise(torch.tensor(seeds), torch.tensor(steps, dtype=torch.int32), 300)
+    slow = [[slow_noise(seed, step, token) for token in range(300)] for seed, step in zip(seeds, steps, strict=True)]
+    torch.testing.assert_close(noise, torch.tensor(slow), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("vary", ["seeds", "steps"])
+def test_frequencies_are_the_probabilities(vary: str) -> None:
+    draws = 40000
+    logits = torch.tensor([2.0, 1.5, 1.0, 0.0, -0.5, -1.0, -2.0, -math.inf, 0.3])
+    counter, zero = torch.arange(draws), torch.zeros(draws, dtype=torch.int64)
+    seeds, steps = (counter, zero) if vary == "seeds" else (zero, counter)
+    ids = gumbel_sample(logits.expand(draws, -1), seeds, steps, torch.zeros(draws, dtype=torch.bool))
+    expected = logits.double().softmax(-1) * draws
+    counts = ids.long().bincount(minlength=9)
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    chi_square = ((counts - expected) ** 2 / expected)[possible].sum()
+    assert chi_square < 29.9  # 7 degrees of freedom: once in ten thousand
+
+
+def test_consecutive_draws_are_independent() -> None:
+    draws = 40000
+    ids = gumbel_sample(
+        torch.zeros(draws, 4), torch.full((draws,), 99), torch.arange(draws), torch.zeros(draws, dtype=torch.bool)
+    ).long()
+    pairs = (ids[:-1] * 4 + ids[1:]).bincount(minlength=16).double()
+    expected = (draws - 1) / 16
+    assert ((pairs - expected) ** 2 / expected).sum() < 44.3  # 15 degrees of freedom: once in ten thousand
+
+
+def test_noise_has_the_moments_of_a_gumbel_variable_and_no_infinity() -> None:
+    noise = gumbel_noise(torch.arange(200), torch.zeros(200, dtype=torch.int64), 20000).double()
+    assert noise.isfinite().all()
+    assert noise.mean().item() == pytest.approx(0.5772157, abs=4e-3)
+    assert noise.var().item() == pytest.approx(math.pi**2 / 6, rel=4e-3)
+    # The expected largest of n is log n + 0.577.
+    assert noise.amax(-1).mean().item() == pytest.approx(math.log(20000) + 0.577, abs=0.3)
+
+
+def test_greedy_rows_take_the_largest_logit_and_the_lowest_of_equals() -> None:
+    logits = torch.tensor([[0.0, 3, 3, 1], [5, 1, 5, 5], [0, 0, 1, 0]])
+    for greedy in ([True, True, True], [True, True, False]):
+        ids = gumbel_sample(logits, torch.arange(3), torch.arange(3), torch.tensor(greedy))
+        assert ids[:2].tolist() == [1, 0]
+        assert ids.dtype == torch.int32
+
+
+def test_a_single_allowed_id_is_always_drawn() -> None:
+    logits = torch.full((500, 50), -math.inf)
+    logits[:, 33] = 0
+    ids = gumbel_sample(logits, torch.arange(500), torch.arange(500), torch.zeros(500, dtype=torch.bool))
+    assert ids.unique().tolist() == [33]
+
+
+@pytest.mark.parametrize("top", [0, 1, 5, 40])
+def test_logprobs(top: int) -> None:
+    logits = torch.randn(6, 31)
+    ids = torch.randint(0, 31, (6,), dtype=torch.int32)
+    chosen, ranks, top_ids, values = logprobs(logits, ids, top)
+    for row in range(6):
+        total = math.log(sum(math.exp(x) for x in logits[row].tolist()))
+        order = sorted(range(31), key=lambda i: -logits[row, i].item())
+        assert chosen[row].item() == pytest.approx(logits[row, ids[row]].item() - total, abs=1e-5)
+        assert order[ranks[row] - 1] == ids[row]
+        assert top_ids[row].tolist() == order[:top]
+        assert values[row].tolist() == pytest.approx([logits[row, i].item() - total for i in order[:top]], abs=1e-5)
