@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from strata.models.checkpoint import INDEX, SINGLE
 from strata.models.config import ModelConfig
@@ -93,17 +93,10 @@ def _split(parameters: dict[str, nn.Parameter], max_shard_bytes: int) -> list[di
 
 
 def _write_shard(parameters: dict[str, nn.Parameter], file: Path) -> None:
-    tensors = {name: _own(parameter.detach()) for name, parameter in parameters.items()}
+    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in parameters.items()}
     save_file(tensors, file, metadata={"format": "pt"})
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU with storage of its own: merged projections are views of one storage."""
-    tensor = tensor.cpu().contiguous()
-    shared = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize
-    return tensor.clone() if shared else tensor
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, GenerationConfig, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -143,7 +143,11 @@ ropes = st.one_of(
 )
 
 
+SUDDEN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 8.0, "truncate": False}
+
+
 @settings(max_examples=150, deadline=None)
+@example(rope=SUDDEN, theta=10000.0, head_dim=64, trained=4096)
 @given(rope=ropes, theta=st.floats(100.0, 1e7), head_dim=st.sampled_from([8, 20, 64, 128]), trained=lengths)
 def test_rotary_table_equals_transformers(rope: dict[str, Any], theta: float, head_dim: int, trained: int) -> None:
     values = least("LlamaForCausalLM", head_dim=head_dim, max_position_embeddings=trained, rope_theta=theta)
