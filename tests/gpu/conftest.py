@@ -1,0 +1,30 @@
+"""Tests that need a CUDA device: skipped without one. Inputs are new in every run, and fresh memory is full of NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def seed() -> Iterator[int]:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    value = torch.seed()
+    yield value
+    print(f"torch.manual_seed({value})")  # shown when a test fails
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a kernel leaves unwritten of its result is NaN, or the largest integer."""
+    empty = torch.empty
+
+    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = empty(*args, **kwargs)
+        return made.fill_(torch.nan if made.is_floating_point() else torch.iinfo(made.dtype).max)
+
+    monkeypatch.setattr(torch, "empty", filled)

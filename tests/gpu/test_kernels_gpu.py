@@ -1,0 +1,218 @@
+"""The CUDA kernels against float64, and bit for bit against themselves in other company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from strata.kernels import gemm
+from strata.kernels.activation import silu_mul
+from strata.kernels.embedding import embedding
+from strata.kernels.gemm import Tile, linear
+from strata.kernels.kv_write import kv_write
+from strata.kernels.loss import linear_cross_entropy
+from strata.kernels.norm import rms_norm
+from strata.kernels.paged import PagedKV
+from strata.kernels.rope import rope
+from strata.kernels.sampling import gumbel_noise, gumbel_sample, logprobs, token_logprobs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+COUNTS = (1, 2, 7, 16, 64, 65, 128, 300)
+TILES = {
+    "64x32": gemm._NARROW,
+    "64x64": gemm._SHORT,
+    "128x64": gemm._SMALL,
+    "128x128": gemm._MIDDLE,
+    "128x256": gemm._LARGE,
+}
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def strided(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows inside a wider projection, at an offset that is no multiple of 16 bytes."""
+    return draw(rows, 2 * width + 5, dtype=dtype)[:, 3 : 3 + width]
+
+
+def assert_close_to_exact(result: torch.Tensor, exact: torch.Tensor) -> None:
+    """Two roundings to the dtype, beside what float32 sums lose."""
+    assert result.isfinite().all()
+    rtol = max(1.1 * torch.finfo(result.dtype).eps, 4e-6)
+    torch.testing.assert_close(result.double(), exact, rtol=rtol, atol=2e-6 * exact.abs().max().item())
+
+
+def assert_rows_stand_alone(run: Callable[[torch.Tensor], torch.Tensor], rows: int = 1024) -> None:
+    together = run(torch.arange(rows, device="cuda"))
+    for count in COUNTS:
+        chosen = torch.randint(0, rows, (count,), device="cuda")
+        assert torch.equal(run(chosen), together[chosen]), f"rows have other bits in a batch of {count}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 64, 80, 255, 2048, 4096, 5000, 16384])
+def test_rms_norm(width: int, dtype: torch.dtype) -> None:
+    weight = draw(width, dtype=dtype)
+    run = rms_norm.bind("cuda", deterministic=True)
+    for x in (strided(37, width, dtype), draw(3, width, dtype=dtype), draw(0, width, dtype=dtype)):
+        wide = x.double()
+        exact = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+        if x.numel():
+            assert_close_to_exact(run(x, weight, 1e-5), exact)
+        assert run(x, weight, 1e-5).shape == x.shape
+    x = draw(1024, width, dtype=dtype)
+    assert_rows_stand_alone(lambda rows: run(x[rows], weight, 1e-5))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_rms_norm_of_heads_in_a_merged_projection(head_dim: int) -> None:
+    heads = draw(19, 11 * head_dim)[:, head_dim : 6 * head_dim].unflatten(-1, (-1, head_dim))
+    weight = draw(head_dim)
+    wide = heads.double()
+    exact = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    assert_close_to_exact(rms_norm.bind("cuda")(heads, weight, 1e-6), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 255, 1024, 14336])
+def test_silu_mul(width: int, dtype: torch.dtype) -> None:
+    gate, up = strided(33, width, dtype), strided(33, width, dtype)
+    gate[0, 0] = -200
+    run = silu_mul.bind("cuda", deterministic=True)
+    assert_close_to_exact(run(gate, up), F.silu(gate.double()) * up.double())
+    gate, up = draw(1024, width, dtype=dtype), draw(1024, width, dtype=dtype)
+    assert_rows_stand_alone(lambda rows: run(gate[rows], up[rows]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 64), (5, 80), (32, 128), (7, 96), (40, 256)])
+def test_rope(heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    x = strided(29, heads * head_dim, dtype).unflatten(-1, (-1, head_dim))
+    table = torch.randn(5000, head_dim, device="cuda")
+    positions = torch.randint(0, 5000, (29,), device="cuda", dtype=torch.int32)
+    run = rope.bind("cuda", deterministic=True)
+    assert_close_to_exact(run(x, positions, table), rope.reference(x.double(), positions, table.double()))
+    many = draw(1024, heads, head_dim, dtype=dtype)
+    assert_rows_stand_alone(lambda rows: run(many[rows], rows.int(), table))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 64), (3, 80), (8, 128)])
+def test_kv_write(heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    tokens, pages, size = 70, 40, 16
+    k, v = (strided(tokens, heads * head_dim, dtype).unflatten(-1, (-1, head_dim)) for _ in range(2))
+    slots = torch.randperm(pages * size, device="cuda")[:tokens].int()
+    slots[::9] = -1
+    pools = [tuple(draw(pages, size, heads, head_dim, dtype=dtype) for _ in range(2)) for _ in range(2)]
+    expected = [[pool.clone() for pool in pair] for pair in pools]
+    for new, pair in ((k, expected[0]), (v, expected[1])):
+        pair[1].view(-1, heads, head_dim)[slots[slots >= 0].long()] = new[slots >= 0]
+    kv_write.bind("cuda", deterministic=True)(k, v, PagedKV(pools[0], pools[1], slots, slots, slots), 1)
+    for pair, wanted in zip(pools, expected, strict=True):
+        assert all(torch.equal(pool, want) for pool, want in zip(pair, wanted, strict=True))
+
+
+def test_embedding() -> None:
+    weight, tokens = draw(1000, 96), torch.randint(0, 1000, (33,), device="cuda", dtype=torch.int32)
+    assert torch.equal(embedding.bind("cuda", deterministic=True)(tokens, weight), weight[tokens.long()])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "out"), [(64, 1), (255, 4099), (1000, 96), (4096, 4096)])
+def test_deterministic_linear_is_the_product(width: int, out: int, dtype: torch.dtype) -> None:
+    weight, bias = draw(out, width, dtype=dtype) / width**0.5, draw(out, dtype=dtype)
+    run = linear.bind("cuda", deterministic=True)
+    for rows, shift in ((0, None), (1, bias), (65, None), (200, bias), (1500, None)):
+        x = strided(rows, width, dtype)
+        result = run(x, weight, shift)
+        assert result.shape == (rows, out)
+        exact = x.double() @ weight.double().t() + (0 if shift is None else shift.double())
+        # A sum of `width` products in float32 loses a little in each addition.
+        loss = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 2e-6 * width**0.5}
+        torch.testing.assert_close(result.double(), exact, **loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("width", "out"), [(4096, 4096), (4096, 6144), (14336, 4096), (1024, 12288), (255, 4099)])
+def test_deterministic_linear_gives_a_row_the_same_bits_in_any_batch(width: int, out: int, dtype: torch.dtype) -> None:
+    x, weight = draw(1024, width, dtype=dtype), draw(out, width, dtype=dtype)
+    run = linear.bind("cuda", deterministic=True)
+    assert_rows_stand_alone(lambda rows: run(x[rows], weight, None))
+
+
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize(("width", "out"), [(4096, 4096), (255, 4099)])
+def test_every_tile_gives_the_same_bits(width: int, out: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = draw(300, width), draw(out, width)
+    results = []
+    for tile in (gemm._MIDDLE, TILES[name]):
+
+        def always(*_: object, tile: Tile = tile) -> Tile:
+            return tile
+
+        monkeypatch.setattr(gemm, "choose_tile", always)
+        results.append(linear.bind("cuda", deterministic=True)(x, weight, None))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("vocab", [50, 4096, 151937])
+def test_gumbel_sample_is_its_reference(vocab: int) -> None:
+    rows = 40
+    logits = torch.randn(rows, vocab + 3, device="cuda")[:, :vocab] * 3
+    logits[:, ::7] = -torch.inf
+    seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), device="cuda")
+    steps = torch.randint(0, 10000, (rows,), device="cuda", dtype=torch.int32)
+    greedy = torch.rand(rows, device="cuda") < 0.3
+    ids = gumbel_sample.bind("cuda", deterministic=True)(logits, seeds, steps, greedy)
+    # The logarithms may differ in the last bit between processors, so a near tie may fall otherwise.
+    scores = logits.cpu() + gumbel_noise(seeds.cpu(), steps.cpu(), vocab).masked_fill(greedy.cpu()[:, None], 0)
+    reached = scores.gather(1, ids.long().cpu()[:, None]).squeeze(1)
+    torch.testing.assert_close(reached, scores.amax(-1), rtol=0, atol=2e-5)
+    assert torch.equal(ids[greedy], logits[greedy].argmax(-1).int())
+    torch.testing.assert_close(gumbel_noise(seeds, steps, vocab).cpu(), gumbel_noise(seeds.cpu(), steps.cpu(), vocab))
+
+
+def test_sampled_ids_do_not_depend_on_the_batch() -> None:
+    logits, steps = torch.randn(1024, 5001, device="cuda"), torch.arange(1024, device="cuda")
+    seeds, greedy = torch.randint(-(2**63), 2**63 - 1, (1024,), device="cuda"), steps % 3 == 0
+    run = gumbel_sample.bind("cuda", deterministic=True)
+    assert_rows_stand_alone(lambda rows: run(logits[rows], seeds[rows], steps[rows], greedy[rows]))
+
+
+@pytest.mark.parametrize("vocab", [50, 4099, 151936])
+def test_logprobs(vocab: int) -> None:
+    logits = torch.randn(30, vocab, device="cuda") * 4
+    logits[:, 3] = -torch.inf
+    ids = logits.topk(7).indices[:, 6].int()
+    chosen, ranks, top_ids, top = logprobs(logits, ids, 5)
+    exact = logits.double().log_softmax(-1)
+    torch.testing.assert_close(chosen.double(), exact.gather(1, ids.long()[:, None])[:, 0], rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(top.double(), exact.topk(5).values, rtol=1e-6, atol=2e-6)
+    assert (ranks == 7).all()
+    assert torch.equal(top_ids, logits.topk(5).indices.int())
+    many, wanted = torch.randn(1024, vocab, device="cuda"), torch.randint(0, vocab, (1024, 3), device="cuda")
+    run = token_logprobs.bind("cuda", deterministic=True)
+    assert_rows_stand_alone(lambda rows: run(many[rows], wanted[rows]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_linear_cross_entropy(dtype: torch.dtype) -> None:
+    hidden, weight = draw(700, 96, dtype=dtype), draw(5001, 96, dtype=dtype) / 10
+    targets = torch.randint(0, 5001, (700,), device="cuda")
+    targets[::5] = -100
+    narrow = [x.clone().requires_grad_() for x in (hidden, weight)]
+    wide = [x.double().requires_grad_() for x in (hidden, weight)]
+    loss = linear_cross_entropy(*narrow, targets)
+    exact = F.cross_entropy(wide[0] @ wide[1].t(), targets, reduction="none")
+    loss.mean().backward()
+    exact.mean().backward()
+    scale = 2e-2 if dtype == torch.bfloat16 else 2e-5
+    assert (loss.double() - exact).norm() < scale * exact.norm()
+    for mine, theirs in zip(narrow, wide, strict=True):
+        assert (mine.grad.double() - theirs.grad).norm() < scale * theirs.grad.norm()
