@@ -17,10 +17,10 @@ from rich.table import Table
 from strata.engine.llm import LLM
 from strata.engine.sampling_params import SamplingParams
 from strata.hardware.specs import recognize
-from strata.train.config import EvaluateConfig, TrainConfig, read_train_config
+from strata.train.config import EvaluateConfig, read_train_config
 from strata.train.encode import Encoder
 from strata.train.export import accuracy_table, export
-from strata.train.loop import Progress, Run, read_tokenizer
+from strata.train.loop import Progress, Run, Trained, read_tokenizer
 from strata.train.score import Score, questions, score
 
 
@@ -45,17 +45,18 @@ def train(
     given = {name: value for name, value in flags.items() if value is not None}
     recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, **given))
     console.print("Making the tokenizer and the model ...")
-    run = Run(recipe, peak_flops(recipe.run.device), resume=resume)
-    folder = _train(run, console)
-    console.print(f"Model: {folder}")
+    trained = _train(Run(recipe, peak_flops(recipe.run.device), resume=resume), console)
+    console.print(f"Model: {trained.model}")
     if recipe.evaluate is None:
         return
-    scores = evaluate(folder, recipe.evaluate, run.device)
-    (run.folder / "accuracy.json").write_text(json.dumps(accuracy_table(scores), indent=2) + "\n", encoding="utf-8")
+    torch.cuda.empty_cache()  # the trainer's memory, which the engine may now take
+    scores = evaluate(trained.model, recipe.evaluate, trained.device)
+    table = json.dumps(accuracy_table(scores), indent=2) + "\n"
+    (Path(recipe.run.out) / "accuracy.json").write_text(table, encoding="utf-8")
     console.print(_score_table(scores))
     if recipe.export is not None:
         target = Path(recipe.export.folder)
-        export(folder, target, scores, run.position, run.device.type, _recorded(recipe), run.folder / "log.jsonl")
+        export(trained, target, scores, dataclasses.asdict(recipe))
         console.print(f"Exported to {target}")
 
 
@@ -78,15 +79,11 @@ def evaluate(folder: Path, config: EvaluateConfig, device: torch.device) -> list
     return score(examples, (output.outputs[0].text for output in outputs))
 
 
-def _train(run: Run, console: Console) -> Path:
-    columns = (
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=console) as bar:
+def _train(run: Run, console: Console) -> Trained:
+    speed = TextColumn("{task.description}")
+    with Bar(
+        TextColumn("step"), MofNCompleteColumn(), BarColumn(), speed, TimeRemainingColumn(), console=console
+    ) as bar:
         task = bar.add_task("starting", total=run.config.run.steps, completed=run.position.step)
         return run.train(lambda progress: _show(bar, task, progress))
 
@@ -107,7 +104,3 @@ def _score_table(scores: list[Score]) -> Table:
     for one in scores:
         table.add_row(one.task, str(one.correct), str(one.total), f"{one.accuracy:.1%}")
     return table
-
-
-def _recorded(recipe: TrainConfig) -> dict[str, Any]:
-    return dataclasses.asdict(recipe)

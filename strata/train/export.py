@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from strata.models.config import read_config
-from strata.train.checkpoint import Position
+from strata.train.loop import Trained
 from strata.train.score import Score
 
 CARD = """\
@@ -53,11 +53,12 @@ def accuracy_table(scores: Sequence[Score]) -> dict[str, Any]:
     return {one.task: {"correct": one.correct, "total": one.total, "accuracy": one.accuracy} for one in scores}
 
 
-def model_card(folder: Path, scores: Sequence[Score], position: Position, device: str) -> str:
-    """MODEL_CARD.md of the checkpoint in `folder`. device: the kind that it was trained on."""
-    config = read_config(folder)
-    bytes_written = (folder / "model.safetensors").stat().st_size
+def model_card(trained: Trained, scores: Sequence[Score]) -> str:
+    """MODEL_CARD.md of a finished run."""
+    config = read_config(trained.model)
+    bytes_written = (trained.model / "model.safetensors").stat().st_size
     table = "\n".join(f"| {one.task} | {one.correct} | {one.total} | {one.accuracy:.1%} |" for one in scores)
+    mixed = trained.device.type != "cpu"
     return CARD.format(
         parameters=bytes_written / 2 / 1e6,
         layers=config.num_layers,
@@ -67,29 +68,21 @@ def model_card(folder: Path, scores: Sequence[Score], position: Position, device
         head_dim=config.head_dim,
         vocab=config.vocab_size,
         length=config.max_length,
-        steps=position.step,
-        tokens=position.tokens,
-        precision="bfloat16 with float32 master weights" if device == "cuda" else "float32, rounded to bfloat16",
+        steps=trained.position.step,
+        tokens=trained.position.tokens,
+        precision="bfloat16 with float32 master weights" if mixed else "float32, rounded to bfloat16",
         table=table,
     )
 
 
-def export(
-    model: Path,
-    target: Path,
-    scores: Sequence[Score],
-    position: Position,
-    device: str,
-    recipe: dict[str, Any],
-    log: Path,
-) -> None:
-    """Put the checkpoint folder `model` with card, accuracy, recipe and log into `target`, replacing files there."""
+def export(trained: Trained, target: Path, scores: Sequence[Score], recipe: dict[str, Any]) -> None:
+    """Put the model with card, accuracy, recipe (the config as JSON values) and log into `target`, replacing files."""
     target.mkdir(parents=True, exist_ok=True)
-    for file in sorted(model.iterdir()):
+    for file in sorted(trained.model.iterdir()):
         part = target / f".{file.name}.part"
         shutil.copyfile(file, part)
         os.replace(part, target / file.name)
-    shutil.copyfile(log, target / "training.jsonl")
+    shutil.copyfile(trained.log, target / "training.jsonl")
     (target / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
     (target / "accuracy.json").write_text(json.dumps(accuracy_table(scores), indent=2) + "\n", encoding="utf-8")
-    (target / "MODEL_CARD.md").write_text(model_card(model, scores, position, device), encoding="utf-8")
+    (target / "MODEL_CARD.md").write_text(model_card(trained, scores), encoding="utf-8")

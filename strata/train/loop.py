@@ -53,6 +53,16 @@ class Progress:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a finished run leaves. model: the folder with the model in bfloat16, the dtype that it is served in."""
+
+    model: Path
+    log: Path
+    position: Position
+    device: torch.device
+
+
 class Run:
     """The parts of one training run, ready to step. Made fresh, or as the latest checkpoint left them."""
 
@@ -105,8 +115,8 @@ class Run:
         write_tokenizer(made, self.tokenizer_folder, int(config.model.get("max_position_embeddings", 2048)))
         return made
 
-    def train(self, report: Callable[[Progress], None] = lambda _: None) -> Path:
-        """All steps that are left. Returns the folder of the finished model. `report` receives each line of the log.
+    def train(self, report: Callable[[Progress], None] = lambda _: None) -> Trained:
+        """All steps that are left, then the finished model. `report` receives each line of the log.
 
         Raises FloatingPointError when loss or gradient stop being finite; the checkpoints before stay good.
         """
@@ -141,7 +151,7 @@ class Run:
                 if self.position.step % config.run.checkpoint_every == 0 or done:
                     self._save_checkpoint()
                     clock.restart(self.position.tokens)
-        return self._save_model()
+        return Trained(self._save_model(), self.folder / "log.jsonl", self.position, self.device)
 
     def _steps(self) -> Iterator[list[PackedBatch]]:
         """The batches of each step that is left."""
@@ -174,7 +184,6 @@ class Run:
         remove_old(folder, self.config.run.keep_checkpoints)
 
     def _save_model(self) -> Path:
-        """The finished model in bfloat16, the dtype that it is served in."""
         folder = self.folder / "model"
         with torch.device("meta"):
             rounded = build(self.model_config)

@@ -47,6 +47,12 @@ def tokenizer_folder(tokenizer: tokenizers.Tokenizer, tmp_path_factory: pytest.T
 
 
 @pytest.fixture
+def small_table() -> dict[str, Any]:
+    """The small config as its TOML file would hold it, with run.out still to fill in."""
+    return copy.deepcopy(SMALL)
+
+
+@pytest.fixture
 def small(tmp_path: Path) -> Callable[..., TrainConfig]:
     """The small config, with values replaced by section: small(run={"steps": 30})."""
 

@@ -20,7 +20,6 @@ from strata.train import loop
 from strata.train.checkpoint import checkpoints
 from strata.train.config import TrainConfig, read_train_config, train_config_from_dict
 from strata.train.loop import Run
-from tests.train.conftest import SMALL
 
 Small = Callable[..., TrainConfig]
 
@@ -67,7 +66,7 @@ def test_resumed_run_repeats_every_bit(small: Small, tmp_path: Path) -> None:
 
 def test_checkpoint_is_a_model_folder(small: Small, tmp_path: Path) -> None:
     run = Run(small())
-    model = run.train()
+    model = run.train().model
     kept = checkpoints(tmp_path / "run/checkpoints")
     assert [path.name for path in kept] == ["step-00000003", "step-00000006"]
     stored, config = load(kept[-1])
@@ -144,9 +143,9 @@ def test_wrong_configs_are_refused(small: Small, section: str, changes: dict[str
         small(**{section: changes})
 
 
-def test_missing_section_and_missing_file(tmp_path: Path) -> None:
+def test_missing_section_and_missing_file(small_table: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'data' is missing"):
-        train_config_from_dict({key: value for key, value in SMALL.items() if key != "data"}, "test")
+        train_config_from_dict({key: value for key, value in small_table.items() if key != "data"}, "test")
     with pytest.raises(ValueError, match=r"none\.toml does not exist"):
         read_train_config(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("run = [")
@@ -167,8 +166,8 @@ def test_the_shipped_recipe_is_valid() -> None:
     assert recipe.export is not None
 
 
-def test_command_trains_evaluates_and_exports(tmp_path: Path) -> None:
-    sections = {name: dict(values) for name, values in SMALL.items()}
+def test_command_trains_evaluates_and_exports(small_table: dict[str, Any], tmp_path: Path) -> None:
+    sections = small_table
     sections["run"] |= {"out": str(tmp_path / "run")}
     sections["evaluate"] = {"examples": 1, "max_tokens": 4}
     sections["export"] = {"folder": str(tmp_path / "exported")}
