@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
+# Pages that a sequence finds beside each other when several grow at once: a CPU reads such a run as one view.
+RUN = 8
+
 
 class PageAllocator:
     """Reference counts over `num_pages` pages of `page_size` tokens. Every operation takes constant time.
@@ -26,6 +29,12 @@ class PageAllocator:
         # the last one into its place. Reversed, so that a fresh pool is handed out in ascending order.
         self._free = list(range(num_pages - 1, -1, -1))
         self._places = list(range(num_pages - 1, -1, -1))
+        # Aligned runs of `RUN` pages: how many of each are free, and a stack with every run that is free as a whole.
+        # A run may be in the stack (`_stacked`) that no longer is; it is dropped when it comes up.
+        runs = num_pages // RUN
+        self._free_in_run = [RUN] * runs + [num_pages % RUN]
+        self._whole_runs = list(range(runs - 1, -1, -1))
+        self._stacked = bytearray([1] * runs + [1])  # the incomplete run at the end is never put there
 
     @property
     def free(self) -> int:
@@ -38,18 +47,20 @@ class PageAllocator:
         return len(self._idle)
 
     def allocate(self, after: int | None = None) -> int:
-        """A free page, held once: the one that follows `after` if that is free. Raises IndexError if none is free."""
+        """A free page, held once. Raises IndexError if none is free.
+
+        It is the page that follows `after` if that is free, else the first of a run of free pages, else any.
+        """
         free, places = self._free, self._places
-        following = -1 if after is None else after + 1
-        if 0 < following < self.num_pages and not self._references[following]:
-            page, place = following, places[following]
-            moved = free.pop()
-            if moved != page:
-                free[place] = moved
-                places[moved] = place
-        else:
-            page = free.pop()
+        page = -1 if after is None else after + 1
+        if not 0 < page < self.num_pages or self._references[page]:
+            page = self._run_start()
+        last = free.pop()
+        if last != page:
+            free[places[page]] = last
+            places[last] = places[page]
         self._references[page] = 1
+        self._free_in_run[page // RUN] -= 1
         return page
 
     def share(self, page: int) -> None:
@@ -116,7 +127,26 @@ class PageAllocator:
             listed = place < len(self._free) and self._free[place] == page
             assert listed == (references == 0), f"page {page}: {references} references, free {listed}"
         assert len(set(self._free)) == len(self._free), "a page is free twice"
+        free_in_run = Counter(page // RUN for page in self._free)
+        stacked = set(self._whole_runs)
+        for run, free in enumerate(self._free_in_run):
+            assert free == free_in_run[run], f"run {run}: {free} free"
+            assert free < RUN or run in stacked, f"run {run} is whole and not found"
+
+    def _run_start(self) -> int:
+        runs = self._whole_runs
+        while runs:
+            run = runs.pop()
+            self._stacked[run] = 0
+            if self._free_in_run[run] == RUN:
+                return run * RUN
+        return self._free[-1]
 
     def _add_free(self, page: int) -> None:
         self._places[page] = len(self._free)
         self._free.append(page)
+        run = page // RUN
+        self._free_in_run[run] += 1
+        if self._free_in_run[run] == RUN and not self._stacked[run]:
+            self._stacked[run] = 1
+            self._whole_runs.append(run)

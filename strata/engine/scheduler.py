@@ -170,14 +170,11 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step; None if nothing can run before an outstanding plan is completed."""
         draft = _Draft(self.config.max_tokens)
-        preemptions = self.statistics.preemptions
         for sequence in self._decode(draft):
             if draft.left:
                 self._prefill(sequence, draft)
-        # What was just preempted is at the head of the queue and would take its pages back.
-        if preemptions == self.statistics.preemptions:
-            while self._waiting and self._slots and draft.left and self._admit(self._waiting[0]):
-                self._prefill(self._waiting.pop(0), draft)
+        while self._waiting and self._slots and draft.left and self._admit(self._waiting[0]):
+            self._prefill(self._waiting.pop(0), draft)
         chunks = (*draft.decodes, *draft.others)
         return StepPlan(chunks, tuple(draft.copies), self.config.max_tokens - draft.left) if chunks else None
 
@@ -354,6 +351,7 @@ class Scheduler:
         """Find a waiting sequence a slot and all pages of what it has to prefill; False if it must wait."""
         room = self._pages.free + self._pages.idle - len(self._running)
         version = self._prefix.version if self._prefix is not None else 0
+        # An id that is under way (the sequence was preempted just now) is on the device in its former slot only.
         if sequence.pending or self._refusal == (sequence, room, version):
             return False
         prefix = self._prefix if sequence.request.params.prompt_logprobs is None else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import settings
@@ -13,7 +14,7 @@ from strata.cache.pages import PageAllocator
 
 
 class Books(RuleBasedStateMachine):
-    @initialize(pages=st.integers(1, 12))
+    @initialize(pages=st.integers(1, 20))
     def start(self, pages: int) -> None:
         self.pages = PageAllocator(pages, 4)
         self.held: list[int] = []
@@ -51,7 +52,7 @@ class Books(RuleBasedStateMachine):
         if page in self.cached and page not in self.held:
             self.idle.append(page)
 
-    @rule(page=st.integers(0, 11))
+    @rule(page=st.integers(0, 19))
     def cache(self, page: int) -> None:
         if page not in self.held or page in self.cached:
             if page < self.pages.num_pages:
@@ -69,14 +70,14 @@ class Books(RuleBasedStateMachine):
         self.pages.uncache(page)
         self.cached.remove(page)
 
-    @rule(page=st.integers(0, 11))
+    @rule(page=st.integers(0, 19))
     def touch(self, page: int) -> None:
         self.pages.touch(page)
         if page in self.idle:
             self.idle.remove(page)
             self.idle.append(page)
 
-    @rule(page=st.integers(0, 11))
+    @rule(page=st.integers(0, 19))
     def let_go_of_what_nobody_holds(self, page: int) -> None:
         if page < self.pages.num_pages and page not in self.held:
             with pytest.raises(ValueError, match="released"):
@@ -102,15 +103,29 @@ TestBooks = Books.TestCase
 TestBooks.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def test_a_fresh_pool_is_handed_out_in_order() -> None:
-    pages = PageAllocator(10, 16)
-    assert [pages.allocate() for _ in range(10)] == list(range(10))
+def test_one_sequence_gets_a_fresh_pool_in_order() -> None:
+    pages = PageAllocator(21, 16)
+    order = [pages.allocate()]
+    while pages.free:
+        order.append(pages.allocate(after=order[-1]))
+    assert order == list(range(21))
 
 
-def test_a_growing_sequence_gets_neighbours() -> None:
-    pages = PageAllocator(100, 16)
-    other = [pages.allocate() for _ in range(50)]
-    for page in other[10:20]:
+def test_sequences_that_grow_at_once_get_runs_of_neighbours() -> None:
+    pages = PageAllocator(64, 16)
+    grown: list[list[int]] = [[], [], [], []]
+    while pages.free:
+        for sequence in grown:
+            sequence.append(pages.allocate(after=sequence[-1] if sequence else None))
+    for sequence in grown:
+        breaks = sum(after != before + 1 for before, after in pairwise(sequence))
+        assert breaks <= len(sequence) / 8 - 1
+
+
+def test_a_sequence_grows_into_what_is_freed_beside_it() -> None:
+    pages = PageAllocator(32, 16)
+    held = [pages.allocate(after=page - 1 if page else None) for page in range(32)]
+    for page in held[10:20]:
         pages.release(page)
     page = 9
     for expected in range(10, 20):

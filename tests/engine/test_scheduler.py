@@ -108,6 +108,13 @@ class TestOrder:
         started = [share[0] for plan in finish(of) for share in shares(plan)]
         assert started.index("large") < started.index("small")
 
+    def test_what_would_be_preempted_at_once_is_not_admitted(self) -> None:
+        of = scheduler(pages=10, page_size=4, caching=False)
+        (running,) = of.add(request("a", 20, max_tokens=8))
+        (waiting,) = of.add(request("b", 20, arrival=1.0, max_tokens=8))
+        list(finish(of))  # five pages each would fit, but not the sixth that each needs
+        assert (running.preemptions, waiting.preemptions) == (0, 0)
+
     def test_the_lowest_free_slot_is_taken(self) -> None:
         of = scheduler(slots=3)
         sequences = [of.add(request(id, 5, arrival=float(i), max_tokens=50))[0] for i, id in enumerate("abcd")]
