@@ -64,8 +64,7 @@ class IncrementalDetokenizer:
             return ""
         rest = self._held + self._stream.finish()
         self._held = ""
-        ended = self._end(rest) if not self._unchecked else None
-        return rest if ended is None else ended
+        return rest
 
     def _end(self, text: str) -> str | None:
         """The end of the text, if a stop string is in it."""

@@ -53,12 +53,7 @@ def read_special_tokens(folder: Path, config: dict[str, Any]) -> SpecialTokens:
         raise ValueError(f"{where}: added_tokens_decoder must map token ids to tokens")
     ordered = sorted((listed or {}).items(), key=lambda entry: int(entry[0]))
     added = tuple(_token(value, where, f"added_tokens_decoder[{id}]") for id, value in ordered)
-    by_text = {token.content: token for token in added}
-    named = {}
-    for name in _NAMES:
-        if config.get(name) is not None:
-            token = _token(config[name], where, name, special=True)
-            named[name] = by_text.get(token.content, token)
+    named = {name: _token(config[name], where, name, special=True) for name in _NAMES if config.get(name) is not None}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     # In the form of an object the tokens have names of their own; transformers keeps those apart from the vocabulary.
     extra = extra if isinstance(extra, list) else []

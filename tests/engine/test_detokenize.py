@@ -133,8 +133,8 @@ def test_stop_string_cuts_the_text_and_nothing_shown_is_taken_back(tokenizer, da
 
 @each_tokenizer
 def test_stop_string_is_found_at_the_token_that_completes_it(tokenizer):
-    ids = tokenizer.encode("the cat sat\nUser: what")
-    for stop in ("cat", "\n", "at\nU", "User:"):
+    ids = tokenizer.encode("the cat sat\nUser: 日本")
+    for stop in ("cat", "\n", "at\nU", "User:", "日"):
         first = next(n for n in range(len(ids) + 1) if stop in tokenizer.decode(ids[:n]))
         detokenizer = IncrementalDetokenizer(tokenizer, [], (stop,))
         detokenizer.append_many(ids[: first - 1])

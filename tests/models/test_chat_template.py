@@ -91,7 +91,7 @@ MACROS = """\
     {%- set state.last = loop.index0 %}
     {%- if message.role == 'assistant' %}
         {%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
-        {%- generation %}A: {{ show(message.content) }}{% endgeneration %}
+        {%- generation %}{% set seen = 1 %}A: {{ show(message.content) }}{% endgeneration %}{{ seen is defined }}
     {%- else %}
 {{ message.role | upper }}: {{ show(message.content) }}
     {%- endif %}
@@ -168,7 +168,7 @@ def test_macros_namespaces_loop_controls_and_generation_blocks(renderer):
     text = ours(renderer, MACROS, BLOCKS)
     assert text == theirs(MACROS, BLOCKS)
     assert "one|two" in text
-    assert "<think>hm</think>A: yes" in text
+    assert "<think>hm</think>A: yesFalse" in text
     assert "last=2" in text
 
 

@@ -12,7 +12,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from strata.models.tokenizer import Tokenizer
 
 CORPUS = ["The cat sat on the mat.", "Größe naïve 東京 😀 e\u0301", "def f(x):\n    return x + 1\n"]
-TEXTS = ["", "The cat", "  two  spaces ", "Größe 😀 日本 🦖\n", "<s>a</s>b<tool>c", "x<|im_end|>\n<|été|> <pad>y"]
+TEXTS = [
+    "",
+    "The cat",
+    "  two  spaces ",
+    "Größe 😀 日本 🦖\n",
+    "<s>a</s>b<tool>c",
+    "x<|im_end|>\n<|été|> <pad>y",
+    "a </s> b <pad> c",
+]
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho <s>"}, {"role": "user", "content": "?"}]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
 
