@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,7 +44,7 @@ def _torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, None, eps).mul_(weight)
 
 
-@jit
+@partial(jit, unspecialized=("rows",))
 def rms_norm_kernel(
     x, weight, result, rows, heads, token_stride, head_stride, width, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
@@ -63,7 +65,7 @@ def _triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     width = x.shape[-1]
     # Two row strides serve the heads of a merged projection.
-    rows = x if x.dim() == 3 else x.reshape(-1, 1, width)
+    rows = x if x.dim() == 3 else x.unsqueeze(1) if x.dim() == 2 else x.reshape(-1, 1, width)
     count = rows.shape[0] * rows.shape[1]
     if count:
         tile, warps = _tile(width)

@@ -16,10 +16,12 @@ except ImportError:
     HAS_TRITON = False
 
 
-def jit(kernel: Callable[..., Any], unspecialized: tuple[str, ...] = ()) -> Any:
+def jit(kernel: Callable[..., Any], *, unspecialized: tuple[str, ...] = ()) -> Any:
     """`triton.jit`, or the function untouched where there is no Triton.
 
-    A kernel is compiled anew for integer arguments that are 1 or multiples of 16, but not for those `unspecialized`.
+    A kernel is compiled anew for integers that are 1 or multiples of 16 and for addresses that are multiples of 16, and
+    may then divide a row among its threads in another way. Invariant kernels leave `unspecialized` what varies from
+    batch to batch.
     """
     return triton.jit(kernel, do_not_specialize=unspecialized) if HAS_TRITON else kernel
 
