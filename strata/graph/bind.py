@@ -22,5 +22,16 @@ def bind(graph: fx.GraphModule, device: str, deterministic: bool = False) -> fx.
             kind = "batch-invariant " if deterministic else ""
             raise NotImplementedError(f"operation {operation.name} has no {kind}implementation for {device}")
         node.target = bound
+    _fetch_directly(graph)
     graph.recompile()
     return graph
+
+
+def _fetch_directly(graph: fx.GraphModule) -> None:
+    """Let each parameter be one plain attribute: a dotted path costs a search in every module on the way, every step."""
+    for node in graph.graph.nodes:
+        if node.op == "get_attr" and "." in node.target:
+            name = node.target.replace(".", "_")
+            owner, _, last = node.target.rpartition(".")
+            graph.__dict__[name] = getattr(graph.get_submodule(owner), last)
+            node.target = name
