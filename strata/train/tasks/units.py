@@ -129,6 +129,16 @@ def _rule(pair: Pair) -> str:
     return f"{measured('1', pair.large)} = {pair.factor} {pair.small.symbol}"
 
 
+def _moves(value: Decimal, places: int, *, right: bool) -> str:
+    """The number while its point moves, one place at a time: "3.5, 35, 350"."""
+    return ", ".join(plain(value.scaleb(move if right else -move)) for move in range(places + 1))
+
+
+def _multiples(factor: int, count: int) -> str:
+    """Counting up to count * factor: "24 1, 48 2, 72 3"."""
+    return ", ".join(f"{factor * i} {i}" for i in range(1, count + 1))
+
+
 def _decimal(rng: random.Random) -> Conversion:
     pair = rng.choice(DECIMAL)
     places = len(str(pair.factor)) - 1
@@ -136,12 +146,12 @@ def _decimal(rng: random.Random) -> Conversion:
         value = Decimal(rng.randrange(1, rng.choice((10, 100, 1000))))
         if rng.random() < 0.3:
             value /= 10
-        steps = f"{_rule(pair)}, move the point {places} right"
+        steps = f"{_rule(pair)}, move the point {places} right\n{_moves(value, places, right=True)}"
         return Conversion(plain(value), pair.large, plain(value * pair.factor), pair.small, steps)
     value = Decimal(rng.randrange(1, rng.choice((10, 100, 1000, 10000))))
     if rng.random() < 0.5:
         value = Decimal(rng.randrange(1, 100) * pair.factor)
-    steps = f"{_rule(pair)}, move the point {places} left"
+    steps = f"{_rule(pair)}, move the point {places} left\n{_moves(value, places, right=False)}"
     return Conversion(plain(value), pair.small, plain(value / pair.factor), pair.large, steps)
 
 
@@ -158,7 +168,7 @@ def _whole(rng: random.Random) -> Conversion:
         held_out = multiplication_held_out(count, digit)
         return Conversion(str(count), pair.large, str(total), pair.small, f"{_rule(pair)}\n{steps}", held_out)
     rest = total // 10 if pair.factor == 60 else total
-    steps = division_steps(rest, digit) if digit < 10 else f"{total} ÷ {pair.factor} = {count}"
+    steps = division_steps(rest, digit) if digit < 10 else _multiples(pair.factor, count)
     if pair.factor == 60:
         steps = f"{total} ÷ 60 = {rest} ÷ 6\n{steps}"
     held_out = digit < 10 and division_held_out(rest, digit)
