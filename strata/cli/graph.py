@@ -24,12 +24,11 @@ def graph(
     on: Annotated[str, typer.Option("--device", help="Device whose floor is shown.")] = "h200",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
-    """Show what a step costs, by operation and by part of the model. Needs no weights and no device.
+    """Show what a step costs, by operation and by part of the model, without weights or device.
 
-    A merged projection is named after all its parts (q_proj&k_proj&v_proj). The head is counted for the rows that are
-    sampled, one a sequence.
+    Merged projections have joined names (gate_proj&up_proj). The head runs on a row a sequence.
 
-    Example, a decode step of 32 sequences with 1000 tokens each: strata graph 8B --context 1000 --sequences 32
+    Example, a decode step: strata graph 8B --context 1000 --sequences 32
     """
     from strata.cli.costing import find_config, meta_model
 

@@ -36,7 +36,7 @@ def time_cuda(run: Callable[[], object], *, repeats: int = 20, warmup: int = 3, 
     flush = torch.empty(FLUSH_FACTOR * cache if cold else 0, dtype=torch.int8, device=device)
     for _ in range(warmup):
         run()
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]  # type: ignore[no-untyped-call]
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for start, end in pairs:
         flush.zero_()
         start.record()
