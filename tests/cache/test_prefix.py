@@ -219,3 +219,18 @@ def test_check_finds_a_page_under_the_wrong_tokens() -> None:
     tree._owners[own[0]].tokens[0] = 7
     with pytest.raises(AssertionError, match="another key"):
         tree.check()
+
+
+def test_pages_of_a_running_fork_are_not_hung_below_a_copy_it_does_not_hold() -> None:
+    pages = PageAllocator(8, 2)
+    tree = PrefixTree(pages)
+    own = [pages.allocate()]
+    forked = [pages.allocate() for _ in range(3)]
+    tree.surrender([0, 0], own)
+    for page in forked:
+        pages.share(page)
+    tree.surrender([0, 0, 1, 1, 2, 2], forked)
+    assert tree.evict(8) == 1  # the copy is free to go, because nothing of the other fork hangs below it
+    tree.surrender([0, 0, 1, 1, 2, 2], forked)
+    assert list(tree) == forked
+    tree.check()

@@ -325,6 +325,17 @@ class TestSamples:
         self.prompt_end(of, sequences)
         assert all(plan.copies == () for plan in finish(of))
 
+    def test_a_page_whose_other_holder_was_preempted_for_it_is_not_copied(self) -> None:
+        of = scheduler(pages=5, page_size=4, caching=False)
+        first, second = of.add(request("a", 18, n=2, max_tokens=3))
+        self.prompt_end(of, [first, second])
+        plan = step(of)
+        assert plan is not None
+        assert (shares(plan), plan.copies) == ([("a", 18, 1)], ())
+        assert (first.preemptions, second.preemptions) == (0, 1)
+        list(finish(of))
+        assert len(first.outputs) == len(second.outputs) == 3
+
     def test_samples_without_a_slot_wait_and_find_the_prompt_cached(self) -> None:
         of = scheduler(page_size=4, slots=2)
         sequences = of.add(request("a", 9, n=3, max_tokens=4))
