@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels import attention_cpu
+from strata.kernels import attention_cpu, attention_exact, attention_train, attention_triton
 from strata.kernels.op import operation
 from strata.kernels.paged import PagedKV
+from strata.kernels.triton_import import HAS_TRITON
 
 
 def _cost(
@@ -82,11 +83,13 @@ def attention(
     pages: None: the keys are k and v, and a sequence's first token has position 0. Otherwise the keys are those in the
     pools of `layer`, where k and v were written before, and the last token of sequence s has position lengths[s] - 1.
     scale: multiplies the scores. window: None, or how many positions a query sees, its own included.
-    Returns [tokens, heads, head_dim] in q's dtype; scores and softmax are float32. Rows of a sequence with length 0 are
+    Returns [tokens, heads, head_dim] in q's dtype; scores and softmax are float32 (float64
+    for float64 input). Rows of a sequence with length 0 are
     unspecified but finite.
     """
     lengths = None if pages is None else pages.lengths.tolist()
     group = q.shape[1] // k.shape[1]
+    precision = torch.promote_types(q.dtype, torch.float32)
     parts = []
     for sequence, (first, last) in enumerate(pairwise(offsets.tolist())):
         total = last - first if lengths is None else lengths[sequence]
@@ -99,8 +102,8 @@ def attention(
             used = pages.tables[sequence, : -(-total // pages.page_size)].long()
             key = pages.keys[layer][used].flatten(0, 1)[:total]
             value = pages.values[layer][used].flatten(0, 1)[:total]
-        key, value = (x.float().repeat_interleave(group, dim=1) for x in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), key) * scale
+        key, value = (x.to(precision).repeat_interleave(group, dim=1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", q[first:last].to(precision), key) * scale
         at = torch.arange(total - (last - first), total, device=q.device)[:, None]
         keys_at = torch.arange(total, device=q.device)
         hidden = keys_at > at
@@ -121,4 +124,12 @@ def _packed(*args: Any) -> bool:
 
 
 attention.implement("tiled", "cpu", supports=_in_pools)(attention_cpu.paged)
-attention.implement("packed", "cpu", differentiable=True, supports=_packed)(attention_cpu.packed)
+attention.implement("packed", "cpu", differentiable=True, supports=_packed)(attention_train.packed)
+attention.implement("fixed tiles", "cpu", invariant=True)(attention_exact.attend_exact)
+if HAS_TRITON:
+    attention.implement("triton", "cuda", supports=attention_triton.supports)(attention_triton.attend)
+    attention.implement("triton fixed", "cuda", invariant=True, supports=attention_triton.supports)(
+        attention_triton.attend_fixed
+    )
+attention.implement("flash", "cuda", differentiable=True, supports=attention_train.supports)(attention_train.flash)
+attention.implement("packed", "cuda", differentiable=True, supports=_packed)(attention_train.packed)

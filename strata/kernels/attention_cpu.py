@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from itertools import pairwise
 
-import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -25,40 +23,6 @@ def _schedule(pages: PagedKV, offsets: Tensor, window: int | None) -> Schedule:
     return plan(offsets, pages.lengths, pages.tables, pages.keys[0], (window,)).schedules[window]
 
 
-def packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """Sequences that stand whole in the batch, one library call each. Differentiable."""
-    parts = []
-    for first, last in pairwise(offsets.tolist()):
-        if first == last:
-            continue
-        mask = None if window is None or window >= last - first else _band(last - first, window)
-        out = sdpa(
-            q[first:last].transpose(0, 1)[None],
-            k[first:last].transpose(0, 1)[None],
-            v[first:last].transpose(0, 1)[None],
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=True,
-        )
-        parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts) if parts else q.new_empty(q.shape)
-
-
-def _band(length: int, window: int) -> Tensor:
-    return torch.ones(length, length, dtype=torch.bool).tril_().triu_(1 - window)
-
-
 def paged(
     q: Tensor,
     k: Tensor,
@@ -73,8 +37,8 @@ def paged(
     """Queries of a mixed batch against the pools; no more than a tile (or one sequence) is copied at a time."""
     assert pages is not None
     work = _schedule(pages, offsets, window)
-    keys = pages.keys[layer].flatten(0, 1)
-    values = pages.values[layer].flatten(0, 1)
+    keys = pages.keys[layer].view(-1, *k.shape[1:])
+    values = pages.values[layer].view(-1, *k.shape[1:])
     if not work.chunks and not work.padded and len(work.groups) == 1 and isinstance(work.groups[0].rows, slice):
         return _decode(q, keys, values, work.groups[0], scale)
     out = q.new_zeros(q.shape) if work.padded else q.new_empty(q.shape)

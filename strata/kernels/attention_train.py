@@ -1,0 +1,102 @@
+"""Attention of packed sequences with gradients, by PyTorch's kernels (on CUDA FlashAttention-2, Dao 2023)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from strata.kernels.paged import PagedKV
+
+
+def _library() -> tuple[Callable[..., Any], dict[str, bool]] | None:
+    """PyTorch's kernel for packed sequences and what it wants to be told of grouped heads; None if it has no window."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    accepted = inspect.signature(varlen_attn).parameters
+    if "window_size" not in accepted or "scale" not in accepted:
+        return None
+    return varlen_attn, {"enable_gqa": True} if "enable_gqa" in accepted else {}
+
+
+_LIBRARY = _library()
+
+
+def supports(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> bool:
+    return (
+        _LIBRARY is not None
+        and pages is None
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[2] % 8 == 0
+        and q.shape[2] <= 256
+    )
+
+
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Differentiable. The library counts a window without the query's own position; -1 means none."""
+    assert _LIBRARY is not None
+    run, grouped = _LIBRARY
+    left = -1 if window is None else window - 1
+    out: Tensor = run(q, k, v, offsets, offsets, longest, longest, scale=scale, window_size=(left, 0), **grouped)
+    return out
+
+
+def packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Sequences that stand whole in the batch, one library call each. Differentiable, on any device."""
+    parts = []
+    for first, last in pairwise(offsets.tolist()):
+        if first == last:
+            continue
+        mask = None if window is None or window >= last - first else _band(last - first, window, q.device)
+        out = sdpa(
+            q[first:last].transpose(0, 1)[None],
+            k[first:last].transpose(0, 1)[None],
+            v[first:last].transpose(0, 1)[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=True,
+        )
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts) if parts else q.new_empty(q.shape)
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)

@@ -1,0 +1,530 @@
+"""Attention on CUDA in Triton: for mixed batches, for decoding, and in one configuration for deterministic mode.
+
+The softmax is computed in one pass (FlashAttention-2, Dao 2023), the keys of a decoding sequence are divided into
+splits whose results are joined (Flash-Decoding, Dao et al. 2023), and the query heads that share a KV head are rows of
+one tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.paged import PagedKV
+from strata.kernels.triton_import import jit, tl, triton
+
+LOG2_E = 1.4426950408889634
+
+
+@jit
+def _slots(positions, held, first, table, PAGE_SIZE: tl.constexpr):
+    """Where the keys at `positions` lie, in tokens from the start of k and v; PAGE_SIZE 0: packed, from `first` on."""
+    if PAGE_SIZE == 0:
+        return (first + positions).to(tl.int64)
+    page = tl.load(table + positions // PAGE_SIZE, mask=held, other=0).to(tl.int64)
+    return page * PAGE_SIZE + positions % PAGE_SIZE
+
+
+@jit
+def _attend(
+    queries,
+    at,
+    maximum,
+    weight,
+    result,
+    start,
+    total,
+    k,
+    v,
+    first,
+    table,
+    scale,
+    k_stride,
+    v_stride,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One block of keys [start, start + BLOCK_N) joins the running softmax of a tile of queries.
+
+    queries [rows, HEAD_PAD]; at [rows]: position of each; maximum, weight [rows] and result [rows, HEAD_PAD] float32:
+    the largest score so far (in powers of two), the sum of the weights, the weighted sum of the values. A block of
+    which a row sees nothing leaves the row's state as it is, bit for bit.
+    """
+    positions = start + tl.arange(0, BLOCK_N)
+    columns = tl.arange(0, HEAD_PAD)
+    held = positions < total
+    slots = _slots(positions, held, first, table, PAGE_SIZE)
+    k_mask = (columns < HEAD_DIM)[:, None]
+    v_mask = (columns < HEAD_DIM)[None, :]
+    if MASKED:
+        k_mask = k_mask & held[None, :]
+        v_mask = v_mask & held[:, None]
+    keys = tl.load(k + slots[None, :] * k_stride + columns[:, None], mask=k_mask, other=0.0)
+    values = tl.load(v + slots[:, None] * v_stride + columns[None, :], mask=v_mask, other=0.0)
+    scores = tl.dot(queries, keys, input_precision="ieee") * scale
+    if MASKED:
+        visible = positions[None, :] <= at[:, None]
+        if WINDOW > 0:
+            visible = visible & (positions[None, :] > at[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+    largest = tl.maximum(maximum, tl.max(scores, 1))
+    # A row that has seen nothing yet has the maximum -inf, and -inf minus itself is not a number.
+    shift = tl.where(largest == float("-inf"), 0.0, largest) if MASKED else largest
+    weights = tl.exp2(scores - shift[:, None])
+    shrink = tl.exp2(maximum - shift)
+    weight = weight * shrink + tl.sum(weights, 1)
+    result = tl.dot(weights.to(values.dtype), values, result * shrink[:, None], input_precision="ieee")
+    return largest, weight, result
+
+
+@partial(jit, unspecialized=("offsets", "lengths", "tables", "sequences", "table_stride"))
+def attention_kernel(
+    q,
+    k,
+    v,
+    out,
+    offsets,
+    lengths,
+    tables,
+    sequences,
+    scale,
+    q_stride,
+    k_stride,
+    v_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FIXED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Programs [kv_heads, tokens // (BLOCK_M // GROUP) + sequences]: a tile of queries of one sequence each.
+
+    PAGE_SIZE 0: k and v are packed like q, and lengths and tables are not read. FIXED: every block of keys takes the
+    same path, so that a row's bits do not depend on the rows beside it.
+    """
+    kv_head = tl.program_id(0)
+    # The tiles that see most keys come last in a sequence and start first.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
+    # Sequence s starts with tile offsets[s] // TILE_QUERIES + s: find the last that starts at this tile or before.
+    sequence = 0
+    beyond = sequences
+    while beyond - sequence > 1:
+        middle = (sequence + beyond) // 2
+        if tl.load(offsets + middle) // TILE_QUERIES + middle <= tile:
+            sequence = middle
+        else:
+            beyond = middle
+    first = tl.load(offsets + sequence)
+    new = tl.load(offsets + sequence + 1) - first
+    query_start = (tile - first // TILE_QUERIES - sequence) * TILE_QUERIES
+    if query_start >= new:
+        return
+    total = new if PAGE_SIZE == 0 else tl.load(lengths + sequence)
+
+    row = tl.arange(0, BLOCK_M)
+    query = query_start + row // GROUP
+    held = (query < new) & (row < TILE_QUERIES * GROUP)
+    head = kv_head * GROUP + row % GROUP
+    columns = tl.arange(0, HEAD_PAD)
+    mask = held[:, None] & (columns < HEAD_DIM)[None, :]
+    token = (first + query).to(tl.int64)
+    queries = tl.load(q + (token * q_stride + head * HEAD_DIM)[:, None] + columns[None, :], mask=mask, other=0.0)
+
+    at = total - new + query
+    lowest = total - new + query_start
+    end = tl.minimum(total, lowest + TILE_QUERIES)
+    start = 0
+    if WINDOW > 0:
+        start = tl.maximum(lowest + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+    k += kv_head * HEAD_DIM
+    v += kv_head * HEAD_DIM
+    table = tables + sequence * table_stride
+
+    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    weight = tl.zeros((BLOCK_M,), tl.float32)
+    result = tl.zeros((BLOCK_M, HEAD_PAD), tl.float32)
+    if not FIXED and WINDOW == 0:
+        # Blocks that every row sees whole need no mask.
+        whole = (lowest + 1) // BLOCK_N * BLOCK_N
+        for block in range(0, whole, BLOCK_N):
+            maximum, weight, result = _attend(
+                queries, at, maximum, weight, result, block, total, k, v, first, table, scale, k_stride, v_stride,
+                False, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N,
+            )  # fmt: skip
+        start = tl.maximum(whole, 0)
+    for block in range(start, end, BLOCK_N):
+        maximum, weight, result = _attend(
+            queries, at, maximum, weight, result, block, total, k, v, first, table, scale, k_stride, v_stride,
+            True, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N,
+        )  # fmt: skip
+    result = result / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    HEADS = tl.num_programs(0) * GROUP
+    target = out + ((token * HEADS + head) * HEAD_DIM)[:, None] + columns[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=mask)
+
+
+@partial(jit, unspecialized=("offsets", "lengths", "tables", "table_stride"))
+def decode_kernel(
+    q,
+    k,
+    v,
+    partial_results,
+    partial_scales,
+    offsets,
+    lengths,
+    tables,
+    scale,
+    q_stride,
+    k_stride,
+    v_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Programs [kv_heads, splits, sequences]: one query over the keys [split * SPLIT, (split + 1) * SPLIT).
+
+    Leaves the normalized result [sequences, splits, heads, HEAD_DIM] and the logarithm (to the base two) of its weight
+    [sequences, splits, heads] of every split that the query sees; the others stay unwritten.
+    """
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    sequence = tl.program_id(2)
+    first = tl.load(offsets + sequence)
+    total = tl.load(lengths + sequence)
+    start = split * SPLIT
+    end = tl.minimum(total, start + SPLIT)
+    if WINDOW > 0:
+        start = tl.maximum(start, tl.maximum(total - WINDOW, 0) // BLOCK_N * BLOCK_N)
+    if start >= end:
+        return
+    row = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, HEAD_PAD)
+    held = row < GROUP
+    mask = held[:, None] & (columns < HEAD_DIM)[None, :]
+    head = kv_head * GROUP + row
+    source = q + first.to(tl.int64) * q_stride + (head * HEAD_DIM)[:, None] + columns[None, :]
+    queries = tl.load(source, mask=mask, other=0.0)
+    at = tl.full((BLOCK_M,), 0, tl.int32) + total - 1
+    k += kv_head * HEAD_DIM
+    v += kv_head * HEAD_DIM
+    table = tables + sequence * table_stride
+
+    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    weight = tl.zeros((BLOCK_M,), tl.float32)
+    result = tl.zeros((BLOCK_M, HEAD_PAD), tl.float32)
+    for block in range(start, end, BLOCK_N):
+        maximum, weight, result = _attend(
+            queries, at, maximum, weight, result, block, total, k, v, first, table, scale, k_stride, v_stride,
+            True, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N,
+        )  # fmt: skip
+    HEADS = tl.num_programs(0) * GROUP
+    target = (sequence.to(tl.int64) * tl.num_programs(1) + split) * HEADS + head
+    tl.store(partial_results + (target * HEAD_DIM)[:, None] + columns[None, :], result / weight[:, None], mask=mask)
+    tl.store(partial_scales + target, maximum + tl.log2(weight), mask=held)
+
+
+@partial(jit, unspecialized=("offsets", "lengths", "splits"))
+def join_kernel(
+    partial_results,
+    partial_scales,
+    out,
+    offsets,
+    lengths,
+    splits,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """Programs [heads, sequences]: the weighted mean of the splits that `decode_kernel` left."""
+    head = tl.program_id(0)
+    sequence = tl.program_id(1)
+    heads = tl.num_programs(0)
+    first = tl.load(offsets + sequence)
+    if tl.load(offsets + sequence + 1) == first:
+        return
+    total = tl.load(lengths + sequence)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(total - WINDOW, 0) // SPLIT
+    end = tl.cdiv(total, SPLIT)
+    columns = tl.arange(0, HEAD_PAD)
+    base = sequence.to(tl.int64) * splits
+    every = tl.arange(0, MOST_SPLITS)
+    used = (every >= begin) & (every < end)
+    scales = tl.load(partial_scales + (base + every) * heads + head, mask=used, other=float("-inf"))
+    maximum = tl.max(scales, 0)
+    weight = tl.zeros((BLOCK_SPLITS,), tl.float32)
+    result = tl.zeros((HEAD_PAD,), tl.float32)
+    for block in range(begin, end, BLOCK_SPLITS):
+        split = block + tl.arange(0, BLOCK_SPLITS)
+        source = (base + split) * heads + head
+        share = tl.exp2(tl.load(partial_scales + source, mask=split < end, other=float("-inf")) - maximum)
+        mask = (split < end)[:, None] & (columns < HEAD_DIM)[None, :]
+        part = tl.load(partial_results + (source * HEAD_DIM)[:, None] + columns[None, :], mask=mask, other=0.0)
+        weight += share
+        result += tl.sum(part * share[:, None], 0)
+    sum_of_weights = tl.sum(weight, 0)
+    result = result / tl.where(sum_of_weights == 0.0, 1.0, sum_of_weights)
+    target = out + (first.to(tl.int64) * heads + head) * HEAD_DIM + columns
+    tl.store(target, result.to(out.dtype.element_ty), mask=columns < HEAD_DIM)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """rows: query rows (queries times the heads of a group); keys: of a block; warps and stages of the pipeline."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# Tokens of a split, and how many splits a sequence may have before they grow.
+SPLIT, MOST_SPLITS = 256, 64
+
+
+def mixed_tile(head_dim: int, dtype: torch.dtype) -> Tile:
+    if dtype == torch.float32:
+        return Tile(32, 16, 8, 2)
+    return Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(128, 32, 8, 2)
+
+
+def fixed_tile(head_dim: int, dtype: torch.dtype) -> Tile:
+    """The one tile of deterministic mode, short because most of its rows stay empty while decoding."""
+    if dtype == torch.float32:
+        return Tile(32, 16, 8, 2)
+    return Tile(64, 64, 4, 3) if head_dim <= 128 else Tile(64, 64, 8, 2)
+
+
+def decode_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
+    rows = max(16, triton.next_power_of_2(group))
+    if dtype == torch.float32:
+        return Tile(rows, 16, 8, 2)
+    return Tile(rows, 64, 4, 3) if head_dim <= 128 else Tile(rows, 32, 4, 3)
+
+
+def supports(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> bool:
+    head_dim = q.shape[2]
+    if pages is None:
+        sources = (q, k, v)
+    else:
+        sources = (q, pages.keys[layer], pages.values[layer])
+        if not (sources[1].is_contiguous() and sources[2].is_contiguous()):
+            return False
+    return (
+        q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and head_dim <= 256
+        and q.shape[1] // k.shape[1] <= 32
+        and all(x.dtype == q.dtype and x.stride(-1) == 1 and x.stride(-2) == head_dim for x in sources)
+    )
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """The fastest kernel for the batch: splits when every sequence decodes."""
+    if pages is not None and longest == 1:
+        return _decode(q, offsets, pages, layer, scale, window)
+    return _mixed(q, k, v, offsets, pages, layer, scale, window, mixed_tile(q.shape[2], q.dtype), fixed=False)
+
+
+def attend_fixed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """One kernel in one configuration, so that a token's bits are the same in any batch, prefilled or decoded."""
+    return _mixed(q, k, v, offsets, pages, layer, scale, window, fixed_tile(q.shape[2], q.dtype), fixed=True)
+
+
+def _mixed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+    tile: Tile,
+    fixed: bool,
+) -> Tensor:
+    tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if tokens == 0:
+        return out
+    sequences = offsets.shape[0] - 1
+    if pages is None:
+        lengths, tables, table_stride, page_size = offsets, offsets, 0, 0
+        k_stride, v_stride = k.stride(0), v.stride(0)
+    else:
+        k, v, lengths, tables = pages.keys[layer], pages.values[layer], pages.lengths, pages.tables
+        table_stride, page_size = tables.stride(0), pages.page_size
+        k_stride = v_stride = kv_heads * head_dim
+    group = heads // kv_heads
+    attention_kernel[(kv_heads, tokens // (tile.rows // group) + sequences)](
+        q,
+        k,
+        v,
+        out,
+        offsets,
+        lengths,
+        tables,
+        sequences,
+        scale * LOG2_E,
+        q.stride(0),
+        k_stride,
+        v_stride,
+        table_stride,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=triton.next_power_of_2(head_dim),
+        PAGE_SIZE=page_size,
+        WINDOW=window or 0,
+        FIXED=fixed,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def _decode(q: Tensor, offsets: Tensor, pages: PagedKV, layer: int, scale: float, window: int | None) -> Tensor:
+    tokens, heads, head_dim = q.shape
+    keys, values, tables = pages.keys[layer], pages.values[layer], pages.tables
+    kv_heads, sequences = keys.shape[2], tables.shape[0]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if tokens == 0:
+        return out
+    most = tables.shape[1] * pages.page_size
+    split = max(SPLIT, triton.next_power_of_2(triton.cdiv(most, MOST_SPLITS)))
+    splits = triton.cdiv(most, split)
+    results = torch.empty((sequences, splits, heads, head_dim), dtype=torch.float32, device=q.device)
+    scales = torch.empty((sequences, splits, heads), dtype=torch.float32, device=q.device)
+    tile = decode_tile(heads // kv_heads, head_dim, q.dtype)
+    shape = {"HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(head_dim), "WINDOW": window or 0, "SPLIT": split}
+    decode_kernel[(kv_heads, splits, sequences)](
+        q,
+        keys,
+        values,
+        results,
+        scales,
+        offsets,
+        pages.lengths,
+        tables,
+        scale * LOG2_E,
+        q.stride(0),
+        kv_heads * head_dim,
+        kv_heads * head_dim,
+        tables.stride(0),
+        GROUP=heads // kv_heads,
+        PAGE_SIZE=pages.page_size,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **shape,
+    )
+    join_kernel[(heads, sequences)](
+        results,
+        scales,
+        out,
+        offsets,
+        pages.lengths,
+        splits,
+        MOST_SPLITS=MOST_SPLITS,
+        BLOCK_SPLITS=8,
+        num_warps=2,
+        **shape,
+    )
+    return out
+
+
+def compile_cases() -> list[CompileCase]:
+    pointers = dict.fromkeys(("q", "k", "v", "out", "partial_results"), ":16")
+    cases = []
+    for kind, dtype, head_dim, group, page_size, window in (
+        ("bf16", torch.bfloat16, 128, 4, 16, 0),
+        ("bf16", torch.bfloat16, 128, 4, 0, 0),
+        ("bf16", torch.bfloat16, 128, 2, 16, 4096),
+        ("bf16", torch.bfloat16, 64, 7, 32, 0),
+        ("bf16", torch.bfloat16, 80, 1, 16, 0),
+        ("bf16", torch.bfloat16, 32, 4, 16, 0),
+        ("bf16", torch.bfloat16, 256, 8, 16, 0),
+        ("fp16", torch.float16, 96, 3, 64, 0),
+        ("fp32", torch.float32, 128, 4, 16, 0),
+    ):
+        shape = {"HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(head_dim), "WINDOW": window}
+        common = {**shape, "GROUP": group, "PAGE_SIZE": page_size}
+        types = {name: f"*{kind}{aligned}" for name, aligned in pointers.items()} | {"scale": "fp32"}
+        types |= dict.fromkeys(("offsets", "lengths", "tables"), "*i32") | dict.fromkeys(("sequences", "splits"), "i32")
+        types |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16") | {"table_stride": "i32"}
+        types |= {"partial_results": "*fp32:16", "partial_scales": "*fp32:16"}
+        dot = () if kind == "fp32" else ("wgmma.mma_async",)
+        name = f"{kind} head_dim {head_dim} group {group} page {page_size} window {window}"
+
+        def case(title, kernel, constants, tile, must_contain, types=types):
+            signature = {n: types[n] for n in kernel.arg_names if n in types}
+            return CompileCase(title, kernel, signature, constants, tile.warps, tile.stages, must_contain)
+
+        for label, tile, fixed in (
+            ("attention", mixed_tile(head_dim, dtype), False),
+            ("fixed attention", fixed_tile(head_dim, dtype), True),
+        ):
+            constants = {**common, "FIXED": fixed, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
+            cases.append(case(f"{label} {name}", attention_kernel, constants, tile, dot))
+        if page_size:
+            tile = decode_tile(group, head_dim, dtype)
+            constants = {**common, "SPLIT": SPLIT, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
+            cases.append(case(f"decode {name}", decode_kernel, constants, tile, ("mma.sync",) if dot else ()))
+            constants = {**shape, "SPLIT": SPLIT, "MOST_SPLITS": MOST_SPLITS, "BLOCK_SPLITS": 8}
+            cases.append(case(f"join {name}", join_kernel, constants, Tile(1, 8, 2, 3), ()))
+    return cases

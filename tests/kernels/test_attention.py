@@ -1,0 +1,268 @@
+"""Attention on CPU: the reference against a loop over single queries, the implementations against the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.attention import attention
+from strata.kernels.attention_cpu import planned
+from strata.kernels.attention_plan import TILE_BYTES, schedule
+from strata.kernels.paged import PagedKV
+
+PAGE = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences with all their keys and values; `batch` makes the step that runs the last `new` tokens of each."""
+
+    q: list[Tensor]
+    k: list[Tensor]
+    v: list[Tensor]
+
+    @classmethod
+    def random(cls, lengths, heads, kv_heads, head_dim, dtype=torch.float32, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(count):
+            return [torch.randn(n, count, head_dim, generator=generator).to(dtype) for n in lengths]
+
+        return cls(draw(heads), draw(kv_heads), draw(kv_heads))
+
+    def batch(self, new, totals=None, consecutive=False, seed=0, layers=1):
+        """Arguments of `attention` up to the scale, with every unused entry of the pools not a number."""
+        totals = [len(q) for q in self.q] if totals is None else totals
+        pages = [-(-total // PAGE) for total in totals]
+        count = sum(pages) + 3
+        order = torch.arange(count)
+        if not consecutive:
+            order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        pool = torch.full((count, PAGE, *self.k[0].shape[1:]), torch.nan, dtype=self.k[0].dtype)
+        keys, values = [[pool.clone() for _ in range(layers)] for _ in range(2)]
+        tables = torch.full((len(totals), max(pages)), int(order[-1]), dtype=torch.int32)
+        slots, at = [], 0
+        for s, total in enumerate(totals):
+            tables[s, : pages[s]] = order[at : at + pages[s]]
+            own = (tables[s, : pages[s], None] * PAGE + torch.arange(PAGE)).flatten()[:total].long()
+            keys[-1].flatten(0, 1)[own] = self.k[s][:total]
+            values[-1].flatten(0, 1)[own] = self.v[s][:total]
+            slots.append(own[total - new[s] :])
+            at += pages[s]
+        parts = [slice(total - n, total) for n, total in zip(new, totals, strict=True)]
+        q, k, v = (torch.cat([x[p] for x, p in zip(xs, parts, strict=True)]) for xs in (self.q, self.k, self.v))
+        offsets = torch.tensor([0, *new]).cumsum(0).int()
+        lengths = torch.tensor(totals, dtype=torch.int32)
+        kv = PagedKV(tuple(keys), tuple(values), tables, lengths, torch.cat(slots).int())
+        return q, k, v, offsets, max(new), kv, layers - 1
+
+    def packed(self):
+        q, k, v = torch.cat(self.q), torch.cat(self.k), torch.cat(self.v)
+        lengths = [len(x) for x in self.q]
+        return q, k, v, torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths), None, 0
+
+
+def by_query(case: Case, sequence: int, position: int, scale: float, window: int | None) -> Tensor:
+    """One query in float64, [heads, head_dim]."""
+    first = 0 if window is None else max(0, position + 1 - window)
+    q = case.q[sequence][position].double()
+    rows = []
+    for head in range(q.shape[0]):
+        kv_head = head // (q.shape[0] // case.k[0].shape[1])
+        k = case.k[sequence][first : position + 1, kv_head].double()
+        v = case.v[sequence][first : position + 1, kv_head].double()
+        rows.append(torch.softmax(k @ q[head] * scale, 0) @ v)
+    return torch.stack(rows)
+
+
+LENGTHS = [40, 1, 17, 33, 80]
+NEW = [1, 1, 17, 20, 80]
+
+
+@pytest.mark.parametrize("window", [None, 1, 9, 200])
+@pytest.mark.parametrize("implementation", ["reference", "tiled", "fixed tiles"])
+def test_every_query_of_a_mixed_batch(implementation, window):
+    case = Case.random(LENGTHS, heads=6, kv_heads=2, head_dim=20)
+    run = {i.name: i.run for i in attention.implementations if i.device == "cpu"} | {"reference": attention.reference}
+    out = run[implementation](*case.batch(NEW, layers=2), 0.3, window)
+    wanted = [
+        by_query(case, s, position, 0.3, window)
+        for s, (total, new) in enumerate(zip(LENGTHS, NEW, strict=True))
+        for position in range(total - new, total)
+    ]
+    torch.testing.assert_close(out.double(), torch.stack(wanted), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("implementation", ["reference", "packed", "fixed tiles"])
+def test_every_query_of_packed_sequences(implementation, window):
+    case = Case.random(LENGTHS, heads=7, kv_heads=1, head_dim=24)
+    run = {i.name: i.run for i in attention.implementations if i.device == "cpu"} | {"reference": attention.reference}
+    out = run[implementation](*case.packed(), 0.2, window)
+    wanted = [by_query(case, s, p, 0.2, window) for s, total in enumerate(LENGTHS) for p in range(total)]
+    torch.testing.assert_close(out.double(), torch.stack(wanted), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("consecutive", [True, False])
+@pytest.mark.parametrize(
+    ("totals", "new", "window"),
+    [
+        ([150 + 7 * (i % 5) for i in range(32)], [1] * 32, None),  # one group
+        ([20, 900, 30, 700, 45, 33], [1] * 6, None),  # lengths that do not fit together
+        ([20, 900, 30, 700, 45, 33], [1] * 6, 64),
+        ([1300, 5, 700], [1100, 1, 700], None),  # prompts longer than a tile of queries, one continued
+        ([1300, 5, 700], [1100, 1, 700], 100),
+    ],
+)
+def test_tiled_equals_reference(dtype, consecutive, totals, new, window):
+    case = Case.random(totals, heads=8, kv_heads=2, head_dim=32, dtype=dtype)
+    arguments = case.batch(new, consecutive=consecutive)
+    out = attention.bind("cpu")(*arguments, 32**-0.5, window)
+    atol = 2e-6 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(out, attention.reference(*arguments, 32**-0.5, window), rtol=0, atol=atol)
+
+
+def test_views_of_a_merged_projection_are_accepted():
+    case = Case.random([30, 12], heads=4, kv_heads=2, head_dim=16)
+    q, k, v, *rest = case.batch([8, 12])
+    merged = torch.cat([x.flatten(1) for x in (q, k, v)], 1)
+    views = [x.unflatten(-1, (-1, 16)) for x in merged.split([64, 32, 32], 1)]
+    for deterministic in (False, True):
+        run = attention.bind("cpu", deterministic=deterministic)
+        assert torch.equal(run(*views, *rest, 0.25, None), run(q, k, v, *rest, 0.25, None))
+
+
+def test_a_plan_made_once_gives_the_same_result():
+    case = Case.random([200, 31, 64, 90], heads=4, kv_heads=2, head_dim=16)
+    q, k, v, offsets, longest, pages, layer = case.batch([1, 31, 1, 40])
+    with_plan = planned(pages, offsets, {None, 30})
+    assert set(with_plan.plan.schedules) == {None, 30}
+    run = attention.bind("cpu")
+    for window in (None, 30, 50):
+        plain = run(q, k, v, offsets, longest, pages, layer, 0.25, window)
+        assert torch.equal(run(q, k, v, offsets, longest, with_plan, layer, 0.25, window), plain)
+
+
+def test_padding_rows_are_finite_and_harmless():
+    case = Case.random([50, 40], heads=4, kv_heads=2, head_dim=16)
+    q, k, v, offsets, longest, pages, layer = case.batch([1, 1])
+    alone = attention.reference(q, k, v, offsets, longest, pages, layer, 0.25, None)
+    padded = dataclasses.replace(
+        pages,
+        lengths=torch.tensor([50, 40, 0, 0], dtype=torch.int32),
+        tables=torch.cat([pages.tables, torch.zeros(2, pages.tables.shape[1], dtype=torch.int32)]),
+    )
+    q, k, v = (torch.cat([x, x]) for x in (q, k, v))
+    offsets = torch.arange(5, dtype=torch.int32)
+    for run in (attention.reference, attention.bind("cpu"), attention.bind("cpu", deterministic=True)):
+        out = run(q, k, v, offsets, 1, padded, layer, 0.25, None)
+        torch.testing.assert_close(out[:2], alone, rtol=0, atol=1e-6)
+        assert out.isfinite().all()
+
+
+def test_gradients_of_packed_sequences():
+    case = Case.random([9, 1, 14], heads=4, kv_heads=2, head_dim=8)
+    q, k, v, *rest = case.packed()
+    for window in (None, 5):
+        grads = []
+        for run in (attention.reference, attention.bind("cpu", differentiable=True)):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            out = run(*leaves, *rest, 0.35, window)
+            grads.append(torch.autograd.grad(out.square().sum(), leaves))
+        for ours, theirs in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        doubles = [x.double().requires_grad_() for x in (q, k, v)]
+        assert torch.autograd.gradcheck(lambda *x, w=window: attention.reference(*x, *rest, 0.35, w), doubles)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 32), (4, 2, 64), (7, 1, 24), (3, 3, 80)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 70])
+def test_deterministic_bits_do_not_depend_on_batch_chunks_or_pages(heads, kv_heads, head_dim, dtype, window):
+    lengths = [300, 1, 45, 129, 17]
+    case = Case.random(lengths, heads, kv_heads, head_dim, dtype)
+    run = attention.bind("cpu", deterministic=True)
+    scale = head_dim**-0.5
+
+    def paged(new, totals, **how):
+        q, k, v, *rest = case.batch(new, totals, **how)
+        return run(q, k, v, *rest, scale, window).split(new)
+
+    whole = run(*case.packed(), scale, window).split(lengths)
+    for ours, theirs in zip(paged(lengths, lengths), whole, strict=True):
+        assert torch.equal(ours, theirs)  # from pages as from the batch itself
+    alone = Case(case.q[:1], case.k[:1], case.v[:1])
+    assert torch.equal(run(*alone.packed(), scale, window), whole[0])
+    for sizes in ([1] * 20, [7, 100, 21], [128, 1, 127], [299, 1]):  # any chunks, among company of any size
+        done = 0
+        for size in sizes:
+            done += size
+            others = [max(1, min(total, done)) for total in lengths[1:]]
+            chunk = paged([size, 1, *(1 for _ in others[1:])], [done, *others], seed=done)
+            assert torch.equal(chunk[0], whole[0][done - size : done])
+            assert torch.equal(chunk[3][0], whole[3][others[2] - 1])
+
+
+def test_groups_are_bounded_and_similar():
+    lengths = [16 * (i % 40) + 8 for i in range(200)]
+    tables = torch.zeros(200, 64, dtype=torch.int32)
+    work = schedule(list(range(201)), lengths, tables, PAGE, token_bytes=1024, dtype=torch.float32, window=None)
+    assert not work.chunks
+    assert not work.padded
+    seen = []
+    for group in work.groups:
+        rows = range(200)[group.rows] if isinstance(group.rows, slice) else group.rows.tolist()
+        seen += rows
+        used = sum(lengths[row] for row in rows)
+        staged = len(group.slots) if isinstance(group.slots, torch.Tensor) else group.slots.stop - group.slots.start
+        assert staged * 1024 <= TILE_BYTES
+        assert staged < 2 * used
+    assert sorted(seen) == list(range(200))
+
+
+def test_keys_of_consecutive_pages_are_not_copied():
+    tables = torch.arange(5, 15, dtype=torch.int32)[None]
+    work = schedule([0, 1], [150], tables, PAGE, token_bytes=256, dtype=torch.float32, window=None)
+    assert work.groups[0].slots == slice(5 * PAGE, 5 * PAGE + 150)
+
+
+def test_cost_is_the_hand_count():
+    def cost(workload, window, pages=None, kv_dtype=torch.bfloat16):
+        tokens = workload.tokens
+        q = torch.empty(tokens, 8, 16, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(tokens, 2, 16, dtype=kv_dtype, device="meta")
+        offsets = torch.empty(len(workload.new) + 1, dtype=torch.int32, device="meta")
+        return attention.cost(q, k, k, offsets, max(workload.new), pages, 0, 0.25, window, workload=workload)
+
+    row = 8 * 16 * 2  # bytes of a token's queries
+    key = 2 * 2 * 16 * 2  # bytes of a token's key and value
+    # A prompt of 4 sees 1 + 2 + 3 + 4 keys; a decoding query at position 9 sees 10.
+    assert cost(Workload((4, 1), (4, 10)), None) == Cost(
+        flops=4 * 8 * 16 * (10 + 10), read=5 * row + 14 * key, written=5 * row
+    )
+    # With a window of 3: 1 + 2 + 3 + 3, and 3; the decoding query reads 3 keys.
+    assert cost(Workload((4, 1), (4, 10)), 3) == Cost(
+        flops=4 * 8 * 16 * (9 + 3), read=5 * row + 7 * key, written=5 * row
+    )
+    # Positions 6 to 9 with a window of 3 read the keys 4 to 9.
+    assert cost(Workload((4,), (10,)), 3) == Cost(flops=4 * 8 * 16 * 12, read=4 * row + 6 * key, written=4 * row)
+    # A window longer than everything changes nothing.
+    assert cost(Workload((4, 1), (4, 10)), 99) == cost(Workload((4, 1), (4, 10)), None)
+    # The pools decide what a key takes.
+    pool = torch.empty(9, PAGE, 2, 16, dtype=torch.float32, device="meta")
+    tables = torch.empty(1, 1, dtype=torch.int32, device="meta")
+    pages = PagedKV((pool,), (pool,), tables, tables[0], tables[0])
+    assert cost(Workload((1,), (10,)), None, pages).read == row + 10 * 2 * key
+
+
+def test_meta_has_the_shape_of_the_queries():
+    q = torch.empty(5, 8, 16, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(5, 2, 16, dtype=torch.bfloat16, device="meta")
+    out = attention(q, k, k, torch.empty(2, dtype=torch.int32, device="meta"), 5, None, 0, 0.25, None)
+    assert (out.shape, out.dtype, out.device.type) == (q.shape, q.dtype, "meta")
