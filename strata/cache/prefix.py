@@ -32,7 +32,6 @@ class PrefixTree:
     """
 
     def __init__(self, pages: PageAllocator) -> None:
-        self.version = 0  # changes whenever something new can be matched
         self._pages = pages
         self._roots: dict[str, _Node] = {}
         self._owners: dict[int, _Node] = {}
@@ -171,7 +170,6 @@ class PrefixTree:
         for page in pages[known:]:
             self._pages.cache(page)
             self._owners[page] = node
-        self.version += 1
 
     def _split(self, node: _Node, taken: int) -> _Node:
         """Cut a node after its first `taken` pages; returns the new node that holds these."""

@@ -132,7 +132,7 @@ class Scheduler:
         self._num_slots = min(config.max_sequences, config.max_tokens)
         self._slots = list(range(self._num_slots))  # a heap of those that are free
         self._next_id = 0
-        self._refusal: tuple[Sequence, int, int] | None = None
+        self._refusal: tuple[Sequence, int] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -350,9 +350,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Find a waiting sequence a slot and all pages of what it has to prefill; False if it must wait."""
         room = self._pages.free + self._pages.idle - len(self._running)
-        version = self._prefix.version if self._prefix is not None else 0
         # An id that is under way (the sequence was preempted just now) is on the device in its former slot only.
-        if sequence.pending or self._refusal == (sequence, room, version):
+        if sequence.pending or self._refusal == (sequence, room):
             return False
         prefix = self._prefix if sequence.request.params.prompt_logprobs is None else None
         cached = prefix.match(sequence.tokens, sequence.request.salt) if prefix is not None else []
@@ -361,7 +360,7 @@ class Scheduler:
         if wanted > self._pages.free + self._pages.idle - len(self._running):
             for page in reversed(cached):
                 self._pages.release(page)
-            self._refusal = (sequence, room, version)
+            self._refusal = (sequence, room)
             return False
         self._refusal = None
         if self._prefix is not None:

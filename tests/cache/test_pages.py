@@ -52,12 +52,13 @@ class Books(RuleBasedStateMachine):
         if page in self.cached and page not in self.held:
             self.idle.append(page)
 
-    @rule(page=st.integers(0, 19))
-    def cache(self, page: int) -> None:
-        if page not in self.held or page in self.cached:
-            if page < self.pages.num_pages:
-                with pytest.raises(ValueError, match="cached"):
-                    self.pages.cache(page)
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 100))
+    def cache(self, which: int) -> None:
+        page = self.held[which % len(self.held)]
+        if page in self.cached:
+            with pytest.raises(ValueError, match="cached"):
+                self.pages.cache(page)
             return
         self.pages.cache(page)
         self.cached.append(page)
@@ -72,6 +73,7 @@ class Books(RuleBasedStateMachine):
 
     @rule(page=st.integers(0, 19))
     def touch(self, page: int) -> None:
+        page %= self.pages.num_pages
         self.pages.touch(page)
         if page in self.idle:
             self.idle.remove(page)
@@ -79,12 +81,15 @@ class Books(RuleBasedStateMachine):
 
     @rule(page=st.integers(0, 19))
     def let_go_of_what_nobody_holds(self, page: int) -> None:
-        if page < self.pages.num_pages and page not in self.held:
+        page %= self.pages.num_pages
+        if page not in self.held:
             with pytest.raises(ValueError, match="released"):
                 self.pages.release(page)
             if page not in self.cached:
                 with pytest.raises(ValueError, match="shared"):
                     self.pages.share(page)
+                with pytest.raises(ValueError, match="cached"):
+                    self.pages.cache(page)
 
     @invariant()
     def agree(self) -> None:

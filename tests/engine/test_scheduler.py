@@ -216,6 +216,27 @@ class TestRunAhead:
         assert len(young.outputs) == len(old.outputs) == 9
         of.check()
 
+    def test_a_sequence_is_not_admitted_again_while_an_id_is_under_way(self) -> None:
+        # "b" loses copies of pages that "a" holds in the tree, so there is room for it again as soon as it is out.
+        of = scheduler(pages=6, page_size=4)
+        of.add(request("a", [*range(100, 108), 7], max_tokens=8))
+        (young,) = of.add(request("b", range(100, 108), arrival=1.0, max_tokens=8))
+        plan = of.schedule()
+        for _ in range(4):
+            before, plan = plan, of.schedule()
+            assert before is not None
+            of.complete(before, [7, 7])
+        assert (young.status, young.preemptions) == (Status.RUNNING, 0)
+        after = of.schedule()
+        assert shares(after) == [("a", 13, 1)]
+        assert (young.status, young.pending, young.preemptions) == (Status.WAITING, 1, 1)
+        assert plan is not None
+        assert after is not None
+        of.complete(plan, [7, 7])
+        of.complete(after, [7])
+        list(finish(of))
+        assert len(young.outputs) == 8
+
     def test_only_bad_words_of_several_ids_need_known_ids(self) -> None:
         of = scheduler()
         single = Request("a", (5, 6), SamplingParams(), bad_words=((3,),))
