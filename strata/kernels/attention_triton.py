@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -489,42 +490,43 @@ def _decode(q: Tensor, offsets: Tensor, pages: PagedKV, layer: int, scale: float
 
 
 def compile_cases() -> list[CompileCase]:
-    pointers = dict.fromkeys(("q", "k", "v", "out", "partial_results"), ":16")
+    bf16, fp32 = torch.bfloat16, torch.float32
+    cases = _cases(bf16, head_dim=128, group=4, page_size=16, window=0)
+    cases += _cases(bf16, head_dim=256, group=8, page_size=16, window=0)[:3]
+    cases += _cases(bf16, head_dim=80, group=7, page_size=0, window=4096)[:2]
+    cases += _cases(fp32, head_dim=128, group=4, page_size=16, window=0)[1:3]
+    return cases
+
+
+def _cases(dtype: torch.dtype, head_dim: int, group: int, page_size: int, window: int) -> list[CompileCase]:
+    """Mixed and fixed attention; decoding and joining where there are pages."""
+    kind = "fp32" if dtype == torch.float32 else "bf16"
+    tensors = dict.fromkeys(("q", "k", "v", "out"), f"*{kind}:16")
+    tensors |= dict.fromkeys(("partial_results", "partial_scales"), "*fp32:16")
+    indices = dict.fromkeys(("offsets", "lengths", "tables"), "*i32")
+    numbers = dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16")
+    numbers |= dict.fromkeys(("table_stride", "sequences", "splits"), "i32") | {"scale": "fp32"}
+    types = tensors | indices | numbers
+
+    def case(name: str, kernel: Any, constants: dict[str, object], tile: Tile, instruction: str) -> CompileCase:
+        signature = {argument: types[argument] for argument in kernel.arg_names if argument in types}
+        name = f"{name} {kind} head_dim {head_dim} group {group} page_size {page_size} window {window}"
+        instructions = () if dtype == torch.float32 or not instruction else (instruction,)
+        return CompileCase(name, kernel, signature, constants, tile.warps, tile.stages, instructions)
+
+    shape = {"HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(head_dim), "WINDOW": window}
+    common = {**shape, "GROUP": group, "PAGE_SIZE": page_size}
     cases = []
-    for kind, dtype, head_dim, group, page_size, window in (
-        ("bf16", torch.bfloat16, 128, 4, 16, 0),
-        ("bf16", torch.bfloat16, 128, 4, 0, 0),
-        ("bf16", torch.bfloat16, 128, 2, 16, 4096),
-        ("bf16", torch.bfloat16, 64, 7, 32, 0),
-        ("bf16", torch.bfloat16, 80, 1, 16, 0),
-        ("bf16", torch.bfloat16, 32, 4, 16, 0),
-        ("bf16", torch.bfloat16, 256, 8, 16, 0),
-        ("fp16", torch.float16, 96, 3, 64, 0),
-        ("fp32", torch.float32, 128, 4, 16, 0),
+    for name, tile, fixed in (
+        ("attention", mixed_tile(head_dim, dtype), False),
+        ("fixed attention", fixed_tile(head_dim, dtype), True),
     ):
-        shape = {"HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(head_dim), "WINDOW": window}
-        common = {**shape, "GROUP": group, "PAGE_SIZE": page_size}
-        types = {name: f"*{kind}{aligned}" for name, aligned in pointers.items()} | {"scale": "fp32"}
-        types |= dict.fromkeys(("offsets", "lengths", "tables"), "*i32") | dict.fromkeys(("sequences", "splits"), "i32")
-        types |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16") | {"table_stride": "i32"}
-        types |= {"partial_results": "*fp32:16", "partial_scales": "*fp32:16"}
-        dot = () if kind == "fp32" else ("wgmma.mma_async",)
-        name = f"{kind} head_dim {head_dim} group {group} page {page_size} window {window}"
-
-        def case(title, kernel, constants, tile, must_contain, types=types):
-            signature = {n: types[n] for n in kernel.arg_names if n in types}
-            return CompileCase(title, kernel, signature, constants, tile.warps, tile.stages, must_contain)
-
-        for label, tile, fixed in (
-            ("attention", mixed_tile(head_dim, dtype), False),
-            ("fixed attention", fixed_tile(head_dim, dtype), True),
-        ):
-            constants = {**common, "FIXED": fixed, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
-            cases.append(case(f"{label} {name}", attention_kernel, constants, tile, dot))
-        if page_size:
-            tile = decode_tile(group, head_dim, dtype)
-            constants = {**common, "SPLIT": SPLIT, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
-            cases.append(case(f"decode {name}", decode_kernel, constants, tile, ("mma.sync",) if dot else ()))
-            constants = {**shape, "SPLIT": SPLIT, "MOST_SPLITS": MOST_SPLITS, "BLOCK_SPLITS": 8}
-            cases.append(case(f"join {name}", join_kernel, constants, Tile(1, 8, 2, 3), ()))
+        constants = {**common, "FIXED": fixed, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
+        cases.append(case(name, attention_kernel, constants, tile, "wgmma.mma_async"))
+    if page_size:
+        tile = decode_tile(group, head_dim, dtype)
+        constants = {**common, "SPLIT": SPLIT, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
+        cases.append(case("decode", decode_kernel, constants, tile, "mma.sync"))
+        constants = {**shape, "SPLIT": SPLIT, "MOST_SPLITS": MOST_SPLITS, "BLOCK_SPLITS": 8}
+        cases.append(case("join", join_kernel, constants, Tile(1, 8, 2, 3), ""))
     return cases

@@ -9,23 +9,18 @@ from torch import Tensor
 from strata.kernels.attention import attention
 from strata.kernels.paged import PagedKV
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 5e-6}
-
-
-def fresh() -> torch.Generator:
-    return torch.Generator("cuda").manual_seed(torch.seed() % (1 << 31))
 
 
 class Case:
     """Random sequences on the GPU; `batch` makes the step that runs the last `new` tokens of the first `totals`."""
 
     def __init__(self, lengths, heads, kv_heads, head_dim, dtype):
-        draw = fresh()
         self.scale = head_dim**-0.5
         self.q, self.k, self.v = (
-            [torch.randn(n, count, head_dim, device="cuda", generator=draw).to(dtype) for n in lengths]
+            [torch.randn(n, count, head_dim, device="cuda").to(dtype) for n in lengths]
             for count in (heads, kv_heads, kv_heads)
         )
 
@@ -33,7 +28,7 @@ class Case:
         totals = [len(q) for q in self.q] if totals is None else totals
         pages = [-(-total // page_size) for total in totals]
         count = sum(pages) + 2
-        order = torch.randperm(count, device="cuda", generator=fresh()).int()
+        order = torch.randperm(count, device="cuda").int()
         shape = (count, page_size, *self.k[0].shape[1:])
         keys, values = (torch.full(shape, torch.nan, dtype=self.k[0].dtype, device="cuda") for _ in range(2))
         tables = order[-1].repeat(len(totals), width or max(*pages, 1))
@@ -74,14 +69,7 @@ def cumulative(counts) -> Tensor:
     return torch.tensor([0, *counts], device="cuda").cumsum(0).int()
 
 
-def poison_allocator() -> None:
-    """Memory that the next results are likely to be allocated in holds no numbers."""
-    blocks = [torch.full((size,), torch.nan, device="cuda") for size in (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)]
-    del blocks
-
-
-def check(case: Case, arguments, wanted: Tensor, window, deterministic) -> None:
-    poison_allocator()
+def check(arguments, wanted: Tensor, window, deterministic) -> None:
     bound = attention.bind("cuda", deterministic=deterministic)
     assert bound.choose(*arguments, window).name.startswith("triton")
     out = bound(*arguments, window)
@@ -104,8 +92,8 @@ MIXED_NEW = [1, 1, 16, 1, 100, 1025, 64, 7, 2, 1]
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "dtype", "window"), CONFIGURATIONS)
 def test_mixed_batches(heads, kv_heads, head_dim, dtype, window, deterministic):
     case = Case(MIXED_TOTALS, heads, kv_heads, head_dim, dtype)
-    check(case, case.batch(MIXED_NEW), case.wanted(MIXED_NEW, window), window, deterministic)
-    check(case, case.packed(), case.wanted(MIXED_TOTALS, window), window, deterministic)
+    check(case.batch(MIXED_NEW), case.wanted(MIXED_NEW, window), window, deterministic)
+    check(case.packed(), case.wanted(MIXED_TOTALS, window), window, deterministic)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -114,7 +102,7 @@ def test_decode_at_page_and_split_boundaries(heads, kv_heads, head_dim, dtype, w
     totals = [1, 2, 15, 16, 17, 255, 256, 257, 511, 512, 513, 1300]
     new = [1] * len(totals)
     case = Case(totals, heads, kv_heads, head_dim, dtype)
-    check(case, case.batch(new, width=300), case.wanted(new, window), window, deterministic)
+    check(case.batch(new, width=300), case.wanted(new, window), window, deterministic)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
@@ -124,12 +112,12 @@ def test_decode_of_many_sequences(batch, page_size):
     case = Case(totals, 8, 2, 64, torch.bfloat16)
     new = [1] * batch
     for deterministic in (False, True):
-        check(case, case.batch(new, page_size=page_size), case.wanted(new), None, deterministic)
+        check(case.batch(new, page_size=page_size), case.wanted(new), None, deterministic)
 
 
 def test_a_long_sequence_has_larger_splits():
     case = Case([20000], 8, 2, 64, torch.bfloat16)
-    check(case, case.batch([1], width=4096), case.wanted([1]), None, False)
+    check(case.batch([1], width=4096), case.wanted([1]), None, False)
 
 
 @pytest.mark.parametrize("window", [1, 65])
@@ -138,7 +126,7 @@ def test_narrow_windows(window):
     case = Case(totals, 4, 2, 64, torch.bfloat16)
     for deterministic in (False, True):
         for new in (totals, [1, 1, 1]):
-            check(case, case.batch(new), case.wanted(new, window), window, deterministic)
+            check(case.batch(new), case.wanted(new, window), window, deterministic)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -149,7 +137,6 @@ def test_padding_rows_are_finite_and_harmless(deterministic):
     lengths = torch.cat([pages.lengths, torch.zeros(3, dtype=torch.int32, device="cuda")])
     padded = PagedKV(pages.keys, pages.values, tables, lengths, pages.slots)
     q, k, v = (torch.cat([x, x, x[:1]]) for x in (q, k, v))
-    poison_allocator()
     run = attention.bind("cuda", deterministic=deterministic)
     out = run(q, k, v, cumulative([1] * 5), 1, padded, layer, scale, None)
     torch.testing.assert_close(out[:2].double(), case.wanted([1, 1]), rtol=0, atol=TOLERANCE[out.dtype])
@@ -227,7 +214,7 @@ def test_gradients(heads, kv_heads, head_dim, dtype, name, window):
     q, k, v, *rest = case.packed()
     bound = attention.bind("cuda", differentiable=True)
     assert bound.choose(q, k, v, *rest, window).name == name
-    toward = torch.randn(q.shape, device="cuda", generator=fresh())
+    toward = torch.randn(q.shape, device="cuda")
     grads = []
     for run, kind in ((bound, dtype), (attention.reference, torch.float64)):
         leaves = [x.to(kind).requires_grad_() for x in (q, k, v)]
