@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels import attention_cpu, attention_exact, attention_train, attention_triton
+from strata.kernels import attention_cpu, attention_cuda, attention_exact, attention_train
 from strata.kernels.op import operation
 from strata.kernels.paged import PagedKV
 from strata.kernels.triton_import import HAS_TRITON
@@ -127,9 +127,9 @@ attention.implement("tiled", "cpu", supports=_in_pools)(attention_cpu.paged)
 attention.implement("packed", "cpu", differentiable=True, supports=_packed)(attention_train.packed)
 attention.implement("fixed tiles", "cpu", invariant=True)(attention_exact.attend_exact)
 if HAS_TRITON:
-    attention.implement("triton", "cuda", supports=attention_triton.supports)(attention_triton.attend)
-    attention.implement("triton fixed", "cuda", invariant=True, supports=attention_triton.supports)(
-        attention_triton.attend_fixed
+    attention.implement("triton", "cuda", supports=attention_cuda.supports)(attention_cuda.attend)
+    attention.implement("triton fixed", "cuda", invariant=True, supports=attention_cuda.supports)(
+        attention_cuda.attend_fixed
     )
 attention.implement("flash", "cuda", differentiable=True, supports=attention_train.supports)(attention_train.flash)
 attention.implement("packed", "cuda", differentiable=True, supports=_packed)(attention_train.packed)

@@ -1,0 +1,188 @@
+"""Attention on CUDA: which Triton kernel runs a batch, and with what grid.
+
+Grids follow from shapes alone, so that a step can be recorded in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from strata.kernels.attention_triton import (
+    MOST_SPLITS,
+    SPLIT,
+    Tile,
+    attention_kernel,
+    decode_kernel,
+    decode_tile,
+    fixed_tile,
+    join_kernel,
+    mixed_tile,
+)
+from strata.kernels.paged import PagedKV
+from strata.kernels.triton_import import triton
+
+LOG2_E = 1.4426950408889634
+
+
+def supports(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> bool:
+    head_dim = q.shape[2]
+    if pages is None:
+        sources = (q, k, v)
+    else:
+        sources = (q, pages.keys[layer], pages.values[layer])
+        if not (sources[1].is_contiguous() and sources[2].is_contiguous()):
+            return False
+    return (
+        q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and head_dim <= 256
+        and q.shape[1] // k.shape[1] <= 32
+        and all(x.dtype == q.dtype and x.stride(-1) == 1 and x.stride(-2) == head_dim for x in sources)
+    )
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """The fastest kernel for the batch: splits when every sequence decodes."""
+    if pages is not None and longest == 1:
+        return _decode(q, offsets, pages, layer, scale, window)
+    return _mixed(q, k, v, offsets, pages, layer, scale, window, mixed_tile(q.shape[2], q.dtype), fixed=False)
+
+
+def attend_fixed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """One kernel in one configuration, so that a token's bits are the same in any batch, prefilled or decoded."""
+    return _mixed(q, k, v, offsets, pages, layer, scale, window, fixed_tile(q.shape[2], q.dtype), fixed=True)
+
+
+def _mixed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+    tile: Tile,
+    fixed: bool,
+) -> Tensor:
+    tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if tokens == 0:
+        return out
+    sequences = offsets.shape[0] - 1
+    if pages is None:
+        lengths, tables, table_stride, page_size = offsets, offsets, 0, 0
+        k_stride, v_stride = k.stride(0), v.stride(0)
+    else:
+        k, v, lengths, tables = pages.keys[layer], pages.values[layer], pages.lengths, pages.tables
+        table_stride, page_size = tables.stride(0), pages.page_size
+        k_stride = v_stride = kv_heads * head_dim
+    group = heads // kv_heads
+    attention_kernel[(kv_heads, tokens // (tile.rows // group) + sequences)](
+        q,
+        k,
+        v,
+        out,
+        offsets,
+        lengths,
+        tables,
+        sequences,
+        scale * LOG2_E,
+        q.stride(0),
+        k_stride,
+        v_stride,
+        table_stride,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=triton.next_power_of_2(head_dim),
+        PAGE_SIZE=page_size,
+        WINDOW=window or 0,
+        FIXED=fixed,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def _decode(q: Tensor, offsets: Tensor, pages: PagedKV, layer: int, scale: float, window: int | None) -> Tensor:
+    tokens, heads, head_dim = q.shape
+    keys, values, tables = pages.keys[layer], pages.values[layer], pages.tables
+    kv_heads, sequences = keys.shape[2], tables.shape[0]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if tokens == 0:
+        return out
+    most = tables.shape[1] * pages.page_size
+    split = max(SPLIT, triton.next_power_of_2(triton.cdiv(most, MOST_SPLITS)))
+    splits = triton.cdiv(most, split)
+    results = torch.empty((sequences, splits, heads, head_dim), dtype=torch.float32, device=q.device)
+    scales = torch.empty((sequences, splits, heads), dtype=torch.float32, device=q.device)
+    tile = decode_tile(heads // kv_heads, head_dim, q.dtype)
+    shape = {"HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(head_dim), "WINDOW": window or 0, "SPLIT": split}
+    decode_kernel[(kv_heads, splits, sequences)](
+        q,
+        keys,
+        values,
+        results,
+        scales,
+        offsets,
+        pages.lengths,
+        tables,
+        scale * LOG2_E,
+        q.stride(0),
+        kv_heads * head_dim,
+        kv_heads * head_dim,
+        tables.stride(0),
+        GROUP=heads // kv_heads,
+        PAGE_SIZE=pages.page_size,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **shape,
+    )
+    join_kernel[(heads, sequences)](
+        results,
+        scales,
+        out,
+        offsets,
+        pages.lengths,
+        splits,
+        MOST_SPLITS=MOST_SPLITS,
+        BLOCK_SPLITS=8,
+        num_warps=2,
+        **shape,
+    )
+    return out
