@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+# Tests run side by side: threads of one that wait for a core hold up all others of their team. Read when torch loads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

@@ -23,6 +23,7 @@ from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduler import Scheduler, SchedulerConfig
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
+from strata.graph.fuse import fuse
 from strata.graph.merge import merge
 from strata.models import weights
 from strata.models.config import DTYPES, ModelConfig
@@ -152,7 +153,7 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         defaults = read_generation_config(folder) if folder is not None else GenerationDefaults()
     max_length = _max_length(asked, config)
     max_tokens = asked.max_num_batched_tokens or (8192 if device.type == "cuda" else 2048)
-    if device.type == "cpu":
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     dtype = weights.resolve_dtype(asked.dtype, config, device)
     pool_shape = PoolShape(config.num_layers, asked.page_size, config.num_kv_heads, config.head_dim, dtype)
@@ -175,7 +176,7 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     with clock.phase("weights"):
         model, _ = weights.load(asked.model, device, dtype, asked.load_format, max_length, asked.seed)
     with clock.phase("graph"):
-        graph = bind(merge(capture(model)), device.type, asked.deterministic)
+        graph = bind(fuse(merge(capture(model))), device.type, asked.deterministic)
         head = bind(capture_head(model), device.type, asked.deterministic)
     with clock.phase("KV pages"):
         pool = KVPool(pool_shape, ledger.pages, device)

@@ -300,7 +300,8 @@ def _deterministic() -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Not warn_only: FlashAttention's backward takes its deterministic path only when determinism is demanded.
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
