@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -43,22 +44,32 @@ def paged(
         return _decode(q, keys, values, work.groups[0], scale)
     out = q.new_zeros(q.shape) if work.padded else q.new_empty(q.shape)
     for group in work.groups:
-        out[group.rows] = _decode(q[group.rows], keys, values, group, scale)
+        if isinstance(group.rows, slice):
+            out[group.rows] = _decode(q[group.rows], keys, values, group, scale)
+        else:
+            out.index_copy_(0, group.rows, _decode(q.index_select(0, group.rows), keys, values, group, scale))
     for chunk in work.chunks:
         _prefill(out, q, k, v, keys, values, chunk, scale)
     return out
 
 
-def _stage(pool: Tensor, slots: slice | Tensor) -> Tensor:
-    return pool[slots] if isinstance(slots, slice) else pool.index_select(0, slots)
+def _stage(keys: Tensor, values: Tensor, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and values at `slots`: views where those lie in a row, else copies."""
+    if isinstance(slots, slice):
+        return keys[slots], values[slots]
+    # One allocation for both: glibc returns two large neighbours to the system as soon as they are free, and every
+    # layer would fault their pages in again.
+    staged_keys, staged_values = keys.new_empty((2, len(slots), *keys.shape[1:]))
+    torch.index_select(keys, 0, slots, out=staged_keys)
+    torch.index_select(values, 0, slots, out=staged_values)
+    return staged_keys, staged_values
 
 
 def _decode(q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, scale: float) -> Tensor:
     """One query a sequence: the query heads of one KV head are the rows of one product."""
     heads, dim = keys.shape[1:]
     shape = (group.sequences, -1, heads, dim)
-    k = _stage(keys, group.slots).view(shape).transpose(1, 2)
-    v = _stage(values, group.slots).view(shape).transpose(1, 2)
+    k, v = (x.view(shape).transpose(1, 2) for x in _stage(keys, values, group.slots))
     rows = q.unflatten(1, (heads, -1))
     return sdpa(rows, k, v, attn_mask=group.mask, scale=scale).reshape(q.shape)
 
@@ -69,7 +80,7 @@ def _prefill(
     if chunk.slots is None:
         k, v = k[chunk.rows], v[chunk.rows]
     else:
-        k, v = _stage(keys, chunk.slots), _stage(values, chunk.slots)
+        k, v = _stage(keys, values, chunk.slots)
     q, out = q[chunk.rows], out[chunk.rows]
     for tile in chunk.tiles:
         result = sdpa(
