@@ -16,6 +16,7 @@ from strata.kernels.attention_triton import (
     decode_kernel,
     decode_tile,
     fixed_tile,
+    head_pad,
     join_kernel,
     mixed_tile,
 )
@@ -125,7 +126,7 @@ def _mixed(
         table_stride,
         GROUP=group,
         HEAD_DIM=head_dim,
-        HEAD_PAD=triton.next_power_of_2(head_dim),
+        HEAD_PAD=head_pad(head_dim),
         PAGE_SIZE=page_size,
         WINDOW=window or 0,
         FIXED=fixed,
@@ -150,7 +151,7 @@ def _decode(q: Tensor, offsets: Tensor, pages: PagedKV, layer: int, scale: float
     results = torch.empty((sequences, splits, heads, head_dim), dtype=torch.float32, device=q.device)
     scales = torch.empty((sequences, splits, heads), dtype=torch.float32, device=q.device)
     tile = decode_tile(heads // kv_heads, head_dim, q.dtype)
-    shape = {"HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(head_dim), "WINDOW": window or 0, "SPLIT": split}
+    shape = {"HEAD_DIM": head_dim, "HEAD_PAD": head_pad(head_dim), "WINDOW": window or 0, "SPLIT": split}
     decode_kernel[(kv_heads, splits, sequences)](
         q,
         keys,

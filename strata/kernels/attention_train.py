@@ -80,6 +80,8 @@ def packed(
     window: int | None,
 ) -> Tensor:
     """Sequences that stand whole in the batch, one library call each. Differentiable, on any device."""
+    if torch.compiler.is_compiling():  # a compiled graph has no number of calls that depends on what tensors hold
+        return _masked(q, k, v, offsets, scale, window)
     parts = []
     for first, last in pairwise(offsets.tolist()):
         if first == last:
@@ -96,6 +98,17 @@ def packed(
         )
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts) if parts else q.new_empty(q.shape)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, scale: float, window: int | None) -> Tensor:
+    """The same in one call over all tokens, with a mask [tokens, tokens] that keeps sequences apart."""
+    at = torch.arange(q.shape[0], device=q.device, dtype=offsets.dtype)
+    sequence = torch.searchsorted(offsets, at, right=True)
+    visible = (sequence[:, None] == sequence) & (at[:, None] >= at)
+    if window is not None:
+        visible &= at > at[:, None] - window
+    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return sdpa(query, key, value, attn_mask=visible, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:

@@ -315,6 +315,12 @@ def fixed_tile(head_dim: int, dtype: torch.dtype) -> Tile:
     return Tile(64, 64, 4, 3) if head_dim <= 128 else Tile(64, 64, 8, 2)
 
 
+def head_pad(head_dim: int) -> int:
+    """The columns of a tile: a power of two, and at least the 16 that a matrix instruction sums over."""
+    padded: int = max(16, triton.next_power_of_2(head_dim))
+    return padded
+
+
 def decode_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
     rows = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:
@@ -347,8 +353,8 @@ def _cases(dtype: torch.dtype, head_dim: int, group: int, page_size: int, window
         instructions = () if dtype == torch.float32 or not instruction else (instruction,)
         return CompileCase(name, kernel, signature, constants, tile.warps, tile.stages, instructions)
 
-    shape = {"HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(head_dim), "WINDOW": window}
-    common = {**shape, "GROUP": group, "PAGE_SIZE": page_size}
+    shape: dict[str, object] = {"HEAD_DIM": head_dim, "HEAD_PAD": head_pad(head_dim), "WINDOW": window}
+    common: dict[str, object] = {**shape, "GROUP": group, "PAGE_SIZE": page_size}
     cases = []
     for name, tile, fixed in (
         ("attention", mixed_tile(head_dim, dtype), False),
