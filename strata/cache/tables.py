@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,26 +38,26 @@ class StepShape:
     width: int
     draws: int
 
-    def fields(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        # The seeds are read as int64, so they come first, where the buffer is aligned.
-        return (
-            ("seeds", (2 * self.draws,)),
-            ("tokens", (self.tokens,)),
-            ("sources", (self.tokens,)),
-            ("positions", (self.tokens,)),
-            ("slots", (self.tokens,)),
-            ("offsets", (self.sequences + 1,)),
-            ("lengths", (self.sequences,)),
-            ("tables", (self.sequences, self.width)),
-            ("rows", (self.draws,)),
-            ("draw_slots", (self.draws,)),
-            ("temperatures", (self.draws,)),
-            ("steps", (self.draws,)),
-        )
+    def sizes(self) -> dict[str, int]:
+        """Elements of each field in the order of the buffer."""
+        return {
+            "seeds": 2 * self.draws,  # read as int64, so they come first, where the buffer is aligned
+            "tokens": self.tokens,
+            "sources": self.tokens,
+            "positions": self.tokens,
+            "slots": self.tokens,
+            "offsets": self.sequences + 1,
+            "lengths": self.sequences,
+            "tables": self.sequences * self.width,
+            "rows": self.draws,
+            "draw_slots": self.draws,
+            "temperatures": self.draws,
+            "steps": self.draws,
+        }
 
     @property
     def size(self) -> int:
-        return sum(int(np.prod(shape)) for _, shape in self.fields())
+        return sum(self.sizes().values())
 
 
 class StepBuffer:
@@ -75,17 +76,21 @@ class StepBuffer:
     def __init__(self, shape: StepShape, host: Tensor, device: Tensor) -> None:
         """`host` and `device` are int32 buffers of at least `shape.size`; on a CPU both are the same tensor."""
         self.shape = shape
-        self._host = host[: shape.size]
-        self._device = device[: shape.size]
-        self.host: dict[str, Int32Array] = {}
-        self.tensors: dict[str, Tensor] = {}
+        sizes = shape.sizes()
+        used = sum(sizes.values())
+        self._host = host[:used]
+        self._device = device[:used]
+        self._padded = True
+        self.tensors: dict[str, Tensor] = dict(
+            zip(sizes, self._device.split_with_sizes([*sizes.values()]), strict=True)
+        )
+        self.tensors["tables"] = self.tensors["tables"].view(shape.sequences, shape.width)
         array: Int32Array = self._host.numpy()
-        at = 0
-        for name, field in shape.fields():
-            size = int(np.prod(field))
-            self.host[name] = array[at : at + size].reshape(field)
-            self.tensors[name] = self._device[at : at + size].view(field)
-            at += size
+        ends = accumulate(sizes.values())
+        self.host: dict[str, Int32Array] = {
+            name: array[end - size : end] for (name, size), end in zip(sizes.items(), ends, strict=True)
+        }
+        self.host["tables"] = self.host["tables"].reshape(shape.sequences, shape.width)
 
     def place(
         self, tables: BlockTables, page_size: int, slots: Int32Array, starts: Int32Array, counts: Int32Array
@@ -95,6 +100,7 @@ class StepBuffer:
         What the buffer holds beyond them (CUDA graph buckets) becomes padding: sequences of one token and length 0.
         """
         host, sequences, tokens = self.host, len(slots), int(counts.sum())
+        self._padded = tokens < self.shape.tokens
         host["offsets"][0] = 0
         np.cumsum(counts, out=host["offsets"][1 : sequences + 1])
         host["offsets"][sequences + 1 :] = tokens + np.arange(1, self.shape.sequences - sequences + 1)
@@ -124,7 +130,9 @@ class StepBuffer:
         for which a CPU plans its attention once for all layers.
         """
         t = self.tensors
-        pages = PagedKV(pool.keys, pool.values, t["tables"], t["lengths"], t["slots"])
-        if tokens.device.type == "cpu":
+        on_cpu = tokens.device.type == "cpu"
+        index = t["slots"].long() if on_cpu and not self._padded else None
+        pages = PagedKV(pool.keys, pool.values, t["tables"], t["lengths"], t["slots"], index=index)
+        if on_cpu:
             pages = planned(pages, t["offsets"], windows)
         return Batch(tokens, t["positions"], t["offsets"], longest, pages)

@@ -68,7 +68,7 @@ class PricedStep:
                 return "", "head"
             if node.layer is not None:
                 return "", "layers"
-            return "", "embedding" if node.operation == "embedding" else "final norm"
+            return "", "embedding" if node.operation in ("embedding", "rope_angles") else "final norm"
 
         nodes = self.forward + self.head
         return {

@@ -22,8 +22,8 @@ from strata.engine.sampler import (
     needs_more_than_temperature,
     sampling_seed,
 )
-from strata.engine.scheduler import Chunk, StepPlan
-from strata.kernels.sampling import logprobs
+from strata.engine.scheduler import StepPlan
+from strata.kernels.sampling import likeliest, logprobs
 
 # Rows of prompt log-probabilities that are projected onto the vocabulary at once.
 PROMPT_LOGPROB_ROWS = 256
@@ -149,10 +149,10 @@ class Runner:
         host = self._staging[0]
         device = host if self._device.type == "cpu" else torch.empty(shape.size, dtype=torch.int32, device=self._device)
         buffer = StepBuffer(shape, host, device)
-        self._fill(buffer, plan, rows)
+        missing = self._fill(buffer, plan, rows)
         buffer.send()
         longest = max(chunk.count for chunk in plan.chunks)
-        tokens = joined_tokens(buffer, self._newest)
+        tokens = joined_tokens(buffer, self._newest) if missing else buffer.tensors["tokens"]
         hidden = self._graph(buffer.batch(self.pool, tokens, longest, self._config.windows))
         prompt_logprobs = tuple(self._prompt_logprobs(plan, hidden))
         if not rows:
@@ -168,14 +168,16 @@ class Runner:
         logits: Tensor,
         prompt_logprobs: tuple[PromptLogprobs, ...] = (),
     ) -> Launched:
-        temperatures, seeds, steps = (tensor[: len(rows)] for tensor in sampling_inputs(buffer))
         reported = None
-        if any(self._slots.special[row.slot] for row in rows):
-            ids, reported = self._sampler.draw(logits, rows, temperatures, seeds, steps)
-        elif self._device.type == "cpu" and all(row.params.greedy for row in rows):
-            ids = logits.argmax(-1).int()
+        special = any(self._slots.special[row.slot] for row in rows)
+        if not special and self._device.type == "cpu" and all(row.params.greedy for row in rows):
+            ids = likeliest(logits)
         else:
-            ids = draw_by_temperature(logits, temperatures, seeds, steps)
+            temperatures, seeds, steps = (tensor[: len(rows)] for tensor in sampling_inputs(buffer))
+            if special:
+                ids, reported = self._sampler.draw(logits, rows, temperatures, seeds, steps)
+            else:
+                ids = draw_by_temperature(logits, temperatures, seeds, steps)
         self._newest[buffer.tensors["draw_slots"][: len(rows)]] = ids
         return self._finish(plan, ids, reported, prompt_logprobs)
 
@@ -214,20 +216,30 @@ class Runner:
         slots.special[slot] = needs_more_than_temperature(params)
         self._sampler.admit(sequence, slot)
 
-    def _fill(self, buffer: StepBuffer, plan: StepPlan, rows: list[DrawRow]) -> None:
+    def _fill(self, buffer: StepBuffer, plan: StepPlan, rows: list[DrawRow]) -> bool:
+        """Write what the step runs and draws; returns whether ids are missing that only the device knows."""
         chunks, host = plan.chunks, buffer.host
         slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
         starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
         counts = np.array([chunk.count for chunk in chunks], dtype=np.int32)
         buffer.place(self._tables, self.pool.shape.page_size, slots, starts, counts)
-        at = 0
+        tokens: list[int] = []
+        drawn_rows: list[int] = []
+        missing: list[tuple[int, int]] = []
         for chunk in chunks:
-            self._fill_tokens(host, at, chunk)
-            at += chunk.count
-        last = host["offsets"][1 : len(chunks) + 1] - 1
+            known = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
+            tokens += known
+            if len(known) < chunk.count:  # the newest id has not reached the host yet
+                missing.append((len(tokens), chunk.slot))
+                tokens.append(0)
+            drawn_rows += [len(tokens) - 1] * len(chunk.draws)
+        host["tokens"][: len(tokens)] = tokens
+        host["sources"][: len(tokens)] = -1
+        for at, slot in missing:
+            host["sources"][at] = slot
         drawn = len(rows)
         draw_slots = np.array([row.slot for row in rows], dtype=np.int32)
-        host["rows"][:drawn] = np.repeat(last, [len(chunk.draws) for chunk in chunks])
+        host["rows"][:drawn] = drawn_rows
         host["rows"][drawn:] = 0
         host["draw_slots"][:drawn] = draw_slots
         host["draw_slots"][drawn:] = self._config.max_sequences
@@ -237,14 +249,7 @@ class Runner:
         host["seeds"][2 * drawn :] = 0
         host["steps"][:drawn] = [row.drawn for row in rows]
         host["steps"][drawn:] = 0
-
-    def _fill_tokens(self, host: dict[str, NDArray[np.int32]], at: int, chunk: Chunk) -> None:
-        known = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
-        host["tokens"][at : at + len(known)] = known
-        host["sources"][at : at + chunk.count] = -1
-        if len(known) < chunk.count:  # the newest id has not reached the host yet
-            host["tokens"][at + len(known)] = 0
-            host["sources"][at + len(known)] = chunk.slot
+        return bool(missing)
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> Iterator[PromptLogprobs]:
         at = 0

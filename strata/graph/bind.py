@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from strata.kernels.op import Bound, Operation
+from strata.graph.capture import operation_of
 
 
 def bind(graph: fx.GraphModule, device: str, deterministic: bool = False) -> fx.GraphModule:
@@ -14,21 +14,23 @@ def bind(graph: fx.GraphModule, device: str, deterministic: bool = False) -> fx.
     bound again. Raises NotImplementedError, naming the operation, if nothing can run it there.
     """
     for node in graph.graph.nodes:
-        operation = node.target.operation if isinstance(node.target, Bound) else node.target
-        if not isinstance(operation, Operation):
+        operation = operation_of(node)
+        if operation is None:
             continue
         bound = operation.bind(device, deterministic=deterministic)
         if not bound.candidates:
             kind = "batch-invariant " if deterministic else ""
             raise NotImplementedError(f"operation {operation.name} has no {kind}implementation for {device}")
-        node.target = bound
+        node.meta["operation"] = operation
+        first = bound.candidates[0]
+        node.target = first.run if first.supports is None else bound  # without a choice to make, without its cost
     _fetch_directly(graph)
     graph.recompile()
     return graph
 
 
 def _fetch_directly(graph: fx.GraphModule) -> None:
-    """Let each parameter be one plain attribute: a dotted path costs a search in every module on the way, every step."""
+    """Let each parameter be one plain attribute: a dotted path costs a search in each module on the way."""
     for node in graph.graph.nodes:
         if node.op == "get_attr" and "." in node.target:
             name = node.target.replace(".", "_")

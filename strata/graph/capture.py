@@ -2,7 +2,7 @@
 
 Every node carries `meta["module"]` (the path of the module it belongs to, by its parameter where it has one) and
 `meta["layer"]` (the first number in that path, or None); nodes that fetch parameters carry `meta["parameters"]`, their
-names in the checkpoint.
+names in the checkpoint. In a bound graph (`strata.graph.bind`), `meta["operation"]` is what the node was before.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from strata.kernels.op import Bound, Operation
+from strata.kernels.op import Operation
 
 
 def capture(model: nn.Module, method: str = "forward") -> fx.GraphModule:
@@ -32,6 +32,12 @@ def capture(model: nn.Module, method: str = "forward") -> fx.GraphModule:
 def capture_head(model: nn.Module) -> fx.GraphModule:
     """Trace `model.head`: hidden [rows, hidden] to logits [rows, vocabulary]."""
     return capture(model, "head")
+
+
+def operation_of(node: fx.Node) -> Operation | None:
+    """The operation that a node calls, in a bound graph too; None for any other node."""
+    found = node.meta.get("operation", node.target)
+    return found if isinstance(found, Operation) else None
 
 
 class _Tracer(fx.Tracer):
@@ -83,8 +89,8 @@ def _keeps(node: fx.Node) -> bool:
     """Whether a node that nobody reads must stay: the argument, the output, and operations that write in place."""
     if node.op in ("placeholder", "output"):
         return True
-    operation = node.target.operation if isinstance(node.target, Bound) else node.target
-    return isinstance(operation, Operation) and bool(operation.mutates)
+    operation = operation_of(node)
+    return operation is not None and bool(operation.mutates)
 
 
 def _place(node: fx.Node) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from strata.graph.capture import operation_of
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention import attention
-from strata.kernels.op import Bound, Operation
+from strata.kernels.op import Operation
 from strata.kernels.paged import PagedKV
 
 # They only change how the same memory is looked at.
-_VIEWS = {getattr, operator.getitem, torch.split, "unflatten", "flatten"}
+_VIEWS = {getattr, operator.getitem, "split_with_sizes", "narrow", "unflatten", "flatten"}
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,9 @@ def _walk(graph: fx.GraphModule, argument: Any) -> Iterator[tuple[fx.Node, Opera
             values[node] = _fetch(graph, node.target).to("meta")
         elif node.op != "output":
             args = fx.map_arg(node.args, values.__getitem__)
-            target = node.target.operation if isinstance(node.target, Bound) else node.target
-            if isinstance(target, Operation):
-                values[node] = target.meta(*args)
+            target, operation = node.target, operation_of(node)
+            if operation is not None:
+                values[node] = operation.meta(*args)
             elif target is operator.add:
                 values[node] = _sum(*args)
             elif target in _VIEWS:
@@ -172,7 +173,7 @@ def _walk(graph: fx.GraphModule, argument: Any) -> Iterator[tuple[fx.Node, Opera
                 raise NotImplementedError(
                     f"the cost of {name!r} (in {node.meta['module'] or 'the model'}) is not known"
                 )
-            yield node, target if isinstance(target, Operation) else None, args, values[node]
+            yield node, operation, args, values[node]
 
 
 def _fetch(graph: fx.GraphModule, path: str) -> Tensor:

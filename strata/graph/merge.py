@@ -83,7 +83,7 @@ def _merge_group(graph: fx.GraphModule, group: Sequence[fx.Node]) -> None:
         biases = [bias for _, _, bias in inputs if bias is not None]
         bias = _merged(graph, biases, meta) if biases else None
         product = graph.graph.call_function(linear, (inputs[0][0], weight, bias))
-        pieces = graph.graph.call_function(torch.split, (product, sizes, -1))
+        pieces = graph.graph.call_method("split_with_sizes", (product, sizes, -1))
         product.meta, pieces.meta = dict(meta), dict(meta)
         separate = [graph.graph.call_function(getitem, (pieces, index)) for index in range(len(group))]
     for node, piece in zip(group, separate, strict=True):

@@ -36,15 +36,17 @@ def kv_write(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[T
     return k, v
 
 
-@kv_write.implement("index_put", "cpu", invariant=True)
-def _index_put(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tensor, Tensor]:
+@kv_write.implement("index_copy", "cpu", invariant=True)
+def _index_copy(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tensor, Tensor]:
     if pages is None:
         return k, v
-    slots = pages.slots
-    if slots.numel() and int(slots.min()) < 0:
-        return kv_write.reference(k, v, pages, layer)  # type: ignore[no-any-return]
-    pages.keys[layer].flatten(0, 1).index_put_((slots,), k)
-    pages.values[layer].flatten(0, 1).index_put_((slots,), v)
+    index = pages.index
+    if index is None:
+        if bool((pages.slots < 0).any()):
+            return kv_write.reference(k, v, pages, layer)  # type: ignore[no-any-return]
+        index = pages.slots.long()
+    pages.keys[layer].flatten(0, 1).index_copy_(0, index, k)
+    pages.values[layer].flatten(0, 1).index_copy_(0, index, v)
     return k, v
 
 

@@ -1,8 +1,8 @@
 """The registry: an operation is a name, a reference, a cost, and the implementations that compete to run it.
 
-Model code calls an operation like a function. While `torch.fx` traces, the call becomes one node of the graph; otherwise
-the first implementation that fits the device and the arguments runs. The engine binds the nodes of its graph once
-(`Operation.bind`), which is where deterministic mode chooses the kernels whose bits do not depend on the batch.
+Model code calls an operation like a function. While `torch.fx` traces, the call becomes one node of the graph;
+otherwise the first implementation that fits the device and the arguments runs. The engine binds the nodes of its graph
+once (`Operation.bind`), which is where deterministic mode chooses the kernels whose bits do not depend on the batch.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ class PagedKV:
     slots: [tokens] int32, page * page_size + offset where each token's key and value go; -1 writes nothing.
     plan: what attention on a CPU needs to know of this step in every layer (`attention_cpu.planned` makes it); None:
         each layer works it out from the tensors above.
+    index: [tokens] int64, the slots again, if none of them is -1: a CPU writes by it. None: each layer looks.
     """
 
     keys: tuple[Tensor, ...]
@@ -29,6 +30,7 @@ class PagedKV:
     lengths: Tensor
     slots: Tensor
     plan: AttentionPlan | None = None
+    index: Tensor | None = None
 
     @property
     def page_size(self) -> int:

@@ -11,65 +11,105 @@ from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 
 
-def _cost(x: Tensor, positions: Tensor, table: Tensor, *, workload: Workload) -> Cost:
-    # A rotation of a pair is four products and two sums.
-    angles = positions.numel() * table.shape[1] * table.element_size()
-    return Cost(flops=3 * x.numel(), read=x.nbytes + positions.nbytes + angles, written=x.nbytes)
+def _angles_cost(positions: Tensor, table: Tensor, *, workload: Workload) -> Cost:
+    rows = positions.numel() * table.shape[1] * table.element_size()
+    return Cost(flops=rows // (2 * table.element_size()), read=positions.nbytes + rows, written=2 * rows)
 
 
-def _meta(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+def _angles_meta(positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    shape = (positions.shape[0], 1, table.shape[1])
+    return table.new_empty(shape, device="meta"), table.new_empty(shape, device="meta")
+
+
+@operation(_angles_cost, meta=_angles_meta)
+def rope_angles(positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """What `rope` multiplies by, looked up once for all layers.
+
+    positions [tokens] int32, table [max_length, head_dim] float32, cosines in the first half of a row and sines in the
+    second -> cosines and sines [tokens, 1, head_dim], both given twice; the first half of the sines is negated.
+    """
+    cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, -1)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+rope_angles.implement("torch", "cpu", invariant=True)(rope_angles.reference)
+
+
+def _cost(x: Tensor, cos: Tensor, sin: Tensor, *, workload: Workload) -> Cost:
+    # A rotation of a pair is four products and two sums. Half of the cosines and sines repeat the other half.
+    return Cost(flops=3 * x.numel(), read=x.nbytes + (cos.nbytes + sin.nbytes) // 2, written=x.nbytes)
+
+
+def _meta(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x.new_empty(x.shape, device="meta")
 
 
 @operation(_cost, meta=_meta)
-def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each head by the angles of its token's position.
 
-    x [tokens, heads, head_dim], positions [tokens] int32, table [max_length, head_dim] float32 -> like x. The first
-    half of a table row are the cosines, the second the sines. Element i and element i + head_dim / 2 of a head are
-    the coordinates of rotation i. Computed in float32 (float64 for float64 input).
+    x [tokens, heads, head_dim], cos and sin of `rope_angles` -> like x. Element i and element i + head_dim / 2 of a
+    head are the coordinates of rotation i. Computed in float32 (float64 for float64 input).
     """
-    cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, -1)
-    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
+    return (wide * cos + wide.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 @rope.implement("torch", "cpu", invariant=True)
-def _torch(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+def _torch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # The reference with fewer temporaries. Each product and sum is rounded once, so no bit depends on the shape.
-    cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, -1)
-    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
-    head = (first * cos).sub_(second * sin)
-    tail = (second * cos).add_(first * sin)
-    return torch.cat((head, tail), -1).to(x.dtype)
+    wide = x if x.dtype == cos.dtype else x.to(torch.promote_types(x.dtype, cos.dtype))
+    return wide.roll(x.shape[-1] // 2, -1).mul_(sin).add_(wide * cos).to(x.dtype)
 
 
 @jit
-def rope_kernel(
-    x, positions, table, result, heads, half, token_stride, head_stride, HEADS: tl.constexpr, HALF: tl.constexpr
-):
+def rope_angles_kernel(positions, table, cos, sin, half, HALF: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, HALF)
+    held = column < half
+    source = table + tl.load(positions + token).to(tl.int64) * (2 * half) + column
+    target = token * (2 * half) + column
+    value = tl.load(source, mask=held, other=0.0)
+    tl.store(cos + target, value, mask=held)
+    tl.store(cos + target + half, value, mask=held)
+    value = tl.load(source + half, mask=held, other=0.0)
+    tl.store(sin + target, -value, mask=held)
+    tl.store(sin + target + half, value, mask=held)
+
+
+def _angles_triton(positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    tokens, head_dim = positions.shape[0], table.shape[1]
+    cos, sin = torch.empty((2, tokens, 1, head_dim), dtype=table.dtype, device=table.device)
+    if cos.numel():
+        padded = triton.next_power_of_2(head_dim // 2)
+        rope_angles_kernel[(tokens,)](positions, table, cos, sin, head_dim // 2, HALF=padded, num_warps=1)
+    return cos, sin
+
+
+@jit
+def rope_kernel(x, cos, sin, result, heads, half, token_stride, head_stride, HEADS: tl.constexpr, HALF: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, HALF)[None, :]
-    angle = table + tl.load(positions + token).to(tl.int64) * (2 * half) + column
-    cos = tl.load(angle, mask=column < half, other=0.0)
-    sin = tl.load(angle + half, mask=column < half, other=0.0)
+    angle = token * (2 * half) + half + column
+    c = tl.load(cos + angle, mask=column < half, other=0.0)
+    s = tl.load(sin + angle, mask=column < half, other=0.0)
     held = (head < heads) & (column < half)
     source = x + token * token_stride + head * head_stride + column
     first = tl.load(source, mask=held, other=0.0).to(tl.float32)
     second = tl.load(source + half, mask=held, other=0.0).to(tl.float32)
     target = result + (token * heads + head) * (2 * half) + column
-    tl.store(target, (first * cos - second * sin).to(result.dtype.element_ty), mask=held)
-    tl.store(target + half, (second * cos + first * sin).to(result.dtype.element_ty), mask=held)
+    tl.store(target, (first * c - second * s).to(result.dtype.element_ty), mask=held)
+    tl.store(target + half, (second * c + first * s).to(result.dtype.element_ty), mask=held)
 
 
-def _triton(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+def _triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tokens, heads, head_dim = x.shape
     if result.numel():
         tile = _tile(heads, head_dim // 2)
         rope_kernel[(tokens, triton.cdiv(heads, tile["HEADS"]))](
-            x, positions, table, result, heads, head_dim // 2, x.stride(0), x.stride(1), **tile, num_warps=4
+            x, cos, sin, result, heads, head_dim // 2, x.stride(0), x.stride(1), **tile, num_warps=4
         )
     return result
 
@@ -80,18 +120,25 @@ def _tile(heads: int, half: int) -> dict[str, int]:
 
 
 if HAS_TRITON:
+    rope_angles.implement("triton", "cuda", invariant=True, supports=lambda _, table: table.dtype == torch.float32)(
+        _angles_triton
+    )
     rope.implement("triton", "cuda", invariant=True, supports=lambda x, *_: x.dtype != torch.float64)(_triton)
 
 
 def compile_cases() -> list[CompileCase]:
+    angles = {"positions": "*i32:16", "table": "*fp32:16", "cos": "*fp32:16", "sin": "*fp32:16", "half": "i32:16"}
     signature = {
         "x": "*bf16:16",
-        "positions": "*i32:16",
-        "table": "*fp32:16",
+        "cos": "*fp32:16",
+        "sin": "*fp32:16",
         "result": "*bf16:16",
         "heads": "i32",
         "half": "i32:16",
         "token_stride": "i32:16",
         "head_stride": "i32:16",
     }
-    return [CompileCase("rope", rope_kernel, signature, dict(_tile(32, 64)), 4, 2)]
+    return [
+        CompileCase("rope angles", rope_angles_kernel, angles, {"HALF": 64}, 1, 2),
+        CompileCase("rope", rope_kernel, signature, dict(_tile(32, 64)), 4, 2),
+    ]

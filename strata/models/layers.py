@@ -19,7 +19,7 @@ from strata.kernels.embedding import embedding
 from strata.kernels.gemm import linear
 from strata.kernels.kv_write import kv_write
 from strata.kernels.norm import rms_norm
-from strata.kernels.rope import rope
+from strata.kernels.rope import rope, rope_angles
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.rotary import Rotary
@@ -105,10 +105,10 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         return q, k, v
 
-    def forward(self, x: Tensor, batch: Batch, table: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.heads(x)
-        q = rope(q, batch.positions, table)
-        k = rope(k, batch.positions, table)
+        q = rope(q, cos, sin)
+        k = rope(k, cos, sin)
         k, v = kv_write(k, v, batch.pages, self.layer)
         mixed = attention(q, k, v, batch.offsets, batch.longest, batch.pages, self.layer, self.scale, self.window)
         return self.o_proj(mixed.flatten(-2))
@@ -124,8 +124,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, batch: Batch, table: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), batch, table)
+    def forward(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), batch, cos, sin)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -141,8 +141,9 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         x = self.embed_tokens(batch.tokens)
+        cos, sin = rope_angles(batch.positions, self.rotary.table)
         for layer in self.layers:
-            x = layer(x, batch, self.rotary.table)
+            x = layer(x, batch, cos, sin)
         return self.norm(x)
 
 

@@ -16,7 +16,7 @@ from strata.kernels.kv_write import kv_write
 from strata.kernels.loss import linear_cross_entropy
 from strata.kernels.norm import rms_norm
 from strata.kernels.paged import PagedKV
-from strata.kernels.rope import rope
+from strata.kernels.rope import rope, rope_angles
 from strata.kernels.sampling import gumbel_noise, gumbel_sample, logprobs, token_logprobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
@@ -96,10 +96,13 @@ def test_rope(heads: int, head_dim: int, dtype: torch.dtype) -> None:
     x = strided(29, heads * head_dim, dtype).unflatten(-1, (-1, head_dim))
     table = torch.randn(5000, head_dim, device="cuda")
     positions = torch.randint(0, 5000, (29,), device="cuda", dtype=torch.int32)
-    run = rope.bind("cuda", deterministic=True)
-    assert_close_to_exact(run(x, positions, table), rope.reference(x.double(), positions, table.double()))
+    angles, run = rope_angles.bind("cuda", deterministic=True), rope.bind("cuda", deterministic=True)
+    exact = rope.reference(x.double(), *rope_angles.reference(positions, table.double()))
+    for found, wanted in zip(angles(positions, table), rope_angles.reference(positions, table), strict=True):
+        assert torch.equal(found, wanted)
+    assert_close_to_exact(run(x, *angles(positions, table)), exact)
     many = draw(1024, heads, head_dim, dtype=dtype)
-    assert_rows_stand_alone(lambda rows: run(many[rows], rows.int(), table))
+    assert_rows_stand_alone(lambda rows: run(many[rows], *angles(rows.int(), table)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

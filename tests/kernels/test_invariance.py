@@ -11,7 +11,7 @@ from strata.kernels.activation import silu_mul
 from strata.kernels.gemm import linear
 from strata.kernels.norm import rms_norm
 from strata.kernels.op import OPERATIONS
-from strata.kernels.rope import rope
+from strata.kernels.rope import rope, rope_angles
 from strata.kernels.sampling import gumbel_sample, token_logprobs
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -63,8 +63,8 @@ def test_rms_norm(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rope(dtype: torch.dtype) -> None:
     x, table = torch.randn(ROWS, 5, 24).to(dtype), torch.randn(ROWS, 24)
-    run = rope.bind("cpu", deterministic=True)
-    assert_rows_stand_alone(lambda rows: run(x[rows], rows.int(), table))
+    angles, run = rope_angles.bind("cpu", deterministic=True), rope.bind("cpu", deterministic=True)
+    assert_rows_stand_alone(lambda rows: run(x[rows], *angles(rows.int(), table)))
 
 
 @pytest.mark.parametrize("vocab", [500, 4099])
@@ -81,7 +81,9 @@ def test_sampled_ids() -> None:
     assert_rows_stand_alone(lambda rows: run(logits[rows], seeds[rows], steps[rows], greedy[rows]))
 
 
-@pytest.mark.parametrize("name", ["embedding", "rms_norm", "linear", "silu_mul", "rope", "kv_write", "gumbel_sample"])
+@pytest.mark.parametrize(
+    "name", ["embedding", "rms_norm", "linear", "silu_mul", "rope_angles", "rope", "kv_write", "gumbel_sample"]
+)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_operation_of_a_model_has_an_invariant_implementation(name: str, device: str) -> None:
     if device == "cuda":

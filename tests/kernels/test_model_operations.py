@@ -14,7 +14,7 @@ from strata.kernels.kv_write import kv_write
 from strata.kernels.norm import rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.paged import PagedKV
-from strata.kernels.rope import rope
+from strata.kernels.rope import rope, rope_angles
 
 DTYPES = [torch.float32, torch.bfloat16]
 EVERY_WAY = [{}, {"deterministic": True}, {"differentiable": True}]
@@ -65,7 +65,9 @@ def test_rope_rotates_like_transformers(tokens: int, dtype: torch.dtype, way: di
     positions = torch.randint(0, 50, (tokens,), dtype=torch.int32)
     cos, sin = (torch.cat((half, half), -1)[None] for half in table[positions].chunk(2, -1))
     expected, _ = apply_rotary_pos_emb(x.float()[None], x.float()[None], cos, sin, unsqueeze_dim=2)
-    torch.testing.assert_close(rope.bind("cpu", **way)(x, positions, table), expected[0].to(dtype))
+    torch.testing.assert_close(
+        rope.bind("cpu", **way)(x, *rope_angles.bind("cpu", **way)(positions, table)), expected[0].to(dtype)
+    )
 
 
 @pytest.mark.parametrize("way", EVERY_WAY)
@@ -137,7 +139,7 @@ def test_gradients_of_the_operations_are_those_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (some(3, 5), some(5)))
     assert torch.autograd.gradcheck(linear, (some(3, 5), some(4, 5), some(4)))
     assert torch.autograd.gradcheck(silu_mul, (some(3, 5), some(3, 5)))
-    assert torch.autograd.gradcheck(lambda x: rope(x, positions, table), (some(3, 2, 6),))
+    assert torch.autograd.gradcheck(lambda x: rope(x, *rope_angles(positions, table)), (some(3, 2, 6),))
     assert torch.autograd.gradcheck(lambda w: embedding(positions, w), (some(4, 5),))
 
 
@@ -159,7 +161,9 @@ HAND_COUNTS = [
     (linear, (meta(7, 64), meta(96, 64), None), Cost(7 * 64 * 96 * 2, 896 + 12288, 7 * 192, 12288)),
     (linear, (meta(7, 64), meta(96, 64), meta(96)), Cost(86016 + 672, 896 + 12288 + 192, 7 * 192, 12288 + 192)),
     (silu_mul, (meta(7, 64), meta(7, 64)), Cost(7 * 64 * 5, 2 * 896, 896)),
-    (rope, (meta(7, 4, 16), meta(7, dtype=torch.int32), meta(50, 16, dtype=torch.float32)), Cost(1344, 1372, 896)),
+    # Eight signs a token are changed; 16 angles a token are read, and written twice.
+    (rope_angles, (meta(7, dtype=torch.int32), meta(50, 16, dtype=torch.float32)), Cost(7 * 8, 28 + 448, 896)),
+    (rope, (meta(7, 4, 16), *(meta(7, 1, 16, dtype=torch.float32),) * 2), Cost(1344, 896 + 448, 896)),
     (kv_write, (meta(7, 8, 128), meta(7, 8, 128), meta_pages(7), 0), Cost(0, 2 * 14336 + 28, 2 * 14336)),
     (kv_write, (meta(7, 8, 128), meta(7, 8, 128), None, 0), Cost()),
 ]
@@ -170,12 +174,17 @@ def test_costs_are_the_hand_counts(operation: Operation, arguments: tuple, expec
     assert operation.cost(*arguments, workload=Workload((7,), (7,))) == expected
 
 
+def as_tuple(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
 def test_meta_results_have_the_shape_and_dtype_of_real_ones() -> None:
     for operation, arguments, _ in HAND_COUNTS[:-2]:
         real = [torch.zeros_like(a, device="cpu") if isinstance(a, torch.Tensor) else a for a in arguments]
         promised, result = operation(*arguments), operation(*real)
-        assert promised.is_meta
-        assert (promised.shape, promised.dtype) == (result.shape, result.dtype), operation.name
+        for empty, full in zip(as_tuple(promised), as_tuple(result), strict=True):
+            assert empty.is_meta
+            assert (empty.shape, empty.dtype) == (full.shape, full.dtype), operation.name
 
 
 class Layer(torch.nn.Module):
@@ -188,7 +197,8 @@ class Layer(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = linear(rms_norm(embedding(tokens, self.embed), self.norm, 1e-5), self.weight, None)
-        q = rope(x.unflatten(-1, (-1, 16)), positions, self.table)
+        cos, sin = rope_angles(positions, self.table)
+        q = rope(x.unflatten(-1, (-1, 16)), cos, sin)
         k, v = kv_write(q, q, None, 0)
         return silu_mul(k.flatten(-2), v.flatten(-2))
 
