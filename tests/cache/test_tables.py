@@ -1,0 +1,70 @@
+"""The host buffer of a step against the formulas of Batch and PagedKV, and pool copies."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from strata.cache.pool import KVPool, PoolShape
+from strata.cache.tables import BlockTables, StepBuffer, StepShape
+
+PAGE = 4
+
+
+def buffer(tokens: int, sequences: int, width: int, draws: int) -> StepBuffer:
+    shape = StepShape(tokens, sequences, width, draws)
+    memory = torch.full((shape.size,), -77, dtype=torch.int32)
+    return StepBuffer(shape, memory, memory)
+
+
+def tables() -> BlockTables:
+    made = BlockTables(3, 4)
+    made.update(0, 0, [5, 2])
+    made.update(2, 0, [7])
+    made.update(2, 1, [9, 1])
+    return made
+
+
+def test_places_follow_from_slots_starts_and_counts() -> None:
+    made = buffer(7, 2, 3, 2)
+    made.place(tables(), PAGE, np.array([2, 0], np.int32), np.array([6, 0], np.int32), np.array([2, 5], np.int32))
+    host = made.host
+    assert host["offsets"].tolist() == [0, 2, 7]
+    assert host["lengths"].tolist() == [8, 5]
+    assert host["positions"].tolist() == [6, 7, 0, 1, 2, 3, 4]
+    assert host["tables"].tolist() == [[7, 9, 1], [5, 2, 0]]
+    # Position 6 of the first sequence lies in its page 1, which is page 9 of the pool, at offset 2.
+    assert host["slots"].tolist() == [9 * PAGE + 2, 9 * PAGE + 3, 20, 21, 22, 23, 2 * PAGE]
+
+
+def test_what_a_bucket_holds_beyond_the_batch_is_padding() -> None:
+    made = buffer(4, 4, 2, 4)
+    made.place(tables(), PAGE, np.array([0], np.int32), np.array([3], np.int32), np.array([1], np.int32))
+    host = made.host
+    assert host["offsets"].tolist() == [0, 1, 2, 3, 4]
+    assert host["lengths"].tolist() == [4, 0, 0, 0]
+    assert host["slots"].tolist() == [5 * PAGE + 3, -1, -1, -1]
+    assert host["tables"][1:].tolist() == [[0, 0]] * 3
+    assert host["sources"][1:].tolist() == [-1] * 3
+
+
+def test_the_fields_are_views_of_one_buffer() -> None:
+    made = buffer(3, 1, 2, 1)
+    for value, (name, array) in enumerate(made.host.items()):
+        array[...] = value
+        assert bool((made.tensors[name] == value).all())
+    assert made.tensors["seeds"].view(torch.int64).shape == (1,)
+
+
+def test_copied_pages_hold_what_their_source_held_before() -> None:
+    shape = PoolShape(layers=2, page_size=PAGE, kv_heads=1, head_dim=2, dtype=torch.float32)
+    pool = KVPool(shape, 5, torch.device("cpu"))
+    for tensor in (*pool.keys, *pool.values):
+        tensor.copy_(torch.randn_like(tensor))
+    before = [tensor.clone() for tensor in (*pool.keys, *pool.values)]
+    pool.copy_pages([(0, 3), (3, 4)])
+    for tensor, old in zip((*pool.keys, *pool.values), before, strict=True):
+        assert torch.equal(tensor[3], old[0])
+        assert torch.equal(tensor[4], old[3])
+        assert torch.equal(tensor[:3], old[:3])
+    assert sum(tensor.nbytes for tensor in (*pool.keys, *pool.values)) == 5 * shape.page_bytes

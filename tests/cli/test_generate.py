@@ -1,0 +1,81 @@
+"""The commands as a person runs them, on the built-in model."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from strata.cli.main import app
+
+RUNNER = CliRunner()
+
+
+def test_generate_answers_85() -> None:
+    result = RUNNER.invoke(app, ["generate", "What is 47 + 38?", "--device", "cpu"])
+    assert result.exit_code == 0
+    assert "Answer: 85" in result.output
+    assert "tokens/s" in result.output
+
+
+def test_generate_json_gives_one_object_a_prompt() -> None:
+    arguments = ["generate", "Reverse the word 'planet'.", "What is 12 - 5?", "--json", "--device", "cpu"]
+    result = RUNNER.invoke(app, arguments)
+    assert result.exit_code == 0
+    objects = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [one["prompt"] for one in objects] == arguments[1:3]
+    assert objects[0]["text"].endswith("tenalp")
+    assert objects[1]["text"].endswith("7")
+    assert all(one["finish_reason"] == "stop" for one in objects)
+
+
+def test_chat_keeps_the_conversation_and_ends_at_an_empty_line() -> None:
+    result = RUNNER.invoke(app, ["chat", "--device", "cpu"], input="What is 20 + 30?\n/new\nWhat is 2 + 2?\n\n")
+    assert result.exit_code == 0
+    assert "Answer: 50" in result.output
+    assert "Answer: 4" in result.output
+
+
+def test_chat_without_a_template_is_refused(folder: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in folder.iterdir():
+        if file.name != "chat_template.jinja":
+            bare.joinpath(file.name).write_bytes(file.read_bytes())
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
+    result = RUNNER.invoke(app, ["chat", "--model", str(bare), "--device", "cpu"], input="hello\n")
+    assert isinstance(result.exception, ValueError)
+    assert "chat template" in str(result.exception)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "graph", "train", "bench throughput", "bench startup"])
+def test_help_has_an_example(command: str) -> None:
+    result = RUNNER.invoke(app, [*command.split(), "--help"])
+    assert result.exit_code == 0
+    assert re.search(f"Examples?:? .*strata {command}", " ".join(result.output.split()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "hi", "--model", "/nowhere/at/all"], "does not exist"),
+        (["generate", "hi", "--temperature", "-1"], "temperature"),
+        (["generate", "hi", "--max-tokens", "0"], "max_tokens"),
+        (["generate", "hi", "--dtype", "fp3"], "dtype"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_1(arguments: list[str], words: str) -> None:
+    command = [sys.executable, "-m", "strata", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("strata: error:")
+    assert words in last
+    assert "Traceback" not in done.stderr
