@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels import gemm_skinny
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
@@ -183,6 +184,17 @@ def _triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     return x.dtype != torch.float64 and weight.stride(1) == 1 and x.stride(-1) == 1
+
+
+def _tuned(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    return gemm_skinny.tuned_tile(x, weight) is not None
+
+
+@linear.implement(gemm_skinny.IMPLEMENTATION, "cuda", supports=_tuned)
+def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    tile = gemm_skinny.tuned_tile(x, weight)
+    assert tile is not None
+    return gemm_skinny.skinny_linear(x, weight, bias, tile)
 
 
 linear.implement("cublas", "cuda", differentiable=True)(F.linear)

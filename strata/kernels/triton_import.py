@@ -9,10 +9,11 @@ try:
     import triton
     import triton.language as tl
     from triton.language.extra import libdevice
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     HAS_TRITON = True
 except ImportError:
-    triton = tl = libdevice = None
+    triton = tl = libdevice = gdc_launch_dependents = gdc_wait = None
     HAS_TRITON = False
 
 
@@ -26,4 +27,4 @@ def jit(kernel: Callable[..., Any], *, unspecialized: tuple[str, ...] = ()) -> A
     return triton.jit(kernel, do_not_specialize=unspecialized) if HAS_TRITON else kernel
 
 
-__all__ = ["HAS_TRITON", "jit", "libdevice", "tl", "triton"]
+__all__ = ["HAS_TRITON", "gdc_launch_dependents", "gdc_wait", "jit", "libdevice", "tl", "triton"]

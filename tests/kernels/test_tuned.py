@@ -1,0 +1,144 @@
+"""Tables of tuned kernels: what is read is what was written, and where nothing was measured nothing changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strata.kernels import tuned
+from strata.kernels.gemm_skinny import (
+    SkinnyTile,
+    aligned,
+    candidates,
+    choose_tile,
+    row_bucket,
+    tiles_of,
+)
+from strata.kernels.tuned import Choice, Key
+
+TILE = {"kernel": "dot", "columns": 64, "width": 128, "warps": 4, "stages": 4, "splits": 2, "early": False}
+ENTRY: dict[str, Any] = {
+    "operation": "linear",
+    "dtype": "bfloat16",
+    "out": 6144,
+    "width": 4096,
+    "rows": 8,
+    "implementation": "skinny",
+    "parameters": TILE,
+    "seconds": 1.5e-5,
+    "library_seconds": 1.8e-5,
+}
+
+
+def table(folder: Path, *entries: dict[str, Any], device: str = "NVIDIA Test 1") -> Path:
+    path = folder / "nvidia_test_1.json"
+    path.write_text(json.dumps({"device": device, "entries": entries}), encoding="utf-8")
+    return path
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    wanted = {
+        Key("linear", "bfloat16", 6144, 4096, rows): Choice("skinny", TILE, 1e-5, 2e-5 * rows) for rows in (1, 2, 64)
+    } | {Key("linear", "bfloat16", 10, 32, 1): Choice("library", {}, 1e-5, 1e-5)}
+    path = tuned.path_of("NVIDIA Test 1", tmp_path / "new")
+    tuned.write(path, "NVIDIA Test 1", wanted)
+    assert path == tmp_path / "new" / "nvidia_test_1.json"
+    assert tuned.read_file(path) == wanted
+    assert tuned.read("NVIDIA Test 1", tmp_path / "new") == wanted
+
+
+def test_a_device_without_a_table_has_no_tiles(tmp_path: Path) -> None:
+    assert tuned.read("Unheard-of GPU", tmp_path) == {}
+    assert tiles_of(tuned.read("Unheard-of GPU", tmp_path)) == {}
+    assert choose_tile(1, 4096, 4096, torch.bfloat16, {}) is None
+
+
+def test_a_table_cannot_be_changed(tmp_path: Path) -> None:
+    read = tuned.read_file(table(tmp_path, ENTRY))
+    with pytest.raises(TypeError):
+        read[next(iter(read))] = 1  # type: ignore[index]
+    with pytest.raises(TypeError):
+        next(iter(read.values())).parameters["columns"] = 8  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rows": "8"}, "rows"),
+        ({"seconds": True}, "seconds"),
+        ({"parameters": [1]}, "parameters"),
+        ({"colour": "red"}, "no others"),
+    ],
+)
+def test_a_bad_entry_is_named(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=rf"entry 1 of .*{said}"):
+        tuned.read_file(table(tmp_path, ENTRY, ENTRY | change))
+
+
+def test_a_bad_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "nvidia_test_1.json"
+    for text in ("{", "[]", '{"device": "x"}'):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"nvidia_test_1\.json"):
+            tuned.read_file(path)
+    with pytest.raises(ValueError, match="repeats"):
+        tuned.read_file(table(tmp_path, ENTRY, ENTRY))
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [
+        TILE | {"kernel": "other"},
+        TILE | {"columns": 0},
+        TILE | {"columns": 48},
+        TILE | {"early": 1},
+        TILE | {"depth": 3},
+        TILE | {"splits": 3},  # which do not divide 4096
+        TILE | {"kernel": "gemv"},  # which neither splits nor has stages
+        {"kernel": "gemv", "columns": 4, "width": 4096, "warps": 8},  # and not for eight rows
+    ],
+)
+def test_a_tile_that_cannot_run_is_refused(tmp_path: Path, tile: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"[Tt]ile|gemv"):
+        tiles_of(tuned.read_file(table(tmp_path, ENTRY | {"parameters": tile})))
+
+
+def test_a_tile_serves_its_rows_its_shape_and_its_dtype(tmp_path: Path) -> None:
+    tiles = tiles_of(tuned.read_file(table(tmp_path, ENTRY, ENTRY | {"rows": 16, "implementation": "library"})))
+    found = {rows: choose_tile(rows, 6144, 4096, torch.bfloat16, tiles) for rows in range(70)}
+    assert {rows for rows, tile in found.items() if tile is not None} == {5, 6, 7, 8}
+    assert found[5] == SkinnyTile("dot", 64, 128, 4, 4, 2)
+    assert choose_tile(8, 4096, 6144, torch.bfloat16, tiles) is None
+    assert choose_tile(8, 6144, 4096, torch.float16, tiles) is None
+
+
+def test_row_buckets() -> None:
+    assert [row_bucket(rows) for rows in (1, 2, 3, 4, 5, 8, 9, 33, 64)] == [1, 2, 4, 4, 8, 8, 16, 64, 64]
+
+
+def test_every_shape_has_candidates_and_all_of_them_fit() -> None:
+    pytest.importorskip("triton")
+    for width in (1024, 2048, 3072, 4096, 14336):
+        for rows in (1, 2, 4, 8, 16, 32, 64):
+            found = candidates(rows, width)
+            assert len(found) == len(set(found)) >= 5
+            for tile in found:
+                assert tile.width <= 2 * width
+                assert width % (tile.width * tile.splits) == 0 or (tile.kernel == "gemv" and width < tile.width)
+
+
+def test_operands_that_cannot_be_loaded_16_bytes_at_a_time_are_refused() -> None:
+    weight = torch.zeros(8, 1024, dtype=torch.bfloat16)
+    x = torch.zeros(4, 2048, dtype=torch.bfloat16)
+    assert aligned(x[:, :1024], weight)
+    assert aligned(x[:, 8:1032], weight)
+    assert aligned(x[0, :1024], weight)
+    assert not aligned(x[:, 1:1025], weight)
+    assert not aligned(x[:, ::2], weight)
+    assert not aligned(x[:, :1024].float(), weight)
+    assert not aligned(x[:, :1001], torch.zeros(8, 1001, dtype=torch.bfloat16))
+    assert not aligned(torch.zeros(4, 1028, dtype=torch.bfloat16)[:, :1024], weight)
