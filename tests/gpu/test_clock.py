@@ -21,15 +21,3 @@ def test_a_copy_takes_no_less_than_the_bandwidth_allows() -> None:
     rate = 2 * source.nbytes / timing.seconds
     promised = device.ceiling("bandwidth", measured=False).value
     assert 0.5 * promised < rate <= promised
-
-
-def test_a_cold_run_is_slower_than_a_warm_one() -> None:
-    small = torch.randn(4 * 2**20, device="cuda")  # 16 MB stays in the L2 cache of a large device
-    count = 20  # together far longer than the launch gap that a warm measurement includes
-
-    def several() -> None:
-        for _ in range(count):
-            small.sum()
-
-    warm = time_cuda(several, cold=False).seconds / count
-    assert time_cuda(lambda: small.sum()).seconds > warm
