@@ -23,6 +23,7 @@ from strata.engine.sampler import (
     sampling_seed,
 )
 from strata.engine.scheduler import StepPlan
+from strata.kernels.paged import FreshPrompts
 from strata.kernels.sampling import likeliest, logprobs
 
 # Rows of prompt log-probabilities that are projected onto the vocabulary at once.
@@ -153,7 +154,8 @@ class Runner:
         buffer.send()
         longest = max(chunk.count for chunk in plan.chunks)
         tokens = joined_tokens(buffer, self._newest) if missing else buffer.tensors["tokens"]
-        hidden = self._graph(buffer.batch(self.pool, tokens, longest, self._config.windows))
+        prompts = fresh_prompts(plan) if self._device.type == "cuda" else None
+        hidden = self._graph(buffer.batch(self.pool, tokens, longest, self._config.windows, prompts))
         prompt_logprobs = tuple(self._prompt_logprobs(plan, hidden))
         if not rows:
             return Launched(plan, torch.empty(0, dtype=torch.int32), prompt_logprobs=prompt_logprobs)
@@ -266,3 +268,14 @@ class Runner:
                     reported = logprobs(logits, targets.to(self._device), most)
                     yield PromptLogprobs(sequence, token, LogprobTensors(*reported))
             at += chunk.count
+
+
+def fresh_prompts(plan: StepPlan) -> FreshPrompts | None:
+    """The decoding sequences and the prompts of a step, if decodes come first and no prompt has anything cached."""
+    decodes = 0
+    while decodes < len(plan.chunks) and plan.chunks[decodes].count == 1:
+        decodes += 1
+    prompts = plan.chunks[decodes:]
+    if any(chunk.start for chunk in prompts):
+        return None
+    return FreshPrompts(decodes, tuple(chunk.count for chunk in prompts))

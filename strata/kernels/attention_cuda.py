@@ -65,7 +65,7 @@ def attend(
 ) -> Tensor:
     """The fastest kernel for the batch: splits when every sequence decodes."""
     if pages is not None and longest == 1:
-        return _decode(q, offsets, pages, layer, scale, window)
+        return decode(q, offsets, pages, layer, scale, window)
     return _mixed(q, k, v, offsets, pages, layer, scale, window, mixed_tile(q.shape[2], q.dtype), fixed=False)
 
 
@@ -138,7 +138,8 @@ def _mixed(
     return out
 
 
-def _decode(q: Tensor, offsets: Tensor, pages: PagedKV, layer: int, scale: float, window: int | None) -> Tensor:
+def decode(q: Tensor, offsets: Tensor, pages: PagedKV, layer: int, scale: float, window: int | None) -> Tensor:
+    """Every sequence has one query: its keys are divided among programs, whose results a second kernel joins."""
     tokens, heads, head_dim = q.shape
     keys, values, tables = pages.keys[layer], pages.values[layer], pages.tables
     kv_heads, sequences = keys.shape[2], tables.shape[0]

@@ -11,6 +11,17 @@ from strata.kernels.attention_plan import AttentionPlan
 
 
 @dataclass(frozen=True)
+class FreshPrompts:
+    """A step whose prompts have nothing cached, as the host knows it.
+
+    decodes: sequences of one token, which come first. lengths: tokens of each prompt after them.
+    """
+
+    decodes: int
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class PagedKV:
     """The KV pools of all layers and the way of each sequence through them.
 
@@ -22,6 +33,7 @@ class PagedKV:
     plan: what attention on a CPU needs to know of this step in every layer (`attention_cpu.planned` makes it); None:
         each layer works it out from the tensors above.
     index: [tokens] int64, the slots again, if none of them is -1: a CPU writes by it. None: each layer looks.
+    prompts: for CUDA, if the step is one of fresh prompts and decoding sequences; None otherwise.
     """
 
     keys: tuple[Tensor, ...]
@@ -31,10 +43,16 @@ class PagedKV:
     slots: Tensor
     plan: AttentionPlan | None = None
     index: Tensor | None = None
+    prompts: FreshPrompts | None = None
 
     @property
     def page_size(self) -> int:
         return self.keys[0].shape[1]
+
+    def first(self, sequences: int) -> PagedKV:
+        """The same for the first sequences of the batch, which have one token each."""
+        tables, lengths, slots = self.tables[:sequences], self.lengths[:sequences], self.slots[:sequences]
+        return PagedKV(self.keys, self.values, tables, lengths, slots)
 
 
 pytree.register_dataclass(PagedKV)
