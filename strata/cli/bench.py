@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strata.cli import options, workloads
+from strata.cli.bench_kernels import kernels
 from strata.cli.bench_result import cpu_name, make_result, report
 from strata.hardware.specs import recognize
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from strata.engine.llm import LLM
 
 bench = typer.Typer(no_args_is_help=True, help="Measure inference: T0 to T4 of benchmarks/README.md.")
+bench.command()(kernels)
 
 Model = Annotated[str, typer.Option(help="A shape (8B, 0.6B) with random weights, or a checkpoint folder.")]
 LoadFormat = Annotated[

@@ -1,0 +1,225 @@
+"""`strata bench kernels` (T8): every operation at the shapes of the models, beside its floor and the library's time."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from strata.hardware.roofline import Cost, Workload, floor
+from strata.hardware.specs import recognize
+
+if TYPE_CHECKING:
+    from strata.cli.kernel_cases import Case
+    from strata.cli.kernel_tuning import Product
+    from strata.kernels.gemm_skinny import Tiles
+
+MODELS = ("8B", "0.6B")
+ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 2048, 8192)
+# What the arguments of one case may take together, in bytes.
+_MOST_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. seconds, floor and library_seconds are of one call; share: of the floor's speed.
+
+    bandwidth: bytes that the call must move, a second.
+    """
+
+    operation: str
+    model: str
+    shape: str
+    rows: int
+    implementation: str
+    seconds: float
+    floor: float | None
+    share: float | None
+    bound: str | None
+    bandwidth: float
+    library_seconds: float | None
+
+    def sentence(self) -> str:
+        library = "-" if self.library_seconds is None else f"{self.library_seconds * 1e6:.1f}"
+        reached = "-" if self.share is None else f"{self.share:.0%}"
+        floor = "-" if self.floor is None else f"{self.floor * 1e6:.1f}"
+        return (
+            f"{self.operation:14} {self.model:5} {self.shape:28} {self.rows:6} {self.seconds * 1e6:10.1f} {floor:>10} "
+            f"{reached:>5} {self.bound or '-':8} {self.bandwidth / 1e12:6.2f} {library:>10}  {self.implementation}"
+        )
+
+
+HEADINGS = (
+    f"{'operation':14} {'model':5} {'shape':28} {'rows':>6} {'us':>10} {'floor us':>10} {'share':>5} {'bound':8} "
+    f"{'TB/s':>6} {'library us':>10}  implementation"
+)
+
+
+def kernels(
+    tune: Annotated[bool, typer.Option(help="First find the fastest tiles and write them to the table.")] = False,
+    table: Annotated[
+        Path | None, typer.Option(help="The table of tuned tiles; the package's if left out.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")] = False,
+) -> None:
+    """T8: time, floor and implementation of every operation at the 8B and 0.6B shapes.
+
+    Example: strata bench kernels --tune --table nvidia_h200.json --json
+    """
+    import torch
+
+    from strata.kernels.triton_import import HAS_TRITON
+
+    if not (torch.cuda.is_available() and HAS_TRITON):
+        raise ValueError("strata bench kernels measures a CUDA device through Triton; there is none here")
+
+    from strata.cli.kernel_cases import cases
+    from strata.cli.kernel_tuning import products
+    from strata.kernels import tuned
+    from strata.kernels.gemm_skinny import tiles_of
+    from strata.models.config import config_from_dict
+    from strata.models.shapes import SHAPES
+
+    device = torch.cuda.get_device_name()
+    path = table or tuned.path_of(device)
+    configs = {model: config_from_dict(SHAPES[model], model) for model in MODELS}
+    weights = [product for model, config in configs.items() for product in products(model, config)]
+    if tune:
+        _tune(weights, device, path)
+    elif table is not None and not table.is_file():
+        raise ValueError(f"there is no table {table}; give an existing one, or --tune to make it")
+    tiles = tiles_of(tuned.read_file(path) if path.is_file() else MappingProxyType({}))
+    if not as_json:
+        typer.echo(HEADINGS)
+    failed = 0
+    for label, measure in _measurements(weights, tiles, device, {m: tuple(cases(c)) for m, c in configs.items()}):
+        try:
+            row = measure()
+        except (RuntimeError, TypeError, ValueError) as error:  # the others are still worth having
+            failed += 1
+            print(f"{label} failed: {error}", file=sys.stderr)
+        else:
+            typer.echo(json.dumps(asdict(row) | {"device": device}) if as_json else row.sentence())
+    if failed:
+        raise ValueError(f"{failed} measurements failed; the lines above say why")
+
+
+def _tune(weights: Sequence[Product], device: str, path: Path) -> None:
+    import torch
+
+    from strata.cli.kernel_tuning import tune
+    from strata.kernels import tuned
+
+    table = {}
+    for product in weights:
+        for key, choice in tune(product):
+            table[key] = choice
+            said = f"{choice.seconds * 1e6:.1f} us, library {choice.library_seconds * 1e6:.1f} us"
+            print(f"tuned {product.model} {product.name} x{key.rows}: {said}: {_words(choice)}", file=sys.stderr)
+        torch.cuda.empty_cache()
+        tuned.write(path, device, table)  # after each weight, so that an interrupted run leaves what it found
+
+
+def _words(choice: Any) -> str:
+    return " ".join([choice.implementation, *(f"{name}={value}" for name, value in choice.parameters.items())])
+
+
+def _measurements(
+    weights: Sequence[Product], tiles: Tiles, device: str, cases: dict[str, tuple[Case, ...]]
+) -> Iterator[tuple[str, Callable[[], Row]]]:
+    import torch
+
+    for product in weights:
+        drawn = product.weights()
+        for rows in ROWS:
+            label = f"linear {product.model} {product.name} x{rows}"
+            yield label, partial(_linear_row, product, drawn, rows, tiles, device)
+        del drawn
+        torch.cuda.empty_cache()
+    for model, chosen in cases.items():
+        for case in chosen:
+            label = f"{case.operation.name} {model} {case.shape} x{case.rows}"
+            yield label, partial(_case_row, model, case, device)
+            torch.cuda.empty_cache()
+
+
+def _linear_row(product: Product, weights: Sequence[Any], rows: int, tiles: Tiles, device: str) -> Row:
+    import torch
+    import torch.nn.functional as F
+
+    from strata.cli.kernel_tuning import DTYPE, LIBRARY
+    from strata.hardware.replay import time_replayed
+    from strata.kernels.gemm import linear
+    from strata.kernels.gemm_skinny import choose_tile, skinny_linear
+
+    x = torch.randn(rows, product.width, dtype=DTYPE, device="cuda")
+    estimate = product.estimate(rows)
+    library = time_replayed([partial(F.linear, x, weight) for weight in weights], estimate=estimate).seconds
+    tile = choose_tile(rows, product.out, product.width, DTYPE, tiles)
+    seconds, name = library, LIBRARY
+    if tile is not None:
+        calls = [partial(skinny_linear, x, weight, None, tile) for weight in weights]
+        seconds = time_replayed(calls, estimate=estimate).seconds
+        name = " ".join(["skinny", *(f"{key}={value}" for key, value in asdict(tile).items())])
+    cost = linear.cost(x, weights[0], workload=Workload((1,) * rows, (1,) * rows))
+    shape = f"{product.name} {product.width}->{product.out}"
+    return _row("linear", product.model, shape, rows, name, seconds, cost, "bfloat16", library, device)
+
+
+def _case_row(model: str, case: Case, device: str) -> Row:
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from strata.hardware.replay import copies_beyond_l2, time_replayed
+
+    first = case.make()
+    cost = case.operation.cost(*first, workload=case.workload)
+    size = sum(leaf.nbytes for leaf in pytree.tree_leaves(first) if isinstance(leaf, torch.Tensor))
+    copies = max(1, min(copies_beyond_l2(cost.bytes), _MOST_BYTES // max(1, size)))
+    arguments = [first, *(case.make() for _ in range(copies - 1))]
+    chosen = case.operation.bind("cuda").choose(*first)
+    seconds = time_replayed([partial(chosen.run, *args) for args in arguments]).seconds
+    library = None
+    if case.library is not None:
+        try:
+            library = time_replayed([partial(case.library, *args) for args in arguments]).seconds
+        except RuntimeError as error:  # no such kernel in this build of torch
+            print(f"{case.operation.name} {case.shape} x{case.rows}: no library time: {error}", file=sys.stderr)
+    name = case.operation.name
+    return _row(name, model, case.shape, case.rows, chosen.name, seconds, cost, case.dtype, library, device)
+
+
+def _row(
+    operation: str,
+    model: str,
+    shape: str,
+    rows: int,
+    implementation: str,
+    seconds: float,
+    cost: Cost,
+    dtype: str,
+    library: float | None,
+    device: str,
+) -> Row:
+    known = recognize(device)
+    least = None if known is None else floor(cost, known, dtype)
+    return Row(
+        operation=operation,
+        model=model,
+        shape=shape,
+        rows=rows,
+        implementation=implementation,
+        seconds=seconds,
+        floor=None if least is None else least.seconds,
+        share=None if least is None else least.seconds / seconds,
+        bound=None if least is None else least.bound,
+        bandwidth=cost.bytes / seconds,
+        library_seconds=library,
+    )

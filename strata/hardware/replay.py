@@ -1,0 +1,55 @@
+"""Timing short kernels: several calls in one CUDA graph, over operands that the calls before have pushed out of L2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice, pairwise
+
+import torch
+
+from strata.hardware.clock import Timing
+
+# Operands together are this many times the L2 cache, so that none of a call is left when its turn comes again.
+_L2_FACTOR = 3
+_MOST_COPIES = 64
+# A graph runs about this long, so that its start does not count.
+_GRAPH_SECONDS = 5e-4
+_MOST_CALLS = 64
+
+
+def copies_beyond_l2(nbytes: int) -> int:
+    """How many operands of so many bytes to take turns with."""
+    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return min(_MOST_COPIES, max(1, math.ceil(_L2_FACTOR * cache / max(1, nbytes))))
+
+
+def time_replayed(calls: Sequence[Callable[[], object]], *, repeats: int = 9, estimate: float = 0.0) -> Timing:
+    """Seconds of one call: all calls in turn, recorded in a CUDA graph, over replays of it.
+
+    estimate: about what a call takes, in seconds; short calls are recorded several times over. Every call runs once
+    before, on the stream that records.
+    """
+    count = max(len(calls), min(_MOST_CALLS, int(_GRAPH_SECONDS / max(estimate, 1e-6))))
+    recorded = list(islice(cycle(calls), count))
+    # Without the context manager of torch.cuda.graph, which collects garbage for each of hundreds of recordings.
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        stream.synchronize()
+        graph.capture_begin()
+        try:
+            for call in recorded:
+                call()
+        finally:
+            graph.capture_end()
+        graph.replay()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            graph.replay()
+            mark.record()
+    torch.cuda.synchronize()
+    return Timing(tuple(start.elapsed_time(end) / 1e3 / count for start, end in pairwise(marks)))

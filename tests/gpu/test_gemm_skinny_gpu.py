@@ -1,0 +1,148 @@
+"""The products of few rows against float64, in every tile that tuning may choose; and the table that chooses them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from strata.hardware.replay import time_replayed
+from strata.kernels.gemm import linear
+from strata.kernels.gemm_skinny import SkinnyTile, candidates, device_tiles, row_bucket, skinny_linear, tuned_tile
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+
+WIDTHS = (1024, 2048, 3072, 4096, 14336)
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def tiles(width: int) -> list[SkinnyTile]:
+    return sorted({tile for rows in BUCKETS for tile in candidates(rows, width)}, key=str)
+
+
+def assert_right(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """One rounding to the dtype, beside what sums in float32 lose."""
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert result.dtype == x.dtype
+    assert result.isfinite().all()
+    rtol = 0.55 * torch.finfo(result.dtype).eps
+    torch.testing.assert_close(result.double(), exact, rtol=rtol, atol=5e-5 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_tile_in_every_bucket(width: int) -> None:
+    out = 16 * int(torch.randint(1, 40, ())) + int(torch.randint(1, 16, ()))  # fills no tile
+    weight, bias = draw(out, width), draw(out)
+    for bucket in BUCKETS:
+        for rows in {bucket, bucket // 2 + 1}:
+            x = draw(rows, width)
+            for tile in candidates(bucket, width):
+                assert_right(skinny_linear(x, weight, bias, tile), x, weight, bias)
+
+
+@pytest.mark.parametrize("out", [1, 15, 16, 17, 63, 129, 1000])
+def test_columns_that_do_not_fill_a_tile(out: int) -> None:
+    weight = draw(out, 2048)
+    for tile in tiles(2048):
+        x = draw(4 if tile.kernel == "gemv" else 30, 2048)
+        assert_right(skinny_linear(x, weight, None, tile), x, weight, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_strided_operands(dtype: torch.dtype) -> None:
+    weight = draw(300, 4096 + 64, dtype=dtype)[:, 32 : 32 + 4096]
+    for rows in (1, 8, 30):
+        x = draw(rows, 3 * 4096, dtype=dtype)[:, 4096:8192]
+        for tile in candidates(row_bucket(rows), 4096):
+            assert_right(skinny_linear(x, weight, None, tile), x, weight, None)
+
+
+def test_leading_dimensions_and_no_rows() -> None:
+    weight, tile = draw(96, 1024), SkinnyTile("dot", 64, 128, 4, 4, 2)
+    x = draw(3, 5, 1024)
+    assert_right(skinny_linear(x, weight, None, tile), x, weight, None)
+    assert_right(skinny_linear(x[0, 0], weight, None, tile), x[0, 0], weight, None)
+    assert skinny_linear(x[:0], weight, None, tile).shape == (0, 5, 96)
+
+
+@pytest.mark.parametrize("width", [1024, 14336])
+def test_rows_stand_alone_in_one_tile(width: int) -> None:
+    weight, x = draw(200, width), draw(64, width)
+    for tile in tiles(width):
+        most = 4 if tile.kernel == "gemv" else max(rows for rows in BUCKETS if tile in candidates(rows, width))
+        together = skinny_linear(x[:most], weight, None, tile)
+        for rows in range(1, most + 1):
+            chosen = torch.randint(0, most, (rows,), device="cuda")
+            alone = skinny_linear(x[chosen], weight, None, tile)
+            assert torch.equal(alone, together[chosen]), f"{tile}: other bits among {rows} rows"
+
+
+def test_large_weight_past_the_reach_of_32_bits() -> None:
+    weight = draw(1, 14336).expand(160_000, -1).contiguous()  # 2.3e9 elements
+    weight[-1].mul_(2)
+    x = draw(1, 14336)
+    for tile in (SkinnyTile("gemv", 4, 2048, 8), SkinnyTile("dot", 64, 128, 4, 4)):
+        result = skinny_linear(x, weight, None, tile)
+        assert_right(result[:, -3:], x, weight[-3:], None)
+
+
+def test_a_chain_of_early_launches_in_a_graph_reads_what_the_launch_before_wrote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()  # to poison the results would put kernels between the launches
+    weights = [draw(2048, 2048) * 2048**-0.5 for _ in range(6)]
+    x = draw(4, 2048)
+    for tile in candidates(4, 2048):
+        chosen = replace(tile, early=True)
+        plain, early = x, []
+        for weight in weights:
+            plain = skinny_linear(plain, weight, None, tile)
+
+        def chain(tile: SkinnyTile = chosen, into: list[torch.Tensor] = early) -> None:
+            y = x
+            for weight in weights:
+                y = skinny_linear(y, weight, None, tile)
+            into.append(y)
+
+        time_replayed([chain], repeats=20)
+        for result in (early[0], early[-1]):  # run eagerly, and as the last replay left it
+            assert torch.equal(result, plain), f"{chosen} read too soon"
+
+
+def test_what_the_kernels_cannot_load_is_refused() -> None:
+    x, weight, tile = draw(1, 1024), draw(64, 1024), SkinnyTile("gemv", 4, 1024, 4)
+    for bad_x, bad_weight in (
+        (draw(1, 1001), draw(64, 1001)),
+        (x.float(), weight.float()),
+        (draw(1, 1040)[:, 1:1025], weight),
+        (x, draw(64, 1028)[:, :1024]),
+        (draw(5, 1024), weight),
+    ):
+        with pytest.raises(ValueError, match="does not fit"):
+            skinny_linear(bad_x, bad_weight, None, tile)
+        assert_right_by_linear(bad_x, bad_weight)
+
+
+def assert_right_by_linear(x: torch.Tensor, weight: torch.Tensor) -> None:
+    exact = F.linear(x.double(), weight.double())
+    torch.testing.assert_close(linear(x, weight).double(), exact, rtol=0.02, atol=0.02 * exact.abs().max().item())
+
+
+def test_linear_takes_what_the_table_says() -> None:
+    found = device_tiles(torch.device("cuda", torch.cuda.current_device()))
+    bound = linear.bind("cuda")
+    assert bound.choose(draw(1, 48), draw(7, 48), None).name == "cublas"
+    for key, tile in found.items():
+        if key.out * key.width > 1 << 27:
+            continue
+        x, weight = draw(key.rows, key.width), draw(key.out, key.width)
+        assert bound.choose(x, weight, None).name == "skinny"
+        assert tuned_tile(x, weight) == tile
+        assert_right(bound(x, weight, None), x, weight, None)
+        assert bound.choose(draw(65, key.width), weight, None).name == "cublas"
