@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from strata.graph.capture import capture, capture_head
-from strata.graph.cost import StepCosts, meta_indices, meta_pages, step_costs
+from strata.graph.cost import StepCosts, meta_indices, meta_pages, operation_counts, step_costs
+from strata.graph.fuse import fuse
 from strata.graph.merge import merge
 from strata.hardware.roofline import Workload
 from strata.models.batch import Batch
@@ -42,12 +43,16 @@ def find_config(model: str) -> ModelConfig:
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model without weights: its merged graph and that of its head, in `dtype`."""
+    """A model without weights: its merged and fused graph and that of its head, in `dtype`.
+
+    captured: how many nodes of each operation the graph had before it was merged and fused.
+    """
 
     config: ModelConfig
     dtype: torch.dtype
     graph: fx.GraphModule
     head: fx.GraphModule
+    captured: dict[str, int]
 
     def batch(self, workload: Workload, page_size: int = 16) -> Batch:
         """What the graph is called with in a step of that workload."""
@@ -69,11 +74,13 @@ class MetaModel:
 
 
 def meta_model(config: ModelConfig, dtype: torch.dtype | None = None) -> MetaModel:
-    """Build, capture and merge a model; `dtype` is the checkpoint's by default, bfloat16 if that says nothing."""
+    """Build, capture, merge and fuse a model; `dtype` is the checkpoint's by default, bfloat16 if that says nothing."""
     dtype = dtype or config.dtype or torch.bfloat16
     with torch.device("meta"):
         model = build(config).to(dtype)
-    return MetaModel(config, dtype, merge(capture(model)), capture_head(model))
+    graph = capture(model)
+    captured = dict(operation_counts(graph))
+    return MetaModel(config, dtype, fuse(merge(graph)), capture_head(model), captured)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -26,7 +26,8 @@ def graph(
 ) -> None:
     """Show what a step costs, by operation and by part of the model, without weights or device.
 
-    Merged projections have joined names (gate_proj&up_proj). The head runs on a row a sequence.
+    Merged projections are joined by & (gate_proj&up_proj), fused operations by + (input_layernorm+add). The head runs
+    on a row a sequence.
 
     Example, a decode step: strata graph 8B --context 1000 --sequences 32
     """
@@ -45,7 +46,10 @@ def graph(
 
 @dataclasses.dataclass(frozen=True)
 class PricedStep:
-    """A step of a model: what its nodes cost and their floors on a device."""
+    """A step of a model: what its nodes cost and their floors on a device.
+
+    captured, run: how many nodes of each operation its graph has as captured, and after the passes.
+    """
 
     forward: list[NodeCost]
     head: list[NodeCost]
@@ -53,6 +57,8 @@ class PricedStep:
     dtype: str
     tokens: int
     step_floor: float
+    captured: dict[str, int]
+    run: dict[str, int]
 
     @property
     def rows(self) -> dict[str, list[Any]]:
@@ -61,7 +67,8 @@ class PricedStep:
         heads = {id(node) for node in self.head}
 
         def operation_of(node: NodeCost) -> tuple[str, str]:
-            return node.operation, node.module.rpartition(".")[2] if node.parameters else ""
+            part = node.module.rpartition(".")[2]
+            return node.operation, part if node.parameters or "+" in part else ""
 
         def part_of(node: NodeCost) -> tuple[str, str]:
             if id(node) in heads:
@@ -96,15 +103,19 @@ class PricedStep:
             name: [dataclasses.asdict(row) | {"bytes": row.cost.bytes} for row in rows]
             for name, rows in self.rows.items()
         }
-        return {"device": self.device.key, "dtype": self.dtype} | self.totals() | tables
+        counts = {"graph": {"captured": self.captured, "run": self.run}}
+        return {"device": self.device.key, "dtype": self.dtype} | self.totals() | counts | tables
 
     def draw(self, title: str) -> None:
         from rich.console import Console
 
-        from strata.graph.draw import duration, quantity, table
+        from strata.graph.draw import counts_table, duration, quantity, table
 
         console, totals, rows = Console(highlight=False), self.totals(), self.rows
         whole = totals["nodes_floor_s"]
+        captured, run = (sum(counts.values()) for counts in (self.captured, self.run))
+        console.print(f"{captured:,} operations, {run:,} after merging and fusion")
+        console.print(counts_table(self.captured, self.run))
         console.print(table(title, rows["operations"], whole=whole))
         console.print(table("By part of the model", rows["parts"], whole=whole))
         compute, bandwidth = self.device.ceiling("compute", self.dtype), self.device.ceiling("bandwidth")
@@ -126,11 +137,12 @@ def price(model: MetaModel, workload: Workload, spec: Device) -> PricedStep:
     import torch
 
     from strata.cli.costing import dtype_name
-    from strata.graph.cost import node_costs
+    from strata.graph.cost import node_costs, operation_counts
 
     name, rows = dtype_name(model.dtype), len(workload.new)
     forward = node_costs(model.graph, model.batch(workload), workload)
     hidden = torch.empty(rows, model.config.hidden_size, dtype=model.dtype, device="meta")
     head = node_costs(model.head, hidden, workload)
     least = floor(model.step_costs().step(workload, rows), spec, name).seconds
-    return PricedStep(forward, head, spec, name, workload.tokens, least)
+    run = dict(operation_counts(model.graph))
+    return PricedStep(forward, head, spec, name, workload.tokens, least, model.captured, run)

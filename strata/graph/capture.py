@@ -23,7 +23,7 @@ def capture(model: nn.Module, method: str = "forward") -> fx.GraphModule:
     because the graph would keep its value.
     """
     graph = _Tracer(method).trace(model)
-    graph.eliminate_dead_code(is_impure_node=_keeps)
+    graph.eliminate_dead_code(is_impure_node=must_stay)
     for node in graph.nodes:
         _place(node)
     return fx.GraphModule(model, graph, class_name=type(model).__name__)
@@ -85,7 +85,7 @@ class _Tracer(fx.Tracer):
         return self._attributes[key]
 
 
-def _keeps(node: fx.Node) -> bool:
+def must_stay(node: fx.Node) -> bool:
     """Whether a node that nobody reads must stay: the argument, the output, and operations that write in place."""
     if node.op in ("placeholder", "output"):
         return True

@@ -44,17 +44,15 @@ def node_costs(graph: fx.GraphModule, argument: Any, workload: Workload) -> list
     """
     found = []
     for node, operation, args, result in _walk(graph, argument):
-        if operation is not None:
-            cost = operation.cost(*args, workload=workload)
-        elif node.target is operator.add:
-            cost = _elementwise(args, result)
-        else:
+        name = _work(node)
+        if name is None:
             continue
+        cost = operation.cost(*args, workload=workload) if operation is not None else _elementwise(args, result)
         first = result[0] if isinstance(result, tuple) else result
         found.append(
             NodeCost(
                 node.name,
-                "add" if operation is None else operation.name,
+                name,
                 node.meta["layer"],
                 node.meta["module"],
                 cost,
@@ -63,6 +61,11 @@ def node_costs(graph: fx.GraphModule, argument: Any, workload: Workload) -> list
             )
         )
     return found
+
+
+def operation_counts(graph: fx.GraphModule) -> Counter[str]:
+    """How many nodes of each operation a graph has; residual additions are "add", views are not counted."""
+    return Counter(name for node in graph.graph.nodes if (name := _work(node)) is not None)
 
 
 def total(nodes: Iterable[NodeCost]) -> Cost:
@@ -174,6 +177,14 @@ def _walk(graph: fx.GraphModule, argument: Any) -> Iterator[tuple[fx.Node, Opera
                     f"the cost of {name!r} (in {node.meta['module'] or 'the model'}) is not known"
                 )
             yield node, operation, args, values[node]
+
+
+def _work(node: fx.Node) -> str | None:
+    """The name of what a node computes; None if it only fetches or views memory."""
+    operation = operation_of(node)
+    if operation is not None:
+        return operation.name
+    return "add" if node.target is operator.add else None
 
 
 def _fetch(graph: fx.GraphModule, path: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
@@ -46,6 +46,17 @@ def _row(operation: str, part: str, nodes: list[NodeCost], device: Device, dtype
         seconds[least.bound] += least.seconds
     bound = max(seconds, key=seconds.__getitem__)
     return Row(operation, part, len(nodes), parameter_count(nodes), total(nodes), sum(seconds.values()), bound)
+
+
+def counts_table(before: Mapping[str, int], after: Mapping[str, int]) -> Table:
+    """How often each operation stands in a graph before and after the passes."""
+    drawn = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    drawn.add_column("")
+    for name in ("captured", "run"):
+        drawn.add_column(name, justify="right")
+    for name in dict.fromkeys([*before, *after]):
+        drawn.add_row(name, *(f"{counts[name]:,}" if name in counts else "" for counts in (before, after)))
+    return drawn
 
 
 def table(title: str, rows: list[Row], *, whole: float) -> Table:

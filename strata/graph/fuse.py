@@ -1,66 +1,127 @@
-"""Neighbouring parts of one product that undergo the same operation undergo it together."""
+"""Operations that follow one another become one operation that does the same in one pass over memory.
+
+A fused node's `meta["module"]` ends in what it was made of, joined by "+": `post_attention_layernorm+add`.
+"""
 
 from __future__ import annotations
 
-from itertools import groupby
+import operator
 from operator import getitem
 from typing import Any
 
 from torch import fx
 
+from strata.graph.capture import must_stay
+from strata.graph.match import Call, Hole, Match, find, match
+from strata.kernels.kv_write import kv_write
+from strata.kernels.norm import add_rms_norm, rms_norm
+from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
 from strata.kernels.rope import rope
 
 
 def fuse(graph: fx.GraphModule) -> fx.GraphModule:
-    """Rotate queries and keys in one call, in place, in a merged graph that is not bound; returns `graph`.
+    """Fuse what can be fused, in place, in a merged graph that is not bound; returns `graph`.
 
-    Applies where heads [tokens, heads, head_dim] are neighbouring parts of a split and nothing but `rope` by the same
-    angles reads them. The results are views of the joint one, with its token stride.
+    - A residual addition and the norm of the sum become `add_rms_norm`, across layers too.
+    - Queries and keys of one product that are (normalized and) rotated, the keys written into pages with the values,
+      become `qk_rope_kv_write`.
     """
-    for split in graph.graph.find_nodes(op="call_method", target="split_with_sizes"):
-        parts = sorted((user for user in split.users if user.target is getitem), key=_index)
-        for kind, neighbours in groupby(parts, key=_rotation):
-            together = list(neighbours)
-            if kind is not None and len(together) > 1 and len(parts) == len(split.args[1]):
-                _rotate_together(split, together)
-    graph.graph.eliminate_dead_code(is_impure_node=lambda node: node.target not in ("unflatten", getitem))
+    fuse_residual_norms(graph)
+    fuse_query_key_writes(graph)
+    graph.graph.eliminate_dead_code(is_impure_node=must_stay)
     graph.recompile()
     return graph
 
 
-def _index(part: fx.Node) -> Any:
-    return part.args[1]
+_SUM = Call(operator.add, (Hole("x"), Hole("residual")), "sum")
+_NORM_OF_SUM = Call(rms_norm, (_SUM, Hole("weight"), Hole("eps")), "norm")
 
 
-def _rotation(part: fx.Node) -> tuple[Any, ...] | None:
-    """How a part is viewed as heads and by which angles they are rotated; None if anything else becomes of it."""
-    view = _only_user(part)
-    rotated = _only_user(view) if view is not None and view.target == "unflatten" else None
-    if view is None or rotated is None or rotated.target is not rope or rotated.args[0] is not view:
-        return None
-    return *view.args[1:], *rotated.args[1:]
+def fuse_residual_norms(graph: fx.GraphModule) -> None:
+    """`rms_norm(x + residual)` becomes one node; others may read the sum too."""
+    for found in find(graph, _NORM_OF_SUM):
+        total, norm, weight = found["sum"], found["norm"], found["weight"]
+        inputs = found["x"], found["residual"]
+        if weight.op != "get_attr" or not all(isinstance(x, fx.Node) and x.op != "get_attr" for x in inputs):
+            continue  # the weight may be fetched as early as the sum is made; a scalar or a bias is no residual
+        total.prepend(weight)
+        with graph.graph.inserting_before(total):
+            fused = graph.graph.call_function(add_rms_norm, (*inputs, weight, found["eps"]))
+        fused.meta = {"module": f"{norm.meta['module']}+add", "layer": norm.meta["layer"]}
+        _replace(fused, [total, norm])
 
 
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
+def _heads(part: int) -> Call:
+    """A part of the product of all three projections, seen as heads."""
+    product = Call("split_with_sizes", (Hole("product"), Hole("sizes"), -1))
+    return Call("unflatten", (Call(getitem, (product, part)), -1, (-1, Hole("head_dim"))))
 
 
-def _rotate_together(split: fx.Node, parts: list[fx.Node]) -> None:
-    product, sizes, _ = split.args
-    assert isinstance(sizes, (list, tuple))
-    widths: list[Any] = [sizes[_index(part)] for part in parts]
-    views = [next(iter(part.users)) for part in parts]
-    ropes = [next(iter(view.users)) for view in views]
-    start, head_dim = sum(sizes[: _index(parts[0])]), views[0].args[2][1]  # type: ignore[index]
-    graph = split.graph
-    with graph.inserting_before(min(ropes)):
-        joined = graph.call_method("narrow", (product, -1, start, sum(widths)))
-        heads = graph.call_method("unflatten", (joined, *views[0].args[1:]))
-        rotated = graph.call_function(rope, (heads, *ropes[0].args[1:]))
-        again = graph.call_method("split_with_sizes", (rotated, [width // head_dim for width in widths], -2))
-        results = [graph.call_function(getitem, (again, index)) for index in range(len(parts))]
-    for node in (joined, heads, rotated, again, *results):
-        node.meta = dict(ropes[0].meta)
-    for separate, result in zip(ropes, results, strict=True):
-        separate.replace_all_uses_with(result)
-        graph.erase_node(separate)
+def _rotated(name: str, part: int, *, normed: bool) -> Call:
+    heads = _heads(part)
+    if normed:
+        heads = Call(rms_norm, (heads, Hole(f"{name}_weight"), Hole("eps")), f"{name}_norm", read_once=True)
+    return Call(rope, (heads, Hole("cos"), Hole("sin")), name, read_once=name == "k")
+
+
+def fuse_query_key_writes(graph: fx.GraphModule) -> None:
+    """The keys that are written lead to their product, where the queries are, which nothing may read before that."""
+    for normed in (False, True):
+        query = _rotated("q", 0, normed=normed)
+        queries = {found["product"]: found["q"] for found in find(graph, query)}
+        keys_and_values = (_rotated("k", 1, normed=normed), _heads(2), Hole("pages"), Hole("layer"))
+        for written in find(graph, Call(kv_write, keys_and_values, "kv_write")):
+            q = queries.get(written["product"])
+            found = match(query, q, written) if q is not None else None
+            if found is not None and _is_whole(found) and all(found["kv_write"] < user for user in found["q"].users):
+                _fuse_query_key_write(graph.graph, found)
+
+
+def _is_whole(found: Match) -> bool:
+    """Whether the product holds the three parts that `qk_rope_kv_write` expects and nothing else."""
+    sizes, head_dim = found["sizes"], found["head_dim"]
+    return len(sizes) == 3 and sizes[1] == sizes[2] and all(size % head_dim == 0 for size in sizes)
+
+
+def _fuse_query_key_write(graph: fx.Graph, found: Match) -> None:
+    write, sizes, head_dim = found["kv_write"], found["sizes"], found["head_dim"]
+    norms = [found[name] for name in ("q_norm", "k_norm") if name in found]
+    with graph.inserting_before(write):
+        fused = graph.call_function(
+            qk_rope_kv_write,
+            (
+                found["product"],
+                sizes[0] // head_dim,
+                sizes[1] // head_dim,
+                found.get("q_weight"),
+                found.get("k_weight"),
+                found.get("eps", 0.0),
+                found["cos"],
+                found["sin"],
+                found["pages"],
+                found["layer"],
+            ),
+        )
+    parts = "+".join([*(norm.meta["module"].rpartition(".")[2] for norm in norms), "rope", "kv_write"])
+    path = ".".join(filter(None, (write.meta["module"], parts)))
+    fused.meta = {"module": path, "layer": write.meta["layer"]}
+    k, v = (_item(write, index) for index in range(2))
+    _replace(fused, [found["q"], k, v])
+    graph.erase_node(write)
+
+
+def _item(node: fx.Node, index: int) -> fx.Node | None:
+    return next((user for user in node.users if user.target is getitem and user.args[1] == index), None)
+
+
+def _replace(fused: fx.Node, originals: list[Any]) -> None:
+    """Let the results of `fused` take the place of `originals`, which go; None is a result that nobody reads."""
+    place = fused
+    for index, original in enumerate(originals):
+        if original is None:
+            continue
+        with fused.graph.inserting_after(place):
+            place = fused.graph.call_function(getitem, (fused, index))
+        place.meta = dict(original.meta)
+        original.replace_all_uses_with(place)
+        original.graph.erase_node(original)

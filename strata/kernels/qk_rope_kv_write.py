@@ -1,0 +1,262 @@
+"""What stands between projection and attention, in one launch: norms of heads, rotation, and the write into pages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.kv_write import kv_write
+from strata.kernels.norm import inverse_rms, rms_norm, row_tile, scaled
+from strata.kernels.op import operation
+from strata.kernels.paged import PagedKV
+from strata.kernels.rope import rope, rotate
+from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+
+
+def _cost(
+    product: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    pages: PagedKV | None,
+    layer: int,
+    *,
+    workload: Workload,
+) -> Cost:
+    # A rotation takes three operations an element, a norm four. Half of the cosines and sines repeat the other half.
+    rotated = product.shape[0] * (heads + kv_heads) * cos.shape[-1]
+    cached = 2 * product.shape[0] * kv_heads * cos.shape[-1]
+    weights = sum(weight.nbytes for weight in (q_weight, k_weight) if weight is not None)
+    angles = (cos.nbytes + sin.nbytes) // 2
+    read, written = rotated * product.element_size(), rotated * product.element_size()
+    if pages is not None:
+        read += cached // 2 * product.element_size() + pages.slots.nbytes
+        written += cached * pages.keys[layer].element_size()
+    return Cost((3 if q_weight is None else 7) * rotated, read + angles + weights, written, weights)
+
+
+def _meta(
+    product: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    pages: PagedKV | None,
+    layer: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, head_dim = product.shape[0], cos.shape[-1]
+    kinds = (heads, kv_heads, kv_heads)
+    q, k, v = (product.new_empty((tokens, kind, head_dim), device="meta") for kind in kinds)
+    return q, k, v
+
+
+@operation(_cost, meta=_meta, mutates=("pages",))
+def qk_rope_kv_write(
+    product: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    pages: PagedKV | None,
+    layer: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys normalized head by head and rotated; keys and values written into the pages of a layer.
+
+    product: [tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys, values side by side.
+    q_weight, k_weight: [head_dim] of the `rms_norm` of queries and of keys, with its eps; both None: no norm.
+    cos, sin: of `rope_angles`, [tokens, 1, head_dim].
+    pages: as for `kv_write`; None writes nothing.
+    Returns queries [tokens, heads, head_dim] and keys [tokens, kv_heads, head_dim], rotated, and the values, a view of
+    `product`. The bits are those of `rms_norm`, `rope` and `kv_write` one after the other.
+    """
+    q, k, v = _parts(product, heads, kv_heads, cos.shape[-1])
+    if q_weight is not None:
+        q, k = rms_norm.reference(q, q_weight, eps), rms_norm.reference(k, k_weight, eps)
+    k, v = kv_write.reference(rope.reference(k, cos, sin), v, pages, layer)
+    return rope.reference(q, cos, sin), k, v
+
+
+def _parts(product: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = product.unflatten(-1, (-1, head_dim)).split_with_sizes((heads, kv_heads, kv_heads), -2)
+    return q, k, v
+
+
+# What deterministic mode runs; no other implementations exist for a CPU.
+_norm, _rope, _kv_write = (
+    each.bind("cpu", deterministic=True).candidates[0].run for each in (rms_norm, rope, kv_write)
+)
+
+
+@qk_rope_kv_write.implement("torch", "cpu", invariant=True)
+def _torch(
+    product: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    pages: PagedKV | None,
+    layer: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q_weight is None:  # neighbours, so one call rotates both
+        parts = product.unflatten(-1, (-1, cos.shape[-1]))
+        q, k = _rope(parts.narrow(-2, 0, heads + kv_heads), cos, sin).split_with_sizes((heads, kv_heads), -2)
+        v = parts.narrow(-2, heads + kv_heads, kv_heads)
+    else:
+        q, k, v = _parts(product, heads, kv_heads, cos.shape[-1])
+        q, k = _rope(_norm(q, q_weight, eps), cos, sin), _rope(_norm(k, k_weight, eps), cos, sin)
+    _kv_write(k, v, pages, layer)
+    return q, k, v
+
+
+@jit
+def qk_rope_kv_write_kernel(
+    product,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    rotated,
+    keys,
+    values,
+    slots,
+    heads,
+    kv_heads,
+    head_dim,
+    half,
+    token_stride,
+    eps,
+    NORM: tl.constexpr,
+    PAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """A program takes ROWS neighbouring heads of one token, whatever they are: queries, keys, values."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    start = token * token_stride + head * head_dim
+    last_key = heads + kv_heads
+    column = tl.arange(0, HALF)[None, :]
+    within = column < half
+    held = (head < last_key + kv_heads) & within
+    given_first = tl.load(product + start + column, mask=held, other=0.0)
+    given_second = tl.load(product + start + half + column, mask=held, other=0.0)
+    first, second = given_first, given_second
+    if NORM:
+        # Whole rows, as `rms_norm` sums them; the halves are read again from the nearest cache.
+        whole = tl.arange(0, WIDTH)[None, :]
+        row = tl.load(product + start + whole, mask=(head < last_key) & (whole < head_dim), other=0.0)
+        scale = inverse_rms(row, head_dim, eps)
+        factor = tl.where(
+            head < heads,
+            tl.load(q_weight + column, mask=within, other=0.0),
+            tl.load(k_weight + column, mask=within, other=0.0),
+        )
+        first = scaled(first, scale, factor)
+        factor = tl.where(
+            head < heads,
+            tl.load(q_weight + half + column, mask=within, other=0.0),
+            tl.load(k_weight + half + column, mask=within, other=0.0),
+        )
+        second = scaled(second, scale, factor)
+    # The second half of the cosines and sines, where the sines have their own sign.
+    angle = token * head_dim + half + column
+    c = tl.load(cos + angle, mask=within, other=0.0)
+    s = tl.load(sin + angle, mask=within, other=0.0)
+    wide_first, wide_second = rotate(first.to(tl.float32), second.to(tl.float32), c, s)
+    first, second = wide_first.to(given_first.dtype), wide_second.to(given_first.dtype)
+    target = rotated + (token * last_key + head) * head_dim + column
+    turned = held & (head < last_key)
+    tl.store(target, first, mask=turned)
+    tl.store(target + half, second, mask=turned)
+    if PAGES:
+        slot = tl.load(slots + token).to(tl.int64)
+        kind = keys.dtype.element_ty
+        key = slot * kv_heads + head - heads
+        stored = turned & (head >= heads) & (slot >= 0)
+        tl.store(keys + key * head_dim + column, first.to(kind), mask=stored)
+        tl.store(keys + key * head_dim + half + column, second.to(kind), mask=stored)
+        value = slot * kv_heads + head - last_key
+        stored = held & (head >= last_key) & (slot >= 0)
+        tl.store(values + value * head_dim + column, given_first.to(kind), mask=stored)
+        tl.store(values + value * head_dim + half + column, given_second.to(kind), mask=stored)
+
+
+def _triton(
+    product: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    pages: PagedKV | None,
+    layer: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, head_dim = product.shape[0], cos.shape[-1]
+    rotated = torch.empty((tokens, heads + kv_heads, head_dim), dtype=product.dtype, device=product.device)
+    if tokens:
+        tile, warps = row_tile(head_dim)
+        qk_rope_kv_write_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, tile["ROWS"]))](
+            product,
+            product if q_weight is None else q_weight,
+            product if k_weight is None else k_weight,
+            cos,
+            sin,
+            rotated,
+            product if pages is None else pages.keys[layer],
+            product if pages is None else pages.values[layer],
+            product if pages is None else pages.slots,
+            heads,
+            kv_heads,
+            head_dim,
+            head_dim // 2,
+            product.stride(0),
+            eps,
+            NORM=q_weight is not None,
+            PAGES=pages is not None,
+            **tile,
+            HALF=triton.next_power_of_2(head_dim // 2),
+            num_warps=warps,
+        )
+    q, k = rotated.split_with_sizes((heads, kv_heads), 1)
+    return q, k, product.unflatten(-1, (-1, head_dim)).narrow(1, heads + kv_heads, kv_heads)
+
+
+def _fits(product: Tensor, *others: object) -> bool:
+    return product.dtype != torch.float64 and product.stride(-1) == 1
+
+
+if HAS_TRITON:
+    qk_rope_kv_write.implement("triton", "cuda", invariant=True, supports=_fits)(_triton)
+
+
+def compile_cases() -> list[CompileCase]:
+    pointers = ("product", "q_weight", "k_weight", "rotated", "keys", "values")
+    signature = dict.fromkeys(pointers, "*bf16:16") | dict.fromkeys(("cos", "sin"), "*fp32:16") | {"slots": "*i32:16"}
+    signature |= dict.fromkeys(("heads", "kv_heads"), "i32") | {"eps": "fp32"}
+    signature |= dict.fromkeys(("head_dim", "half", "token_stride"), "i32:16")
+    cases = []
+    for head_dim in (64, 128, 256):
+        tile, warps = row_tile(head_dim)
+        for norm in (False, True):
+            constants = {"NORM": norm, "PAGES": True, **tile, "HALF": head_dim // 2}
+            name = f"qk{'_norm' if norm else ''}_rope_kv_write of {head_dim}"
+            cases.append(CompileCase(name, qk_rope_kv_write_kernel, signature, constants, warps, 2))
+    return cases

@@ -1,0 +1,183 @@
+"""Fused operations have the bits of the chains they stand for, cost less, and sum rows in the same order on CUDA."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels import norm as norm_file
+from strata.kernels import qk_rope_kv_write as qk_file
+from strata.kernels.compile_case import CompileCase, compile_for
+from strata.kernels.kv_write import kv_write
+from strata.kernels.norm import add_rms_norm, rms_norm
+from strata.kernels.op import Operation
+from strata.kernels.paged import PagedKV
+from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
+from strata.kernels.rope import rope, rope_angles
+
+DTYPES = [torch.float32, torch.bfloat16]
+EVERY_WAY = [{}, {"deterministic": True}, {"differentiable": True}]
+LENGTH = 40
+
+
+def pools(kv_heads: int, head_dim: int, dtype: torch.dtype, slots: list[int]) -> PagedKV:
+    keys, values = (tuple(torch.full((4, 8, kv_heads, head_dim), torch.nan, dtype=dtype) for _ in "ab") for _ in "kv")
+    index = torch.zeros(1, 4, dtype=torch.int32)
+    return PagedKV(keys, values, index, index[0], torch.tensor(slots, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("way", EVERY_WAY)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 256), (37, 255), (300, 64), (0, 8)])
+def test_add_rms_norm_has_the_bits_of_transformers(rows: int, width: int, dtype: torch.dtype, way: dict) -> None:
+    x, residual, _ = torch.randn(rows, 2 * width + 3).to(dtype).split((width, width, 3), -1)
+    norm = LlamaRMSNorm(width, eps=1e-5).to(dtype)
+    norm.weight.data = torch.randn(width).to(dtype)
+    with torch.no_grad():
+        total, normed = add_rms_norm.bind("cpu", **way)(x, residual, norm.weight, 1e-5)
+        assert torch.equal(total, x + residual)
+        assert torch.equal(normed, norm(x + residual))
+
+
+@pytest.mark.parametrize("way", [{}, {"deterministic": True}])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 10), (7, 1, 12), (3, 3, 16)])
+@pytest.mark.parametrize("slots", [[5, 31, 0, 17, 8], [-1, 9, -1, 2, 3], [], None])
+def test_qk_rope_kv_write_has_the_bits_of_its_parts(
+    slots: list[int] | None, heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype, way: dict
+) -> None:
+    tokens = 5 if slots is None else len(slots)
+    product = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim + 3).to(dtype)[:, 3:]
+    weights = [torch.randn(head_dim).to(dtype) for _ in "qk"] if normed else [None, None]
+    cos, sin = rope_angles(torch.randint(0, LENGTH, (tokens,)).int(), torch.randn(LENGTH, head_dim))
+    mine, parts = (None if slots is None else pools(kv_heads, head_dim, dtype, slots) for _ in range(2))
+    run = qk_rope_kv_write.bind("cpu", **way)
+    found = run(product, heads, kv_heads, *weights, 1e-5, cos, sin, mine, 1)
+    sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in product.split(sizes, -1))
+    if normed:
+        q, k = (rms_norm.bind("cpu", **way)(x, weight, 1e-5) for x, weight in zip((q, k), weights, strict=True))
+    q, k = (rope.bind("cpu", **way)(x, cos, sin) for x in (q, k))
+    expected = (q, *kv_write.bind("cpu", **way)(k, v, parts, 1))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    assert found[2].data_ptr() == v.data_ptr()
+    if mine is not None and parts is not None:
+        for one, other in zip((*mine.keys, *mine.values), (*parts.keys, *parts.values), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_stand_alone(dtype: torch.dtype) -> None:
+    rows = 300
+    x, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((rows, 192), (rows, 192), (192,)))
+    table, head_weight = torch.randn(rows, 24), torch.randn(24).to(dtype)
+    sums = add_rms_norm.bind("cpu", deterministic=True)
+    heads = qk_rope_kv_write.bind("cpu", deterministic=True)
+
+    def run(chosen: torch.Tensor) -> list[torch.Tensor]:
+        cos, sin = rope_angles.bind("cpu", deterministic=True)(chosen.int(), table)
+        first = sums(x[chosen], residual[chosen], weight, 1e-5)
+        return [*first, *heads(x[chosen], 4, 2, head_weight, head_weight, 1e-5, cos, sin, None, 0)]
+
+    together = run(torch.arange(rows))
+    for count in (1, 2, 3, 7, 9, 33, 100):
+        chosen = torch.randint(0, rows, (count,))
+        for alone, all_rows in zip(run(chosen), together, strict=True):
+            assert torch.equal(alone, all_rows[chosen])
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+    cos, sin = rope_angles(torch.tensor([2, 0, 1]), torch.randn(4, 6, dtype=torch.float64))
+    assert torch.autograd.gradcheck(lambda x, y, w: add_rms_norm(x, y, w, 1e-5), (some(3, 5), some(3, 5), some(5)))
+    assert torch.autograd.gradcheck(
+        lambda x, q, k: qk_rope_kv_write(x, 2, 1, q, k, 1e-5, cos, sin, None, 0), (some(3, 24), some(6), some(6))
+    )
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def arguments(*, normed: bool, paged: bool) -> tuple[object, ...]:
+    """Seven tokens of 4 query heads and 2 KV heads of 16 elements, two bytes an element."""
+    weight, angles, index = (
+        meta(16) if normed else None,
+        meta(7, 1, 16, dtype=torch.float32),
+        meta(7, dtype=torch.int32),
+    )
+    pool = (meta(9, 16, 2, 16),)
+    pages = PagedKV(pool, pool, index, index, index) if paged else None
+    return meta(7, 128), 4, 2, weight, weight, 1e-5, angles, angles, pages, 0
+
+
+ROTATED, VALUES, ANGLES, SLOTS, WEIGHTS = 7 * 6 * 16 * 2, 7 * 2 * 16 * 2, 7 * 16 * 4, 7 * 4, 2 * 16 * 2
+HAND_COUNTS = [
+    (add_rms_norm, (meta(7, 64), meta(7, 64), meta(64), 1e-5), Cost(7 * 64 * 5, 2 * 896 + 128, 2 * 896, 128)),
+    (qk_rope_kv_write, arguments(normed=False, paged=False), Cost(672 * 3, ROTATED + ANGLES, ROTATED)),
+    (
+        qk_rope_kv_write,
+        arguments(normed=False, paged=True),
+        Cost(672 * 3, ROTATED + VALUES + ANGLES + SLOTS, ROTATED + 2 * VALUES),
+    ),
+    (
+        qk_rope_kv_write,
+        arguments(normed=True, paged=True),
+        Cost(672 * 7, ROTATED + VALUES + ANGLES + SLOTS + WEIGHTS, ROTATED + 2 * VALUES, WEIGHTS),
+    ),
+]
+
+
+@pytest.mark.parametrize(("operation", "given", "expected"), HAND_COUNTS)
+def test_costs_are_the_hand_counts(operation: Operation, given: tuple, expected: Cost) -> None:
+    assert operation.cost(*given, workload=Workload((7,), (7,))) == expected
+
+
+def test_meta_results_have_the_shape_and_dtype_of_real_ones() -> None:
+    for operation, given, _ in HAND_COUNTS[:2]:
+        real = [torch.zeros_like(x, device="cpu") if isinstance(x, torch.Tensor) else x for x in given]
+        for empty, full in zip(operation(*given), operation(*real), strict=True):
+            assert empty.is_meta
+            assert (empty.shape, empty.dtype) == (full.shape, full.dtype)
+
+
+@pytest.mark.parametrize("operation", [add_rms_norm, qk_rope_kv_write])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_deterministic_mode_has_an_implementation(operation: Operation, device: str) -> None:
+    if device == "cuda":
+        pytest.importorskip("triton")
+    assert operation.bind(device, deterministic=True).candidates
+
+
+STRIDES = ("width", "head_dim", "half", "token_stride", "head_stride", "x_stride", "residual_stride")
+
+
+def summation(case: CompileCase, width: int, aligned: bool) -> list[str]:
+    """The floating-point instructions of a kernel from the first square to the inverse root, for rows of `width`."""
+    tile, warps = norm_file.row_tile(width)
+    constants = case.constants | tile | ({"HALF": tile["WIDTH"] // 2} if "HALF" in case.constants else {})
+    signature = {name: kind if aligned or name not in STRIDES else "i32" for name, kind in case.signature.items()}
+    ptx = compile_for(CompileCase(case.name, case.kernel, signature, constants, warps, case.num_stages)).ptx
+    found: list[str] = re.findall(r"^\s*((?:mul|fma|add|div|rsqrt|shfl)\.\S*(?:f32|b32))\s", ptx, re.MULTILINE)
+    return found[: found.index("rsqrt.approx.ftz.f32") + 1]
+
+
+@pytest.mark.parametrize(("width", "aligned"), [(12, False), (80, True), (128, True), (5000, False), (4096, True)])
+def test_fused_kernels_sum_a_row_like_rms_norm(width: int, aligned: bool, tmp_path, monkeypatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    plain, fused = norm_file.compile_cases()[:2]
+    expected = summation(plain, width, aligned)
+    assert expected[-1].startswith("rsqrt")
+    assert summation(fused, width, aligned) == expected
+    if width <= 256:
+        heads = next(case for case in qk_file.compile_cases() if case.constants["NORM"])
+        assert summation(heads, width, aligned) == expected
