@@ -18,7 +18,7 @@ from strata.hardware.specs import recognize
 
 if TYPE_CHECKING:
     from strata.cli.kernel_cases import Case
-    from strata.cli.kernel_tuning import Product
+    from strata.cli.kernel_tuning import Finding, Product
     from strata.kernels.gemm_skinny import Tiles
 
 MODELS = ("8B", "0.6B")
@@ -119,16 +119,19 @@ def _tune(weights: Sequence[Product], device: str, path: Path) -> None:
 
     table = {}
     for product in weights:
-        for key, choice in tune(product):
-            table[key] = choice
-            said = f"{choice.seconds * 1e6:.1f} us, library {choice.library_seconds * 1e6:.1f} us"
-            print(f"tuned {product.model} {product.name} x{key.rows}: {said}: {_words(choice)}", file=sys.stderr)
+        for found in tune(product):
+            table[found.key] = found.choice
+            print(_tuned(product, found), file=sys.stderr)
         torch.cuda.empty_cache()
         tuned.write(path, device, table)  # after each weight, so that an interrupted run leaves what it found
 
 
-def _words(choice: Any) -> str:
-    return " ".join([choice.implementation, *(f"{name}={value}" for name, value in choice.parameters.items())])
+def _tuned(product: Product, found: Finding) -> str:
+    choice = found.choice
+    words = " ".join([choice.implementation, *(f"{name}={value}" for name, value in choice.parameters.items())])
+    plain = "" if found.plain is None else f", not early {found.plain * 1e6:.1f} us"
+    times = f"{choice.seconds * 1e6:.1f} us{plain}, library {choice.library_seconds * 1e6:.1f} us"
+    return f"tuned {product.model} {product.name} x{found.key.rows}: {times}: {words}"
 
 
 def _measurements(

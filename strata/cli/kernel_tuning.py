@@ -63,7 +63,19 @@ def products(model: str, config: ModelConfig) -> Iterator[Product]:
     yield Product(model, "lm_head", config.vocab_size, hidden)
 
 
-def tune(product: Product) -> Iterator[tuple[Key, Choice]]:
+@dataclass(frozen=True)
+class Finding:
+    """An entry of the table. plain: seconds of the best tile that is not launched early, None if there is none.
+
+    Here a product follows a product, which lets early ones overlap more than they do between other kernels.
+    """
+
+    key: Key
+    choice: Choice
+    plain: float | None
+
+
+def tune(product: Product) -> Iterator[Finding]:
     """The fastest of the candidates that are right, for each number of rows of the table."""
     weights = product.weights()
     x = torch.randn(MOST_ROWS, product.width, dtype=DTYPE, device="cuda")
@@ -71,23 +83,24 @@ def tune(product: Product) -> Iterator[tuple[Key, Choice]]:
     for rows in BUCKETS:
         key = Key("linear", str(DTYPE).removeprefix("torch."), product.out, product.width, rows)
         calls = [partial(F.linear, x[:rows], weight) for weight in weights]
-        library = time_replayed(calls, estimate=product.estimate(rows)).seconds
+        library = time_replayed(calls, repeats=15, estimate=product.estimate(rows)).seconds
         found = {
             tile: seconds
             for tile in candidates(rows, product.width)
-            if (seconds := _measure(tile, x[:rows], weights, exact[:rows], product, repeats=3)) is not None
+            if (seconds := _measure(tile, x[:rows], weights, exact[:rows], product, repeats=5)) is not None
         }
         best = sorted(found, key=lambda tile: found[tile])[:_FINALISTS]
         finals = {
             tile: seconds
             for tile in (*best, *(replace(tile, early=True) for tile in best))
-            if (seconds := _measure(tile, x[:rows], weights, exact[:rows], product, repeats=9)) is not None
+            if (seconds := _measure(tile, x[:rows], weights, exact[:rows], product, repeats=15)) is not None
         }
         winner = min(finals, key=lambda tile: finals[tile], default=None)
         if winner is None or finals[winner] * _LEAST_GAIN > library:
-            yield key, Choice(LIBRARY, {}, library, library)
+            choice = Choice(LIBRARY, {}, library, library)
         else:
-            yield key, Choice(IMPLEMENTATION, asdict(winner), finals[winner], library)
+            choice = Choice(IMPLEMENTATION, asdict(winner), finals[winner], library)
+        yield Finding(key, choice, min((finals[tile] for tile in finals if not tile.early), default=None))
 
 
 def _measure(

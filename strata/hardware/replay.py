@@ -14,8 +14,9 @@ from strata.hardware.clock import Timing
 _L2_FACTOR = 3
 _MOST_COPIES = 64
 # A graph runs about this long, so that its start does not count.
-_GRAPH_SECONDS = 5e-4
+_GRAPH_SECONDS = 1e-3
 _MOST_CALLS = 64
+_WARMUP = 2
 
 
 def copies_beyond_l2(nbytes: int) -> int:
@@ -45,7 +46,8 @@ def time_replayed(calls: Sequence[Callable[[], object]], *, repeats: int = 9, es
                 call()
         finally:
             graph.capture_end()
-        graph.replay()
+        for _ in range(_WARMUP):
+            graph.replay()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
         marks[0].record()
         for mark in marks[1:]:
