@@ -51,13 +51,13 @@ class Row:
         reached = "-" if self.share is None else f"{self.share:.0%}"
         floor = "-" if self.floor is None else f"{self.floor * 1e6:.1f}"
         return (
-            f"{self.operation:14} {self.model:5} {self.shape:28} {self.rows:6} {self.seconds * 1e6:10.1f} {floor:>10} "
+            f"{self.operation:16} {self.model:5} {self.shape:28} {self.rows:6} {self.seconds * 1e6:10.1f} {floor:>10} "
             f"{reached:>5} {self.bound or '-':8} {self.bandwidth / 1e12:6.2f} {library:>10}  {self.implementation}"
         )
 
 
 HEADINGS = (
-    f"{'operation':14} {'model':5} {'shape':28} {'rows':>6} {'us':>10} {'floor us':>10} {'share':>5} {'bound':8} "
+    f"{'operation':16} {'model':5} {'shape':28} {'rows':>6} {'us':>10} {'floor us':>10} {'share':>5} {'bound':8} "
     f"{'TB/s':>6} {'library us':>10}  implementation"
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from strata.kernels.activation import silu_mul
 from strata.kernels.attention import attention
 from strata.kernels.embedding import embedding
 from strata.kernels.kv_write import kv_write
-from strata.kernels.norm import rms_norm
+from strata.kernels.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
-from strata.kernels.paged import PagedKV
+from strata.kernels.paged import FreshPrompts, PagedKV
+from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
 from strata.kernels.rope import rope
 from strata.kernels.sampling import gumbel_sample
 from strata.models.config import ModelConfig
@@ -27,7 +28,6 @@ SAMPLED_ROWS = (1, 64)
 DECODES = ((1, 1024), (1, 4096), (64, 1024), (64, 4096))
 PREFILLS = (2048, 8192)
 PAGE_SIZE = 16
-_TABLE_LENGTH = 4096
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def cases(config: ModelConfig) -> Iterator[Case]:
     for batch, context in DECODES:
         yield _decode(config, batch, context)
     for length in PREFILLS:
-        yield _prefill(config, length)
+        yield _prefill(config, length, fresh=True)
+        yield _prefill(config, length, fresh=False)
 
 
 def _rowwise(config: ModelConfig, rows: int) -> Iterator[Case]:
@@ -72,9 +73,18 @@ def _rowwise(config: ModelConfig, rows: int) -> Iterator[Case]:
     def norm() -> tuple[Any, ...]:
         return _draw(rows, hidden), _draw(hidden), 1e-6
 
+    def sum_and_norm() -> tuple[Any, ...]:
+        return _draw(rows, hidden), *norm()
+
+    def angles() -> list[Tensor]:
+        return [torch.randn(rows, 1, dim, device="cuda") for _ in range(2)]
+
     def rotation() -> tuple[Any, ...]:
-        angles = [torch.randn(rows, 1, dim, device="cuda") for _ in range(2)]
-        return _draw(rows, qkv)[:, : heads * dim].unflatten(-1, (-1, dim)), *angles
+        return _draw(rows, qkv)[:, : heads * dim].unflatten(-1, (-1, dim)), *angles()
+
+    def heads_to_pages() -> tuple[Any, ...]:
+        weights = [_draw(dim), _draw(dim)] if config.architecture.startswith("Qwen3") else [None, None]
+        return _draw(rows, qkv), heads, kv_heads, *weights, 1e-6, *angles(), _pages(kv_heads, dim, (rows,)), 0
 
     def activation() -> tuple[Any, ...]:
         return tuple(_draw(rows, 2 * inner).chunk(2, -1))
@@ -94,7 +104,9 @@ def _rowwise(config: ModelConfig, rows: int) -> Iterator[Case]:
         workload,
         library=lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps),
     )
+    yield Case(add_rms_norm, f"{hidden}", rows, sum_and_norm, workload)
     yield Case(rope, f"{heads}x{dim}", rows, rotation, workload)
+    yield Case(qk_rope_kv_write, f"{heads}+2*{kv_heads}x{dim}", rows, heads_to_pages, workload)
     yield Case(silu_mul, f"{inner}", rows, activation, workload, library=lambda gate, up: F.silu(gate) * up)
     yield Case(kv_write, f"{kv_heads}x{dim}", rows, writing, workload)
     yield Case(embedding, f"{vocab}x{hidden}", rows, looking_up, workload, library=F.embedding)
@@ -131,15 +143,19 @@ def _decode(config: ModelConfig, batch: int, context: int) -> Case:
     return Case(attention, f"decode {heads}/{kv_heads}x{dim} over {context}", batch, make, workload, "bfloat16")
 
 
-def _prefill(config: ModelConfig, length: int) -> Case:
+def _prefill(config: ModelConfig, length: int, fresh: bool) -> Case:
+    """One prompt. fresh: it is known that none of it was cached."""
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
 
     def make() -> tuple[Any, ...]:
         q, k, v = _draw(length, heads, dim), _draw(length, kv_heads, dim), _draw(length, kv_heads, dim)
         offsets = torch.tensor([0, length], dtype=torch.int32, device="cuda")
-        return q, k, v, offsets, length, _pages(kv_heads, dim, (length,)), 0, dim**-0.5, None
+        pages = _pages(kv_heads, dim, (length,))
+        if fresh:
+            pages = replace(pages, prompts=FreshPrompts(0, (length,)))
+        return q, k, v, offsets, length, pages, 0, dim**-0.5, None
 
-    shape = f"prefill {heads}/{kv_heads}x{dim}"
+    shape = f"{'fresh' if fresh else 'paged'} prefill {heads}/{kv_heads}x{dim}"
     return Case(attention, shape, length, make, Workload((length,), (length,)), "bfloat16", _cudnn)
 
 
