@@ -10,9 +10,10 @@ import torch
 
 from strata.hardware.clock import Timing
 
-# Operands together are this many times the L2 cache, so that none of a call is left when its turn comes again.
-_L2_FACTOR = 3
-_MOST_COPIES = 64
+# Operands together are this many times the L2 cache. However it evicts (what was loaded to be evicted first may go
+# before what is older), no more than one part in so many of a call's operands is left when its turn comes again.
+_L2_FACTOR = 16
+_MOST_COPIES = 256
 # A graph runs about this long, so that its start does not count.
 _GRAPH_SECONDS = 1e-3
 _MOST_CALLS = 64
