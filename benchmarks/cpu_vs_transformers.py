@@ -2,8 +2,8 @@
 
 The prompts are exercises that the built-in model never saw; every answer ends where the model ends it. Batched, at most
 `--concurrency` requests run at once. transformers gets every batched form it has: padded batches of several sizes, in
-order of arrival and of prompt length, and its own continuous batching, each in float32 and bfloat16. The fastest form of
-one look at all is measured again, in turn with Strata, and medians are compared. Then the same one request at a time.
+order of arrival and of prompt length, and its own continuous batching, each in float32 and bfloat16. The fastest of one
+look at all is measured again, in turn with Strata, and medians are compared. Then the same one request at a time.
 
     python benchmarks/cpu_vs_transformers.py
 
@@ -88,12 +88,12 @@ class Transformers:
     """transformers with one dtype: `generate` over padded batches, and `generate_batch`."""
 
     def __init__(self, folder: Path, dtype: str, concurrency: int) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation="sdpa")
-        self._model.eval()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation="sdpa")
+        self._model = loaded.eval()
         self._concurrency = concurrency
         own = self._model.generation_config
         self._pad, self._eos = own.pad_token_id, own.eos_token_id
-        self._config = GenerationConfig(
+        self._config = GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=False, max_new_tokens=MOST_TOKENS, pad_token_id=self._pad, eos_token_id=self._eos
         )
 
@@ -221,8 +221,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the questions")
     asked = parser.parse_args()
     console = Console(highlight=False, stderr=True, soft_wrap=True)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
     llms = {
         dtype: LLM(asked.model, dtype=dtype, device="cpu", max_num_seqs=asked.concurrency, enable_prefix_caching=False)
