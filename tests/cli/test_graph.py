@@ -99,6 +99,22 @@ def test_tables_show_merged_parts_and_totals(config: Path) -> None:
     assert re.search(r"floor of the step\s+\d+ ms", shown)
 
 
+@pytest.mark.parametrize(
+    ("shape", "layers", "norms", "fused"), [("8B", 32, 2, "rope+kv_write"), ("0.6B", 28, 4, "q_norm+k_norm+rope")]
+)
+def test_the_graph_is_shown_before_and_after_the_passes(shape: str, layers: int, norms: int, fused: str) -> None:
+    counts = run(shape, "--json")["graph"]
+    # Seven projections, two rotations, two additions, a write, attention and the activation in each layer.
+    captured, executed = layers * (norms + 14) + 3, layers * 9 + 3
+    assert counts["captured"]["add"] == counts["run"]["add_rms_norm"] == 2 * layers
+    assert "kv_write" not in counts["run"]
+    assert [sum(count.values()) for count in counts.values()] == [captured, executed]
+    shown = run(shape)
+    assert f"{captured:,} operations, {executed:,} after merging and fusion" in shown
+    for part in (fused, "input_layernorm+add", "norm+add"):
+        assert part in shown
+
+
 def test_a_folder_is_its_config(config: Path) -> None:
     assert run(config.parent, "--json")["parameters"] == 405_853_388_800
 
