@@ -232,6 +232,14 @@ def test_other_writes_stay(attend: Callable[..., Tensor]) -> None:
     check(Projections(attend), fused=0)
 
 
+def test_unequal_keys_and_values_stay() -> None:
+    def more_values(self, batch, q, k, v, angles, others):
+        k, v = kv_write(rope(k, *angles), v, batch.pages, 0)
+        return rope(q, *angles) + k.narrow(1, 0, 1) + v
+
+    check(Projections(more_values, (2, 4)), fused=0)
+
+
 def check(model: Projections, *, fused: int) -> None:
     batch = tiny_batch(3, 2)
     expected = model(batch)
@@ -248,9 +256,10 @@ def check(model: Projections, *, fused: int) -> None:
         (lambda self, x, y: rms_norm(x + y, self.scale, 1e-5) + (x + y), 1),
         (lambda self, x, y: rms_norm(x + self.bias, self.scale, 1e-5), 0),
         (lambda self, x, y: rms_norm(x + 0.5, self.scale, 1e-5), 0),
+        (lambda self, x, y: rms_norm(x + y, y.narrow(0, 0, 1).flatten(), 1e-5), 0),
         (lambda self, x, y: rms_norm(x, self.scale, 1e-5) + y, 0),
     ],
-    ids=["residual", "bias", "scalar", "norm first"],
+    ids=["residual", "bias", "scalar", "computed weight", "norm first"],
 )
 def test_only_norms_of_residual_sums_are_fused(compute: Callable[..., Tensor], fused: int) -> None:
     class Sums(Projections):
