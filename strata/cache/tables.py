@@ -100,23 +100,39 @@ class StepBuffer:
         What the buffer holds beyond them (CUDA graph buckets) becomes padding: sequences of one token and length 0.
         """
         host, sequences, tokens = self.host, len(slots), int(counts.sum())
-        self._padded = tokens < self.shape.tokens
-        host["offsets"][0] = 0
-        np.cumsum(counts, out=host["offsets"][1 : sequences + 1])
-        host["offsets"][sequences + 1 :] = tokens + np.arange(1, self.shape.sequences - sequences + 1)
+        offsets = host["offsets"]
+        offsets[0] = 0
+        np.cumsum(counts, out=offsets[1 : sequences + 1])
         host["lengths"][:sequences] = starts + counts
-        host["lengths"][sequences:] = 0
         host["tables"][:sequences] = tables.rows[slots, : self.shape.width]
-        host["tables"][sequences:] = 0
-        owner = np.repeat(np.arange(sequences), counts)
-        position = np.arange(tokens, dtype=np.int32) - (host["offsets"][:sequences] - starts)[owner]
+        if tokens == sequences:  # all decode
+            owner, position = np.arange(sequences), starts
+        else:
+            owner = np.repeat(np.arange(sequences), counts)
+            position = np.arange(tokens, dtype=np.int32) - (offsets[:sequences] - starts)[owner]
         host["positions"][:tokens] = position
-        host["positions"][tokens:] = 0
-        page = host["tables"][owner, position // page_size]
-        host["slots"][:tokens] = page * page_size + position % page_size
-        host["slots"][tokens:] = -1
-        host["tokens"][tokens:] = 0
-        host["sources"][tokens:] = -1
+        page, place = np.divmod(position, page_size)
+        host["slots"][:tokens] = host["tables"][owner, page] * page_size + place
+        self._padded = tokens < self.shape.tokens
+        if self._padded:
+            self._pad(sequences, tokens)
+
+    def _pad(self, sequences: int, tokens: int) -> None:
+        host = self.host
+        host["offsets"][sequences + 1 :] = tokens + np.arange(1, self.shape.sequences - sequences + 1)
+        for name in ("lengths", "tables"):
+            host[name][sequences:] = 0
+        for name in ("positions", "tokens"):
+            host[name][tokens:] = 0
+        for name in ("slots", "sources"):
+            host[name][tokens:] = -1
+
+    def pad_draws(self, draws: int, slot: int) -> None:
+        """Beyond the first `draws`, padding rows draw greedily from row 0 into `slot`."""
+        self.host["draw_slots"][draws:] = slot
+        self.host["seeds"][2 * draws :] = 0
+        for name in ("rows", "temperatures", "steps"):
+            self.host[name][draws:] = 0
 
     def send(self) -> None:
         """Copy the host's side to the device; asynchronous when the host buffer is pinned."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from strata.cache.pool import KVPool
 from strata.cache.tables import BlockTables, StepBuffer, StepShape
 from strata.engine.sampler import draw_by_temperature
 from strata.graph.cudagraph import CudaGraphs
+from strata.models.batch import Batch
 
 
 def joined_tokens(buffer: StepBuffer, newest: Tensor) -> Tensor:
@@ -41,7 +43,12 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, graph: fx.GraphModule, head: fx.GraphModule, pool: KVPool, newest: Tensor, staging: list[Tensor]
+        self,
+        graph: Callable[[Batch], Tensor],
+        head: Callable[[Tensor], Tensor],
+        pool: KVPool,
+        newest: Tensor,
+        staging: list[Tensor],
     ) -> None:
         self._graph, self._head, self._pool, self._newest, self._staging = graph, head, pool, newest, staging
         self._graphs = CudaGraphs()
@@ -68,9 +75,7 @@ class DecodeGraphs:
         buffer = self._buffers[bucket][self._staging[0].data_ptr()]
         nothing = np.zeros(0, dtype=np.int32)
         buffer.place(BlockTables(0, width), self._pool.shape.page_size, nothing, nothing, nothing)
-        for name in ("rows", "temperatures", "seeds", "steps"):
-            buffer.host[name][...] = 0
-        buffer.host["draw_slots"][...] = len(self._newest) - 1
+        buffer.pad_draws(0, len(self._newest) - 1)
         buffer.send()
         ids = torch.zeros(bucket, dtype=torch.int32, device=self._newest.device)
 

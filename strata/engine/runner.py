@@ -95,7 +95,9 @@ class Runner:
         self, graph: fx.GraphModule, head: fx.GraphModule, pool: KVPool, config: RunnerConfig, device: torch.device
     ) -> None:
         self.pool = pool
-        self._graph, self._head, self._config, self._device = graph, head, config, device
+        # The methods themselves: calling a module costs a Python frame or two on the way, every step.
+        self._graph, self._head = graph.forward, head.forward
+        self._config, self._device = config, device
         most_pages = -(-config.max_length // pool.shape.page_size)
         self._tables = BlockTables(config.max_sequences, most_pages)
         self._slots = SlotState.empty(config.max_sequences)
@@ -242,15 +244,12 @@ class Runner:
         drawn = len(rows)
         draw_slots = np.array([row.slot for row in rows], dtype=np.int32)
         host["rows"][:drawn] = drawn_rows
-        host["rows"][drawn:] = 0
         host["draw_slots"][:drawn] = draw_slots
-        host["draw_slots"][drawn:] = self._config.max_sequences
         host["temperatures"][:drawn] = self._slots.temperatures[draw_slots].view(np.int32)
-        host["temperatures"][drawn:] = 0
         host["seeds"][: 2 * drawn] = self._slots.seeds[draw_slots].view(np.int32)
-        host["seeds"][2 * drawn :] = 0
         host["steps"][:drawn] = [row.drawn for row in rows]
-        host["steps"][drawn:] = 0
+        if drawn < buffer.shape.draws:
+            buffer.pad_draws(drawn, self._config.max_sequences)
         return bool(missing)
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> Iterator[PromptLogprobs]:

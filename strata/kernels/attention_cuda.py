@@ -10,7 +10,6 @@ from torch import Tensor
 
 from strata.kernels.attention_triton import (
     MOST_SPLITS,
-    SPLIT,
     Tile,
     attention_kernel,
     decode_kernel,
@@ -19,6 +18,7 @@ from strata.kernels.attention_triton import (
     head_pad,
     join_kernel,
     mixed_tile,
+    split_tokens,
 )
 from strata.kernels.paged import PagedKV
 from strata.kernels.triton_import import triton
@@ -147,7 +147,7 @@ def decode(q: Tensor, offsets: Tensor, pages: PagedKV, layer: int, scale: float,
     if tokens == 0:
         return out
     most = tables.shape[1] * pages.page_size
-    split = max(SPLIT, triton.next_power_of_2(triton.cdiv(most, MOST_SPLITS)))
+    split = split_tokens(sequences, most)
     splits = triton.cdiv(most, split)
     results = torch.empty((sequences, splits, heads, head_dim), dtype=torch.float32, device=q.device)
     scales = torch.empty((sequences, splits, heads), dtype=torch.float32, device=q.device)

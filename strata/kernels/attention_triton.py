@@ -298,8 +298,15 @@ class Tile:
     stages: int
 
 
-# Tokens of a split, and how many splits a sequence may have before they grow.
-SPLIT, MOST_SPLITS = 256, 64
+# How many splits a sequence may have before they grow.
+MOST_SPLITS = 64
+
+
+def split_tokens(sequences: int, most: int) -> int:
+    """Tokens of a split where a sequence has at most `most`: finer where few sequences would leave processors idle."""
+    finest = 64 if sequences <= 4 else 128 if sequences <= 16 else 256
+    size: int = max(finest, triton.next_power_of_2(triton.cdiv(most, MOST_SPLITS)))
+    return size
 
 
 def mixed_tile(head_dim: int, dtype: torch.dtype) -> Tile:
@@ -364,8 +371,8 @@ def _cases(dtype: torch.dtype, head_dim: int, group: int, page_size: int, window
         cases.append(case(name, attention_kernel, constants, tile, "wgmma.mma_async"))
     if page_size:
         tile = decode_tile(group, head_dim, dtype)
-        constants = {**common, "SPLIT": SPLIT, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
+        constants = {**common, "SPLIT": split_tokens(64, 4096), "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
         cases.append(case("decode", decode_kernel, constants, tile, "mma.sync"))
-        constants = {**shape, "SPLIT": SPLIT, "MOST_SPLITS": MOST_SPLITS, "BLOCK_SPLITS": 8}
+        constants = {**shape, "SPLIT": split_tokens(64, 4096), "MOST_SPLITS": MOST_SPLITS, "BLOCK_SPLITS": 8}
         cases.append(case("join", join_kernel, constants, Tile(1, 8, 2, 3), ""))
     return cases

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from strata.cache.pool import KVPool, PoolShape
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
+from strata.graph.fuse import fuse
 from strata.graph.merge import merge
 from strata.kernels.paged import PagedKV
 from strata.models import weights
@@ -37,7 +38,7 @@ def test_error_of_bf16_logits(shape: str, deterministic: bool, tmp_path: Path) -
     del peer
     gc.collect()
     torch.cuda.empty_cache()
-    graph = bind(merge(capture(model)), "cuda", deterministic)
+    graph = bind(fuse(merge(capture(model))), "cuda", deterministic)
     head = bind(capture_head(model), "cuda", deterministic)
     pool_shape = PoolShape(config.num_layers, PAGE, config.num_kv_heads, config.head_dim, torch.bfloat16)
     pool = KVPool(pool_shape, LENGTH // PAGE + 2, torch.device("cuda"))
