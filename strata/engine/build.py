@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import time
@@ -191,6 +192,7 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     # What stands now lives as long as the engine: the collector need not walk it in the middle of a step.
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # or the interpreter ends with all of it alive, and libraries complain of leaks
     log(clock.line())
     return Engine(
         loop=EngineLoop(scheduler, runner, run_ahead=device.type == "cuda"),
