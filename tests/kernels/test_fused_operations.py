@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 import torch
@@ -22,6 +23,13 @@ from strata.kernels.rope import rope, rope_angles
 DTYPES = [torch.float32, torch.bfloat16]
 EVERY_WAY = [{}, {"deterministic": True}, {"differentiable": True}]
 LENGTH = 40
+
+
+def triton_version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "none"
 
 
 def pools(kv_heads: int, head_dim: int, dtype: torch.dtype, slots: list[int]) -> PagedKV:
@@ -170,6 +178,8 @@ def summation(case: CompileCase, width: int, aligned: bool) -> list[str]:
     return found[: found.index("rsqrt.approx.ftz.f32") + 1]
 
 
+# Other compilers order the sum of the widest rows otherwise; what then holds is what tests/gpu finds on the device.
+@pytest.mark.skipif(not triton_version().startswith("3.6."), reason="the instructions are those of Triton 3.6")
 @pytest.mark.parametrize(("width", "aligned"), [(12, False), (80, True), (128, True), (5000, False), (4096, True)])
 def test_fused_kernels_sum_a_row_like_rms_norm(width: int, aligned: bool, tmp_path, monkeypatch) -> None:
     pytest.importorskip("triton")
