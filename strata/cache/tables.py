@@ -12,7 +12,7 @@ from torch import Tensor
 
 from strata.cache.pool import KVPool
 from strata.kernels.attention_cpu import planned
-from strata.kernels.paged import FreshPrompts, PagedKV
+from strata.kernels.paged import BatchParts, PagedKV
 from strata.models.batch import Batch
 
 Int32Array = NDArray[np.int32]
@@ -145,17 +145,17 @@ class StepBuffer:
         tokens: Tensor,
         longest: int,
         windows: Iterable[int | None],
-        prompts: FreshPrompts | None = None,
+        parts: BatchParts | None = None,
     ) -> Batch:
         """The device's side as a model's argument.
 
         tokens: the ids, joined with those that only the device knows. windows: those of the model's attention layers,
-        for which a CPU plans its attention once for all layers. prompts: see `PagedKV`.
+        for which a CPU plans its attention once for all layers. parts: see `PagedKV`.
         """
         t = self.tensors
         on_cpu = tokens.device.type == "cpu"
         index = t["slots"].long() if on_cpu and not self._padded else None
-        pages = PagedKV(pool.keys, pool.values, t["tables"], t["lengths"], t["slots"], index=index, prompts=prompts)
+        pages = PagedKV(pool.keys, pool.values, t["tables"], t["lengths"], t["slots"], index=index, parts=parts)
         if on_cpu:
             pages = planned(pages, t["offsets"], windows)
         return Batch(tokens, t["positions"], t["offsets"], longest, pages)

@@ -17,7 +17,7 @@ from strata.kernels.embedding import embedding
 from strata.kernels.kv_write import kv_write
 from strata.kernels.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
-from strata.kernels.paged import FreshPrompts, PagedKV
+from strata.kernels.paged import BatchParts, PagedKV
 from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
 from strata.kernels.rope import rope
 from strata.kernels.sampling import gumbel_sample
@@ -152,7 +152,7 @@ def _prefill(config: ModelConfig, length: int, fresh: bool) -> Case:
         offsets = torch.tensor([0, length], dtype=torch.int32, device="cuda")
         pages = _pages(kv_heads, dim, (length,))
         if fresh:
-            pages = replace(pages, prompts=FreshPrompts(0, (length,)))
+            pages = replace(pages, parts=BatchParts(0, (), (length,)))
         return q, k, v, offsets, length, pages, 0, dim**-0.5, None
 
     shape = f"{'fresh' if fresh else 'paged'} prefill {heads}/{kv_heads}x{dim}"

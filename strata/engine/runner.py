@@ -23,7 +23,7 @@ from strata.engine.sampler import (
     sampling_seed,
 )
 from strata.engine.scheduler import StepPlan
-from strata.kernels.paged import FreshPrompts
+from strata.kernels.paged import BatchParts
 from strata.kernels.sampling import likeliest, logprobs
 
 # Rows of prompt log-probabilities that are projected onto the vocabulary at once.
@@ -156,8 +156,8 @@ class Runner:
         buffer.send()
         longest = max(chunk.count for chunk in plan.chunks)
         tokens = joined_tokens(buffer, self._newest) if missing else buffer.tensors["tokens"]
-        prompts = fresh_prompts(plan) if self._device.type == "cuda" else None
-        hidden = self._graph(buffer.batch(self.pool, tokens, longest, self._config.windows, prompts))
+        parts = batch_parts(plan) if self._device.type == "cuda" else None
+        hidden = self._graph(buffer.batch(self.pool, tokens, longest, self._config.windows, parts))
         prompt_logprobs = tuple(self._prompt_logprobs(plan, hidden))
         if not rows:
             return Launched(plan, torch.empty(0, dtype=torch.int32), prompt_logprobs=prompt_logprobs)
@@ -269,12 +269,11 @@ class Runner:
             at += chunk.count
 
 
-def fresh_prompts(plan: StepPlan) -> FreshPrompts | None:
-    """The decoding sequences and the prompts of a step, if decodes come first and no prompt has anything cached."""
-    decodes = 0
-    while decodes < len(plan.chunks) and plan.chunks[decodes].count == 1:
-        decodes += 1
-    prompts = plan.chunks[decodes:]
-    if any(chunk.start for chunk in prompts):
+def batch_parts(plan: StepPlan) -> BatchParts | None:
+    """The kinds of sequences in a plan; None if they do not come in the order of `BatchParts`."""
+    kinds = [0 if chunk.count == 1 else 1 if chunk.start else 2 for chunk in plan.chunks]
+    if kinds != sorted(kinds):
         return None
-    return FreshPrompts(decodes, tuple(chunk.count for chunk in prompts))
+    counts = [chunk.count for chunk in plan.chunks]
+    decodes, continued = kinds.count(0), kinds.count(0) + kinds.count(1)
+    return BatchParts(decodes, tuple(counts[decodes:continued]), tuple(counts[continued:]))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels import attention_cpu, attention_cuda, attention_exact, attention_prompts, attention_train
+from strata.kernels import attention_cpu, attention_cuda, attention_exact, attention_parts, attention_train
 from strata.kernels.op import operation
 from strata.kernels.paged import PagedKV
 from strata.kernels.triton_import import HAS_TRITON
@@ -127,7 +127,7 @@ attention.implement("tiled", "cpu", supports=_in_pools)(attention_cpu.paged)
 attention.implement("packed", "cpu", differentiable=True, supports=_packed)(attention_train.packed)
 attention.implement("fixed tiles", "cpu", invariant=True)(attention_exact.attend_exact)
 if HAS_TRITON:
-    attention.implement("cudnn prompts", "cuda", supports=attention_prompts.supports)(attention_prompts.attend)
+    attention.implement("parts", "cuda", supports=attention_parts.supports)(attention_parts.attend)
     attention.implement("triton", "cuda", supports=attention_cuda.supports)(attention_cuda.attend)
     attention.implement("triton fixed", "cuda", invariant=True, supports=attention_cuda.supports)(
         attention_cuda.attend_fixed

@@ -11,14 +11,16 @@ from strata.kernels.attention_plan import AttentionPlan
 
 
 @dataclass(frozen=True)
-class FreshPrompts:
-    """A step whose prompts have nothing cached, as the host knows it.
+class BatchParts:
+    """The sequences of a mixed step as the host knows them, in the order of the batch.
 
-    decodes: sequences of one token, which come first. lengths: tokens of each prompt after them.
+    decodes: how many have one new token. continued: new tokens of each that goes on with its prompt. fresh: tokens of
+    each prompt that has nothing cached.
     """
 
     decodes: int
-    lengths: tuple[int, ...]
+    continued: tuple[int, ...]
+    fresh: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class PagedKV:
     plan: what attention on a CPU needs to know of this step in every layer (`attention_cpu.planned` makes it); None:
         each layer works it out from the tensors above.
     index: [tokens] int64, the slots again, if none of them is -1: a CPU writes by it. None: each layer looks.
-    prompts: for CUDA, if the step is one of fresh prompts and decoding sequences; None otherwise.
+    parts: for CUDA, what kinds of sequences there are; None: attention treats all alike.
     """
 
     keys: tuple[Tensor, ...]
@@ -43,16 +45,16 @@ class PagedKV:
     slots: Tensor
     plan: AttentionPlan | None = None
     index: Tensor | None = None
-    prompts: FreshPrompts | None = None
+    parts: BatchParts | None = None
 
     @property
     def page_size(self) -> int:
         return self.keys[0].shape[1]
 
-    def first(self, sequences: int) -> PagedKV:
-        """The same for the first sequences of the batch, which have one token each."""
-        tables, lengths, slots = self.tables[:sequences], self.lengths[:sequences], self.slots[:sequences]
-        return PagedKV(self.keys, self.values, tables, lengths, slots)
+    def sequences(self, first: int, last: int) -> PagedKV:
+        """What attention needs of sequences [first, last); the slots are left as they are."""
+        tables, lengths = self.tables[first:last], self.lengths[first:last]
+        return PagedKV(self.keys, self.values, tables, lengths, self.slots)
 
 
 pytree.register_dataclass(PagedKV)

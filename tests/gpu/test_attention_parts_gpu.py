@@ -1,24 +1,27 @@
-"""Prompts with nothing cached, by cuDNN, beside decoding sequences: equal to the reference in float64 precision."""
+"""Mixed steps part by part, prompts by cuDNN: equal to the reference."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from strata.kernels import attention_prompts
+from strata.kernels import attention_parts
 from strata.kernels.attention import attention
-from strata.kernels.paged import FreshPrompts, PagedKV
+from strata.kernels.paged import BatchParts, PagedKV
 
 PAGE = 16
 
 
+@pytest.mark.parametrize("chunk", [1, 70])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (14, 2, 64), (6, 6, 80), (16, 8, 128)])
-@pytest.mark.parametrize(("cached", "prompts"), [((), (600, 600, 37)), ((5, 900, 33), (1, 777)), ((64,), (2048, 2048))])
-def test_fresh_prompts(
-    heads: int, kv_heads: int, head_dim: int, cached: tuple[int, ...], prompts: tuple[int, ...]
+@pytest.mark.parametrize(("cached", "prompts"), [((), (600, 600, 37)), ((5, 900, 33), (777, 2)), ((64,), (2048, 2048))])
+def test_every_part(
+    heads: int, kv_heads: int, head_dim: int, cached: tuple[int, ...], prompts: tuple[int, ...], chunk: int
 ) -> None:
-    totals = [*(length + 1 for length in cached), *prompts]
-    counts = [1] * len(cached) + list(prompts)
+    """The last sequence with something cached runs `chunk` tokens, those before it one."""
+    others = [1] * (len(cached) - 1) + [chunk] * bool(cached)
+    counts = others + list(prompts)
+    totals = [held + new for held, new in zip(cached, others, strict=True)] + list(prompts)
     pages = [-(-total // PAGE) for total in totals]
     order = torch.randperm(sum(pages) + 5, device="cuda").int()
     tables = torch.zeros(len(totals), max(pages), dtype=torch.int32, device="cuda")
@@ -43,10 +46,11 @@ def test_fresh_prompts(
         at += count
     offsets = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
     lengths = torch.tensor(totals, dtype=torch.int32, device="cuda")
-    fresh = FreshPrompts(len(cached), tuple(prompts))
-    paged = PagedKV((keys,), (values,), tables, lengths, torch.cat(slots), prompts=fresh)
+    going_on = tuple(count for count in others if count > 1)
+    parts = BatchParts(len(others) - len(going_on), going_on, tuple(prompts))
+    paged = PagedKV((keys,), (values,), tables, lengths, torch.cat(slots), parts=parts)
     arguments = (q, k, v, offsets, max(counts), paged, 0, head_dim**-0.5, None)
-    assert attention_prompts.supports(*arguments)
-    found = attention_prompts.attend(*arguments)
+    assert attention_parts.supports(*arguments)
+    found = attention_parts.attend(*arguments)
     wanted = attention.reference(*arguments)
     assert float((found.float() - wanted.float()).norm() / wanted.float().norm()) < 5e-3
