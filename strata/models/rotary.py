@@ -147,7 +147,8 @@ class YarnRope(RopeConfig):
 
 def powers(base: float, head_dim: int) -> Tensor:
     """base ** (2 i / head_dim), [head_dim / 2] float32 on the CPU."""
-    return torch.as_tensor(base ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim))
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    return torch.pow(base, exponents)
 
 
 def _read_linear(fields: Fields, theta: float, trained_length: int) -> RopeConfig:

@@ -95,12 +95,14 @@ def compare(product: torch.Tensor, shape: tuple[int, int, int], normed: bool, pa
     angles = run(rope_angles, positions, torch.randn(5000, head_dim, device="cuda"))
     mine, parts = pools(tokens, kv_heads, head_dim, dtype) if paged else (None, None)
     found = run(qk_rope_kv_write, product, heads, kv_heads, *weights, 1e-6, *angles, mine, 1)
+    # The squares of a head that is no multiple of 16 wide are summed in another order than alone, which float32 shows.
+    tolerance = 1e-6 if normed and head_dim % 16 and dtype == torch.float32 else 0.0
     for one, other in zip(found, chain(product, heads, kv_heads, weights, angles, parts), strict=True):
         assert one.isfinite().all()
-        assert torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
     if mine is not None and parts is not None:
         for one, other in zip((*mine.keys, *mine.values), (*parts.keys, *parts.values), strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 @pytest.mark.usefixtures("poisoned")

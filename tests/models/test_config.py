@@ -301,3 +301,8 @@ values_of_any_kind = st.recursive(
 def test_nonsense_is_a_value_error(architecture: str, key: str, value: Any) -> None:
     with suppress(ValueError):
         config_from_dict(least(architecture, **{key: value}))
+
+
+def test_rotary_tables_do_not_follow_the_default_device() -> None:
+    with torch.device("meta"):
+        assert rope_table(config_from_dict(SHAPES["8B"], "8B").rope, 64, 128, 16).device.type == "cpu"
