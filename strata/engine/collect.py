@@ -34,7 +34,6 @@ class Collector:
         reported = request.params.prompt_logprobs is not None
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if reported else None
         self._cached_tokens = 0
-        self._first_scheduled: float | None = None
         self._first_token: float | None = None
         self._finished: float | None = None
 
@@ -108,7 +107,7 @@ class Collector:
             finished=self.finished,
             prompt_logprobs=self._prompt_logprobs,
             num_cached_tokens=self._cached_tokens,
-            metrics=RequestMetrics(self.request.arrival, self._first_scheduled, self._first_token, self._finished),
+            metrics=RequestMetrics(self.request.arrival, self._first_token, self._finished),
         )
 
     def _end(self, sample: _Sample, reason: str | None, stop_reason: int | str | None) -> None:

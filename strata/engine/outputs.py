@@ -23,7 +23,6 @@ class RequestMetrics:
     """When things happened to a request, in seconds of `time.monotonic()`; None for what has not happened."""
 
     arrival_time: float
-    first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
 

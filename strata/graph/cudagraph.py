@@ -41,9 +41,3 @@ class CudaGraphs:
     def replay(self, key: Hashable) -> None:
         """Launch the recording on the current stream."""
         self._graphs[key].replay()
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._graphs
-
-    def __len__(self) -> int:
-        return len(self._graphs)

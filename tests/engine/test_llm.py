@@ -196,6 +196,14 @@ def test_stream_shows_growing_text_and_leaves_nothing(engine: Engine) -> None:
     llm.engine.loop.scheduler.check()
 
 
+def test_metrics_tell_when_things_happened(engine: Engine) -> None:
+    metrics = engine(dtype="float32").generate(prompts(2), GREEDY, use_tqdm=False)[1].metrics
+    assert metrics is not None
+    assert metrics.first_token_time is not None
+    assert metrics.finished_time is not None
+    assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
+
+
 def test_chat_uses_the_template(engine: Engine) -> None:
     llm = engine(dtype="float32")
     output = llm.chat([{"role": "user", "content": "fox"}], GREEDY, use_tqdm=False)[0]
