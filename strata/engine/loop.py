@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from strata.engine.request import Request, Sequence
-from strata.engine.runner import Launched, PromptLogprobs, Runner
+from strata.engine.runner import Launched, PromptLogprobs, Runner, StepObserver
 from strata.engine.sampler import LogprobTensors
 from strata.engine.scheduler import Scheduler, Update
 
@@ -41,6 +41,10 @@ class EngineLoop:
     def idle(self) -> bool:
         """Nothing runs, waits or is under way."""
         return self._outstanding is None and not self.scheduler.has_work
+
+    def observe(self, observer: StepObserver | None) -> None:
+        """Tell a benchmark where each step begins and ends on the device, until this is called with None."""
+        self._runner.observer = observer
 
     def add(self, request: Request) -> list[Sequence]:
         """Queue a request. Raises ValueError if it can never fit."""

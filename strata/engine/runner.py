@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -69,6 +70,14 @@ class Launched:
         return ids
 
 
+class StepObserver(Protocol):
+    """Told, while the host enqueues a step, where its work on the device begins and where it ends."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
 @dataclass
 class SlotState:
     """What the host keeps of each slot: its owner and how the owner samples."""
@@ -88,7 +97,7 @@ class Runner:
 
     graph: Batch to hidden [tokens, hidden]; head: hidden [rows, hidden] to logits [rows, vocabulary]; both bound to the
     device. On CUDA, steps in which every sequence runs one token replay a CUDA graph once `record_decode` has been
-    called.
+    called. observer: for benchmarks, None while nothing is measured.
     """
 
     def __init__(
@@ -110,6 +119,7 @@ class Runner:
         self._staging = [torch.empty(largest, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._returns = [torch.empty(config.max_sequences, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._decode: DecodeGraphs | None = None
+        self.observer: StepObserver | None = None
 
     @torch.inference_mode()
     def record_decode(self, buckets: list[int]) -> Iterator[int]:
@@ -129,17 +139,22 @@ class Runner:
             self.pool.copy_pages(plan.copies)
         rows = self._admit(plan)
         each_draws_once = all(chunk.count == 1 and len(chunk.draws) == 1 for chunk in plan.chunks)
-        if self._decode is not None and each_draws_once:
-            bucket = self._decode.bucket(len(rows))
-            if bucket is not None:
-                return self._launch_recorded(plan, rows, bucket)
-        return self._launch_eager(plan, rows)
+        bucket = self._decode.bucket(len(rows)) if self._decode is not None and each_draws_once else None
+        launched = self._launch_eager(plan, rows) if bucket is None else self._launch_recorded(plan, rows, bucket)
+        if self.observer is not None:
+            self.observer.end()
+        return launched
+
+    def _send(self, buffer: StepBuffer) -> None:
+        if self.observer is not None:
+            self.observer.begin()
+        buffer.send()
 
     def _launch_recorded(self, plan: StepPlan, rows: list[DrawRow], bucket: int) -> Launched:
         assert self._decode is not None
         buffer = self._decode.buffer(bucket, self._staging[0])
         self._fill(buffer, plan, rows)
-        buffer.send()
+        self._send(buffer)
         recorded = self._decode.replay(bucket)
         if any(self._slots.special[row.slot] for row in rows):
             return self._draw(plan, rows, buffer, recorded.logits[: len(rows)])
@@ -153,7 +168,7 @@ class Runner:
         device = host if self._device.type == "cpu" else torch.empty(shape.size, dtype=torch.int32, device=self._device)
         buffer = StepBuffer(shape, host, device)
         missing = self._fill(buffer, plan, rows)
-        buffer.send()
+        self._send(buffer)
         longest = max(chunk.count for chunk in plan.chunks)
         tokens = joined_tokens(buffer, self._newest) if missing else buffer.tensors["tokens"]
         parts = batch_parts(plan) if self._device.type == "cuda" else None
