@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from strata.kernels import gemm
+from strata.kernels import gemm_fixed
 from strata.kernels.activation import silu_mul
 from strata.kernels.embedding import embedding
-from strata.kernels.gemm import Tile, linear
+from strata.kernels.gemm import linear
+from strata.kernels.gemm_fixed import Tile
 from strata.kernels.kv_write import kv_write
 from strata.kernels.loss import linear_cross_entropy
 from strata.kernels.norm import rms_norm
@@ -24,11 +25,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 COUNTS = (1, 2, 7, 16, 64, 65, 128, 300)
 TILES = {
-    "64x32": gemm._NARROW,
-    "64x64": gemm._SHORT,
-    "128x64": gemm._SMALL,
-    "128x128": gemm._MIDDLE,
-    "128x256": gemm._LARGE,
+    "64x32": gemm_fixed._NARROW,
+    "64x64": gemm_fixed._SHORT,
+    "128x64": gemm_fixed._SMALL,
+    "128x128": gemm_fixed._MIDDLE,
+    "128x256": gemm_fixed._LARGE,
 }
 
 
@@ -154,12 +155,12 @@ def test_deterministic_linear_gives_a_row_the_same_bits_in_any_batch(width: int,
 def test_every_tile_gives_the_same_bits(width: int, out: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = draw(300, width), draw(out, width)
     results = []
-    for tile in (gemm._MIDDLE, TILES[name]):
+    for tile in (gemm_fixed._MIDDLE, TILES[name]):
 
         def always(*_: object, tile: Tile = tile) -> Tile:
             return tile
 
-        monkeypatch.setattr(gemm, "choose_tile", always)
+        monkeypatch.setattr(gemm_fixed, "choose_tile", always)
         results.append(linear.bind("cuda", deterministic=True)(x, weight, None))
     assert torch.equal(*results)
 

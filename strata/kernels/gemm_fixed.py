@@ -1,0 +1,175 @@
+"""The dense layer in tiles of a fixed shape, in which a row of the result has the same bits in any company."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.triton_import import jit, tl, triton
+
+
+def buffered_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product in tiles of a fixed number of rows, so that the library never learns how many rows there are.
+
+    Libraries choose their kernel, and with it the order of the sum, by the shape and the alignment of the operands.
+    Here every call has the same shape, and the rows lie in the same aligned buffer. Stale rows of the buffer cannot
+    reach the others: a row of a product depends on one row of its left operand.
+    """
+    out, width = weight.shape
+    rows = x.reshape(-1, width)
+    tile = _tile_rows(weight)
+    result = x.new_empty((rows.shape[0], out))
+    buffer = x.new_zeros((tile, width))
+    product = x.new_empty((tile, out))
+    for start in range(0, rows.shape[0], tile):
+        count = min(tile, rows.shape[0] - start)
+        buffer[:count].copy_(rows[start : start + count])
+        torch.mm(buffer, weight.t(), out=product)
+        result[start : start + count].copy_(product[:count])
+    if bias is not None:
+        result += bias
+    return result.view(*x.shape[:-1], out)
+
+
+def _tile_rows(weight: Tensor) -> int:
+    """Rows of a tile. A small float32 weight stays in the processor's L2 cache, where short tiles cost little."""
+    return 8 if weight.dtype == torch.float32 and weight.numel() <= 1 << 18 else 32
+
+
+@partial(jit, unspecialized=("rows",))
+def linear_kernel(
+    x,
+    weight,
+    bias,
+    result,
+    rows,
+    out,
+    width,
+    x_stride,
+    weight_stride,
+    HAS_BIAS: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    # Programs that run together share rows of x and of the weight: GROUP tiles of rows for each tile of columns.
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(out, BLOCK_N)
+    program = tl.program_id(0)
+    group = program // (GROUP * tiles_n)
+    first = group * GROUP
+    members = min(tiles_m - first, GROUP)
+    within = program % (GROUP * tiles_n)
+    row = (first + within % members) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = within // members * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    row_held = row < rows
+    column_held = column < out
+    # Clamped instead of masked: what lies beyond the edge is computed from the last row and never stored.
+    x_tile = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
+    weight_tile = weight + tl.minimum(column, out - 1).to(tl.int64)[None, :] * weight_stride + k[:, None]
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, width, BLOCK_K):
+        if WHOLE_K:
+            left = tl.load(x_tile)
+            right = tl.load(weight_tile)
+        else:
+            left = tl.load(x_tile, mask=k[None, :] < width - start, other=0.0)
+            right = tl.load(weight_tile, mask=k[:, None] < width - start, other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+        x_tile += BLOCK_K
+        weight_tile += BLOCK_K
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=column_held, other=0.0).to(tl.float32)[None, :]
+    target = result + row.to(tl.int64)[:, None] * out + column[None, :]
+    tl.store(target, total.to(result.dtype.element_ty), mask=row_held[:, None] & column_held[None, :])
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program of `linear_kernel` computes, and with how many warps and stages of its pipeline."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    width: int = 64
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.width, "GROUP": 8}
+
+
+# Every 16-bit tile has at least 64 rows, so all of them run the same instruction (wgmma) over the same steps of k.
+_SINGLE = Tile(64, 64, 4, 3, 32)
+_NARROW, _SHORT = Tile(64, 32, 4, 8), Tile(64, 64, 4, 6)
+_SMALL, _MIDDLE, _LARGE = Tile(128, 64, 4, 5), Tile(128, 128, 4, 4), Tile(128, 256, 8, 4)
+_FEW_PROGRAMS = 132
+
+
+def choose_tile(rows: int, out: int, dtype: torch.dtype) -> Tile:
+    """The tile for a product: the widest that still gives every multiprocessor work. It does not change the bits."""
+    if dtype == torch.float32:
+        return _SINGLE
+    if rows <= 64:
+        return _NARROW if out <= 64 * _FEW_PROGRAMS else _SHORT
+    for tile, programs in ((_LARGE, 2 * _FEW_PROGRAMS), (_MIDDLE, _FEW_PROGRAMS)):
+        if -(-rows // tile.rows) * -(-out // tile.columns) >= programs:
+            return tile
+    return _SMALL
+
+
+def triton_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A product without split k: each element is one sum in one order, whatever the number of rows."""
+    out, width = weight.shape
+    rows = x.reshape(-1, width)
+    result = torch.empty((*x.shape[:-1], out), dtype=x.dtype, device=x.device)
+    if result.numel():
+        tile = choose_tile(rows.shape[0], out, x.dtype)
+        programs = triton.cdiv(rows.shape[0], tile.rows) * triton.cdiv(out, tile.columns)
+        linear_kernel[(programs,)](
+            rows,
+            weight,
+            weight if bias is None else bias,
+            result,
+            rows.shape[0],
+            out,
+            width,
+            rows.stride(0),
+            weight.stride(0),
+            HAS_BIAS=bias is not None,
+            WHOLE_K=width % tile.width == 0,
+            **tile.constants,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+    return result
+
+
+def fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    return x.dtype != torch.float64 and weight.stride(1) == 1 and x.stride(-1) == 1
+
+
+def compile_cases() -> list[CompileCase]:
+    cases = []
+    for tile, kind in (
+        (_NARROW, "bf16"),
+        (_SHORT, "bf16"),
+        (_SMALL, "bf16"),
+        (_MIDDLE, "bf16"),
+        (_LARGE, "bf16"),
+        (_SINGLE, "fp32"),
+    ):
+        signature = dict.fromkeys(("x", "weight", "bias", "result"), f"*{kind}:16") | {"rows": "i32"}
+        signature |= dict.fromkeys(("out", "width", "x_stride", "weight_stride"), "i32:16")
+        constants = {"HAS_BIAS": False, "WHOLE_K": True, **tile.constants}
+        must_contain = ("wgmma.mma_async",) if kind == "bf16" else ("fma.rn.f32",)
+        name = f"linear {kind} {tile.rows}x{tile.columns}x{tile.width}"
+        cases.append(CompileCase(name, linear_kernel, signature, constants, tile.warps, tile.stages, must_contain))
+    return cases
