@@ -6,33 +6,23 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from strata.cli import options, workloads
+from strata.cli.bench_gaps import gaps
 from strata.cli.bench_kernels import kernels
-from strata.cli.bench_result import cpu_name, make_result, report
-from strata.hardware.specs import recognize
-
-if TYPE_CHECKING:
-    from strata.engine.llm import LLM
+from strata.cli.bench_result import make_result, report
+from strata.cli.bench_run import AsJson, LoadFormat, Model, Save, Setup, call, device_name, floor_on, started
 
 bench = typer.Typer(no_args_is_help=True, help="Measure inference: T0 to T4 of benchmarks/README.md.")
+bench.command()(gaps)
 bench.command()(kernels)
 
-Model = Annotated[str, typer.Option(help="A shape (8B, 0.6B) with random weights, or a checkpoint folder.")]
-LoadFormat = Annotated[
-    str | None, typer.Option(help="auto or dummy; dummy for a shape if left out.", show_default=False)
-]
 Repeat = Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a sentence.")]
-Save = Annotated[Path | None, typer.Option(help="Append the result to this JSON-lines file.", show_default=False)]
-
-# Output tokens of each request in the run before the timed ones, which compiles and fills what the first run needs.
-WARMUP_TOKENS = 8
 
 
 @bench.command()
@@ -116,93 +106,25 @@ def startup(
     for _ in range(repeat):
         taken, name = first_token(setup.llm_options())
         seconds.append(taken)
-    result = make_result(setup.test_name("T0"), model, dtype, seconds, "s", None, name)
-    report(result, as_json=as_json, save=save)
-
-
-@dataclass(frozen=True)
-class Setup:
-    """The engine that a test runs on, as the command line asks for it."""
-
-    model: str
-    load_format: str | None
-    dtype: str
-    device: str
-    deterministic: bool
-
-    def llm_options(self) -> dict[str, Any]:
-        """The keyword arguments of LLM: no prefix cache, so that every repetition does all the work."""
-        from strata.cli.costing import find_config
-        from strata.models.shapes import SHAPES
-
-        length = min(workloads.MAX_MODEL_LEN, find_config(self.model).max_length)
-        return {
-            "model": self.model,
-            "load_format": self.load_format or ("dummy" if self.model in SHAPES else "auto"),
-            "dtype": self.dtype,
-            "device": self.device,
-            "max_model_len": length,
-            "enable_prefix_caching": False,
-            "skip_tokenizer_init": True,
-            "deterministic": self.deterministic,
-        }
-
-    def test_name(self, name: str) -> str:
-        """Deterministic mode is a test of its own, so that it does not pass for the newest result of the other."""
-        return f"{name}-deterministic" if self.deterministic else name
+    result = make_result(setup.test_name("T0"), model, dtype, seconds, "s", name)
+    report(asdict(result), result.text(), as_json=as_json, save=save)
 
 
 def run(test: workloads.Test, setup: Setup, *, repeat: int, as_json: bool, save: Path | None) -> None:
-    """Start an engine, warm it up, and time `repeat` calls of the whole test."""
-    from strata import LLM
-
-    llm = LLM(**setup.llm_options())
-    call(llm, test, WARMUP_TOKENS)
+    """Start an engine, warm it up, and time `repeat` calls of the whole test; on CUDA, one more measures host gaps."""
+    llm = started(setup, test)
     values = [test.value(call(llm, test)) for _ in range(repeat)]
+    host_gap = None
+    if llm.engine.device.type == "cuda":
+        from strata.cli.step_observers import time_steps
+
+        host_gap = time_steps(llm, test).host_gap
     name = device_name(llm)
-    floor = floor_on(test, setup, name)
-    result = make_result(setup.test_name(test.name), setup.model, setup.dtype, values, test.unit, floor, name)
-    report(result, as_json=as_json, save=save)
-
-
-def call(llm: LLM, test: workloads.Test, most: int | None = None) -> float:
-    """Seconds of one `generate` with the requests of a test, each cut to `most` output tokens if that is given.
-
-    Raises RuntimeError if a request did not yield as many tokens as it was asked for.
-    """
-    from strata import SamplingParams
-
-    vocabulary = llm.engine.config.vocab_size
-    prompts = [{"prompt_token_ids": [token % vocabulary for token in prompt]} for prompt in test.prompts]
-    lengths = [output if most is None else min(output, most) for output in test.outputs]
-    params = [SamplingParams(temperature=test.temperature, max_tokens=length, ignore_eos=True) for length in lengths]
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - start
-    yielded = [len(output.outputs[0].token_ids) for output in outputs]
-    if yielded != lengths:
-        raise RuntimeError(f"{test.name} asked for {sum(lengths)} output tokens and got {sum(yielded)}")
-    return seconds
-
-
-def floor_on(test: workloads.Test, setup: Setup, product: str) -> float | None:
-    """The floor of a test on a device, by the cost of the model's graph; None if the device is not in the database."""
-    from strata.cli.costing import dtype_name, find_config, meta_model
-    from strata.models.config import DTYPES
-
-    device = recognize(product)
-    if device is None:
-        return None
-    model = meta_model(find_config(setup.model), DTYPES.get(setup.dtype))
-    return test.floor(model.step_costs().step, device, dtype_name(model.dtype))
-
-
-def device_name(llm: LLM) -> str:
-    """The device that an engine runs on, as its driver or the system names it."""
-    import torch
-
-    device = next(llm.engine.model.parameters()).device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    seconds = floor_on(test, setup, name)
+    floor = None if seconds is None else test.value(seconds)
+    tested = setup.test_name(test.name)
+    result = make_result(tested, setup.model, setup.dtype, values, test.unit, name, floor, host_gap)
+    report(asdict(result), result.text(), as_json=as_json, save=save)
 
 
 def first_token(llm_options: dict[str, Any]) -> tuple[float, str]:

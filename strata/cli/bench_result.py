@@ -9,18 +9,45 @@ import shlex
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any, TypedDict
 
 import typer
 
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
+class Provenance(TypedDict):
+    """What is needed to reproduce a figure."""
+
+    commit: str | None
+    torch: str | None
+    triton: str | None
+    command: str
+    date: str
+
+
+@dataclass(frozen=True)
+class HostGap:
+    """Seconds that the device waits between the end of a step and the beginning of the next."""
+
+    median: float
+    p99: float
+
+    def text(self) -> str:
+        return f"host gap {self.median * 1e6:.1f} us a step (p99 {self.p99 * 1e6:.1f})"
+
+
 @dataclass(frozen=True)
 class Result:
-    """One line of a results file. value: the median of `all`; floor: in the same unit, None if it is not known."""
+    """One line of a results file.
+
+    value: the median of `all`. floor: in the same unit, None if it is not known. host_gap: None where there is no device
+    apart from the host.
+    """
 
     test: str
     model: str
@@ -29,6 +56,7 @@ class Result:
     unit: str
     all: list[float]
     floor: float | None
+    host_gap: HostGap | None
     device: str
     commit: str | None
     torch: str | None
@@ -43,20 +71,34 @@ class Result:
             return None
         return self.value / self.floor if self.unit == "tok/s" else self.floor / self.value
 
+    def text(self) -> str:
+        every = ", ".join(number(value) for value in self.all)
+        said = f"{self.test} {self.model} {self.dtype}: {number(self.value)} {self.unit} (median of {every})"
+        if self.share is not None and self.floor is not None:
+            said += f"; floor {number(self.floor)} {self.unit}, {self.share:.0%} of its speed"
+        if self.host_gap is not None:
+            said += f"; {self.host_gap.text()}"
+        return f"{said}; {self.device}"
+
 
 def make_result(
-    test: str, model: str, dtype: str, values: list[float], unit: str, floor: float | None, device: str
+    test: str,
+    model: str,
+    dtype: str,
+    values: list[float],
+    unit: str,
+    device: str,
+    floor: float | None = None,
+    host_gap: HostGap | None = None,
 ) -> Result:
     """A result of this process, with what is needed to reproduce it."""
-    return Result(
-        test=test,
-        model=model,
-        dtype=DTYPE_NAMES.get(dtype, dtype),
-        value=statistics.median(values),
-        unit=unit,
-        all=values,
-        floor=floor,
-        device=device,
+    value = statistics.median(values)
+    return Result(test, model, short_dtype(dtype), value, unit, values, floor, host_gap, device=device, **provenance())
+
+
+def provenance() -> Provenance:
+    """Of this process."""
+    return Provenance(
         commit=_commit(),
         torch=_version("torch"),
         triton=_version("triton"),
@@ -65,13 +107,18 @@ def make_result(
     )
 
 
-def report(result: Result, *, as_json: bool, save: Path | None) -> None:
-    """Print a result and, if `save` names a file, append it there as a line of JSON."""
-    line = json.dumps(asdict(result))
+def short_dtype(name: str) -> str:
+    """A dtype as results files name it: "bf16" for "bfloat16"."""
+    return DTYPE_NAMES.get(name, name)
+
+
+def report(values: Mapping[str, Any], text: str, *, as_json: bool, save: Path | None) -> None:
+    """Print a result, and append it as a line of JSON if `save` names a file."""
+    line = json.dumps(values)
     if as_json:
         print(line)
     else:
-        typer.echo(_sentence(result))
+        typer.echo(text)
     if save is not None:
         with save.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -87,15 +134,8 @@ def cpu_name() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def _sentence(result: Result) -> str:
-    every = ", ".join(_number(value) for value in result.all)
-    said = f"{result.test} {result.model} {result.dtype}: {_number(result.value)} {result.unit} (median of {every})"
-    if result.share is not None and result.floor is not None:
-        said += f"; floor {_number(result.floor)} {result.unit}, {result.share:.0%} of its speed"
-    return f"{said}; {result.device}"
-
-
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """A figure with about three digits."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 

@@ -13,7 +13,7 @@ import sys
 def main() -> None:
     """Generate the token that `sys.argv` asks for."""
     from strata import LLM, SamplingParams
-    from strata.cli.bench import device_name
+    from strata.cli.bench_run import device_name
 
     llm = LLM(**json.loads(sys.argv[1]))
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)

@@ -39,9 +39,9 @@ class Test:
         return 1e3 * seconds / tokens if self.unit == "ms" else tokens / seconds
 
     def floor(self, step: Callable[[Workload, int], Cost], device: Device, dtype: str) -> float:
-        """The figure of the ideal schedule; `step` is the least cost of a step with so many sampled rows."""
+        """Seconds of the ideal schedule; `step` is the least cost of a step with so many sampled rows."""
         steps = ideal_schedule(self.prompt_lengths, self.outputs)
-        return self.value(schedule_floor((step(work, len(work.new)) for work in steps), device, dtype))
+        return schedule_floor((step(work, len(work.new)) for work in steps), device, dtype)
 
 
 def ideal_schedule(prompts: Sequence[int], outputs: Sequence[int]) -> Iterator[Workload]:
@@ -76,6 +76,17 @@ def fixed_batch(requests: int) -> Test:
 def prefill() -> Test:
     """T4: 16 prompts of 2048 tokens, one output token each."""
     return Test("T4", random_prompts(16, 2048), (1,) * 16, counted="prompt")
+
+
+def named(name: str) -> Test:
+    """The test of that name: T1, T2, T3-bN for any N, T4. Raises ValueError for another."""
+    requests = name.removeprefix("T3-b")
+    if requests.isdecimal() and int(requests) > 0 and requests != name:
+        return fixed_batch(int(requests))
+    made = {"T1": offline, "T2": single, "T4": prefill}.get(name)
+    if made is None:
+        raise ValueError(f"test {name!r} is unknown; give T1, T2, T3-bN (N requests, such as T3-b32) or T4")
+    return made()
 
 
 def random_prompts(count: int, length: int) -> tuple[tuple[int, ...], ...]:

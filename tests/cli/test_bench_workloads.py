@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from strata.cli import workloads
-from strata.cli.bench import Setup, floor_on
-from strata.cli.bench_result import Result, make_result, report
+from strata.cli.bench_result import HostGap, make_result, report
+from strata.cli.bench_run import Setup, floor_on
 from strata.hardware.roofline import Workload
 
 FLOORS = {
@@ -42,7 +43,9 @@ TESTS = {
 @pytest.mark.parametrize(("model", "name"), FLOORS)
 def test_floors_on_the_h200_agree_with_the_published_ones(model: str, name: str) -> None:
     setup = Setup(model, None, "bfloat16", "auto", False)
-    assert floor_on(TESTS[name], setup, "NVIDIA H200") == pytest.approx(FLOORS[model, name], rel=0.01)
+    seconds = floor_on(TESTS[name], setup, "NVIDIA H200")
+    assert seconds is not None
+    assert TESTS[name].value(seconds) == pytest.approx(FLOORS[model, name], rel=0.01)
 
 
 def test_no_floor_on_a_device_that_is_not_in_the_database() -> None:
@@ -62,6 +65,13 @@ def test_figures_follow_from_seconds() -> None:
     assert TESTS["T4"].value(1.0) == 16 * 2048
 
 
+def test_tests_are_found_by_name() -> None:
+    assert {name: workloads.named(name) for name in TESTS} == TESTS
+    for unknown in ("T5", "T3", "T3-b", "T3-b0", "32"):
+        with pytest.raises(ValueError, match="T3-bN"):
+            workloads.named(unknown)
+
+
 def test_ideal_schedule_runs_every_token_once() -> None:
     steps = list(workloads.ideal_schedule((5, 2, 7), (3, 1, 2)))
     assert steps == [
@@ -78,23 +88,26 @@ def test_workloads_load_no_torch() -> None:
 
 def test_result_has_every_field_and_is_appended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "results.jsonl"
-    result = make_result("T1", "8B", "bfloat16", [9000.0, 11000.0, 10000.0], "tok/s", 13_654.0, "NVIDIA H200")
-    report(result, as_json=False, save=path)
-    report(result, as_json=True, save=path)
+    values = [9000.0, 11000.0, 10000.0]
+    result = make_result("T1", "8B", "bfloat16", values, "tok/s", "NVIDIA H200", 13_654.0, HostGap(4e-6, 2.5e-5))
+    report(asdict(result), result.text(), as_json=False, save=path)
+    report(asdict(result), result.text(), as_json=True, save=path)
     sentence, line = capsys.readouterr().out.splitlines()
     assert "10,000 tok/s" in sentence
     assert "floor 13,654 tok/s, 73% of its speed" in sentence
+    assert "host gap 4.0 us a step (p99 25.0)" in sentence
     first, second = path.read_text().splitlines()
     assert first == second == line
-    values = json.loads(first)
-    fields = "test model dtype value unit all floor device commit torch triton command date"
-    assert list(values) == fields.split()
-    assert (values["value"], values["dtype"], values["all"]) == (10_000.0, "bf16", [9000.0, 11000.0, 10000.0])
+    saved = json.loads(first)
+    fields = "test model dtype value unit all floor host_gap device commit torch triton command date"
+    assert list(saved) == fields.split()
+    assert (saved["value"], saved["dtype"], saved["all"]) == (10_000.0, "bf16", values)
+    assert saved["host_gap"] == {"median": 4e-6, "p99": 2.5e-5}
 
 
 def test_share_of_the_floor_is_of_speed_for_times_too() -> None:
     def share(value: float, unit: str, floor: float | None) -> float | None:
-        return Result("T2", "8B", "bf16", value, unit, [value], floor, "", None, None, None, "", "").share
+        return make_result("T2", "8B", "bfloat16", [value], unit, "", floor).share
 
     assert share(5.0, "ms", 4.0) == pytest.approx(0.8)
     assert share(4.0, "tok/s", 5.0) == pytest.approx(0.8)

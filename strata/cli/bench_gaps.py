@@ -1,0 +1,94 @@
+"""`strata bench gaps`: what stands between a test and its floor: slow kernels, launch gaps, or the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from strata.cli import options, workloads
+from strata.cli.bench_result import HostGap, provenance, report, short_dtype
+from strata.cli.bench_run import AsJson, LoadFormat, Model, Save, Setup, call, device_name, floor_on, started
+from strata.cli.trace import GapSplit, TraceTime
+
+
+def gaps(
+    test: Annotated[str, typer.Argument(help="T1, T2, T3-bN (N requests) or T4.")],
+    model: Model = "0.6B",
+    load_format: LoadFormat = None,
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = "auto",
+    deterministic: options.Deterministic = False,
+    as_json: AsJson = False,
+    save: Save = None,
+) -> None:
+    """Split the time of T1 to T4 into floor, kernels over it, launch gaps and host gaps (CUDA).
+
+    Example: strata bench gaps T1 --model 8B --save gaps.jsonl
+    """
+    import torch
+
+    tested = workloads.named(test)
+    if device == "cpu" or not torch.cuda.is_available():
+        raise ValueError("strata bench gaps traces a CUDA device; there is none here")
+
+    from strata.cli.step_observers import time_steps, trace
+
+    setup = Setup(model, load_format, dtype, device, deterministic)
+    llm = started(setup, tested)
+    call(llm, tested)
+    times, traced = time_steps(llm, tested), trace(llm, tested)
+    name = device_name(llm)
+    floor = floor_on(tested, setup, name)
+    split = GapSplit(times.wall, floor, traced.busy, sum(times.steps) - traced.busy, times.host)
+    found = GapReport(setup.test_name(test), model, short_dtype(dtype), split, times.host_gap, traced, name)
+    report(found.values(), found.text(), as_json=as_json, save=save)
+
+
+@dataclass(frozen=True)
+class GapReport:
+    """What `strata bench gaps` found.
+
+    split: of a call without the profiler, by CUDA events around each step; how long kernels ran in it is the trace's.
+    """
+
+    test: str
+    model: str
+    dtype: str
+    split: GapSplit
+    host_gap: HostGap
+    trace: TraceTime
+    device: str
+
+    def values(self) -> dict[str, Any]:
+        """As JSON, with the derived figures and where they came from."""
+        derived = {"largest": self.split.largest, "idle_share": self.trace.idle_share}
+        return {**asdict(self), **derived, **provenance()}
+
+    def text(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{self.test} {self.model} {self.dtype}; {self.device}"
+        columns = (self.split, self.trace.split(self.split.floor))
+        yield f"{'':20}{'call':>20}{'trace':>20}"
+        yield self._row("wall", *((column.wall, column.wall) for column in columns))
+        if self.split.floor is not None:
+            yield self._row("floor", *((self.split.floor, column.wall) for column in columns))
+        for part in self.split.parts():
+            yield self._row(part, *((column.parts()[part], column.wall) for column in columns))
+        yield f"largest: {self.split.largest}; {self.host_gap.text()}"
+        yield (
+            f"idle: {self.trace.idle_share:.1%} of the trace by its own clock, "
+            f"{1 - self.split.busy / self.split.wall:.1%} of the call without the profiler"
+        )
+        total = sum(kind.seconds for kind in self.trace.kinds.values())
+        yield f"{self.trace.steps:,} steps of {self.trace.kernels_per_step:.0f} kernels and copies (median)"
+        for name, kind in self.trace.kinds.items():
+            yield f"  {name:22}{kind.seconds:10.3f} s {kind.seconds / total:7.1%}  {kind.kernels:,} of them"
+
+    @staticmethod
+    def _row(name: str, *parts: tuple[float, float]) -> str:
+        return f"{name:20}" + "".join(f"{part:10.3f} s {part / wall:7.1%}" for part, wall in parts)

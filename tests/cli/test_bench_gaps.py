@@ -1,0 +1,190 @@
+"""Where the time of a call went, from intervals that were laid out by hand, and the hook by which steps are seen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from strata.cli import workloads
+from strata.cli.bench import bench
+from strata.cli.bench_gaps import GapReport
+from strata.cli.bench_result import HostGap
+from strata.cli.bench_run import Setup, call, started
+from strata.cli.trace import KINDS, OTHER, GapSplit, Interval, TraceTime, kind_of, read_trace
+
+COPY, GEMV, NORM, FETCH = "Memcpy HtoD (Pinned -> Device)", "gemv_kernel", "rms_norm_kernel", "Memcpy DtoH"
+
+# Two steps. In each: a copy, two kernels, a copy back, then its mark.
+WORK = [
+    Interval(COPY, 100, 110),
+    Interval(GEMV, 115, 145),  # 5 after the copy
+    Interval(NORM, 145, 155),
+    Interval(FETCH, 156, 160),  # 1 after the norm
+    Interval(COPY, 190, 200),
+    Interval(GEMV, 203, 233),
+    Interval(NORM, 230, 240),  # launched early: 3 of its 10 overlap
+    Interval(FETCH, 240, 250),
+]
+MARKS = [Interval("spin_kernel", 162, 164), Interval("spin_kernel", 251, 253)]
+
+
+def test_idle_time_inside_steps_and_between_them() -> None:
+    found = read_trace(WORK, MARKS)
+    assert found.span == pytest.approx(150e-9)
+    assert found.busy == pytest.approx((10 + 30 + 10 + 4 + 10 + 30 + 7 + 10) * 1e-9)
+    assert found.host == pytest.approx((190 - 164) * 1e-9)
+    split = found.split(60e-9)
+    assert split.launch == pytest.approx((5 + 1 + 4 + 3) * 1e-9)  # 4: from the copy back to the end of the mark
+    assert split.busy - 60e-9 == pytest.approx(split.parts()["kernels over floor"])
+    assert found.idle_share == pytest.approx(39 / 150)
+
+
+def test_steps_and_kernels_are_counted() -> None:
+    found = read_trace(WORK, MARKS)
+    assert (found.steps, found.kernels_per_step) == (2, 4)
+    assert {kind: time.kernels for kind, time in found.kinds.items()} == {"product": 2, "copy": 4, "norm": 2}
+    assert list(found.kinds) == ["product", "copy", "norm"]  # the longest first
+    assert found.kinds["norm"].seconds == pytest.approx(20e-9)  # each kernel whole, overlap or not
+
+
+def test_order_of_the_records_does_not_matter() -> None:
+    assert read_trace(WORK[::-1], MARKS[::-1]) == read_trace(WORK, MARKS)
+
+
+def test_work_of_the_next_step_on_another_stream_leaves_no_gap_between_steps() -> None:
+    prefetched = Interval(COPY, 150, 195)
+    assert read_trace([*WORK, prefetched], MARKS).host == 0
+
+
+def test_an_empty_trace_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no kernel"):
+        read_trace([], MARKS)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 60)), min_size=1),
+    st.lists(st.integers(0, 1100), unique=True),
+)
+def test_every_nanosecond_is_counted_once(kernels: list[tuple[int, int]], ends: list[int]) -> None:
+    work = [Interval(GEMV, start, start + length) for start, length in kernels]
+    found = read_trace(work, [Interval("mark", end, end) for end in ends])
+    ran = {at for interval in work for at in range(interval.start, interval.end)}
+    first, last = min(ran), max(ran) + 1
+    # An idle nanosecond belongs to the host if a step ended since the device fell idle.
+    host, ended = 0, False
+    for at in range(first, last):
+        ended = at not in ran and (ended or at in ends)
+        host += ended
+    assert round(found.busy * 1e9) == len(ran)
+    assert round(found.span * 1e9) == last - first
+    assert round(found.host * 1e9) == host
+
+
+def test_parts_add_up_to_the_wall_time_and_the_largest_is_named() -> None:
+    split = GapSplit(wall=10.0, floor=6.0, busy=8.5, launch=1.2, host=0.3)
+    assert sum(split.parts().values()) + 6.0 == pytest.approx(split.wall)
+    assert split.largest == "kernels over floor"
+    assert GapSplit(10.0, 6.0, 6.5, 0.5, 3.0).largest == "host gaps"
+    unknown = GapSplit(wall=10.0, floor=None, busy=8.5, launch=1.2, host=0.3)
+    assert sum(unknown.parts().values()) == pytest.approx(unknown.wall)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "product"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "product"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x128", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>", "attention"),
+        ("Memset (Device)", "copy"),
+        ("void at::native::(anonymous namespace)::indexSelectLargeIndex<c10::BFloat16>", "lookup"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", OTHER),
+    ],
+)
+def test_library_kernels_have_their_kind(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+# The kind of all kernels of a file, by how its name begins.
+KIND_OF_FILE = {
+    "activation": "activation",
+    "attention": "attention",
+    "gemm": "product",
+    "kv_write": "rotation and KV write",
+    "norm": "norm",
+    "qk_rope": "rotation and KV write",
+    "rope": "rotation and KV write",
+    "sampling": "sampling",
+}
+
+
+def test_own_kernels_have_their_kind() -> None:
+    pytest.importorskip("triton")
+    from tests.kernels.test_compile import CASES
+
+    for case in CASES:
+        file = case.kernel.fn.__module__.rpartition(".")[2]
+        kind = kind_of(case.kernel.fn.__name__)
+        wanted = next((kind for start, kind in KIND_OF_FILE.items() if file.startswith(start)), kind)
+        assert kind == wanted, f"{case.kernel.fn.__name__} of {file}.py"
+        assert kind != OTHER, f"strata/cli/trace.py names no kind for {case.kernel.fn.__name__} of {file}.py"
+    assert set(KIND_OF_FILE.values()) <= {kind for kind, _ in KINDS}
+
+
+def test_report_says_what_it_found() -> None:
+    traced = read_trace(WORK, MARKS)
+    slow = TraceTime(10.2, 8.5, 0.4, traced.steps, traced.kernels_per_step, traced.kinds)
+    split = GapSplit(10.0, 6.0, 8.5, 1.2, 0.3)
+    report = GapReport("T1", "8B", "bf16", split, HostGap(3e-6, 12e-6), slow, "NVIDIA H200")
+    said = report.text()
+    rows = {line[:20].strip(): line[20:].split() for line in said.splitlines()}
+    assert rows["wall"] == ["10.000", "s", "100.0%", "10.200", "s", "100.0%"]
+    assert rows["floor"][:3] == ["6.000", "s", "60.0%"]
+    assert rows["kernels over floor"][:3] == ["2.500", "s", "25.0%"]
+    assert rows["launch gaps"] == ["1.200", "s", "12.0%", "1.300", "s", "12.7%"]
+    assert "largest: kernels over floor; host gap 3.0 us a step (p99 12.0)" in said
+    assert "idle: 16.7% of the trace by its own clock, 15.0% of the call without the profiler" in said
+    values = json.loads(json.dumps(report.values()))
+    assert values["split"] == asdict(split)
+    assert (values["test"], values["largest"], values["host_gap"]["median"]) == ("T1", "kernels over floor", 3e-6)
+    assert {"commit", "command", "date", "device", "torch", "triton"} <= set(values)
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    result = CliRunner().invoke(bench, ["gaps", "T1", "--device", "cpu"])
+    assert isinstance(result.exception, ValueError)
+    assert "CUDA" in str(result.exception)
+    result = CliRunner().invoke(bench, ["gaps", "T3-b0"])
+    assert isinstance(result.exception, ValueError)
+    assert "T3-bN" in str(result.exception)
+
+
+def test_an_observer_sees_each_step_begin_and_end() -> None:
+    class Seen:
+        def __init__(self) -> None:
+            self.said: list[str] = []
+
+        def begin(self) -> None:
+            self.said.append("begin")
+
+        def end(self) -> None:
+            self.said.append("end")
+
+    from strata.engine.build import BUILTIN_MODEL
+
+    test = workloads.Test("small", workloads.random_prompts(2, 5), (3, 4))
+    torch.manual_seed(0)
+    llm = started(Setup(str(BUILTIN_MODEL), None, "auto", "cpu", False), test)
+    seen = Seen()
+    llm.engine.loop.observe(seen)
+    call(llm, test)
+    assert seen.said == ["begin", "end"] * 4  # both prompts in one step, then a token of each sequence a step
+    llm.engine.loop.observe(None)
+    call(llm, test)
+    assert len(seen.said) == 8
