@@ -45,8 +45,8 @@ class HostGap:
 class Result:
     """One line of a results file.
 
-    value: the median of `all`. floor: in the same unit, None if it is not known. host_gap: None where there is no device
-    apart from the host.
+    value: the median of `all`. floor: in the same unit, None if it is not known. host_gap: None where no device
+    runs apart from the host.
     """
 
     test: str
