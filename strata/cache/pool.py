@@ -36,8 +36,7 @@ class KVPool:
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages (source, destination) in every layer, for copy-on-write."""
-        device = self.keys[0].device
-        source = torch.tensor([pair[0] for pair in copies], device=device)
-        target = torch.tensor([pair[1] for pair in copies], device=device)
+        pairs = torch.tensor(copies, pin_memory=self.keys[0].is_cuda)
+        source, target = pairs.to(self.keys[0].device, non_blocking=True).unbind(1)
         for pool in (*self.keys, *self.values):
             pool.index_copy_(0, target, pool.index_select(0, source))

@@ -53,6 +53,9 @@ class StepShape:
             "draw_slots": self.draws,
             "temperatures": self.draws,
             "steps": self.draws,
+            "top_k": self.draws,
+            "top_p": self.draws,
+            "min_p": self.draws,
         }
 
     @property
@@ -68,7 +71,7 @@ class StepBuffer:
     positions, slots, offsets, lengths, tables: see `Batch` and `PagedKV`.
     rows: [draws] row of the hidden states that is sampled.
     draw_slots: [draws] slot that receives the id.
-    temperatures: [draws] the bits of a float32.
+    temperatures, top_p, min_p: [draws] the bits of a float32 each. top_k: [draws], 0 for no limit.
     seeds: [2 * draws] an int64 each.
     steps: [draws] how many ids the sequence drew before.
     """
@@ -128,11 +131,12 @@ class StepBuffer:
             host[name][tokens:] = -1
 
     def pad_draws(self, draws: int, slot: int) -> None:
-        """Beyond the first `draws`, padding rows draw greedily from row 0 into `slot`."""
+        """Beyond the first `draws`, padding rows draw greedily, without filters, from row 0 into `slot`."""
         self.host["draw_slots"][draws:] = slot
         self.host["seeds"][2 * draws :] = 0
-        for name in ("rows", "temperatures", "steps"):
+        for name in ("rows", "temperatures", "steps", "top_k", "min_p"):
             self.host[name][draws:] = 0
+        self.host["top_p"][draws:].view(np.float32).fill(1)
 
     def send(self) -> None:
         """Copy the host's side to the device; asynchronous when the host buffer is pinned."""

@@ -11,21 +11,24 @@ from torch import Tensor
 
 from strata.cache.pool import KVPool
 from strata.cache.tables import BlockTables, StepBuffer, StepShape
-from strata.engine.sampler import draw_by_temperature
+from strata.engine.sampler import DrawInputs, draw_ids
 from strata.graph.cudagraph import CudaGraphs
 from strata.models.batch import Batch
 
 
 def joined_tokens(buffer: StepBuffer, newest: Tensor) -> Tensor:
     """The ids of a step [tokens]: those the host sent, and those that only the device knows yet."""
-    sources = buffer.tensors["sources"]
-    return torch.where(sources >= 0, newest[sources.clamp(min=0)], buffer.tensors["tokens"])
+    sources = buffer.tensors["sources"]  # -1 reads the last row of `newest`, for nothing
+    return torch.where(sources >= 0, newest[sources], buffer.tensors["tokens"])
 
 
-def sampling_inputs(buffer: StepBuffer) -> tuple[Tensor, Tensor, Tensor]:
-    """temperatures [draws] float32, seeds [draws] int64, steps [draws] int32."""
+def draw_inputs(buffer: StepBuffer, draws: int) -> DrawInputs:
+    """How the first `draws` rows of a step are sampled, as views of its buffer."""
     tensors = buffer.tensors
-    return tensors["temperatures"].view(torch.float32), tensors["seeds"].view(torch.int64), tensors["steps"]
+    floats = (tensors[name][:draws].view(torch.float32) for name in ("temperatures", "top_p", "min_p"))
+    temperatures, top_p, min_p = floats
+    seeds = tensors["seeds"][: 2 * draws].view(torch.int64)
+    return DrawInputs(temperatures, seeds, tensors["steps"][:draws], tensors["top_k"][:draws], top_p, min_p)
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,9 @@ class Recorded:
 
 
 class DecodeGraphs:
-    """One CUDA graph for each decode batch size, from ids to ids.
+    """One CUDA graph for each decode batch size, from ids to ids, temperature and filters included.
 
-    All write their logits into one tensor, of which a step that needs more than a temperature samples anew.
+    All write their logits into one tensor, of which a step with penalties and the like samples anew.
     """
 
     def __init__(
@@ -85,8 +88,8 @@ class DecodeGraphs:
             if self._logits is None:
                 self._logits = torch.empty_like(logits)
             self._logits[:bucket].copy_(logits)
-            ids.copy_(draw_by_temperature(logits, *sampling_inputs(buffer)))
-            self._newest[buffer.tensors["draw_slots"]] = ids
+            ids.copy_(draw_ids(logits, draw_inputs(buffer, bucket), filtered=True))
+            self._newest[buffer.tensors["draw_slots"]] = ids.clamp(min=0)
 
         self._graphs.record(bucket, step)
         assert self._logits is not None

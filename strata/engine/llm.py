@@ -203,7 +203,7 @@ class LLM:
         for part in output.prompt_logprobs:
             collector = collectors.get(part.sequence.request.id)
             if collector is not None:
-                collector.append_prompt_logprobs(part.first, part.tensors.cpu())
+                collector.append_prompt_logprobs(part.first, part.tensors)
         for update in output.updates:
             sequence = update.sequence
             collector = collectors.get(sequence.request.id)

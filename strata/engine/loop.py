@@ -83,5 +83,4 @@ class EngineLoop:
         if launched.logprobs is not None:
             draws = (draw for chunk in launched.plan.chunks for draw in chunk.draws)
             rows = {draw.sequence.id: row for row, draw in enumerate(draws)}
-        logprobs = launched.logprobs.cpu() if launched.logprobs is not None else None
-        return StepOutput(updates, rows, logprobs, launched.prompt_logprobs)
+        return StepOutput(updates, rows, launched.logprobs, launched.prompt_logprobs)

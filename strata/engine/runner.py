@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -13,17 +13,19 @@ from torch import Tensor, fx
 
 from strata.cache.pool import KVPool
 from strata.cache.tables import BlockTables, StepBuffer, StepShape
-from strata.engine.decode_graphs import DecodeGraphs, joined_tokens, sampling_inputs
+from strata.engine.decode_graphs import DecodeGraphs, draw_inputs, joined_tokens
 from strata.engine.request import Sequence
 from strata.engine.sampler import (
     DrawRow,
     LogprobTensors,
     Sampler,
-    draw_by_temperature,
-    needs_more_than_temperature,
+    draw_ids,
+    filters,
+    is_special,
     sampling_seed,
 )
 from strata.engine.scheduler import StepPlan
+from strata.engine.transfer import send
 from strata.kernels.paged import BatchParts
 from strata.kernels.sampling import likeliest, logprobs
 
@@ -54,7 +56,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True)
 class Launched:
-    """A step that is under way. `wait` blocks until the device has its ids."""
+    """A step that is under way. `wait` blocks until the host has its ids and log-probabilities."""
 
     plan: StepPlan
     ids: Tensor
@@ -78,18 +80,27 @@ class StepObserver(Protocol):
     def end(self) -> None: ...
 
 
-@dataclass
 class SlotState:
     """What the host keeps of each slot: its owner and how the owner samples."""
 
-    owners: list[Sequence | None]
-    temperatures: NDArray[np.float32]
-    seeds: NDArray[np.int64]
-    special: list[bool]
+    def __init__(self, slots: int) -> None:
+        self.owners: list[Sequence | None] = [None] * slots
+        self.temperatures: NDArray[np.float32] = np.zeros(slots, np.float32)
+        self.seeds: NDArray[np.int64] = np.zeros(slots, np.int64)
+        self.top_k: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.top_p: NDArray[np.float32] = np.ones(slots, np.float32)
+        self.min_p: NDArray[np.float32] = np.zeros(slots, np.float32)
+        self.filtered = [False] * slots
+        self.special = [False] * slots
 
-    @classmethod
-    def empty(cls, slots: int) -> SlotState:
-        return cls([None] * slots, np.zeros(slots, np.float32), np.zeros(slots, np.int64), [False] * slots)
+    def own(self, slot: int, sequence: Sequence, engine_seed: int) -> None:
+        params = sequence.request.params
+        self.owners[slot] = sequence
+        self.temperatures[slot] = params.temperature
+        self.seeds[slot] = sampling_seed(sequence, engine_seed)
+        self.top_k[slot], self.top_p[slot], self.min_p[slot] = max(params.top_k, 0), params.top_p, params.min_p
+        self.filtered[slot] = filters(params)
+        self.special[slot] = is_special(params)
 
 
 class Runner:
@@ -109,7 +120,7 @@ class Runner:
         self._config, self._device = config, device
         most_pages = -(-config.max_length // pool.shape.page_size)
         self._tables = BlockTables(config.max_sequences, most_pages)
-        self._slots = SlotState.empty(config.max_sequences)
+        self._slots = SlotState(config.max_sequences)
         self._sampler = Sampler(config.max_sequences, config.max_length, device)
         # One id more than slots: padding rows of a CUDA graph read and write the last one.
         self._newest = torch.zeros(config.max_sequences + 1, dtype=torch.int32, device=device)
@@ -192,12 +203,13 @@ class Runner:
         if not special and self._device.type == "cpu" and all(row.params.greedy for row in rows):
             ids = likeliest(logits)
         else:
-            temperatures, seeds, steps = (tensor[: len(rows)] for tensor in sampling_inputs(buffer))
+            inputs = draw_inputs(buffer, len(rows))
+            filtered = any(self._slots.filtered[row.slot] for row in rows)
             if special:
-                ids, reported = self._sampler.draw(logits, rows, temperatures, seeds, steps)
+                ids, reported = self._sampler.draw(logits, rows, inputs, filtered)
             else:
-                ids = draw_by_temperature(logits, temperatures, seeds, steps)
-        self._newest[buffer.tensors["draw_slots"][: len(rows)]] = ids
+                ids = draw_ids(logits, inputs, filtered)
+        self._newest[buffer.tensors["draw_slots"][: len(rows)]] = ids.clamp(min=0)
         return self._finish(plan, ids, reported, prompt_logprobs)
 
     def _finish(
@@ -211,6 +223,8 @@ class Runner:
             return Launched(plan, ids, None, reported, prompt_logprobs)
         host = self._returns[0][: len(ids)]
         host.copy_(ids, non_blocking=True)
+        reported = reported.fetch() if reported is not None else None
+        prompt_logprobs = tuple(replace(part, tensors=part.tensors.fetch()) for part in prompt_logprobs)
         done = torch.cuda.Event()
         done.record()
         return Launched(plan, host, done, reported, prompt_logprobs)
@@ -223,17 +237,10 @@ class Runner:
                 self._tables.update(chunk.slot, chunk.first_page, chunk.new_pages)
             for draw in chunk.draws:
                 if self._slots.owners[draw.slot] is not draw.sequence:
-                    self._own(draw.slot, draw.sequence)
+                    self._slots.own(draw.slot, draw.sequence, self._config.seed)
+                    self._sampler.admit(draw.sequence, draw.slot)
                 rows.append(DrawRow(draw.sequence, draw.slot, chunk.start + chunk.count))
         return rows
-
-    def _own(self, slot: int, sequence: Sequence) -> None:
-        slots, params = self._slots, sequence.request.params
-        slots.owners[slot] = sequence
-        slots.temperatures[slot] = params.temperature
-        slots.seeds[slot] = sampling_seed(sequence, self._config.seed)
-        slots.special[slot] = needs_more_than_temperature(params)
-        self._sampler.admit(sequence, slot)
 
     def _fill(self, buffer: StepBuffer, plan: StepPlan, rows: list[DrawRow]) -> bool:
         """Write what the step runs and draws; returns whether ids are missing that only the device knows."""
@@ -260,7 +267,8 @@ class Runner:
         draw_slots = np.array([row.slot for row in rows], dtype=np.int32)
         host["rows"][:drawn] = drawn_rows
         host["draw_slots"][:drawn] = draw_slots
-        host["temperatures"][:drawn] = self._slots.temperatures[draw_slots].view(np.int32)
+        for name in ("temperatures", "top_k", "top_p", "min_p"):
+            host[name][:drawn] = getattr(self._slots, name)[draw_slots].view(np.int32)
         host["seeds"][: 2 * drawn] = self._slots.seeds[draw_slots].view(np.int32)
         host["steps"][:drawn] = [row.drawn for row in rows]
         if drawn < buffer.shape.draws:
@@ -277,9 +285,9 @@ class Runner:
                 for first in range(0, rows, PROMPT_LOGPROB_ROWS):
                     count = min(PROMPT_LOGPROB_ROWS, rows - first)
                     token = chunk.start + first + 1
-                    targets = torch.tensor(sequence.tokens[token : token + count], dtype=torch.int32)
+                    targets = np.array(sequence.tokens[token : token + count], dtype=np.int32)
                     logits = self._head(hidden[at + first : at + first + count]).float()
-                    reported = logprobs(logits, targets.to(self._device), most)
+                    reported = logprobs(logits, send(self._device, ids=targets)["ids"], most)
                     yield PromptLogprobs(sequence, token, LogprobTensors(*reported))
             at += chunk.count
 

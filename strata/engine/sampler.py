@@ -5,13 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from strata.engine.request import Sequence
 from strata.engine.sampling_params import SamplingParams
-from strata.kernels.sampling import filter_logits, gumbel_sample, logprobs, penalize
+from strata.engine.transfer import fetch, send
+from strata.kernels.sampling import gumbel_sample, logprobs, penalize
+from strata.kernels.sampling_filters import filter_bounds
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,9 @@ class LogprobTensors:
     top_ids: Tensor
     top: Tensor
 
-    def cpu(self) -> LogprobTensors:
-        return LogprobTensors(self.chosen.cpu(), self.ranks.cpu(), self.top_ids.cpu(), self.top.cpu())
+    def fetch(self) -> LogprobTensors:
+        """On the host, once the device has come so far."""
+        return LogprobTensors(*(fetch(tensor) for tensor in (self.chosen, self.ranks, self.top_ids, self.top)))
 
 
 def sampling_seed(sequence: Sequence, engine_seed: int) -> int:
@@ -55,13 +61,18 @@ def sampling_seed(sequence: Sequence, engine_seed: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def needs_more_than_temperature(params: SamplingParams) -> bool:
-    """Whether a row takes the long way: filters, penalties, forbidden ids, or log-probabilities to report."""
+def filters(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+def penalizes(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+def is_special(params: SamplingParams) -> bool:
+    """Whether a row takes the long way: penalties, biased or forbidden ids, or log-probabilities to report."""
     return bool(
-        params.top_k > 0
-        or params.top_p < 1
-        or params.min_p > 0
-        or penalizes(params)
+        penalizes(params)
         or params.logit_bias
         or params.min_tokens > 0
         or params.bad_words
@@ -69,26 +80,37 @@ def needs_more_than_temperature(params: SamplingParams) -> bool:
     )
 
 
-def penalizes(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+class DrawInputs(NamedTuple):
+    """How rows are sampled, a number a row.
 
-
-def draw_by_temperature(logits: Tensor, temperatures: Tensor, seeds: Tensor, steps: Tensor) -> Tensor:
-    """Ids [rows] int32 from logits [rows, vocabulary]: the likeliest where the temperature is 0, else sampled.
-
-    No host synchronization, so that it can be part of a CUDA graph.
+    temperatures float32, 0 is greedy; seeds int64; steps int32: ids drawn before; top_k int32, 0 for no limit; top_p,
+    min_p float32.
     """
-    greedy = temperatures == 0
-    scaled = logits.float() / torch.where(greedy, 1.0, temperatures)[:, None]
-    ids: Tensor = gumbel_sample(scaled, seeds, steps, greedy)
+
+    temperatures: Tensor
+    seeds: Tensor
+    steps: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+def draw_ids(logits: Tensor, inputs: DrawInputs, filtered: bool) -> Tensor:
+    """Ids [rows] int32 from logits [rows, vocabulary]; `NO_ID` where a row is no distribution.
+
+    filtered: whether any row may have filters. No host synchronization, so that it can be part of a CUDA graph.
+    """
+    temperatures, seeds, steps, top_k, top_p, min_p = inputs
+    bounds = filter_bounds(logits, temperatures, top_k, top_p, min_p) if filtered else (None, None)
+    ids: Tensor = gumbel_sample(logits, temperatures, seeds, steps, *bounds)
     return ids
 
 
 class Sampler:
-    """Samples rows that need more than a temperature.
+    """Samples rows with penalties, biased or forbidden ids, or log-probabilities to report.
 
     Penalties count what a sequence already holds, and its newest id may be known only to the device: so the ids of
-    sequences with penalties are kept there, a row a slot, [slots, max_length].
+    sequences with penalties are kept there, a row a slot, [slots, max_length + 1] int64.
     """
 
     def __init__(self, slots: int, max_length: int, device: torch.device) -> None:
@@ -102,11 +124,11 @@ class Sampler:
         if self._history is None:
             shape = (self._slots, self._max_length + 1)
             self._history = torch.zeros(shape, dtype=torch.int64, device=self._device)
-        ids = torch.tensor(sequence.tokens, dtype=torch.int64)
-        self._history[slot, : len(ids)] = ids.to(self._device)
+        ids = send(self._device, ids=np.array(sequence.tokens, dtype=np.int32))["ids"]
+        self._history[slot, : len(ids)] = ids
 
     def draw(
-        self, logits: Tensor, rows: Rows[DrawRow], temperatures: Tensor, seeds: Tensor, steps: Tensor
+        self, logits: Tensor, rows: Rows[DrawRow], inputs: DrawInputs, filtered: bool
     ) -> tuple[Tensor, LogprobTensors | None]:
         """Ids [rows] int32 from logits [rows, vocabulary], and log-probabilities if any row asks for them.
 
@@ -114,79 +136,68 @@ class Sampler:
         min-p, top-k, top-p.
         """
         raw = logits.float()
-        edited = self._penalized(self._edited(raw, rows), rows)
-        greedy = temperatures == 0
-        scaled = edited / torch.where(greedy, 1.0, temperatures)[:, None]
-        ids = gumbel_sample(self._filtered(scaled, rows), seeds, steps, greedy)
-        if self._history is not None:
-            self._remember(ids, rows)
+        penalized = [(index, row) for index, row in enumerate(rows) if penalizes(row.params)]
+        sent = send(self._device, **_edits(rows), **_penalties(penalized))
+        edited = raw
+        if len(sent["edited_ids"]):
+            where = (sent["edited_rows"].long(), sent["edited_ids"].long())
+            edited = raw.index_put(where, sent["added"], accumulate=True)
+        if penalized:
+            edited = self._penalized(edited, sent, max(row.length for _, row in penalized))
+        ids = draw_ids(edited, inputs, filtered)
+        known = ids.clamp(min=0).long()  # a row without an id has ended
+        if penalized:
+            assert self._history is not None
+            place = (sent["slots"].long(), sent["lengths"].long())
+            self._history.index_put_(place, known[sent["penalized"].long()])
         most = max((row.params.logprobs for row in rows if row.params.logprobs is not None), default=None)
-        return ids, None if most is None else LogprobTensors(*logprobs(raw, ids, most))
+        return ids, None if most is None else LogprobTensors(*logprobs(raw, known, most))
 
-    def _edited(self, logits: Tensor, rows: Rows[DrawRow]) -> Tensor:
-        at: list[int] = []
-        ids: list[int] = []
-        added: list[float] = []
-        for index, row in enumerate(rows):
-            for token, bias in (row.params.logit_bias or {}).items():
-                at.append(index)
-                ids.append(token)
-                added.append(bias)
-            for token in forbidden(row):
-                at.append(index)
-                ids.append(token)
-                added.append(-torch.inf)
-        if not at:
-            return logits
-        where = (torch.tensor(at, device=self._device), torch.tensor(ids, device=self._device))
-        return logits.index_put(where, torch.tensor(added, device=self._device), accumulate=True)
+    def _penalized(self, logits: Tensor, sent: dict[str, Tensor], longest: int) -> Tensor:
+        rows = sent["penalized"].long()
+        counts, in_prompt = self._counts(sent, longest, logits.shape[1])
+        strengths = (sent[name] for name in ("repetition", "presence", "frequency"))
+        return logits.index_copy(0, rows, penalize(logits[rows], counts, in_prompt, *strengths))
 
-    def _penalized(self, logits: Tensor, rows: Rows[DrawRow]) -> Tensor:
-        chosen = [index for index, row in enumerate(rows) if penalizes(row.params)]
-        if not chosen or self._history is None:
-            return logits
-        picked = [rows[index] for index in chosen]
-        counts, in_prompt = self._counts(picked, logits.shape[1])
-        index = torch.tensor(chosen, device=self._device)
-        penalized = penalize(
-            logits[index],
-            counts,
-            in_prompt,
-            self._column([row.params.repetition_penalty for row in picked]),
-            self._column([row.params.presence_penalty for row in picked]),
-            self._column([row.params.frequency_penalty for row in picked]),
-        )
-        return logits.index_copy(0, index, penalized)
-
-    def _counts(self, rows: Rows[DrawRow], vocabulary: int) -> tuple[Tensor, Tensor]:
+    def _counts(self, sent: dict[str, Tensor], longest: int, vocabulary: int) -> tuple[Tensor, Tensor]:
         """How often each id stands in each row's output [rows, vocabulary], and whether it stands in its prompt."""
         assert self._history is not None
-        longest = max(row.length for row in rows)
-        ids = self._history[torch.tensor([row.slot for row in rows], device=self._device), :longest]
+        ids = self._history[sent["slots"].long(), :longest]
         place = torch.arange(longest, device=self._device)
-        in_prompt = place < self._column([row.sequence.prompt_length for row in rows])[:, None]
-        held = place < self._column([row.length for row in rows])[:, None]
-        zeros = torch.zeros((len(rows), vocabulary), dtype=torch.int32, device=self._device)
+        in_prompt = place < sent["prompt_lengths"][:, None]
+        held = place < sent["lengths"][:, None]
+        zeros = torch.zeros((len(ids), vocabulary), dtype=torch.int32, device=self._device)
         output = zeros.scatter_add(1, ids, (held & ~in_prompt).int())
         prompt = zeros.scatter_add(1, ids, (held & in_prompt).int())
         return output, prompt > 0
 
-    def _filtered(self, scaled: Tensor, rows: Rows[DrawRow]) -> Tensor:
-        if all(row.params.top_k <= 0 and row.params.top_p == 1 and row.params.min_p == 0 for row in rows):
-            return scaled
-        top_k = torch.tensor([max(row.params.top_k, 0) for row in rows], dtype=torch.int32, device=self._device)
-        top_p = self._column([row.params.top_p for row in rows])
-        min_p = self._column([row.params.min_p for row in rows])
-        return filter_logits(scaled, top_k, top_p, min_p)
 
-    def _remember(self, ids: Tensor, rows: Rows[DrawRow]) -> None:
-        assert self._history is not None
-        slots = torch.tensor([row.slot for row in rows], device=self._device)
-        places = torch.tensor([row.length for row in rows], device=self._device)
-        self._history.index_put_((slots, places), ids.long())
+def _edits(rows: Rows[DrawRow]) -> dict[str, NDArray[Any]]:
+    """What is added to which ids of which rows; -inf to those that are forbidden."""
+    edits = [
+        (index, token, added)
+        for index, row in enumerate(rows)
+        for token, added in (*(row.params.logit_bias or {}).items(), *((id, -np.inf) for id in forbidden(row)))
+    ]
+    return {
+        "edited_rows": np.array([edit[0] for edit in edits], dtype=np.int32),
+        "edited_ids": np.array([edit[1] for edit in edits], dtype=np.int32),
+        "added": np.array([edit[2] for edit in edits], dtype=np.float32),
+    }
 
-    def _column(self, values: Rows[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+
+def _penalties(rows: Rows[tuple[int, DrawRow]]) -> dict[str, NDArray[Any]]:
+    """Of the rows with penalties: where their ids are kept, how many there are, and how strong the penalties are."""
+    held = [row for _, row in rows]
+    return {
+        "penalized": np.array([index for index, _ in rows], dtype=np.int32),
+        "slots": np.array([row.slot for row in held], dtype=np.int32),
+        "lengths": np.array([row.length for row in held], dtype=np.int32),
+        "prompt_lengths": np.array([row.sequence.prompt_length for row in held], dtype=np.int32),
+        "repetition": np.array([row.params.repetition_penalty for row in held], dtype=np.float32),
+        "presence": np.array([row.params.presence_penalty for row in held], dtype=np.float32),
+        "frequency": np.array([row.params.frequency_penalty for row in held], dtype=np.float32),
+    }
 
 
 def forbidden(row: DrawRow) -> set[int]:

@@ -1,4 +1,5 @@
-"""From logits to ids: penalties, filters, sampling by Gumbel noise, and log-probabilities. One row a sequence.
+"""From logits to ids: penalties, sampling by Gumbel noise, and log-probabilities. One row a sequence; the filters
+(top-k, top-p, min-p) are in `sampling_filters`.
 
 The functions here work on all rows at once, with one parameter a row, and never wait for the device. What a row becomes
 does not depend on the other rows.
@@ -16,6 +17,9 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, libdevice, tl, triton
+
+# What is drawn from a row that is no distribution.
+NO_ID = -1
 
 
 def penalize(
@@ -39,61 +43,73 @@ def penalize(
     return logits - frequency[:, None] * output_counts - presence[:, None] * in_output
 
 
-def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Rule out the unlikely: `-inf` for each id that min-p, then top-k, then top-p removes; the others keep their bits.
-
-    logits [rows, vocab] float32, already divided by the temperature; top_k [rows] int32, 0 for no limit; top_p [rows]
-    in (0, 1]; min_p [rows] in [0, 1]. min-p removes ids less likely than `min_p` times the likeliest. top-k keeps the k
-    largest logits and those equal to the k-th. top-p (Holtzman et al. 2020) keeps the fewest of the remaining ids,
-    likeliest first and lower ids first among equals, whose probabilities reach `top_p`.
-    """
-    floor = torch.log(min_p.double()).float()
-    logits = logits.masked_fill(logits - logits.amax(-1, keepdim=True) < floor[:, None], -torch.inf)
-    values, order = logits.sort(dim=-1, descending=True, stable=True)
-    last = torch.where(top_k > 0, top_k, logits.shape[1]).clamp(max=logits.shape[1]).long() - 1
-    in_top_k = values >= values.gather(1, last[:, None])
-    # Whole numbers, so that the sums are exact and no order of summation can move the border.
-    mass = (torch.exp((values - values[:, :1]).double()) * in_top_k * 2.0**36).round().long()
-    through = mass.cumsum(-1)
-    before = (through - mass).double()
-    in_top_p = (before < top_p.double()[:, None] * through[:, -1:]) | (top_p >= 1)[:, None]
-    kept = torch.zeros_like(in_top_k).scatter(1, order, in_top_k & in_top_p)
-    return logits.masked_fill(~kept, -torch.inf)
+def scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """Logits [rows, vocab] in float32, divided by the temperatures [rows] float32; a row of temperature 0 is left."""
+    return logits.float() / torch.where(temperatures == 0, 1.0, temperatures)[:, None]
 
 
-def _gumbel_cost(logits: Tensor, seeds: Tensor, steps: Tensor, greedy: Tensor, *, workload: Workload) -> Cost:
-    # About twelve integer operations and two logarithms make the noise of one id.
-    read = logits.nbytes + seeds.nbytes + steps.nbytes + greedy.nbytes
+def _gumbel_cost(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
+    lowest: Tensor | None = None,
+    last: Tensor | None = None,
+    *,
+    workload: Workload,
+) -> Cost:
+    # About twelve integer operations, a division and two logarithms make the score of one id.
+    rows = (temperatures, seeds, steps, lowest, last)
+    read = logits.nbytes + sum(parameter.nbytes for parameter in rows if parameter is not None)
     return Cost(flops=16 * logits.numel(), read=read, written=4 * logits.shape[0])
 
 
-def _gumbel_meta(logits: Tensor, seeds: Tensor, steps: Tensor, greedy: Tensor) -> Tensor:
+def _gumbel_meta(logits: Tensor, *_: Tensor | None) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int32, device="meta")
 
 
 @operation(_gumbel_cost, meta=_gumbel_meta)
-def gumbel_sample(logits: Tensor, seeds: Tensor, steps: Tensor, greedy: Tensor) -> Tensor:
+def gumbel_sample(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
+    lowest: Tensor | None = None,
+    last: Tensor | None = None,
+) -> Tensor:
     """Draw an id from the softmax of each row: the largest sum of logit and Gumbel noise (Gumbel 1954).
 
-    logits [rows, vocab] float32, `-inf` for what may not be drawn; seeds [rows] int64; steps [rows] int32 or int64, how
-    many draws the seed has behind it; greedy [rows] bool: take the largest logit. Returns ids [rows] int32, the lowest
+    logits [rows, vocab] of any float dtype, `-inf` for what may not be drawn; temperatures [rows] float32 divide them,
+    0 takes the largest logit; seeds [rows] int64; steps [rows] int32 or int64, how many draws the seed has behind it;
+    lowest, last: what `filter_bounds` leaves of each row, None for all of it. Returns ids [rows] int32, the lowest
     among equals. The noise of an id is a hash of (seed, step, id), so the same draw gives the same id in any batch.
+
+    A row that is no distribution, because it holds NaN or infinity or nothing above -inf, gives `NO_ID`.
     """
+    scores = scaled(logits, temperatures)
+    if lowest is not None and last is not None:
+        scores = scores.masked_fill(ruled_out(scores, lowest, last), -torch.inf)
     noise = gumbel_noise(seeds, steps, logits.shape[1])
-    return (logits + noise.masked_fill(greedy[:, None], 0)).argmax(-1).int()
+    return likeliest(scores + noise.masked_fill((temperatures == 0)[:, None], 0))
 
 
 @gumbel_sample.implement("torch", "cpu", invariant=True)
-def _gumbel_cpu(logits: Tensor, seeds: Tensor, steps: Tensor, greedy: Tensor) -> Tensor:
-    if bool(greedy.all()):
+def _gumbel_cpu(logits: Tensor, temperatures: Tensor, *rest: Tensor | None) -> Tensor:
+    if not bool(temperatures.any()):
         return likeliest(logits)
-    return gumbel_sample.reference(logits, seeds, steps, greedy)  # type: ignore[no-any-return]
+    return gumbel_sample.reference(logits, temperatures, *rest)  # type: ignore[no-any-return]
+
+
+def ruled_out(scores: Tensor, lowest: Tensor, last: Tensor) -> Tensor:
+    """Which of scaled logits [rows, vocab] are below the bounds that `filter_bounds` found. NaN never is."""
+    ids = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
+    return (scores < lowest[:, None]) | ((scores == lowest[:, None]) & (ids > last[:, None]))
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The id of the largest logit of each row, the lowest among equals: [rows, vocab] -> [rows] int32."""
-    # On a CPU max takes a fourth of the time of argmax.
-    return (logits.max(-1).indices if logits.device.type == "cpu" else logits.argmax(-1)).int()
+    """The id of the largest logit of each row, the lowest among equals, or `NO_ID`: [rows, vocab] -> [rows] int32."""
+    values, ids = logits.max(-1)  # the largest of a row with NaN is NaN; on a CPU this takes a fourth of argmax's time
+    return torch.where(values.isfinite(), ids, NO_ID).int()
 
 
 def gumbel_noise(seeds: Tensor, steps: Tensor, vocab: int) -> Tensor:
@@ -122,7 +138,7 @@ _UNIT = (1 - 2.0**-24) * 2.0**-31  # keeps the largest uniform number below 1
 
 
 _GUMBEL_BLOCK = 2048
-_GUMBEL_CONSTANTS = {"UNIT": _UNIT, "BLOCK": _GUMBEL_BLOCK}
+_GUMBEL_CONSTANTS: dict[str, object] = {"UNIT": _UNIT, "BLOCK": _GUMBEL_BLOCK}
 _TOKEN_BLOCK = 4096
 
 
@@ -142,16 +158,38 @@ def _mix64_kernel(x):
     return x ^ (x >> 31)
 
 
-@jit
+# The parameters of a step are views of one buffer, at any address.
+@partial(jit, unspecialized=("temperatures", "seeds", "steps"))
 def gumbel_blocks_kernel(
-    logits, seeds, steps, greedy, best, best_id, vocab, row_stride, UNIT: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    temperatures,
+    seeds,
+    steps,
+    lowest,
+    last,
+    best,
+    best_id,
+    vocab,
+    row_stride,
+    FILTERED: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """The best sum of logit and noise in each block of a row: the arithmetic of `gumbel_noise`, unsigned."""
+    """The best sum of logit and noise in each block of a row: the arithmetic of `gumbel_noise`, unsigned. NaN is best.
+
+    FILTERED: only ids within the row's bounds compete.
+    """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
+    temperature = tl.load(temperatures + row)
     score = tl.load(logits + row * row_stride + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
-    if tl.load(greedy + row) == 0:
+    score = tl.div_rn(score, tl.where(temperature == 0, 1.0, temperature))
+    if FILTERED:
+        border = tl.load(lowest + row)
+        out = (score < border) | ((score == border) & (ids > tl.load(last + row)))
+        score = tl.where(out, -float("inf"), score)
+    if temperature != 0:
         key = _mix64_kernel(tl.load(seeds + row).to(tl.uint64))
         key = _mix64_kernel(key + tl.load(steps + row).to(tl.uint64))
         bits = (ids.to(tl.uint32) * 0x9E3779B9) ^ key.to(tl.uint32)
@@ -162,6 +200,7 @@ def gumbel_blocks_kernel(
         bits ^= bits >> 16
         uniform = ((bits >> 1).to(tl.int32).to(tl.float32) + 0.5) * UNIT
         score -= libdevice.log(-libdevice.log1p(-uniform))
+    score = tl.where(score != score, float("inf"), score)
     value, place = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
     at = row * tl.num_programs(1) + block
     tl.store(best + at, value)
@@ -170,14 +209,23 @@ def gumbel_blocks_kernel(
 
 @jit
 def gumbel_reduce_kernel(best, best_id, result, blocks, BLOCKS: tl.constexpr):
+    """The best of the blocks of a row, -1 (NO_ID) if that is no finite score."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     values = tl.load(best + row * blocks + block, mask=block < blocks, other=-float("inf"))
-    _, place = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(result + row, tl.load(best_id + row * blocks + place))
+    value, place = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
+    finite = (value > -float("inf")) & (value < float("inf"))
+    tl.store(result + row, tl.where(finite, tl.load(best_id + row * blocks + place), -1))
 
 
-def _gumbel_triton(logits: Tensor, seeds: Tensor, steps: Tensor, greedy: Tensor) -> Tensor:
+def _gumbel_triton(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
+    lowest: Tensor | None = None,
+    last: Tensor | None = None,
+) -> Tensor:
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, _GUMBEL_BLOCK)
     best = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
@@ -185,7 +233,19 @@ def _gumbel_triton(logits: Tensor, seeds: Tensor, steps: Tensor, greedy: Tensor)
     result = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows:
         gumbel_blocks_kernel[(rows, blocks)](
-            logits, seeds, steps, greedy, best, best_id, vocab, logits.stride(0), **_GUMBEL_CONSTANTS, num_warps=4
+            logits,
+            temperatures,
+            seeds,
+            steps,
+            lowest,
+            last,
+            best,
+            best_id,
+            vocab,
+            logits.stride(0),
+            FILTERED=lowest is not None,
+            **_GUMBEL_CONSTANTS,
+            num_warps=4,
         )
         padded = triton.next_power_of_2(blocks)
         gumbel_reduce_kernel[(rows,)](best, best_id, result, blocks, BLOCKS=padded, num_warps=1)
@@ -269,10 +329,12 @@ def logprobs(logits: Tensor, ids: Tensor, top: int) -> tuple[Tensor, Tensor, Ten
 
 def compile_cases() -> list[CompileCase]:
     blocks = {
-        "logits": "*fp32:16",
-        "seeds": "*i64:16",
-        "steps": "*i32:16",
-        "greedy": "*i1:16",
+        "logits": "*bf16:16",
+        "temperatures": "*fp32",
+        "seeds": "*i64",
+        "steps": "*i32",
+        "lowest": "*fp32:16",
+        "last": "*i32:16",
         "best": "*fp32:16",
         "best_id": "*i32:16",
         "vocab": "i32",
@@ -282,7 +344,7 @@ def compile_cases() -> list[CompileCase]:
     token = {"logits": "*fp32", "ids": "*i64:16", "result": "*fp32:16"}
     token |= dict.fromkeys(("vocab", "row_stride", "id_count"), "i32")
     return [
-        CompileCase("gumbel blocks", gumbel_blocks_kernel, blocks, _GUMBEL_CONSTANTS, 4, 2),
+        CompileCase("gumbel blocks", gumbel_blocks_kernel, blocks, {"FILTERED": True} | _GUMBEL_CONSTANTS, 4, 2),
         CompileCase("gumbel reduce", gumbel_reduce_kernel, reduce, {"BLOCKS": 128}, 1, 2),
         CompileCase("token logprobs", token_logprobs_kernel, token, {"BLOCK": _TOKEN_BLOCK, "IDS": 32}, 8, 2),
     ]

@@ -9,7 +9,17 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from strata.kernels.sampling import filter_logits, gumbel_noise, gumbel_sample, logprobs, penalize
+from strata.kernels.sampling import (
+    NO_ID,
+    gumbel_noise,
+    gumbel_sample,
+    likeliest,
+    logprobs,
+    penalize,
+    ruled_out,
+    scaled,
+)
+from strata.kernels.sampling_filters import filter_bounds, masses
 
 # Few different values, so that ties are frequent.
 LOGIT = st.one_of(st.integers(-4, 4).map(float), st.floats(-20, 20, width=32))
@@ -45,30 +55,53 @@ def slow_filter(logits: list[float], top_k: int, top_p: float, min_p: float) -> 
     return [logit if i in kept else -math.inf for i, logit in enumerate(logits)]
 
 
+def filtered(logits: torch.Tensor, temperatures: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    """Scaled logits, -inf where the filters removed the id."""
+    scores = scaled(logits, temperatures)
+    return scores.masked_fill(ruled_out(scores, *filter_bounds(logits, temperatures, *parameters)), -torch.inf)
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(ROW, min_size=1, max_size=4))
 def test_filters_are_those_of_the_slow_twin(rows: list[tuple[list[float], int, float, float]]) -> None:
     expected = [slow_filter(*row) for row in rows]
     logits, top_k, top_p, min_p = zip(*rows, strict=True)
-    found = filter_logits(
-        torch.tensor(logits), torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p), torch.tensor(min_p)
-    )
-    assert found.tolist() == expected
+    parameters = (torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p), torch.tensor(min_p))
+    assert filtered(torch.tensor(logits), torch.ones(len(rows)), *parameters).tolist() == expected
 
 
 def test_the_id_that_crosses_top_p_stays_and_equals_go_by_id() -> None:
     logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [math.log(8), math.log(4), math.log(2), math.log(2)]])
-    found = filter_logits(logits, torch.zeros(2, dtype=torch.int32), torch.tensor([0.6, 0.51]), torch.zeros(2))
+    top_p = torch.tensor([0.6, 0.51])
+    found = filtered(logits, torch.ones(2), torch.zeros(2, dtype=torch.int32), top_p, torch.zeros(2))
     assert (found > -math.inf).tolist() == [[True, True, True, False], [True, True, False, False]]
 
 
 def test_rows_without_filters_keep_their_bits() -> None:
     logits = torch.randn(3, 1000) * 50
     logits[:, 7] = -math.inf
-    found = filter_logits(logits, torch.tensor([0, 5, 0]).int(), torch.tensor([1.0, 1, 0.5]), torch.zeros(3))
+    top_k, top_p = torch.tensor([0, 5, 0]).int(), torch.tensor([1.0, 1, 0.5])
+    found = filtered(logits, torch.ones(3), top_k, top_p, torch.zeros(3))
     assert torch.equal(found[0], logits[0])
     assert (found[1] > -math.inf).sum() == 5
     assert found[2].argmax() == logits[2].argmax()
+
+
+def test_filters_see_logits_divided_by_the_temperature() -> None:
+    logits = torch.tensor([[0.0, math.log(3)]]).expand(3, -1)
+    parameters = (torch.zeros(3, dtype=torch.int32), torch.full((3,), 0.8), torch.zeros(3))
+    found = filtered(logits, torch.tensor([1.0, 0.5, 0.0]), *parameters)
+    # Three to one is 75 %; at half the temperature nine to one, 90 %. A greedy row is not filtered.
+    assert (found > -math.inf).tolist() == [[True, True], [False, True], [True, True]]
+
+
+def test_masses_are_exponentials_and_sum_without_rounding() -> None:
+    below = -torch.rand(10000) * 30
+    below[0] = 0
+    found = masses(below)
+    assert found[0] == 2**40
+    torch.testing.assert_close(found.double() / 2**40, below.double().exp(), rtol=4e-6, atol=2.0**-40)
+    assert masses(torch.tensor([-28.0, -1e30, -math.inf])).tolist() == [0, 0, 0]
 
 
 @settings(max_examples=100, deadline=None)
@@ -137,7 +170,7 @@ def test_frequencies_are_the_probabilities(vary: str) -> None:
     logits = torch.tensor([2.0, 1.5, 1.0, 0.0, -0.5, -1.0, -2.0, -math.inf, 0.3])
     counter, zero = torch.arange(draws), torch.zeros(draws, dtype=torch.int64)
     seeds, steps = (counter, zero) if vary == "seeds" else (zero, counter)
-    ids = gumbel_sample(logits.expand(draws, -1), seeds, steps, torch.zeros(draws, dtype=torch.bool))
+    ids = gumbel_sample(logits.expand(draws, -1), torch.ones(draws), seeds, steps)
     expected = logits.double().softmax(-1) * draws
     counts = ids.long().bincount(minlength=9)
     possible = expected > 0
@@ -148,9 +181,8 @@ def test_frequencies_are_the_probabilities(vary: str) -> None:
 
 def test_consecutive_draws_are_independent() -> None:
     draws = 40000
-    ids = gumbel_sample(
-        torch.zeros(draws, 4), torch.full((draws,), 99), torch.arange(draws), torch.zeros(draws, dtype=torch.bool)
-    ).long()
+    seeds = torch.full((draws,), 99)
+    ids = gumbel_sample(torch.zeros(draws, 4), torch.ones(draws), seeds, torch.arange(draws)).long()
     pairs = (ids[:-1] * 4 + ids[1:]).bincount(minlength=16).double()
     expected = (draws - 1) / 16
     assert ((pairs - expected) ** 2 / expected).sum() < 44.3  # 15 degrees of freedom: once in ten thousand
@@ -167,8 +199,8 @@ def test_noise_has_the_moments_of_a_gumbel_variable_and_no_infinity() -> None:
 
 def test_greedy_rows_take_the_largest_logit_and_the_lowest_of_equals() -> None:
     logits = torch.tensor([[0.0, 3, 3, 1], [5, 1, 5, 5], [0, 0, 1, 0]])
-    for greedy in ([True, True, True], [True, True, False]):
-        ids = gumbel_sample(logits, torch.arange(3), torch.arange(3), torch.tensor(greedy))
+    for temperatures in ([0.0, 0.0, 0.0], [0.0, 0.0, 1.0]):
+        ids = gumbel_sample(logits, torch.tensor(temperatures), torch.arange(3), torch.arange(3))
         assert ids[:2].tolist() == [1, 0]
         assert ids.dtype == torch.int32
 
@@ -176,8 +208,41 @@ def test_greedy_rows_take_the_largest_logit_and_the_lowest_of_equals() -> None:
 def test_a_single_allowed_id_is_always_drawn() -> None:
     logits = torch.full((500, 50), -math.inf)
     logits[:, 33] = 0
-    ids = gumbel_sample(logits, torch.arange(500), torch.arange(500), torch.zeros(500, dtype=torch.bool))
+    ids = gumbel_sample(logits, torch.ones(500), torch.arange(500), torch.arange(500))
     assert ids.unique().tolist() == [33]
+
+
+def test_only_ids_within_the_bounds_are_drawn() -> None:
+    logits = torch.tensor([0.0, 1, 2, 1, 1]).expand(500, -1)
+    lowest, last = torch.full((500,), 0.2), torch.full((500,), 3, dtype=torch.int32)
+    ids = gumbel_sample(logits, torch.full((500,), 5.0), torch.arange(500), torch.arange(500), lowest, last)
+    assert ids.unique().tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_row_that_is_no_distribution_draws_nothing_and_harms_no_other(
+    temperature: float, dtype: torch.dtype, bounded: bool
+) -> None:
+    sound = torch.randn(6, 100).to(dtype)
+    broken = sound.clone()
+    broken[1, 50] = math.nan
+    broken[2] = -math.inf
+    broken[3, 0] = math.inf
+    broken[4] = math.nan
+    temperatures, seeds, steps = torch.full((6,), temperature), torch.arange(6), torch.arange(6)
+    bounds = []
+    if bounded:
+        filters = (torch.full((6,), 9, dtype=torch.int32), torch.full((6,), 0.9), torch.zeros(6))
+        bounds = list(filter_bounds(broken, temperatures, *filters))
+    ids = gumbel_sample(broken, temperatures, seeds, steps, *bounds)
+    assert ids[1:5].tolist() == [NO_ID] * 4
+    rest = torch.tensor([0, 5])
+    bounds = [bound[rest] for bound in bounds]
+    assert torch.equal(ids[rest], gumbel_sample(sound[rest], temperatures[rest], seeds[rest], steps[rest], *bounds))
+    assert likeliest(broken)[1:5].tolist() == [NO_ID] * 4
+    assert torch.equal(likeliest(broken)[rest], sound[rest].argmax(-1).int())
 
 
 @pytest.mark.parametrize("top", [0, 1, 5, 40])
