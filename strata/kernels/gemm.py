@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels import gemm_fixed, gemm_skinny
+from strata.kernels import gemm_cublaslt, gemm_fixed, gemm_skinny
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -49,5 +49,8 @@ def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 linear.implement("cublas", "cuda", differentiable=True)(F.linear)
+linear.implement(gemm_cublaslt.IMPLEMENTATION, "cuda", invariant=True, supports=gemm_cublaslt.supports)(
+    gemm_cublaslt.cublaslt_linear
+)
 if HAS_TRITON:
     linear.implement("triton", "cuda", invariant=True, supports=gemm_fixed.fits)(gemm_fixed.triton_linear)
