@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
@@ -50,21 +52,48 @@ def _index_copy(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tupl
     return k, v
 
 
-@jit
+@partial(jit, unspecialized=("tokens",))
 def kv_write_kernel(
-    k, v, keys, values, slots, k_token, k_head, v_token, v_head, heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
+    k,
+    v,
+    keys,
+    values,
+    slots,
+    tokens,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    heads,
+    HEAD_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)
-    element = tl.arange(0, BLOCK)
-    held = (element < heads * HEAD_DIM) & (slot >= 0)
+    """Programs [tokens / TOKENS]: all heads of TOKENS tokens, padded to BLOCK elements a token."""
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)[:, None]
+    token = token[:, None]
+    element = tl.arange(0, BLOCK)[None, :]
     head = element // HEAD_DIM
     column = element % HEAD_DIM
+    held = (token < tokens) & (element < heads * HEAD_DIM)
+    # Whatever the slot, so that nothing waits for it before the stores.
     key = tl.load(k + token * k_token + head * k_head + column, mask=held)
     value = tl.load(v + token * v_token + head * v_head + column, mask=held)
     target = slot * heads * HEAD_DIM + element
+    held &= slot >= 0
     tl.store(keys + target, key.to(keys.dtype.element_ty), mask=held)
     tl.store(values + target, value.to(values.dtype.element_ty), mask=held)
+
+
+# Elements of k, and of v, that a program moves, and its warps.
+_TILE_ELEMENTS = 2048
+_WARPS = 4
+
+
+def _tile(width: int) -> dict[str, int]:
+    block: int = triton.next_power_of_2(width)
+    return {"TOKENS": max(1, _TILE_ELEMENTS // block), "BLOCK": block}
 
 
 def _triton(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tensor, Tensor]:
@@ -72,11 +101,22 @@ def _triton(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Te
         return k, v
     tokens, heads, head_dim = k.shape
     if tokens:
-        keys, values = pages.keys[layer], pages.values[layer]
-        block = triton.next_power_of_2(heads * head_dim)
-        strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
-        kv_write_kernel[(tokens,)](
-            k, v, keys, values, pages.slots, *strides, heads, HEAD_DIM=head_dim, BLOCK=block, num_warps=4
+        tile = _tile(heads * head_dim)
+        kv_write_kernel[(triton.cdiv(tokens, tile["TOKENS"]),)](
+            k,
+            v,
+            pages.keys[layer],
+            pages.values[layer],
+            pages.slots,
+            tokens,
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            heads,
+            HEAD_DIM=head_dim,
+            **tile,
+            num_warps=_WARPS,
         )
     return k, v
 
@@ -86,6 +126,7 @@ if HAS_TRITON:
 
 
 def compile_cases() -> list[CompileCase]:
-    signature = dict.fromkeys(("k", "v", "keys", "values"), "*bf16:16") | {"slots": "*i32:16"}
+    signature = dict.fromkeys(("k", "v", "keys", "values"), "*bf16:16") | {"slots": "*i32:16", "tokens": "i32"}
     signature |= dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i32:16") | {"heads": "i32"}
-    return [CompileCase("kv_write", kv_write_kernel, signature, {"HEAD_DIM": 128, "BLOCK": 1024}, 4, 2)]
+    constants = {"HEAD_DIM": 128, **_tile(1024)}
+    return [CompileCase("kv_write", kv_write_kernel, signature, constants, _WARPS, 2)]

@@ -8,10 +8,10 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.kv_write import kv_write
-from strata.kernels.norm import inverse_rms, rms_norm, row_tile, scaled
+from strata.kernels.norm import inverse_rms, rms_norm, scaled
 from strata.kernels.op import operation
 from strata.kernels.paged import PagedKV
-from strata.kernels.rope import rope, rotate
+from strata.kernels.rope import rope
 from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 
 
@@ -124,6 +124,21 @@ def _torch(
 
 
 @jit
+def _halves_swapped(rows, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows [ROWS, WIDTH] float32 with the halves of each exchanged, among the threads that hold the row."""
+    bits = tl.reshape(rows.to(tl.int32, bitcast=True), (ROWS, 2, WIDTH // 2))
+    bits ^= tl.xor_sum(bits, 1, keep_dims=True)  # a ^ (a ^ b) is b
+    return tl.reshape(bits, (ROWS, WIDTH)).to(tl.float32, bitcast=True)
+
+
+@jit
+def _weights(q_weight, k_weight, is_query, column, within):
+    """Each row's weights of the norm at these columns [1, WIDTH]: [ROWS, WIDTH]."""
+    queries = tl.load(q_weight + column, mask=within, other=0.0)
+    return tl.where(is_query, queries, tl.load(k_weight + column, mask=within, other=0.0))
+
+
+@jit
 def qk_rope_kv_write_kernel(
     product,
     q_weight,
@@ -137,64 +152,65 @@ def qk_rope_kv_write_kernel(
     heads,
     kv_heads,
     head_dim,
-    half,
     token_stride,
     eps,
+    HEAD_DIM: tl.constexpr,
     NORM: tl.constexpr,
     PAGES: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
 ):
-    """A program takes ROWS neighbouring heads of one token, whatever they are: queries, keys, values."""
+    """Programs [tokens, blocks of heads]: ROWS neighbouring heads of one token, whatever they are: q, k, v.
+
+    A row has as many threads and is summed in the same order as in `rms_norm_kernel`; head_dim is HEAD_DIM, passed as
+    a number as well because the compiler would divide rows of a known width among threads in another way.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
-    start = token * token_stride + head * head_dim
+    column = tl.arange(0, WIDTH)[None, :]
     last_key = heads + kv_heads
-    column = tl.arange(0, HALF)[None, :]
-    within = column < half
+    within = column < HEAD_DIM
     held = (head < last_key + kv_heads) & within
-    given_first = tl.load(product + start + column, mask=held, other=0.0)
-    given_second = tl.load(product + start + half + column, mask=held, other=0.0)
-    first, second = given_first, given_second
+    place = head * head_dim + column
+    product += token * token_stride
+    given = tl.load(product + place, mask=held, other=0.0)
+    row = given
     if NORM:
-        # Whole rows, as `rms_norm` sums them; the halves are read again from the nearest cache.
-        whole = tl.arange(0, WIDTH)[None, :]
-        row = tl.load(product + start + whole, mask=(head < last_key) & (whole < head_dim), other=0.0)
-        scale = inverse_rms(row, head_dim, eps)
-        factor = tl.where(
-            head < heads,
-            tl.load(q_weight + column, mask=within, other=0.0),
-            tl.load(k_weight + column, mask=within, other=0.0),
-        )
-        first = scaled(first, scale, factor)
-        factor = tl.where(
-            head < heads,
-            tl.load(q_weight + half + column, mask=within, other=0.0),
-            tl.load(k_weight + half + column, mask=within, other=0.0),
-        )
-        second = scaled(second, scale, factor)
-    # The second half of the cosines and sines, where the sines have their own sign.
-    angle = token * head_dim + half + column
+        scale = inverse_rms(given, head_dim, eps)
+        row = scaled(given, scale, _weights(q_weight, k_weight, head < heads, column, within))
+    wide = row.to(tl.float32)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    if WIDTH == HEAD_DIM:
+        other = _halves_swapped(wide, ROWS, WIDTH)
+    else:
+        partner = (column + HALF) % HEAD_DIM
+        row = tl.load(product + head * head_dim + partner, mask=held, other=0.0)
+        if NORM:
+            row = scaled(row, scale, _weights(q_weight, k_weight, head < heads, partner, within))
+        other = row.to(tl.float32)
+    # Both halves of the cosines and sines are alike but for the sign of the sines, so only the second is read.
+    angle = token * head_dim + HALF + column % HALF
     c = tl.load(cos + angle, mask=within, other=0.0)
     s = tl.load(sin + angle, mask=within, other=0.0)
-    wide_first, wide_second = rotate(first.to(tl.float32), second.to(tl.float32), c, s)
-    first, second = wide_first.to(given_first.dtype), wide_second.to(given_first.dtype)
-    target = rotated + (token * last_key + head) * head_dim + column
-    turned = held & (head < last_key)
-    tl.store(target, first, mask=turned)
-    tl.store(target + half, second, mask=turned)
+    turned = tl.fma(wide, c, other * tl.where(column < HALF, -s, s)).to(given.dtype)
+    tl.store(rotated + token * last_key * head_dim + place, turned, mask=held & (head < last_key))
     if PAGES:
         slot = tl.load(slots + token).to(tl.int64)
-        kind = keys.dtype.element_ty
-        key = slot * kv_heads + head - heads
-        stored = turned & (head >= heads) & (slot >= 0)
-        tl.store(keys + key * head_dim + column, first.to(kind), mask=stored)
-        tl.store(keys + key * head_dim + half + column, second.to(kind), mask=stored)
-        value = slot * kv_heads + head - last_key
-        stored = held & (head >= last_key) & (slot >= 0)
-        tl.store(values + value * head_dim + column, given_first.to(kind), mask=stored)
-        tl.store(values + value * head_dim + half + column, given_second.to(kind), mask=stored)
+        stored = held & (head >= heads) & (slot >= 0)
+        keys += (slot * kv_heads - heads) * head_dim
+        values += (slot * kv_heads - last_key) * head_dim
+        tl.store(keys + place, turned.to(keys.dtype.element_ty), mask=stored & (head < last_key))
+        tl.store(values + place, given.to(values.dtype.element_ty), mask=stored & (head >= last_key))
+
+
+# Elements of a tile, and its warps: enough that a cosine serves several heads and that many loads are under way.
+_TILE_ELEMENTS = 4096
+_WARPS = 8
+
+
+def _tile(head_dim: int) -> dict[str, int]:
+    width: int = triton.next_power_of_2(head_dim)
+    return {"ROWS": max(1, _TILE_ELEMENTS // width), "WIDTH": width}
 
 
 def _triton(
@@ -212,7 +228,7 @@ def _triton(
     tokens, head_dim = product.shape[0], cos.shape[-1]
     rotated = torch.empty((tokens, heads + kv_heads, head_dim), dtype=product.dtype, device=product.device)
     if tokens:
-        tile, warps = row_tile(head_dim)
+        tile = _tile(head_dim)
         qk_rope_kv_write_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, tile["ROWS"]))](
             product,
             product if q_weight is None else q_weight,
@@ -226,14 +242,13 @@ def _triton(
             heads,
             kv_heads,
             head_dim,
-            head_dim // 2,
             product.stride(0),
             eps,
+            HEAD_DIM=head_dim,
             NORM=q_weight is not None,
             PAGES=pages is not None,
             **tile,
-            HALF=triton.next_power_of_2(head_dim // 2),
-            num_warps=warps,
+            num_warps=_WARPS,
         )
     q, k = rotated.split_with_sizes((heads, kv_heads), 1)
     return q, k, product.unflatten(-1, (-1, head_dim)).narrow(1, heads + kv_heads, kv_heads)
@@ -251,12 +266,11 @@ def compile_cases() -> list[CompileCase]:
     pointers = ("product", "q_weight", "k_weight", "rotated", "keys", "values")
     signature = dict.fromkeys(pointers, "*bf16:16") | dict.fromkeys(("cos", "sin"), "*fp32:16") | {"slots": "*i32:16"}
     signature |= dict.fromkeys(("heads", "kv_heads"), "i32") | {"eps": "fp32"}
-    signature |= dict.fromkeys(("head_dim", "half", "token_stride"), "i32:16")
+    signature |= dict.fromkeys(("head_dim", "token_stride"), "i32:16")
     cases = []
-    for head_dim in (64, 128, 256):
-        tile, warps = row_tile(head_dim)
+    for head_dim in (64, 80, 128, 256):
         for norm in (False, True):
-            constants = {"NORM": norm, "PAGES": True, **tile, "HALF": head_dim // 2}
+            constants = {"HEAD_DIM": head_dim, "NORM": norm, "PAGES": True, **_tile(head_dim)}
             name = f"qk{'_norm' if norm else ''}_rope_kv_write of {head_dim}"
-            cases.append(CompileCase(name, qk_rope_kv_write_kernel, signature, constants, warps, 2))
+            cases.append(CompileCase(name, qk_rope_kv_write_kernel, signature, constants, _WARPS, 2))
     return cases

@@ -108,8 +108,9 @@ def test_rope(heads: int, head_dim: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 64), (3, 80), (8, 128)])
-def test_kv_write(heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    tokens, pages, size = 70, 40, 16
+@pytest.mark.parametrize("tokens", [1, 70, 601])
+def test_kv_write(tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    pages, size = 40, 16
     k, v = (strided(tokens, heads * head_dim, dtype).unflatten(-1, (-1, head_dim)) for _ in range(2))
     slots = torch.randperm(pages * size, device="cuda")[:tokens].int()
     slots[::9] = -1
@@ -122,9 +123,16 @@ def test_kv_write(heads: int, head_dim: int, dtype: torch.dtype) -> None:
         assert all(torch.equal(pool, want) for pool, want in zip(pair, wanted, strict=True))
 
 
-def test_embedding() -> None:
-    weight, tokens = draw(1000, 96), torch.randint(0, 1000, (33,), device="cuda", dtype=torch.int32)
-    assert torch.equal(embedding.bind("cuda", deterministic=True)(tokens, weight), weight[tokens.long()])
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 96, 255, 1024, 4096, 5000])
+def test_embedding(width: int, dtype: torch.dtype) -> None:
+    run = embedding.bind("cuda", deterministic=True)
+    for weight in (draw(1000, width, dtype=dtype), strided(1000, width, dtype)):
+        for tokens in (0, 1, 3, 33, 600):
+            ids = torch.randint(0, 1000, (tokens,), device="cuda", dtype=torch.int32)
+            assert torch.equal(run(ids, weight), weight[ids.long()])
+            assert torch.equal(run(ids.long(), weight), weight[ids.long()])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -165,15 +165,20 @@ def test_deterministic_mode_has_an_implementation(operation: Operation, device: 
     assert operation.bind(device, deterministic=True).candidates
 
 
-STRIDES = ("width", "head_dim", "half", "token_stride", "head_stride", "x_stride", "residual_stride")
+STRIDES = ("width", "head_dim", "token_stride", "head_stride", "x_stride", "residual_stride")
 
 
 def summation(case: CompileCase, width: int, aligned: bool) -> list[str]:
-    """The floating-point instructions of a kernel from the first square to the inverse root, for rows of `width`."""
+    """The floating-point instructions of a kernel from the first square to the inverse root, for rows of `width`.
+
+    Heads are summed in tiles with twice the rows and warps of those of `rms_norm`: as many elements for each thread.
+    """
     tile, warps = norm_file.row_tile(width)
-    constants = case.constants | tile | ({"HALF": tile["WIDTH"] // 2} if "HALF" in case.constants else {})
+    if "HEAD_DIM" in case.constants:
+        tile, warps = {"HEAD_DIM": width, "ROWS": 2 * tile["ROWS"], "WIDTH": tile["WIDTH"]}, 2 * warps
     signature = {name: kind if aligned or name not in STRIDES else "i32" for name, kind in case.signature.items()}
-    ptx = compile_for(CompileCase(case.name, case.kernel, signature, constants, warps, case.num_stages)).ptx
+    made = CompileCase(case.name, case.kernel, signature, case.constants | tile, warps, case.num_stages)
+    ptx = compile_for(made).ptx
     found: list[str] = re.findall(r"^\s*((?:mul|fma|add|div|rsqrt|shfl)\.\S*(?:f32|b32))\s", ptx, re.MULTILINE)
     return found[: found.index("rsqrt.approx.ftz.f32") + 1]
 
