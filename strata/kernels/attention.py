@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels import attention_cpu, attention_cuda, attention_exact, attention_parts, attention_train
+from strata.kernels import (
+    attention_cpu,
+    attention_cuda,
+    attention_exact,
+    attention_fixed,
+    attention_parts,
+    attention_train,
+)
 from strata.kernels.op import operation
 from strata.kernels.paged import PagedKV
 from strata.kernels.triton_import import HAS_TRITON
@@ -129,8 +136,8 @@ attention.implement("fixed tiles", "cpu", invariant=True)(attention_exact.attend
 if HAS_TRITON:
     attention.implement("parts", "cuda", supports=attention_parts.supports)(attention_parts.attend)
     attention.implement("triton", "cuda", supports=attention_cuda.supports)(attention_cuda.attend)
-    attention.implement("triton fixed", "cuda", invariant=True, supports=attention_cuda.supports)(
-        attention_cuda.attend_fixed
+    attention.implement("triton fixed", "cuda", invariant=True, supports=attention_fixed.supports)(
+        attention_fixed.attend
     )
 attention.implement("flash", "cuda", differentiable=True, supports=attention_train.supports)(attention_train.flash)
 attention.implement("packed", "cuda", differentiable=True, supports=_packed)(attention_train.packed)

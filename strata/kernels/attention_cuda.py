@@ -10,11 +10,9 @@ from torch import Tensor
 
 from strata.kernels.attention_triton import (
     MOST_SPLITS,
-    Tile,
     attention_kernel,
     decode_kernel,
     decode_tile,
-    fixed_tile,
     head_pad,
     join_kernel,
     mixed_tile,
@@ -66,22 +64,7 @@ def attend(
     """The fastest kernel for the batch: splits when every sequence decodes."""
     if pages is not None and longest == 1:
         return decode(q, offsets, pages, layer, scale, window)
-    return _mixed(q, k, v, offsets, pages, layer, scale, window, mixed_tile(q.shape[2], q.dtype), fixed=False)
-
-
-def attend_fixed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """One kernel in one configuration, so that a token's bits are the same in any batch, prefilled or decoded."""
-    return _mixed(q, k, v, offsets, pages, layer, scale, window, fixed_tile(q.shape[2], q.dtype), fixed=True)
+    return _mixed(q, k, v, offsets, pages, layer, scale, window)
 
 
 def _mixed(
@@ -93,8 +76,6 @@ def _mixed(
     layer: int,
     scale: float,
     window: int | None,
-    tile: Tile,
-    fixed: bool,
 ) -> Tensor:
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -110,6 +91,7 @@ def _mixed(
         table_stride, page_size = tables.stride(0), pages.page_size
         k_stride = v_stride = kv_heads * head_dim
     group = heads // kv_heads
+    tile = mixed_tile(head_dim, q.dtype)
     attention_kernel[(kv_heads, tokens // (tile.rows // group) + sequences)](
         q,
         k,
@@ -129,7 +111,6 @@ def _mixed(
         HEAD_PAD=head_pad(head_dim),
         PAGE_SIZE=page_size,
         WINDOW=window or 0,
-        FIXED=fixed,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.keys,
         num_warps=tile.warps,

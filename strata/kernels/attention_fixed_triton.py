@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from strata.kernels.attention_triton import Tile, _slots, head_pad
+from strata.kernels.attention_triton import Tile, head_pad, key_slots
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.triton_import import jit, tl, triton
 
@@ -76,7 +76,7 @@ def _attend(
     positions = start + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, HEAD_PAD)
     held = positions < total
-    slots = _slots(positions, held, first, table, PAGE_SIZE)
+    slots = key_slots(positions, held, first, table, PAGE_SIZE)
     k_mask = (columns < HEAD_DIM)[:, None]
     v_mask = (columns < HEAD_DIM)[None, :]
     if MASKED:

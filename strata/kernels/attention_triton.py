@@ -18,7 +18,7 @@ from strata.kernels.triton_import import jit, tl, triton
 
 
 @jit
-def _slots(positions, held, first, table, PAGE_SIZE: tl.constexpr):
+def key_slots(positions, held, first, table, PAGE_SIZE: tl.constexpr):
     """Where the keys at `positions` lie, in tokens from the start of k and v; PAGE_SIZE 0: packed, from `first` on."""
     if PAGE_SIZE == 0:
         return (first + positions).to(tl.int64)
@@ -58,7 +58,7 @@ def _attend(
     positions = start + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, HEAD_PAD)
     held = positions < total
-    slots = _slots(positions, held, first, table, PAGE_SIZE)
+    slots = key_slots(positions, held, first, table, PAGE_SIZE)
     k_mask = (columns < HEAD_DIM)[:, None]
     v_mask = (columns < HEAD_DIM)[None, :]
     if MASKED:
@@ -102,14 +102,12 @@ def attention_kernel(
     HEAD_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
-    FIXED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Programs [kv_heads, tokens // (BLOCK_M // GROUP) + sequences]: a tile of queries of one sequence each.
 
-    PAGE_SIZE 0: k and v are packed like q, and lengths and tables are not read. FIXED: every block of keys takes the
-    same path, so that a row's bits do not depend on the rows beside it.
+    PAGE_SIZE 0: k and v are packed like q, and lengths and tables are not read.
     """
     kv_head = tl.program_id(0)
     # The tiles that see most keys come last in a sequence and start first.
@@ -153,7 +151,7 @@ def attention_kernel(
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_M,), tl.float32)
     result = tl.zeros((BLOCK_M, HEAD_PAD), tl.float32)
-    if not FIXED and WINDOW == 0:
+    if WINDOW == 0:
         # Blocks that every row sees whole need no mask.
         whole = (lowest + 1) // BLOCK_N * BLOCK_N
         for block in range(0, whole, BLOCK_N):
@@ -315,13 +313,6 @@ def mixed_tile(head_dim: int, dtype: torch.dtype) -> Tile:
     return Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(128, 32, 8, 2)
 
 
-def fixed_tile(head_dim: int, dtype: torch.dtype) -> Tile:
-    """The one tile of deterministic mode, short because most of its rows stay empty while decoding."""
-    if dtype == torch.float32:
-        return Tile(32, 16, 8, 2)
-    return Tile(64, 64, 4, 3) if head_dim <= 128 else Tile(64, 64, 8, 2)
-
-
 def head_pad(head_dim: int) -> int:
     """The columns of a tile: a power of two, and at least the 16 that a matrix instruction sums over."""
     padded: int = max(16, triton.next_power_of_2(head_dim))
@@ -338,14 +329,14 @@ def decode_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
 def compile_cases() -> list[CompileCase]:
     bf16, fp32 = torch.bfloat16, torch.float32
     cases = _cases(bf16, head_dim=128, group=4, page_size=16, window=0)
-    cases += _cases(bf16, head_dim=256, group=8, page_size=16, window=0)[:3]
-    cases += _cases(bf16, head_dim=80, group=7, page_size=0, window=4096)[:2]
-    cases += _cases(fp32, head_dim=128, group=4, page_size=16, window=0)[1:3]
+    cases += _cases(bf16, head_dim=256, group=8, page_size=16, window=0)[:2]
+    cases += _cases(bf16, head_dim=80, group=7, page_size=0, window=4096)
+    cases += _cases(fp32, head_dim=128, group=4, page_size=16, window=0)[:2]
     return cases
 
 
 def _cases(dtype: torch.dtype, head_dim: int, group: int, page_size: int, window: int) -> list[CompileCase]:
-    """Mixed and fixed attention; decoding and joining where there are pages."""
+    """Mixed attention; decoding and joining where there are pages."""
     kind = "fp32" if dtype == torch.float32 else "bf16"
     tensors = dict.fromkeys(("q", "k", "v", "out"), f"*{kind}:16")
     tensors |= dict.fromkeys(("partial_results", "partial_scales"), "*fp32:16")
@@ -362,13 +353,9 @@ def _cases(dtype: torch.dtype, head_dim: int, group: int, page_size: int, window
 
     shape: dict[str, object] = {"HEAD_DIM": head_dim, "HEAD_PAD": head_pad(head_dim), "WINDOW": window}
     common: dict[str, object] = {**shape, "GROUP": group, "PAGE_SIZE": page_size}
-    cases = []
-    for name, tile, fixed in (
-        ("attention", mixed_tile(head_dim, dtype), False),
-        ("fixed attention", fixed_tile(head_dim, dtype), True),
-    ):
-        constants = {**common, "FIXED": fixed, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
-        cases.append(case(name, attention_kernel, constants, tile, "wgmma.mma_async"))
+    tile = mixed_tile(head_dim, dtype)
+    constants = {**common, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
+    cases = [case("attention", attention_kernel, constants, tile, "wgmma.mma_async")]
     if page_size:
         tile = decode_tile(group, head_dim, dtype)
         constants = {**common, "SPLIT": split_tokens(64, 4096), "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
