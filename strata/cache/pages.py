@@ -94,11 +94,12 @@ class PageAllocator:
         self._cached[page] = 1
 
     def uncache(self, page: int) -> None:
-        """The prefix tree lets go of an idle page, which is free from then on."""
-        del self._idle[page]
+        """The prefix tree lets go of a page, which is free from then on unless a sequence holds it."""
+        self._idle.pop(page, None)
         self._cached[page] = 0
-        self._references[page] = 0
-        self._add_free(page)
+        self._references[page] -= 1
+        if not self._references[page]:
+            self._add_free(page)
 
     def oldest_idle(self) -> int | None:
         """The page that has been idle longest, None if none is."""

@@ -29,12 +29,16 @@ class PrefixTree:
 
     Whoever holds a page of the tree holds all pages above it, and pages are let go deepest first. So the order in which
     pages fell idle (`PageAllocator`) is an eviction order that takes the least recently used leaves first.
+
+    A page may be shared before the step that fills it has run. It is trusted once a sound draw has read it, and with it
+    all pages above; what a draw that was not sound has read, `distrust` takes out of the tree.
     """
 
     def __init__(self, pages: PageAllocator) -> None:
         self._pages = pages
         self._roots: dict[str, _Node] = {}
         self._owners: dict[int, _Node] = {}
+        self._trusted: set[int] = set()
 
     def __len__(self) -> int:
         """Pages in the tree."""
@@ -89,16 +93,31 @@ class PrefixTree:
             if page is None:
                 return freed
             node = self._owners.pop(page)
+            self._trusted.discard(page)
             if node.pages.pop() != page or node.children:
                 raise AssertionError(f"page {page} fell idle before a page below it")
             last = tuple(node.tokens[-self._pages.page_size :])
             del node.tokens[-self._pages.page_size :]
             self._pages.uncache(page)
-            if not node.pages and node.parent is not None:
-                del node.parent.children[last]
-                if node.parent.parent is None and not node.parent.children:
-                    del self._roots[node.salt]
+            if not node.pages:
+                self._detach(node, last)
         return count
+
+    def trust(self, pages: list[int]) -> None:
+        """A sound draw has read these pages; those that are not in the tree do not matter."""
+        self._trusted.update(page for page in pages if page in self._owners)
+
+    def distrust(self, tokens: list[int], salt: str = "") -> None:
+        """A draw that read the pages of `tokens` was not sound: its logits held NaN.
+
+        The first page that no sound draw has read leaves the tree with all that hangs below it. The pages before are
+        not trusted any more: if the fault is theirs, the next failure takes them out.
+        """
+        path = self._descend(tokens, len(tokens) // self._pages.page_size, salt)[2]
+        known = next((index for index, page in enumerate(path) if page not in self._trusted), len(path))
+        self._trusted.difference_update(path[:known])
+        if known < len(path):
+            self._remove_from(path[known])
 
     def check(self) -> None:
         """Raise AssertionError unless the tree is well formed. Takes time in proportion to the tree."""
@@ -123,6 +142,7 @@ class PrefixTree:
                     assert key == tuple(child.tokens[:size]), "a child under another key"
                     nodes.append((child, above))
         assert seen == self._owners, "the owners of pages disagree with the tree"
+        assert self._trusted <= self._owners.keys(), "a trusted page that is not in the tree"
 
     def _descend(self, tokens: list[int], count: int, salt: str) -> tuple[_Node, int, list[int]]:
         """Follow the first `count` full pages of `tokens`: the last node reached, how many of its pages agree, and all
@@ -170,6 +190,29 @@ class PrefixTree:
         for page in pages[known:]:
             self._pages.cache(page)
             self._owners[page] = node
+
+    def _remove_from(self, page: int) -> None:
+        """Let go of a page and of all pages below it."""
+        node = self._owners[page]
+        if place := node.pages.index(page):
+            self._split(node, place)
+        self._detach(node, tuple(node.tokens[: self._pages.page_size]))
+        nodes = [node]
+        while nodes:
+            node = nodes.pop()
+            nodes += node.children.values()
+            for page in node.pages:
+                del self._owners[page]
+                self._trusted.discard(page)
+                self._pages.uncache(page)
+
+    def _detach(self, node: _Node, first_page: tuple[int, ...]) -> None:
+        """Take a node from its parent; a root without children goes too."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[first_page]
+        if parent.parent is None and not parent.children:
+            del self._roots[node.salt]
 
     def _split(self, node: _Node, taken: int) -> _Node:
         """Cut a node after its first `taken` pages; returns the new node that holds these."""

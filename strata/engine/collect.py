@@ -34,6 +34,7 @@ class Collector:
         reported = request.params.prompt_logprobs is not None
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if reported else None
         self._cached_tokens = 0
+        self._error: str | None = None
         self._first_token: float | None = None
         self._finished: float | None = None
 
@@ -79,11 +80,18 @@ class Collector:
         for row in range(len(seen) - first, len(tensors.chosen)):
             seen.append(self._entry(self.request.prompt[first + row], tensors, row, most))
 
-    def abort(self) -> None:
-        """The request has ended without its sequences saying so."""
-        for sample in self._samples:
-            if sample.finish_reason is None:
-                self._end(sample, "abort", None)
+    def fail(self, sequence: Sequence) -> None:
+        """A sequence has ended because it, or another sample of the request told before, could draw no id."""
+        sample = self._samples[sequence.index]
+        if self._error is None:
+            self._error = (
+                f"sample {sequence.index} ended before its output token {len(sample.ids) + 1}: the logits hold NaN or "
+                "infinity, or no token is allowed; look for NaN in the weights, for overflow (dtype float16: try "
+                "bfloat16), and at logit_bias, bad_words and min_tokens"
+            )
+        if sample.detokenizer is not None:
+            sample.text += sample.detokenizer.finish()
+        self._end(sample, "error", None)
 
     def output(self) -> RequestOutput:
         """What there is so far, as a value of its own."""
@@ -108,6 +116,7 @@ class Collector:
             prompt_logprobs=self._prompt_logprobs,
             num_cached_tokens=self._cached_tokens,
             metrics=RequestMetrics(self.request.arrival, self._first_token, self._finished),
+            error=self._error,
         )
 
     def _end(self, sample: _Sample, reason: str | None, stop_reason: int | str | None) -> None:

@@ -61,7 +61,8 @@ class LLM:
 
         sampling_params: one for all or one for each prompt; None takes the model's defaults. use_tqdm: show progress.
         priority: one number for each prompt, lower runs first. The outputs stand in the order of the prompts. A prompt
-        that cannot be served raises ValueError before anything runs.
+        that cannot be served raises ValueError before anything runs; a request that fails later ends with the
+        finish_reason "error" and says why in `RequestOutput.error`, and the others go on.
         """
         listed = cast(list[Prompt], [prompts] if _is_one_prompt(prompts) else list(prompts))
         params = self._params_for(len(listed), sampling_params)
@@ -208,6 +209,9 @@ class LLM:
             sequence = update.sequence
             collector = collectors.get(sequence.request.id)
             if collector is None:
+                continue
+            if update.token is None:
+                collector.fail(sequence)
                 continue
             stopped = collector.append(sequence, update.token, update.finish_reason)
             if output.logprobs is not None:

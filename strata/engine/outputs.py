@@ -34,7 +34,8 @@ class CompletionOutput:
     index: its number among the request's `n` samples.
     cumulative_logprob: sum of the log-probabilities of `token_ids`; None unless logprobs were asked for.
     logprobs: for each token of `token_ids`, token id to `Logprob` of it and of the likeliest tokens; None unless asked.
-    finish_reason: "stop" (end of sequence, stop string or stop id), "length" or "abort"; None while it runs.
+    finish_reason: "stop" (end of sequence, stop string or stop id), "length", "abort", or "error" (see
+        `RequestOutput.error`); None while it runs.
     stop_reason: the stop string or stop id that ended it; None for an end-of-sequence id.
     """
 
@@ -59,6 +60,7 @@ class RequestOutput:
     prompt_logprobs: for each prompt token, token id to `Logprob`; the first entry is None, since nothing predicts the
         first token. None as a whole unless asked for.
     num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
+    error: why the request failed, in one line; None if it did not.
     """
 
     request_id: str
@@ -69,3 +71,4 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+    error: str | None = None

@@ -50,7 +50,7 @@ class Sequence:
     computed: tokens whose keys and values are in pages once all launched steps have run.
     pages: its pages in order; the last one may be part full.
     slot: its row of device state while it runs.
-    finish_reason: "stop", "length", "abort" or whatever `Scheduler.finish` was told; None while unfinished.
+    finish_reason: "stop", "length", "abort", "error" or whatever `Scheduler.finish` was told; None while unfinished.
     stop_reason: the stop id or stop string that ended it; None for an end-of-sequence id.
     cached_tokens: prompt tokens found in the prefix cache at the first admission.
     preemptions: how often its pages were taken away, to be computed again.
@@ -76,6 +76,7 @@ class Sequence:
     stops: frozenset[int] = field(init=False)
     least: int = field(init=False)
     announced: int = 0
+    sound: bool = False  # whether an id has been drawn from its pages
     unforked: list[Sequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -47,10 +47,10 @@ class Chunk(NamedTuple):  # a tuple is made three times as fast as a frozen data
 
 
 class Update(NamedTuple):
-    """A token that a sequence got, and why it ended there (None: it goes on)."""
+    """A token that a sequence got, None if its request has failed, and why it ended there (None: it goes on)."""
 
     sequence: Sequence
-    token: int
+    token: int | None
     finish_reason: str | None
 
 
@@ -181,12 +181,19 @@ class Scheduler:
     def complete(self, plan: StepPlan, ids: Iterable[int]) -> list[Update]:
         """Take the sampled ids, in the order of the plan's draws, and end the sequences that they end.
 
-        Ids for sequences that have ended in the meantime are dropped.
+        Ids for sequences that have ended in the meantime are dropped. A negative id says that none could be drawn: the
+        whole request ends then with the reason "error", the sample that failed first of its updates.
         """
-        updates = []
+        updates: list[Update] = []
+        failed: list[Sequence] = []
         for (sequence, _), token in zip(plan.draws, ids, strict=True):
             if sequence.status is Status.FINISHED:
                 continue
+            if token < 0:
+                failed.append(sequence)
+                continue
+            if not sequence.sound:
+                self._trust(sequence)
             tokens = sequence.tokens
             tokens.append(token)
             sequence.pending -= 1
@@ -198,6 +205,8 @@ class Scheduler:
                 reason = "length"
                 self._end(sequence, reason, None)
             updates.append(Update(sequence, token, reason))
+        for sequence in failed:  # last, because what a sound draw of this step has read is sound
+            updates += self._fail(sequence)
         return updates
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
@@ -232,6 +241,25 @@ class Scheduler:
         self._pages.check((page for s in self._running for page in s.pages), self._prefix or ())
         if self._prefix is not None:
             self._prefix.check()
+
+    def _trust(self, sequence: Sequence) -> None:
+        """A sequence has drawn its first id since it started; if it still runs, its pages are those that were read."""
+        if sequence.status is Status.RUNNING:
+            sequence.sound = True
+            if self._prefix is not None:
+                self._prefix.trust(sequence.pages[: len(sequence.tokens) // self._pages.page_size])
+
+    def _fail(self, sequence: Sequence) -> list[Update]:
+        """End the request of a sequence that could draw no id; nothing that only its draws have read stays cached."""
+        if sequence.finished:  # with another sample of the request
+            return []
+        if self._prefix is not None:
+            self._prefix.distrust(sequence.tokens, sequence.request.salt)
+        samples = self._requests[sequence.request.id]
+        ended = [sequence, *(sample for sample in samples if sample is not sequence)]
+        for sample in ended:
+            self._end(sample, "error", None)
+        return [Update(sample, None, "error") for sample in ended]
 
     def _limit(self, request: Request) -> int:
         """The most tokens that a sample of the request may have."""
@@ -391,7 +419,7 @@ class Scheduler:
         self._enqueue(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
-        """Take slot and pages from a running sequence; what they hold may serve as a prefix.
+        """Take slot and pages from a running sequence; what sound draws have read of them may serve as a prefix.
 
         Steps under way may still write there, but only before any later step reads or writes the pages.
         """
@@ -399,12 +427,15 @@ class Scheduler:
         _remove(self._running, sequence)
         heappush(self._slots, sequence.slot)
         if self._prefix is not None:
-            written = sequence.tokens[: sequence.computed]
-            self._prefix.surrender(written, sequence.pages, sequence.request.salt)
+            # The newest id came of the last draw, which read all ids before it.
+            read = sequence.tokens[:-1] if sequence.sound else []
+            self._prefix.surrender(read, sequence.pages, sequence.request.salt)
+            self._prefix.trust(sequence.pages[: len(read) // self._pages.page_size])
         else:
             for page in sequence.pages:
                 self._pages.release(page)
         sequence.slot, sequence.pages, sequence.computed, sequence.announced = None, [], 0, 0
+        sequence.sound = False
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING

@@ -26,6 +26,7 @@ class Tree(RuleBasedStateMachine):
         self.table: dict[Key, int] = {}
         self.used: dict[int, int] = {}  # when the page of the tree was last let go of or asked for
         self.running: list[tuple[list[int], list[int], str]] = []
+        self.trusted: set[int] = set()
         self.now = 0
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14), salt=st.sampled_from(["", "", "salt"]))
@@ -92,9 +93,30 @@ class Tree(RuleBasedStateMachine):
             ]
             if leaves:
                 least = min(leaves, key=lambda key: (self.used[self.table[key]], -len(key[1])))
-                del self.table[least]
+                self.trusted.discard(self.table.pop(least))
                 expected += 1
         assert self.tree.evict(count) == expected
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 100))
+    def trust(self, which: int) -> None:
+        _, pages, _ = self.running[which % len(self.running)]
+        self.tree.trust(pages)
+        self.trusted |= set(pages) & set(self.table.values())
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 100))
+    def distrust(self, which: int) -> None:
+        tokens, _, salt = self.running[which % len(self.running)]
+        self.tree.distrust(tokens, salt)
+        for index in range(len(tokens) // self.size):
+            key = self._key(tokens, index, salt)
+            page = self.table.get(key)
+            if page not in self.trusted:
+                gone = [other for other in self.table if other == key or self._below(other, key)]
+                self.trusted -= {self.table.pop(other) for other in gone}
+                break
+            self.trusted.discard(page)
 
     @invariant()
     def agree(self) -> None:
@@ -191,6 +213,25 @@ def test_a_copy_computed_by_another_sequence_is_released_and_the_trees_kept() ->
     assert sorted(tree) == sorted([*own, copy[3]])
     assert pages.free == 8 - 4
     pages.check(own, tree)
+
+
+def test_a_failure_takes_out_what_no_sound_draw_has_read_and_the_next_one_the_rest() -> None:
+    pages = PageAllocator(16, 2)
+    tree = PrefixTree(pages)
+    good = cached(tree, pages, [0, 0, 1, 1])
+    tree.trust(good)
+    broken = tree.match([0, 0, 1, 1, 9, 9, 8])
+    broken.append(pages.allocate())
+    tree.insert([0, 0, 1, 1, 9, 9], broken)
+    sharer = tree.match([0, 0, 1, 1, 9, 9, 7])
+    tree.distrust([0, 0, 1, 1, 9, 9, 8])
+    assert sorted(tree) == sorted(good)
+    for held in (broken, sharer):
+        tree.surrender([], held)
+    assert pages.free == 14  # the page between went only when both had let go of it
+    tree.distrust([0, 0, 1, 1])
+    assert (len(tree), pages.free) == (0, 16)
+    tree.check()
 
 
 def test_eviction_does_not_slow_down_with_the_size_of_the_tree() -> None:

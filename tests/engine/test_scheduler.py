@@ -413,6 +413,88 @@ class TestPrefix:
             of.check()
 
 
+class TestFailure:
+    """A negative id is a draw from logits that are no distribution."""
+
+    def test_it_ends_the_request_and_no_other(self) -> None:
+        of = scheduler(page_size=4)
+        broken = of.add(request("a", 9, n=2, max_tokens=4))
+        (sound,) = of.add(request("b", 9, arrival=1.0, max_tokens=4))
+        plan = of.schedule()
+        assert plan is not None
+        updates = of.complete(plan, [7, -1, 7])
+        assert [(update.sequence, update.token, update.finish_reason) for update in updates] == [
+            (broken[0], 7, None),
+            (sound, 7, None),
+            (broken[1], None, "error"),
+            (broken[0], None, "error"),
+        ]
+        of.check()
+        list(finish(of))
+        assert (sound.finish_reason, len(sound.outputs)) == ("length", 4)
+
+    def test_what_only_it_has_read_is_not_found_again_but_what_was_sound_is(self) -> None:
+        of = scheduler(page_size=4)
+        of.add(request("a", range(100, 113), max_tokens=1))
+        list(finish(of))
+        for again in ("b", "c"):
+            (broken,) = of.add(request(again, range(100, 125), max_tokens=4))
+            plan = of.schedule()
+            assert plan is not None
+            assert broken.cached_tokens == 12
+            of.complete(plan, [-1])
+            of.check()
+            of.add(request("d" + again, range(100, 113), max_tokens=1))  # its draw is sound, and so are its pages
+            list(finish(of))
+
+    def test_pages_that_fail_twice_in_a_row_are_computed_anew(self) -> None:
+        of = scheduler(page_size=4)
+        of.add(request("a", range(100, 113), max_tokens=1))
+        list(finish(of))
+        cached = []
+        for id in "bcd":
+            (sequence,) = of.add(request(id, range(100, 113), max_tokens=1))
+            plan = of.schedule()
+            assert plan is not None
+            cached.append(sequence.cached_tokens)
+            of.complete(plan, [-1])
+        assert cached == [12, 12, 0]
+        of.check()
+
+    def test_who_shares_the_prompt_in_the_same_step_goes_on(self) -> None:
+        of = scheduler(page_size=4)
+        of.add(request("a", range(100, 113), max_tokens=4))
+        (sharer,) = of.add(request("b", [*range(100, 112), 5, 5], arrival=1.0, max_tokens=4))
+        plan = of.schedule()
+        assert plan is not None
+        assert sharer.cached_tokens == 12
+        of.complete(plan, [-1, 7])
+        of.check()
+        list(finish(of))
+        assert len(sharer.outputs) == 4
+        (later,) = of.add(request("c", range(100, 113), max_tokens=1))
+        step(of)
+        assert later.cached_tokens == 12, "a sound draw has read these pages"
+
+    def test_a_sequence_that_was_preempted_meanwhile_fails_too(self) -> None:
+        of = scheduler(pages=9, page_size=4)
+        (old,) = of.add(request("a", 14, max_tokens=8))
+        (young,) = of.add(request("b", 14, arrival=1.0, max_tokens=6))
+        outstanding = of.schedule()
+        while not young.preemptions:
+            plan, outstanding = outstanding, of.schedule()
+            assert plan is not None
+            assert outstanding is not None
+            ids = [-1 if draw.sequence is young and young.preemptions else 7 for draw in plan.draws]
+            of.complete(plan, ids)
+        assert young.finish_reason == "error"
+        of.check()
+        of.complete(outstanding, [7] * len(outstanding.draws))
+        list(finish(of))
+        assert (old.finish_reason, len(old.outputs)) == ("length", 8)
+        of.check()
+
+
 class TestPreemption:
     def test_the_latest_of_the_lowest_priority_gives_way_and_comes_back(self) -> None:
         of = scheduler(pages=12, page_size=2, caching=False)

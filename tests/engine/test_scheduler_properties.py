@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
@@ -24,6 +25,7 @@ VOCABULARY = 23
 EOS = 0
 STOP_ID = 1
 STOP_TEXT = 2  # ends the sequence as a stop string would: found by the host after `complete`
+POISON = VOCABULARY  # from this prompt token on all keys and values are NaN, and no id can be drawn
 
 
 def next_token(tokens: list[int], index: int) -> int:
@@ -33,6 +35,8 @@ def next_token(tokens: list[int], index: int) -> int:
 def uncrowded(request: Request, index: int, longest: int) -> tuple[list[int], str, int | str | None]:
     """Outputs, finish reason and stop reason of one sample, from the definitions alone."""
     params, tokens, outputs = request.params, list(request.prompt), []
+    if POISON in tokens:
+        return [], "error", None
     while True:
         token = next_token(tokens, index)
         tokens.append(token)
@@ -90,13 +94,15 @@ class Device:
             assert read == [(token, position, salt) for position, token in enumerate(truth[:end])]
             assert not chunk.draws or end == len(truth), "a draw before the last token, or beyond it"
             for sequence, slot in chunk.draws:
-                token = next_token(truth[:end], sequence.index)
-                self.newest[slot] = token
+                token = -1 if POISON in truth[:end] else next_token(truth[:end], sequence.index)
+                self.newest[slot] = max(token, 0)
                 ids.append(token)
-        drawn = iter(ids)
-        for sequence, _ in plan.draws:
-            self.truth.setdefault(sequence.id, list(sequence.request.prompt)).append(next(drawn))
+        for sequence, slot in plan.draws:
+            self.truth.setdefault(sequence.id, list(sequence.request.prompt)).append(self.newest[slot])
         return ids
+
+    def poisoned(self, pages: Iterable[int]) -> list[int]:
+        return [page for page in pages if any(token == POISON for token, *_ in self.pages[page].values())]
 
 
 @dataclass
@@ -149,8 +155,12 @@ class Engine:
             return
         for update in self.scheduler.complete(before.plan, before.ids):
             sequence = update.sequence
-            assert sequence.tokens[-1] == update.token
             assert sequence.finish_reason == update.finish_reason
+            if update.token is None:
+                assert sequence.finish_reason == "error"
+                assert not sequence.pages
+                continue
+            assert sequence.tokens[-1] == update.token
             params = sequence.request.params
             long_enough = len(sequence.outputs) >= params.min_tokens
             if update.token == STOP_TEXT and params.detokenize and long_enough:
@@ -185,6 +195,7 @@ class Load(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         salt=st.sampled_from(["", "", "other"]),
         flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+        poison=st.sampled_from([False, False, False, True]),
     )
     def add(
         self,
@@ -197,11 +208,14 @@ class Load(RuleBasedStateMachine):
         priority: int,
         salt: str,
         flags: tuple[bool, bool, bool],
+        poison: bool,
     ) -> None:
         ignore_eos, stop_text, scored = flags
         source = random.Random(seed)
         shared = random.Random(seed % 2).choices(range(3, VOCABULARY), k=common)
-        prompt = (*shared, *source.choices(range(3, VOCABULARY), k=own))
+        prompt = [*shared, *source.choices(range(3, VOCABULARY), k=own)]
+        if poison:
+            prompt[seed % len(prompt)] = POISON
         params = SamplingParams(
             n=n,
             max_tokens=max_tokens,
@@ -212,7 +226,7 @@ class Load(RuleBasedStateMachine):
             prompt_logprobs=0 if scored and seed % 5 == 0 else None,
         )
         number = len(self.sequences)
-        request = Request(str(number), prompt, params, priority, float(number), salt, frozenset([EOS]))
+        request = Request(str(number), tuple(prompt), params, priority, float(number), salt, frozenset([EOS]))
         limit = min(len(prompt) + (max_tokens or self.longest), self.longest)
         fits = -(-(limit - 1) // self.engine.allocator.page_size) <= self.engine.allocator.num_pages
         if not fits:
@@ -251,6 +265,8 @@ class Load(RuleBasedStateMachine):
         engine.scheduler.check()
         assert engine.allocator.free + engine.allocator.idle == engine.allocator.num_pages, "a page leaked"
         assert engine.scheduler.running == engine.scheduler.waiting == 0
+        if engine.prefix is not None and not self.aborted:  # nobody has learnt what an aborted request computed
+            assert not engine.device.poisoned(engine.prefix)
         for sequence in self.sequences:
             outputs, finish_reason, stop_reason = uncrowded(sequence.request, sequence.index, self.longest)
             assert sequence.finished

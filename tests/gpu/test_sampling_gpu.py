@@ -1,4 +1,4 @@
-"""Filters and draws on CUDA: against the definition by sorting, in any company, and on rows that are no distribution."""
+"""Filters and draws on CUDA: against the definition by sorting, in any company, on rows that are no distribution."""
 
 from __future__ import annotations
 
