@@ -64,24 +64,32 @@ def attend(
     """The fastest kernel for the batch: splits when every sequence decodes."""
     if pages is not None and longest == 1:
         return decode(q, offsets, pages, layer, scale, window)
-    return _mixed(q, k, v, offsets, pages, layer, scale, window)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    prefill(out, q, k, v, offsets, offsets, pages, layer, scale, window)
+    return out
 
 
-def _mixed(
+def prefill(
+    out: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    starts: Tensor,
     offsets: Tensor,
     pages: PagedKV | None,
     layer: int,
     scale: float,
     window: int | None,
-) -> Tensor:
+) -> None:
+    """One launch for sequences of any lengths, into out [tokens, heads, head_dim].
+
+    starts: [sequences] int32, from which row of the batch on each sequence's queries are run; `offsets` for all rows,
+    and without pages. The other rows of `out` stay as they are.
+    """
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens == 0:
-        return out
+        return
     sequences = offsets.shape[0] - 1
     if pages is None:
         lengths, tables, table_stride, page_size = offsets, offsets, 0, 0
@@ -97,6 +105,7 @@ def _mixed(
         k,
         v,
         out,
+        starts,
         offsets,
         lengths,
         tables,
@@ -116,7 +125,6 @@ def _mixed(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return out
 
 
 def decode(q: Tensor, offsets: Tensor, pages: PagedKV, layer: int, scale: float, window: int | None) -> Tensor:

@@ -82,12 +82,13 @@ def _attend(
     return largest, weight, result
 
 
-@partial(jit, unspecialized=("offsets", "lengths", "tables", "sequences", "table_stride"))
+@partial(jit, unspecialized=("starts", "offsets", "lengths", "tables", "sequences", "table_stride"))
 def attention_kernel(
     q,
     k,
     v,
     out,
+    starts,
     offsets,
     lengths,
     tables,
@@ -107,22 +108,23 @@ def attention_kernel(
 ):
     """Programs [kv_heads, tokens // (BLOCK_M // GROUP) + sequences]: a tile of queries of one sequence each.
 
-    PAGE_SIZE 0: k and v are packed like q, and lengths and tables are not read.
+    Of sequence s the queries in rows [starts[s], offsets[s + 1]), the last of its tokens. PAGE_SIZE 0: k and v are
+    packed like q from starts on, and lengths and tables are not read.
     """
     kv_head = tl.program_id(0)
     # The tiles that see most keys come last in a sequence and start first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
-    # Sequence s starts with tile offsets[s] // TILE_QUERIES + s: find the last that starts at this tile or before.
+    # Sequence s starts with tile starts[s] // TILE_QUERIES + s: find the last that starts at this tile or before.
     sequence = 0
     beyond = sequences
     while beyond - sequence > 1:
         middle = (sequence + beyond) // 2
-        if tl.load(offsets + middle) // TILE_QUERIES + middle <= tile:
+        if tl.load(starts + middle) // TILE_QUERIES + middle <= tile:
             sequence = middle
         else:
             beyond = middle
-    first = tl.load(offsets + sequence)
+    first = tl.load(starts + sequence)
     new = tl.load(offsets + sequence + 1) - first
     query_start = (tile - first // TILE_QUERIES - sequence) * TILE_QUERIES
     if query_start >= new:
@@ -340,7 +342,7 @@ def _cases(dtype: torch.dtype, head_dim: int, group: int, page_size: int, window
     kind = "fp32" if dtype == torch.float32 else "bf16"
     tensors = dict.fromkeys(("q", "k", "v", "out"), f"*{kind}:16")
     tensors |= dict.fromkeys(("partial_results", "partial_scales"), "*fp32:16")
-    indices = dict.fromkeys(("offsets", "lengths", "tables"), "*i32")
+    indices = dict.fromkeys(("starts", "offsets", "lengths", "tables"), "*i32")
     numbers = dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16")
     numbers |= dict.fromkeys(("table_stride", "sequences", "splits"), "i32") | {"scale": "fp32"}
     types = tensors | indices | numbers
