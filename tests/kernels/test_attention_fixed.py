@@ -1,0 +1,68 @@
+"""How deterministic attention divides the keys of a sequence and the sequences of a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from strata.kernels import attention_fixed
+from strata.kernels.arrivals import MOST_ARRIVALS
+from strata.kernels.attention_fixed_triton import PART_KEYS, PARTS, decode_tile, part_at, part_start, prefill_tile
+from strata.kernels.paged import BatchParts, PagedKV
+
+TYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def starts(until: int) -> list[int]:
+    """Where parts begin, counted one by one: the size doubles whenever the position has."""
+    found, size, doubles_at = [0], PART_KEYS, 2 * PARTS * PART_KEYS
+    while found[-1] < until:
+        if found[-1] == doubles_at:
+            size, doubles_at = 2 * size, 2 * doubles_at
+        found.append(found[-1] + size)
+    return found
+
+
+def test_parts_cover_every_position_once() -> None:
+    expected = starts(1 << 20)
+    assert [part_start.fn(part, PART_KEYS, PARTS) for part in range(len(expected))] == expected
+    for part, start in enumerate(expected[:-1]):
+        for position in (start, start + 1, expected[part + 1] - 1):
+            assert part_at.fn(position, PART_KEYS, PARTS) == part
+
+
+def test_long_sequences_have_few_parts() -> None:
+    assert part_at.fn(131072 - 1, PART_KEYS, PARTS) < 128
+    for position in (1 << 14, 1 << 17, 1 << 20):
+        part = part_at.fn(position, PART_KEYS, PARTS)
+        size = part_start.fn(part + 1, PART_KEYS, PARTS) - part_start.fn(part, PART_KEYS, PARTS)
+        assert size * PARTS <= position, "the last part is a small share"
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 192, 256])
+def test_prefill_and_decoding_take_the_same_blocks_of_keys(head_dim: int, dtype: torch.dtype) -> None:
+    prefill, decode = prefill_tile(head_dim, dtype), decode_tile(head_dim, dtype)
+    assert prefill.keys == decode.keys
+    assert PART_KEYS % decode.keys == 0, "a block lies in one part"
+    if dtype == torch.float32 or head_dim > 128:
+        assert prefill == decode
+    else:  # 64 rows for each group of four warps: one instruction, whatever the tile
+        assert prefill.rows * decode.warps == decode.rows * prefill.warps == 64 * prefill.warps
+
+
+def test_sequences_with_one_token_decode() -> None:
+    index = torch.zeros(0, dtype=torch.int32)
+
+    def decodes(sequences: int, longest: int, parts: BatchParts | None, kv_heads: int = 8) -> int:
+        pages = PagedKV((), (), index, index, index, parts=parts)
+        return attention_fixed._decodes(sequences, longest, pages, kv_heads)
+
+    assert decodes(5, 1, None) == 5
+    assert decodes(5, 9, BatchParts(3, (7,), (9,))) == 3
+    assert decodes(5, 9, None) == 0
+    most = MOST_ARRIVALS // 8
+    assert decodes(most, 1, None) == most
+    assert decodes(most + 1, 1, None) == 0, "as many counters as there are"

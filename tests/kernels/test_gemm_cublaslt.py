@@ -1,0 +1,194 @@
+"""What cuBLASLt is told of a product, against a library that multiplies matrices stored by columns on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strata.kernels import gemm_cublaslt
+from strata.kernels.gemm_cublaslt import cublaslt_linear, supports
+
+TRANSA, EPILOGUE, BIAS_POINTER = 3, 7, 8
+DTYPES = {2: torch.float16, 14: torch.bfloat16}
+
+
+class ColumnLibrary:
+    """The functions of cublasLt.h that `gemm_cublaslt` calls, for addresses in host memory."""
+
+    def __init__(self) -> None:
+        self.objects: dict[int, Any] = {}
+        self.made = 0
+        self.preferred: dict[int, int] = {}
+        self.addresses: list[int] = []
+        self.algorithms = 1
+        self.status = 0
+
+    def _new(self, made: Any, content: Any) -> int:
+        self.made += 1
+        made._obj.value = self.made
+        self.objects[self.made] = content
+        return 0
+
+    def _set(self, owner: Any, attribute: int, value: Any, size: int) -> int:
+        assert size == ctypes.sizeof(value._obj)
+        self.objects[owner.value][attribute] = value._obj.value
+        return 0
+
+    def _drop(self, owner: Any) -> int:
+        del self.objects[owner.value]
+        return 0
+
+    cublasLtMatmulDescSetAttribute = cublasLtMatmulPreferenceSetAttribute = _set
+    cublasLtMatmulDescDestroy = cublasLtMatmulPreferenceDestroy = cublasLtMatrixLayoutDestroy = _drop
+
+    def cublasLtMatmulDescCreate(self, made: Any, compute: int, scale: int) -> int:
+        assert (compute, scale) == (68, 0)  # CUBLAS_COMPUTE_32F, CUDA_R_32F
+        return self._new(made, {})
+
+    def cublasLtMatmulPreferenceCreate(self, made: Any) -> int:
+        return self._new(made, {})
+
+    def cublasLtMatrixLayoutCreate(self, made: Any, kind: int, rows: int, columns: int, stride: int) -> int:
+        assert stride >= rows
+        return self._new(made, (DTYPES[kind], rows, columns, stride))
+
+    def cublasLtMatmulAlgoGetHeuristic(self, *arguments: Any) -> int:
+        preference, count = arguments[6], arguments[9]
+        self.preferred = self.objects[preference.value]
+        count._obj.value = self.algorithms
+        return self.status
+
+    def cublasLtGetStatusString(self, status: int) -> bytes:
+        return b"the reason"
+
+    def _matrix(self, address: int, layout: Any) -> Tensor:
+        dtype, rows, columns, stride = self.objects[layout.value]
+        self.addresses.append(address)
+        span = (columns - 1) * stride + rows
+        memory = (ctypes.c_char * (span * dtype.itemsize)).from_address(address)
+        return torch.frombuffer(memory, dtype=dtype).as_strided((rows, columns), (1, stride))
+
+    def cublasLtMatmul(self, *arguments: Any) -> int:
+        description, alpha, beta = (self.objects[arguments[1].value], arguments[2]._obj.value, arguments[7]._obj.value)
+        assert (alpha, beta, arguments[8], arguments[9]) == (1, 0, arguments[10], arguments[11])
+        a, b, d = (self._matrix(arguments[at], arguments[at + 1]) for at in (3, 5, 10))
+        product = (a.t() if description.get(TRANSA) == 1 else a).float() @ b.float()
+        if description.get(EPILOGUE) == 4:
+            memory = (ctypes.c_char * (len(product) * d.element_size())).from_address(description[BIAS_POINTER])
+            product += torch.frombuffer(memory, dtype=d.dtype)[:, None]
+        d.copy_(product)
+        return 0
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[ColumnLibrary]:
+    fake = ColumnLibrary()
+    monkeypatch.setattr(gemm_cublaslt, "_library", lambda: fake)
+    monkeypatch.setattr(gemm_cublaslt, "_handle", lambda device: ctypes.c_void_p(1))
+    monkeypatch.setattr(gemm_cublaslt, "_stream", lambda device: 0)
+    monkeypatch.setattr(gemm_cublaslt, "_available", lambda device: True)
+    gemm_cublaslt._product.cache_clear()
+    yield fake
+    gemm_cublaslt._product.cache_clear()
+    gc.collect()
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def assert_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    result = cublaslt_linear(x, weight, bias)
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert result.shape == exact.shape
+    torch.testing.assert_close(result.double(), exact, rtol=torch.finfo(x.dtype).eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_the_product(library: ColumnLibrary, rows: int, dtype: torch.dtype) -> None:
+    weight, bias = draw(24, 40, dtype=dtype), draw(24, dtype=dtype)
+    assert_product(draw(rows, 40, dtype=dtype), weight)
+    assert_product(draw(rows, 40, dtype=dtype), weight, bias)
+    assert_product(draw(2, rows, 40, dtype=dtype), weight, bias)
+
+
+def test_operands_with_strides(library: ColumnLibrary) -> None:
+    weight = draw(24, 64)[:, 16:56]
+    assert_product(draw(7, 80)[:, 8:48], weight)
+    assert_product(draw(1, 80)[:, 8:48], weight)
+    assert_product(draw(80, 7).t()[:, 8:48], weight)
+    assert_product(draw(1, 40).expand(7, 40), weight)
+
+
+def test_rows_that_lie_at_odd_addresses_are_copied(library: ColumnLibrary) -> None:
+    weight = draw(24, 40)
+    assert_product(draw(7, 43)[:, 3:], weight)
+    assert_product(draw(283)[3:].view(7, 40), weight)
+    assert all(address % 16 == 0 for address in library.addresses)
+
+
+def test_each_call_has_its_own_bias(library: ColumnLibrary) -> None:
+    x, weight = draw(3, 40), draw(24, 40)
+    for _ in range(2):
+        assert_product(x, weight, draw(24))
+    assert gemm_cublaslt._product.cache_info().misses == 1
+
+
+def test_no_algorithm_may_split_k(library: ColumnLibrary) -> None:
+    assert_product(draw(3, 40), draw(24, 40))
+    workspace, reduction = library.preferred.pop(1), library.preferred.pop(3)
+    assert workspace < 4 * 3 * 24 * 8, "room for the parts of a product"
+    assert reduction == 0, "CUBLASLT_REDUCTION_SCHEME_NONE"
+    assert library.preferred == dict.fromkeys((5, 6, 7, 8), 16), "alignment of A, B, C and D"
+
+
+def test_a_refusal_says_what_was_asked(library: ColumnLibrary) -> None:
+    library.algorithms = 0
+    with pytest.raises(RuntimeError, match=r"no algorithm without split k for 3 rows by \[24, 40\] in torch.bfloat16"):
+        cublaslt_linear(draw(3, 40), draw(24, 40))
+    library.status = 7
+    with pytest.raises(RuntimeError, match=r"cublasLtMatmulAlgoGetHeuristic failed: the reason \(status 7\)"):
+        cublaslt_linear(draw(3, 40), draw(24, 40))
+
+
+def test_what_was_prepared_is_released(library: ColumnLibrary) -> None:
+    for rows in range(1, 4):
+        assert_product(draw(rows, 40), draw(24, 40))
+    assert library.objects
+    gemm_cublaslt._product.cache_clear()
+    gc.collect()
+    assert library.made
+    assert not library.objects
+
+
+def test_the_weight_alone_decides(library: ColumnLibrary) -> None:
+    weight, bias = draw(1024, 1024), draw(1024)
+    for x in (draw(1, 1024), draw(9000, 1024), draw(3, 1027)[:, 3:]):
+        assert supports(x, weight, bias)
+    x = draw(2, 1024)
+    assert not supports(x, draw(1020, 1024), None), "a small weight"
+    assert not supports(x, draw(1026, 1024), None), "rows of the result that are no multiple of 16 bytes"
+    assert not supports(draw(2, 1026), draw(1024, 1026), None), "nor those of x"
+    assert not supports(x, draw(1024, 1028)[:, :1024], None), "nor those of the weight"
+    assert not supports(x, draw(1 + (1 << 20))[1:].view(1024, 1024), None), "a weight at an odd address"
+    assert not supports(x, weight, draw(1025)[1:]), "a bias at an odd address"
+    assert not supports(x, draw(1024, 1024).t(), None)
+    assert not supports(x.float(), weight.float(), None)
+
+
+def test_structure_has_the_size_of_the_header() -> None:
+    assert ctypes.sizeof(gemm_cublaslt._HeuristicResult) == 96
+
+
+def test_without_cuda_there_is_no_library() -> None:
+    if not torch.cuda.is_available():
+        assert gemm_cublaslt._library() is None
+        assert not supports(draw(1, 1024), draw(1024, 1024))
