@@ -8,18 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strata.kernels.attention_triton import (
-    MOST_SPLITS,
-    attention_kernel,
-    decode_kernel,
-    decode_tile,
-    head_pad,
-    join_kernel,
-    mixed_tile,
-    split_tokens,
-)
+from strata.kernels import decode_attention_triton
+from strata.kernels.attention_triton import attention_kernel, head_pad, mixed_tile
 from strata.kernels.paged import PagedKV
-from strata.kernels.triton_import import triton
 
 LOG2_E = 1.4426950408889634
 
@@ -62,7 +53,12 @@ def attend(
     window: int | None,
 ) -> Tensor:
     """The fastest kernel for the batch: splits when every sequence decodes."""
-    if pages is not None and longest == 1:
+    if (
+        pages is not None
+        and longest == 1
+        and q.shape[0] == pages.tables.shape[0]  # none goes without a token
+        and decode_attention_triton.fits(pages, q.shape[1], k.shape[1], q.shape[2])
+    ):
         return decode(q, offsets, pages, layer, scale, window)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     prefill(out, q, k, v, offsets, offsets, pages, layer, scale, window)
@@ -128,52 +124,5 @@ def prefill(
 
 
 def decode(q: Tensor, offsets: Tensor, pages: PagedKV, layer: int, scale: float, window: int | None) -> Tensor:
-    """Every sequence has one query: its keys are divided among programs, whose results a second kernel joins."""
-    tokens, heads, head_dim = q.shape
-    keys, values, tables = pages.keys[layer], pages.values[layer], pages.tables
-    kv_heads, sequences = keys.shape[2], tables.shape[0]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if tokens == 0:
-        return out
-    most = tables.shape[1] * pages.page_size
-    split = split_tokens(sequences, most)
-    splits = triton.cdiv(most, split)
-    results = torch.empty((sequences, splits, heads, head_dim), dtype=torch.float32, device=q.device)
-    scales = torch.empty((sequences, splits, heads), dtype=torch.float32, device=q.device)
-    tile = decode_tile(heads // kv_heads, head_dim, q.dtype)
-    shape = {"HEAD_DIM": head_dim, "HEAD_PAD": head_pad(head_dim), "WINDOW": window or 0, "SPLIT": split}
-    decode_kernel[(kv_heads, splits, sequences)](
-        q,
-        keys,
-        values,
-        results,
-        scales,
-        offsets,
-        pages.lengths,
-        tables,
-        scale * LOG2_E,
-        q.stride(0),
-        kv_heads * head_dim,
-        kv_heads * head_dim,
-        tables.stride(0),
-        GROUP=heads // kv_heads,
-        PAGE_SIZE=pages.page_size,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.keys,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **shape,
-    )
-    join_kernel[(heads, sequences)](
-        results,
-        scales,
-        out,
-        offsets,
-        pages.lengths,
-        splits,
-        MOST_SPLITS=MOST_SPLITS,
-        BLOCK_SPLITS=8,
-        num_warps=2,
-        **shape,
-    )
-    return out
+    """Every sequence has one query: its keys are divided among programs."""
+    return decode_attention_triton.decode(q.flatten(1), q.shape[1], q.shape[2], pages, layer, scale, window)

@@ -1,7 +1,6 @@
-"""Triton kernels of attention: for mixed batches, and for decoding with the keys of a sequence split among programs.
+"""The Triton kernel of attention for sequences with any numbers of new tokens.
 
-The softmax is computed in one pass (FlashAttention-2, Dao 2023), the keys of a decoding sequence are divided into
-splits whose results are joined (Flash-Decoding, Dao et al. 2023), and the query heads that share a KV head are rows of
+The softmax is computed in one pass (FlashAttention-2, Dao 2023), and the query heads that share a KV head are rows of
 one tile.
 """
 
@@ -9,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -173,121 +171,6 @@ def attention_kernel(
     tl.store(target, result.to(out.dtype.element_ty), mask=mask)
 
 
-@partial(jit, unspecialized=("offsets", "lengths", "tables", "table_stride"))
-def decode_kernel(
-    q,
-    k,
-    v,
-    partial_results,
-    partial_scales,
-    offsets,
-    lengths,
-    tables,
-    scale,
-    q_stride,
-    k_stride,
-    v_stride,
-    table_stride,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Programs [kv_heads, splits, sequences]: one query over the keys [split * SPLIT, (split + 1) * SPLIT).
-
-    Leaves the normalized result [sequences, splits, heads, HEAD_DIM] and the logarithm (to the base two) of its weight
-    [sequences, splits, heads] of every split that the query sees; the others stay unwritten.
-    """
-    kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    sequence = tl.program_id(2)
-    first = tl.load(offsets + sequence)
-    total = tl.load(lengths + sequence)
-    start = split * SPLIT
-    end = tl.minimum(total, start + SPLIT)
-    if WINDOW > 0:
-        start = tl.maximum(start, tl.maximum(total - WINDOW, 0) // BLOCK_N * BLOCK_N)
-    if start >= end:
-        return
-    row = tl.arange(0, BLOCK_M)
-    columns = tl.arange(0, HEAD_PAD)
-    held = row < GROUP
-    mask = held[:, None] & (columns < HEAD_DIM)[None, :]
-    head = kv_head * GROUP + row
-    source = q + first.to(tl.int64) * q_stride + (head * HEAD_DIM)[:, None] + columns[None, :]
-    queries = tl.load(source, mask=mask, other=0.0)
-    at = tl.full((BLOCK_M,), 0, tl.int32) + total - 1
-    k += kv_head * HEAD_DIM
-    v += kv_head * HEAD_DIM
-    table = tables + sequence * table_stride
-
-    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    weight = tl.zeros((BLOCK_M,), tl.float32)
-    result = tl.zeros((BLOCK_M, HEAD_PAD), tl.float32)
-    for block in range(start, end, BLOCK_N):
-        maximum, weight, result = _attend(
-            queries, at, maximum, weight, result, block, total, k, v, first, table, scale, k_stride, v_stride,
-            True, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N,
-        )  # fmt: skip
-    HEADS = tl.num_programs(0) * GROUP
-    target = (sequence.to(tl.int64) * tl.num_programs(1) + split) * HEADS + head
-    tl.store(partial_results + (target * HEAD_DIM)[:, None] + columns[None, :], result / weight[:, None], mask=mask)
-    tl.store(partial_scales + target, maximum + tl.log2(weight), mask=held)
-
-
-@partial(jit, unspecialized=("offsets", "lengths", "splits"))
-def join_kernel(
-    partial_results,
-    partial_scales,
-    out,
-    offsets,
-    lengths,
-    splits,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-):
-    """Programs [heads, sequences]: the weighted mean of the splits that `decode_kernel` left."""
-    head = tl.program_id(0)
-    sequence = tl.program_id(1)
-    heads = tl.num_programs(0)
-    first = tl.load(offsets + sequence)
-    if tl.load(offsets + sequence + 1) == first:
-        return
-    total = tl.load(lengths + sequence)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(total - WINDOW, 0) // SPLIT
-    end = tl.cdiv(total, SPLIT)
-    columns = tl.arange(0, HEAD_PAD)
-    base = sequence.to(tl.int64) * splits
-    every = tl.arange(0, MOST_SPLITS)
-    used = (every >= begin) & (every < end)
-    scales = tl.load(partial_scales + (base + every) * heads + head, mask=used, other=float("-inf"))
-    maximum = tl.max(scales, 0)
-    weight = tl.zeros((BLOCK_SPLITS,), tl.float32)
-    result = tl.zeros((HEAD_PAD,), tl.float32)
-    for block in range(begin, end, BLOCK_SPLITS):
-        split = block + tl.arange(0, BLOCK_SPLITS)
-        source = (base + split) * heads + head
-        share = tl.exp2(tl.load(partial_scales + source, mask=split < end, other=float("-inf")) - maximum)
-        mask = (split < end)[:, None] & (columns < HEAD_DIM)[None, :]
-        part = tl.load(partial_results + (source * HEAD_DIM)[:, None] + columns[None, :], mask=mask, other=0.0)
-        weight += share
-        result += tl.sum(part * share[:, None], 0)
-    sum_of_weights = tl.sum(weight, 0)
-    result = result / tl.where(sum_of_weights == 0.0, 1.0, sum_of_weights)
-    target = out + (first.to(tl.int64) * heads + head) * HEAD_DIM + columns
-    tl.store(target, result.to(out.dtype.element_ty), mask=columns < HEAD_DIM)
-
-
 @dataclass(frozen=True)
 class Tile:
     """rows: query rows (queries times the heads of a group); keys: of a block; warps and stages of the pipeline."""
@@ -296,17 +179,6 @@ class Tile:
     keys: int
     warps: int
     stages: int
-
-
-# How many splits a sequence may have before they grow.
-MOST_SPLITS = 64
-
-
-def split_tokens(sequences: int, most: int) -> int:
-    """Tokens of a split where a sequence has at most `most`: finer where few sequences would leave processors idle."""
-    finest = 64 if sequences <= 4 else 128 if sequences <= 16 else 256
-    size: int = max(finest, triton.next_power_of_2(triton.cdiv(most, MOST_SPLITS)))
-    return size
 
 
 def mixed_tile(head_dim: int, dtype: torch.dtype) -> Tile:
@@ -321,47 +193,32 @@ def head_pad(head_dim: int) -> int:
     return padded
 
 
-def decode_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
-    rows = max(16, triton.next_power_of_2(group))
-    if dtype == torch.float32:
-        return Tile(rows, 16, 8, 2)
-    return Tile(rows, 64, 4, 3) if head_dim <= 128 else Tile(rows, 32, 4, 3)
-
-
 def compile_cases() -> list[CompileCase]:
     bf16, fp32 = torch.bfloat16, torch.float32
-    cases = _cases(bf16, head_dim=128, group=4, page_size=16, window=0)
-    cases += _cases(bf16, head_dim=256, group=8, page_size=16, window=0)[:2]
-    cases += _cases(bf16, head_dim=80, group=7, page_size=0, window=4096)
-    cases += _cases(fp32, head_dim=128, group=4, page_size=16, window=0)[:2]
-    return cases
+    return [
+        _case(bf16, head_dim=128, group=4, page_size=16, window=0),
+        _case(bf16, head_dim=256, group=8, page_size=16, window=0),
+        _case(bf16, head_dim=80, group=7, page_size=0, window=4096),
+        _case(fp32, head_dim=128, group=4, page_size=16, window=0),
+    ]
 
 
-def _cases(dtype: torch.dtype, head_dim: int, group: int, page_size: int, window: int) -> list[CompileCase]:
-    """Mixed attention; decoding and joining where there are pages."""
+def _case(dtype: torch.dtype, head_dim: int, group: int, page_size: int, window: int) -> CompileCase:
     kind = "fp32" if dtype == torch.float32 else "bf16"
-    tensors = dict.fromkeys(("q", "k", "v", "out"), f"*{kind}:16")
-    tensors |= dict.fromkeys(("partial_results", "partial_scales"), "*fp32:16")
-    indices = dict.fromkeys(("starts", "offsets", "lengths", "tables"), "*i32")
-    numbers = dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16")
-    numbers |= dict.fromkeys(("table_stride", "sequences", "splits"), "i32") | {"scale": "fp32"}
-    types = tensors | indices | numbers
-
-    def case(name: str, kernel: Any, constants: dict[str, object], tile: Tile, instruction: str) -> CompileCase:
-        signature = {argument: types[argument] for argument in kernel.arg_names if argument in types}
-        name = f"{name} {kind} head_dim {head_dim} group {group} page_size {page_size} window {window}"
-        instructions = () if dtype == torch.float32 or not instruction else (instruction,)
-        return CompileCase(name, kernel, signature, constants, tile.warps, tile.stages, instructions)
-
-    shape: dict[str, object] = {"HEAD_DIM": head_dim, "HEAD_PAD": head_pad(head_dim), "WINDOW": window}
-    common: dict[str, object] = {**shape, "GROUP": group, "PAGE_SIZE": page_size}
+    signature = dict.fromkeys(("q", "k", "v", "out"), f"*{kind}:16")
+    signature |= dict.fromkeys(("starts", "offsets", "lengths", "tables"), "*i32")
+    signature |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16")
+    signature |= dict.fromkeys(("table_stride", "sequences"), "i32") | {"scale": "fp32"}
     tile = mixed_tile(head_dim, dtype)
-    constants = {**common, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
-    cases = [case("attention", attention_kernel, constants, tile, "wgmma.mma_async")]
-    if page_size:
-        tile = decode_tile(group, head_dim, dtype)
-        constants = {**common, "SPLIT": split_tokens(64, 4096), "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
-        cases.append(case("decode", decode_kernel, constants, tile, "mma.sync"))
-        constants = {**shape, "SPLIT": split_tokens(64, 4096), "MOST_SPLITS": MOST_SPLITS, "BLOCK_SPLITS": 8}
-        cases.append(case("join", join_kernel, constants, Tile(1, 8, 2, 3), ""))
-    return cases
+    constants = {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "HEAD_PAD": head_pad(head_dim),
+        "PAGE_SIZE": page_size,
+        "WINDOW": window,
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.keys,
+    }
+    name = f"attention {kind} head_dim {head_dim} group {group} page_size {page_size} window {window}"
+    must = () if dtype == torch.float32 else ("wgmma.mma_async",)
+    return CompileCase(name, attention_kernel, signature, constants, tile.warps, tile.stages, must)
