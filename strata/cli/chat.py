@@ -45,7 +45,7 @@ def chat(
         messages.append({"role": "user", "content": text})
         try:
             messages.append({"role": "assistant", "content": _answer(llm, messages, params, console)})
-        except ValueError as error:  # the conversation has outgrown the model: say so and keep it usable
+        except ValueError as error:  # it has outgrown the model, or the reply failed: say so and keep it usable
             messages.pop()
             console.print(f"[red]{error}[/red]  (/new starts afresh)")
 
@@ -60,13 +60,15 @@ def _ask(console: Console) -> str | None:
 
 
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, console: Console) -> str:
-    """Print the reply while it comes; Ctrl-C cuts it short."""
+    """Print the reply while it comes; Ctrl-C cuts it short. Raises ValueError if the model cannot go on."""
     shown = ""
     try:
         for output in llm.stream(llm.chat_prompt(messages), params):
             text = output.outputs[0].text
             console.print(text[len(shown) :], end="", markup=False)
             shown = text
+            if output.error is not None:
+                raise ValueError(output.error)
     except KeyboardInterrupt:
         pass
     console.print()

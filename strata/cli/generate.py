@@ -55,7 +55,12 @@ def generate(
         if as_json:
             print(
                 json.dumps(
-                    {"prompt": prompt, "text": completion.text, "finish_reason": completion.finish_reason},
+                    {
+                        "prompt": prompt,
+                        "text": completion.text,
+                        "finish_reason": completion.finish_reason,
+                        "error": output.error,
+                    },
                     ensure_ascii=False,
                 )
             )
@@ -63,6 +68,11 @@ def generate(
             print(f"> {prompt}\n{completion.text.strip()}\n")
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     typer.echo(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:,.0f} tokens/s", err=as_json)
+    failed = [(prompt, output.error) for prompt, output in zip(prompts, outputs, strict=True) if output.error]
+    for prompt, error in failed:
+        typer.echo(f"strata: error: {prompt!r}: {error}", err=True)
+    if failed:
+        raise typer.Exit(1)
 
 
 def sampling_params(llm: LLM, **given: Any) -> SamplingParams:

@@ -11,6 +11,7 @@ from strata.cli.chat import chat
 from strata.cli.generate import generate
 from strata.cli.graph import graph
 from strata.cli.train import train
+from strata.engine.faults import EngineFault
 
 app = typer.Typer(
     name="strata",
@@ -27,10 +28,10 @@ app.add_typer(bench, name="bench")
 
 
 def main() -> None:
-    """Run the command; bad input is one line on standard error and exit code 1."""
+    """Run the command; bad input or a fault of the engine is a message on standard error and exit code 1."""
     try:
         app()
-    except ValueError as error:
+    except (ValueError, EngineFault) as error:
         print(f"strata: error: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

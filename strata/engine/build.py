@@ -17,6 +17,7 @@ import torch
 from strata.cache.pages import PageAllocator
 from strata.cache.pool import KVPool, PoolShape
 from strata.cache.prefix import PrefixTree
+from strata.engine.faults import memory_explained
 from strata.engine.ledger import Ledger, plan_memory
 from strata.engine.loop import EngineLoop
 from strata.engine.runner import Runner, RunnerConfig
@@ -145,7 +146,10 @@ class Engine:
 
 
 def build_engine(asked: EngineConfig, log: Log) -> Engine:
-    """Load the model, divide the memory, capture the graphs. Raises ValueError for whatever cannot be honoured."""
+    """Load the model, divide the memory, capture the graphs.
+
+    Raises ValueError for whatever cannot be honoured, EngineFault if the memory does not suffice after all.
+    """
     clock = StartupClock()
     device = asked.resolve_device()
     with clock.phase("config"):
@@ -174,16 +178,16 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     )
     for line in ledger.lines():
         log(line)
-    with clock.phase("weights"):
+    with clock.phase("weights"), memory_explained("loading the weights", ledger):
         model, _ = weights.load(asked.model, device, dtype, asked.load_format, max_length, asked.seed)
     with clock.phase("graph"):
         graph = bind(fuse(merge(capture(model))), device.type, asked.deterministic)
         head = bind(capture_head(model), device.type, asked.deterministic)
-    with clock.phase("KV pages"):
+    with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool = KVPool(pool_shape, ledger.pages, device)
     runner_config = RunnerConfig(asked.max_num_seqs, max_tokens, max_length, frozenset(config.windows), asked.seed)
     runner = Runner(graph, head, pool, runner_config, device)
-    with clock.phase("CUDA graphs"):
+    with clock.phase("CUDA graphs"), memory_explained("recording CUDA graphs of decode steps", ledger):
         for _ in runner.record_decode(buckets) if buckets else ():
             pass
     allocator = PageAllocator(ledger.pages, asked.page_size)
@@ -195,7 +199,7 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     atexit.register(gc.unfreeze)  # or the interpreter ends with all of it alive, and libraries complain of leaks
     log(clock.line())
     return Engine(
-        loop=EngineLoop(scheduler, runner, run_ahead=device.type == "cuda"),
+        loop=EngineLoop(scheduler, runner, run_ahead=device.type == "cuda", ledger=ledger),
         model=model,
         config=config,
         tokenizer=tokenizer,

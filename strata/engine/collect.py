@@ -83,6 +83,8 @@ class Collector:
     def fail(self, sequence: Sequence) -> None:
         """A sequence has ended because it, or another sample of the request told before, could draw no id."""
         sample = self._samples[sequence.index]
+        if self._first_token is None:
+            self._cached_tokens = sequence.cached_tokens
         if self._error is None:
             self._error = (
                 f"sample {sequence.index} ended before its output token {len(sample.ids) + 1}: the logits hold NaN or "

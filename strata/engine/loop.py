@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from strata.engine.faults import EngineFault, out_of_memory
+from strata.engine.ledger import Ledger
 from strata.engine.request import Request, Sequence
 from strata.engine.runner import Launched, PromptLogprobs, Runner, StepObserver
 from strata.engine.sampler import LogprobTensors
-from strata.engine.scheduler import Scheduler, Update
+from strata.engine.scheduler import Scheduler, StepPlan, Update
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,17 @@ class StepOutput:
 class EngineLoop:
     """Launches the next step before it reads the ids of the step before, if `run_ahead`.
 
-    On a CPU there is nothing to overlap, so its engine reads each step's ids at once.
+    On a CPU there is nothing to overlap, so its engine reads each step's ids at once. If the device runs out of memory,
+    all requests end, and `step` and from then on `add` raise EngineFault.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, run_ahead: bool) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, run_ahead: bool, ledger: Ledger) -> None:
         self.scheduler = scheduler
         self._runner = runner
         self._run_ahead = run_ahead
+        self._ledger = ledger
         self._outstanding: Launched | None = None
+        self._fault: str | None = None
 
     @property
     def idle(self) -> bool:
@@ -47,7 +52,9 @@ class EngineLoop:
         self._runner.observer = observer
 
     def add(self, request: Request) -> list[Sequence]:
-        """Queue a request. Raises ValueError if it can never fit."""
+        """Queue a request. Raises ValueError if it can never fit, EngineFault if the engine has broken down."""
+        if self._fault is not None:
+            raise EngineFault(self._fault)
         return self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -65,7 +72,7 @@ class EngineLoop:
             self._outstanding = None
             return self._complete(before)
         plan = self.scheduler.schedule()
-        self._outstanding = self._runner.launch(plan) if plan is not None else None
+        self._outstanding = self._launch(plan) if plan is not None else None
         if not self._run_ahead and before is None:
             before, self._outstanding = self._outstanding, None
         return None if before is None else self._complete(before)
@@ -76,6 +83,19 @@ class EngineLoop:
             output = self.step()
             if output is not None:
                 yield output
+
+    def _launch(self, plan: StepPlan) -> Launched:
+        try:
+            return self._runner.launch(plan)
+        except (RuntimeError, MemoryError) as error:
+            doing = f"running a step of {plan.tokens:,} tokens from {len(plan.chunks)} sequences"
+            fault = out_of_memory(error, doing, self._ledger)
+            if fault is None:
+                raise
+            self._fault = str(fault)
+            self._outstanding = None
+            self.scheduler.abort_all()
+            raise fault from None
 
     def _complete(self, launched: Launched) -> StepOutput:
         updates = self.scheduler.complete(launched.plan, launched.wait())

@@ -220,6 +220,11 @@ class Scheduler:
             self._end(sequence, "abort", None)
         return sequences
 
+    def abort_all(self) -> None:
+        """End all requests."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+
     def check(self) -> None:
         """Raise AssertionError unless pages, slots, queues and the prefix tree agree. It walks all of them."""
         slots = [sequence.slot for sequence in self._running if sequence.slot is not None]

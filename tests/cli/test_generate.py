@@ -9,9 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from strata.cli import main
 from strata.cli.main import app
+from strata.engine.faults import EngineFault
+from strata.models.tokenizer import Tokenizer
 
 RUNNER = CliRunner()
 
@@ -32,6 +37,50 @@ def test_generate_json_gives_one_object_a_prompt() -> None:
     assert objects[0]["text"].endswith("tenalp")
     assert objects[1]["text"].endswith("7")
     assert all(one["finish_reason"] == "stop" for one in objects)
+
+
+@pytest.fixture(scope="module")
+def broken(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in which the embedding of "z" is NaN."""
+    path = tmp_path_factory.mktemp("broken")
+    for file in folder.iterdir():
+        path.joinpath(file.name).write_bytes(file.read_bytes())
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][Tokenizer.load(path).encode("z")] = torch.nan
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def test_a_request_that_fails_is_told_and_the_others_are_answered(broken: Path) -> None:
+    options = ["--model", str(broken), "--device", "cpu", "--max-tokens", "4", "--temperature", "0"]
+    result = RUNNER.invoke(app, ["generate", "fox", "z", "--raw", "--json", *options])
+    assert result.exit_code == 1
+    sound, lost = (json.loads(line) for line in result.stdout.splitlines())
+    assert sound["error"] is None
+    assert sound["text"]
+    assert (lost["text"], lost["finish_reason"]) == ("", "error")
+    assert "NaN" in lost["error"]
+    assert f"strata: error: 'z': {lost['error']}" in result.stderr
+
+
+def test_chat_goes_on_after_a_reply_that_failed(broken: Path) -> None:
+    options = ["--model", str(broken), "--device", "cpu", "--max-tokens", "4", "--temperature", "0"]
+    result = RUNNER.invoke(app, ["chat", *options], input="z\nfox\n\n")
+    assert result.exit_code == 0
+    assert result.output.count("the logits hold NaN") == 1
+
+
+def test_a_fault_of_the_engine_is_a_message_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def break_down() -> None:
+        raise EngineFault("out of memory")
+
+    monkeypatch.setattr(main, "app", break_down)
+    with pytest.raises(SystemExit) as left:
+        main.main()
+    assert left.value.code == 1
+    assert capsys.readouterr().err == "strata: error: out of memory\n"
 
 
 def test_chat_keeps_the_conversation_and_ends_at_an_empty_line() -> None:

@@ -1,0 +1,43 @@
+"""Faults that end an engine, told so that one knows what it was doing, what it holds, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from strata.engine.ledger import Ledger
+
+# How PyTorch, the CUDA runtime and cuBLAS say it where they do not raise torch.OutOfMemoryError.
+_PHRASES = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+
+
+class EngineFault(RuntimeError):
+    """The engine can do no more work; it answers every further request with the same message."""
+
+
+def out_of_memory(error: BaseException, doing: str, ledger: Ledger) -> EngineFault | None:
+    """The fault to raise for an error, or for one that it hides; None if neither is a lack of memory."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (torch.OutOfMemoryError, MemoryError)) or any(word in str(cause) for word in _PHRASES):
+            return EngineFault(
+                f"out of memory on {ledger.device} while {doing}: lower gpu_memory_utilization, max_num_seqs, "
+                "max_num_batched_tokens or max_model_len, or end what else uses the device\n"
+                + "\n".join(ledger.lines())
+            )
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+@contextmanager
+def memory_explained(doing: str, ledger: Ledger) -> Iterator[None]:
+    """Raise EngineFault instead of any error that a lack of memory causes inside."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        fault = out_of_memory(error, doing, ledger)
+        if fault is None:
+            raise
+        raise fault from None
