@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strata.kernels import decode_attention_triton
+from strata.kernels import decode_attention_cuda
 from strata.kernels.attention_triton import attention_kernel, head_pad, mixed_tile
 from strata.kernels.paged import PagedKV
 
@@ -57,7 +57,7 @@ def attend(
         pages is not None
         and longest == 1
         and q.shape[0] == pages.tables.shape[0]  # none goes without a token
-        and decode_attention_triton.fits(pages, q.shape[1], k.shape[1], q.shape[2])
+        and decode_attention_cuda.fits(pages, q.shape[1], k.shape[1], q.shape[2])
     ):
         return decode(q, offsets, pages, layer, scale, window)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -125,4 +125,4 @@ def prefill(
 
 def decode(q: Tensor, offsets: Tensor, pages: PagedKV, layer: int, scale: float, window: int | None) -> Tensor:
     """Every sequence has one query: its keys are divided among programs."""
-    return decode_attention_triton.decode(q.flatten(1), q.shape[1], q.shape[2], pages, layer, scale, window)
+    return decode_attention_cuda.decode(q.flatten(1), q.shape[1], q.shape[2], pages, layer, scale, window)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels import decode_attention_triton
+from strata.kernels import decode_attention_cuda
 from strata.kernels.attention import attention
 from strata.kernels.op import operation
 from strata.kernels.paged import PagedKV
@@ -109,8 +109,8 @@ def _triton(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    unfinished = decode_attention_triton.Unfinished(q_weight, k_weight, eps, cos, sin)
-    return decode_attention_triton.decode(product, heads, cos.shape[-1], pages, layer, scale, window, unfinished)
+    unfinished = decode_attention_cuda.Unfinished(q_weight, k_weight, eps, cos, sin)
+    return decode_attention_cuda.decode(product, heads, cos.shape[-1], pages, layer, scale, window, unfinished)
 
 
 def _fits(
@@ -136,7 +136,7 @@ def _fits(
         and all(angle.dtype == torch.float32 and angle.is_contiguous() for angle in (cos, sin))
         and head_dim >= 64  # rows of at least as many, a multiple of 16, are summed in the order of `rms_norm`
         and head_dim % 16 == 0
-        and decode_attention_triton.fits(pages, heads, kv_heads, head_dim)
+        and decode_attention_cuda.fits(pages, heads, kv_heads, head_dim)
     )
 
 

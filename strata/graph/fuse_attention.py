@@ -1,0 +1,49 @@
+"""In graphs of decode steps, attention takes up what leads from the product of the projections to it."""
+
+from __future__ import annotations
+
+from operator import getitem
+
+from torch import fx
+
+from strata.graph.capture import must_stay
+from strata.graph.match import Call, Hole, Match, find
+from strata.kernels.attention import attention
+from strata.kernels.decode_attention import decode_attention
+from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
+
+_GIVEN = ("product", "heads", "kv_heads", "q_weight", "k_weight", "eps", "cos", "sin", "pages", "layer")
+_WRITTEN = Call(qk_rope_kv_write, tuple(Hole(name) for name in _GIVEN), "written")
+_RESULTS = tuple(Call(getitem, (_WRITTEN, index), name, read_once=True) for index, name in enumerate("qkv"))
+_STEP = tuple(Hole(name) for name in ("offsets", "longest", "pages", "layer", "scale", "window"))
+_ATTENTION = Call(attention, (*_RESULTS, *_STEP), "attention")
+_TAKEN = (*_GIVEN[:-2], "offsets", "pages", "layer", "scale", "window")
+
+
+def fuse_decode_attention(graph: fx.GraphModule) -> fx.GraphModule:
+    """`qk_rope_kv_write` and the `attention` to its results become `decode_attention`, in place; returns `graph`.
+
+    For a graph that `fuse` has gone over and that is not bound yet. It then serves only batches in which every sequence
+    has one new token, in pages.
+    """
+    for found in find(graph, _ATTENTION):
+        if len(found["written"].users) == len(_RESULTS) and not _pages_read_between(found):
+            _fuse(graph.graph, found)
+    graph.graph.eliminate_dead_code(is_impure_node=must_stay)
+    graph.recompile()
+    return graph
+
+
+def _pages_read_between(found: Match) -> bool:
+    """Whether something has to find the new keys in the pages before attention: they will be written only by then."""
+    return any(found["written"] < user < found["attention"] for user in found["pages"].users)
+
+
+def _fuse(graph: fx.Graph, found: Match) -> None:
+    old, written = found["attention"], found["written"]
+    with graph.inserting_before(old):
+        fused = graph.call_function(decode_attention, tuple(found[name] for name in _TAKEN))
+    fused.meta = {"module": f"{written.meta['module']}+attention", "layer": written.meta["layer"]}
+    old.replace_all_uses_with(fused)
+    for node in (old, *(found[name] for name in "qkv"), written):
+        graph.erase_node(node)
