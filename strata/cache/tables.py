@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from strata.cache.pool import KVPool
 from strata.kernels.attention_cpu import planned
-from strata.kernels.paged import BatchParts, PagedKV
+from strata.kernels.batch_parts import BatchParts, divide
+from strata.kernels.paged import PagedKV
 from strata.models.batch import Batch
 
 Int32Array = NDArray[np.int32]
@@ -47,6 +48,7 @@ class StepShape:
             "positions": self.tokens,
             "slots": self.tokens,
             "offsets": self.sequences + 1,
+            "starts": self.sequences,
             "lengths": self.sequences,
             "tables": self.sequences * self.width,
             "rows": self.draws,
@@ -69,6 +71,7 @@ class StepBuffer:
     tokens: [tokens] ids known to the host.
     sources: [tokens] slot whose newest id, which only the device knows, stands in for the token; -1 for none.
     positions, slots, offsets, lengths, tables: see `Batch` and `PagedKV`.
+    starts: see `BatchParts`; only `divide` fills it.
     rows: [draws] row of the hidden states that is sampled.
     draw_slots: [draws] slot that receives the id.
     temperatures, top_p, min_p: [draws] the bits of a float32 each. top_k: [draws], 0 for no limit.
@@ -129,6 +132,12 @@ class StepBuffer:
             host[name][tokens:] = 0
         for name in ("slots", "sources"):
             host[name][tokens:] = -1
+
+    def divide(self, cached: Sequence[int], new: Sequence[int], reach: int) -> BatchParts:
+        """The parts of a step, as `strata.kernels.batch_parts.divide` finds them, with `starts` of this buffer."""
+        parts = divide(cached, new, reach)
+        self.host["starts"][: len(new)] = parts.starts.numpy()
+        return replace(parts, starts=self.tensors["starts"])
 
     def pad_draws(self, draws: int, slot: int) -> None:
         """Beyond the first `draws`, padding rows draw greedily, without filters, from row 0 into `slot`."""

@@ -26,7 +26,7 @@ from strata.engine.sampler import (
 )
 from strata.engine.scheduler import StepPlan
 from strata.engine.transfer import send
-from strata.kernels.paged import BatchParts
+from strata.kernels.batch_parts import library_reach
 from strata.kernels.sampling import likeliest, logprobs
 
 # Rows of prompt log-probabilities that are projected onto the vocabulary at once.
@@ -118,6 +118,7 @@ class Runner:
         # The methods themselves: calling a module costs a Python frame or two on the way, every step.
         self._graph, self._head = graph.forward, head.forward
         self._config, self._device = config, device
+        self._reach = library_reach(pool.shape.dtype, pool.shape.head_dim, config.windows, config.max_length)
         most_pages = -(-config.max_length // pool.shape.page_size)
         self._tables = BlockTables(config.max_sequences, most_pages)
         self._slots = SlotState(config.max_sequences)
@@ -179,10 +180,13 @@ class Runner:
         device = host if self._device.type == "cpu" else torch.empty(shape.size, dtype=torch.int32, device=self._device)
         buffer = StepBuffer(shape, host, device)
         missing = self._fill(buffer, plan, rows)
+        parts = None
+        if self._device.type == "cuda":
+            chunks = plan.chunks
+            parts = buffer.divide([chunk.start for chunk in chunks], [chunk.count for chunk in chunks], self._reach)
         self._send(buffer)
         longest = max(chunk.count for chunk in plan.chunks)
         tokens = joined_tokens(buffer, self._newest) if missing else buffer.tensors["tokens"]
-        parts = batch_parts(plan) if self._device.type == "cuda" else None
         hidden = self._graph(buffer.batch(self.pool, tokens, longest, self._config.windows, parts))
         prompt_logprobs = tuple(self._prompt_logprobs(plan, hidden))
         if not rows:
@@ -290,13 +294,3 @@ class Runner:
                     reported = logprobs(logits, send(self._device, ids=targets)["ids"], most)
                     yield PromptLogprobs(sequence, token, LogprobTensors(*reported))
             at += chunk.count
-
-
-def batch_parts(plan: StepPlan) -> BatchParts | None:
-    """The kinds of sequences in a plan; None if they do not come in the order of `BatchParts`."""
-    kinds = [0 if chunk.count == 1 else 1 if chunk.start else 2 for chunk in plan.chunks]
-    if kinds != sorted(kinds):
-        return None
-    counts = [chunk.count for chunk in plan.chunks]
-    decodes, continued = kinds.count(0), kinds.count(0) + kinds.count(1)
-    return BatchParts(decodes, tuple(counts[decodes:continued]), tuple(counts[continued:]))

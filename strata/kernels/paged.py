@@ -8,19 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from strata.kernels.attention_plan import AttentionPlan
-
-
-@dataclass(frozen=True)
-class BatchParts:
-    """The sequences of a mixed step as the host knows them, in the order of the batch.
-
-    decodes: how many have one new token. continued: new tokens of each that goes on with its prompt. fresh: tokens of
-    each prompt that has nothing cached.
-    """
-
-    decodes: int
-    continued: tuple[int, ...]
-    fresh: tuple[int, ...]
+from strata.kernels.batch_parts import BatchParts
 
 
 @dataclass(frozen=True)
@@ -35,7 +23,7 @@ class PagedKV:
     plan: what attention on a CPU needs to know of this step in every layer (`attention_cpu.planned` makes it); None:
         each layer works it out from the tensors above.
     index: [tokens] int64, the slots again, if none of them is -1: a CPU writes by it. None: each layer looks.
-    parts: for CUDA, what kinds of sequences there are; None: attention treats all alike.
+    parts: for CUDA, which kernel attends for which rows of a step with prompts; None: attention treats all alike.
     """
 
     keys: tuple[Tensor, ...]

@@ -37,6 +37,15 @@ def test_places_follow_from_slots_starts_and_counts() -> None:
     assert host["slots"].tolist() == [9 * PAGE + 2, 9 * PAGE + 3, 20, 21, 22, 23, 2 * PAGE]
 
 
+def test_parts_of_a_step_have_their_starts_in_the_buffer() -> None:
+    made = buffer(1531, 2, 3, 2)
+    parts = made.divide([6, 0], [1, 1530], reach=2048)
+    assert (parts.decodes, parts.left) == (1, 1530 - 1024)
+    assert [(call.row, call.rows) for call in parts.library] == [(1, 1024)]
+    assert parts.starts.tolist() == [1, 1 + 1024]
+    assert parts.starts.data_ptr() == made.tensors["starts"].data_ptr()
+
+
 def test_what_a_bucket_holds_beyond_the_batch_is_padding() -> None:
     made = buffer(4, 4, 2, 4)
     made.place(tables(), PAGE, np.array([0], np.int32), np.array([3], np.int32), np.array([1], np.int32))

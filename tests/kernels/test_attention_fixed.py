@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 from strata.kernels import attention_fixed
 from strata.kernels.arrivals import MOST_ARRIVALS
 from strata.kernels.attention_fixed_triton import PART_KEYS, PARTS, decode_tile, part_at, part_start, prefill_tile
-from strata.kernels.paged import BatchParts, PagedKV
+from strata.kernels.batch_parts import BatchParts
+from strata.kernels.paged import PagedKV
 
 TYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -61,7 +62,7 @@ def test_sequences_with_one_token_decode() -> None:
         return attention_fixed._decodes(sequences, longest, pages, kv_heads)
 
     assert decodes(5, 1, None) == 5
-    assert decodes(5, 9, BatchParts(3, (7,), (9,))) == 3
+    assert decodes(5, 9, BatchParts(3, (), 16, index)) == 3
     assert decodes(5, 9, None) == 0
     most = MOST_ARRIVALS // 8
     assert decodes(most, 1, None) == most
