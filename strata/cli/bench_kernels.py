@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -18,11 +18,13 @@ from strata.hardware.specs import recognize
 
 if TYPE_CHECKING:
     from strata.cli.kernel_cases import Case
-    from strata.cli.kernel_tuning import Finding, Product
-    from strata.kernels.gemm_skinny import Tiles
+    from strata.cli.kernel_tuning import Finding
+    from strata.cli.products import Product
+    from strata.kernels.gemm_skinny_tiles import Tiles
 
 MODELS = ("8B", "0.6B")
-ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 2048, 8192)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048, 8192)
+FUSED_ROWS = ROWS[:9]
 # What the arguments of one case may take together, in bytes.
 _MOST_BYTES = 4 << 30
 
@@ -51,13 +53,13 @@ class Row:
         reached = "-" if self.share is None else f"{self.share:.0%}"
         floor = "-" if self.floor is None else f"{self.floor * 1e6:.1f}"
         return (
-            f"{self.operation:16} {self.model:5} {self.shape:28} {self.rows:6} {self.seconds * 1e6:10.1f} {floor:>10} "
+            f"{self.operation:22} {self.model:5} {self.shape:28} {self.rows:6} {self.seconds * 1e6:10.1f} {floor:>10} "
             f"{reached:>5} {self.bound or '-':8} {self.bandwidth / 1e12:6.2f} {library:>10}  {self.implementation}"
         )
 
 
 HEADINGS = (
-    f"{'operation':16} {'model':5} {'shape':28} {'rows':>6} {'us':>10} {'floor us':>10} {'share':>5} {'bound':8} "
+    f"{'operation':22} {'model':5} {'shape':28} {'rows':>6} {'us':>10} {'floor us':>10} {'share':>5} {'bound':8} "
     f"{'TB/s':>6} {'library us':>10}  implementation"
 )
 
@@ -81,9 +83,9 @@ def kernels(
         raise ValueError("strata bench kernels measures a CUDA device through Triton; there is none here")
 
     from strata.cli.kernel_cases import cases
-    from strata.cli.kernel_tuning import products
+    from strata.cli.products import products
     from strata.kernels import tuned
-    from strata.kernels.gemm_skinny import tiles_of
+    from strata.kernels.gemm_skinny_tiles import tiles_of
     from strata.models.config import config_from_dict
     from strata.models.shapes import SHAPES
 
@@ -112,26 +114,21 @@ def kernels(
 
 
 def _tune(weights: Sequence[Product], device: str, path: Path) -> None:
-    import torch
-
     from strata.cli.kernel_tuning import tune
     from strata.kernels import tuned
 
     table = {}
-    for product in weights:
-        for found in tune(product):
-            table[found.key] = found.choice
-            print(_tuned(product, found), file=sys.stderr)
-        torch.cuda.empty_cache()
-        tuned.write(path, device, table)  # after each weight, so that an interrupted run leaves what it found
+    for found in tune(weights):
+        table[found.key] = found.choice
+        print(_tuned(found), file=sys.stderr)
+        tuned.write(path, device, table)  # after each, so that an interrupted run leaves what it found
 
 
-def _tuned(product: Product, found: Finding) -> str:
-    choice = found.choice
+def _tuned(found: Finding) -> str:
+    product, choice = found.product, found.choice
     words = " ".join([choice.implementation, *(f"{name}={value}" for name, value in choice.parameters.items())])
-    plain = "" if found.plain is None else f", not early {found.plain * 1e6:.1f} us"
-    times = f"{choice.seconds * 1e6:.1f} us{plain}, library {choice.library_seconds * 1e6:.1f} us"
-    return f"tuned {product.model} {product.name} x{found.key.rows}: {times}: {words}"
+    times = f"{choice.seconds * 1e6:.1f} us, the library's product {choice.library_seconds * 1e6:.1f} us"
+    return f"tuned {product.operation} {product.model} {product.name} x{found.key.rows}: {times}: {words}"
 
 
 def _measurements(
@@ -141,9 +138,9 @@ def _measurements(
 
     for product in weights:
         drawn = product.weights()
-        for rows in ROWS:
-            label = f"linear {product.model} {product.name} x{rows}"
-            yield label, partial(_linear_row, product, drawn, rows, tiles, device)
+        for rows in ROWS if product.operation == "linear" else FUSED_ROWS:
+            label = f"{product.operation} {product.model} {product.name} x{rows}"
+            yield label, partial(_product_row, product, drawn, rows, tiles, device)
         del drawn
         torch.cuda.empty_cache()
     for model, chosen in cases.items():
@@ -153,27 +150,30 @@ def _measurements(
             torch.cuda.empty_cache()
 
 
-def _linear_row(product: Product, weights: Sequence[Any], rows: int, tiles: Tiles, device: str) -> Row:
+def _product_row(product: Product, weights: Sequence[Any], rows: int, tiles: Tiles, device: str) -> Row:
+    """library: of its product alone, whatever is fused with ours."""
     import torch
     import torch.nn.functional as F
 
-    from strata.cli.kernel_tuning import DTYPE, LIBRARY
+    from strata.cli.kernel_tuning import LIBRARY
+    from strata.cli.products import DTYPE, arguments
     from strata.hardware.replay import time_replayed
-    from strata.kernels.gemm import linear
-    from strata.kernels.gemm_skinny import choose_tile, skinny_linear
+    from strata.kernels.gemm_skinny import multiply
+    from strata.kernels.gemm_skinny_tiles import IMPLEMENTATION, choose_tile, untuned_tile
 
-    x = torch.randn(rows, product.width, dtype=DTYPE, device="cuda")
-    estimate = product.estimate(rows)
-    library = time_replayed([partial(F.linear, x, weight) for weight in weights], estimate=estimate).seconds
-    tile = choose_tile(rows, product.out, product.width, DTYPE, tiles)
-    seconds, name = library, LIBRARY
+    call, estimate = product.call(rows, weights[0]), product.estimate(rows)
+    library = time_replayed([partial(F.linear, call.x, weight) for weight in weights], estimate=estimate).seconds
+    tile = choose_tile(product.operation, rows, product.out, product.width, DTYPE, tiles)
+    if tile is None and product.operation != "linear":
+        tile = untuned_tile(rows, product.out, product.width, early=torch.cuda.get_device_capability() >= (9, 0))
+    name, seconds = LIBRARY, library
     if tile is not None:
-        calls = [partial(skinny_linear, x, weight, None, tile) for weight in weights]
+        name = " ".join([IMPLEMENTATION, *(f"{key}={value}" for key, value in asdict(tile).items())])
+        calls = [partial(multiply, replace(call, weight=weight), tile) for weight in weights]
         seconds = time_replayed(calls, estimate=estimate).seconds
-        name = " ".join(["skinny", *(f"{key}={value}" for key, value in asdict(tile).items())])
-    cost = linear.cost(x, weights[0], workload=Workload((1,) * rows, (1,) * rows))
+    cost = product.operator.cost(*arguments(call), workload=Workload((1,) * rows, (1,) * rows))
     shape = f"{product.name} {product.width}->{product.out}"
-    return _row("linear", product.model, shape, rows, name, seconds, cost, "bfloat16", library, device)
+    return _row(product.operation, product.model, shape, rows, name, seconds, cost, "bfloat16", library, device)
 
 
 def _case_row(model: str, case: Case, device: str) -> Row:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels import gemm_cublaslt, gemm_fixed, gemm_skinny
+from strata.kernels import gemm_cublaslt, gemm_fixed, gemm_skinny, gemm_skinny_tiles
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -38,12 +38,12 @@ linear.implement("fixed tiles", "cpu", invariant=True)(gemm_fixed.buffered_linea
 
 
 def _tuned(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    return gemm_skinny.tuned_tile(x, weight) is not None
+    return gemm_skinny_tiles.tuned_tile(linear.name, x, weight) is not None
 
 
-@linear.implement(gemm_skinny.IMPLEMENTATION, "cuda", supports=_tuned)
+@linear.implement(gemm_skinny_tiles.IMPLEMENTATION, "cuda", supports=_tuned)
 def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    tile = gemm_skinny.tuned_tile(x, weight)
+    tile = gemm_skinny_tiles.tuned_tile(linear.name, x, weight)
     assert tile is not None
     return gemm_skinny.skinny_linear(x, weight, bias, tile)
 

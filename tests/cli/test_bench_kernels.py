@@ -17,7 +17,8 @@ from strata.kernels.gemm import linear
 
 pytest.importorskip("triton")
 
-from strata.cli.kernel_tuning import BUCKETS, products
+from strata.cli.kernel_tuning import BUCKETS
+from strata.cli.products import arguments, products
 
 
 @pytest.mark.parametrize("model", ["8B", "0.6B"])
@@ -33,8 +34,26 @@ def test_the_products_are_those_of_the_merged_graph(model: str) -> None:
     assert {(product.out, product.width) for product in products(model, config)} == wanted
 
 
-def test_every_count_of_rows_up_to_64_has_its_bucket() -> None:
-    assert BUCKETS == (1, 2, 4, 8, 16, 32, 64)
+def test_every_weight_is_tuned_alone_and_fused() -> None:
+    found = [(product.name, product.operation) for product in products("8B", find_config("8B"))]
+    assert found == [
+        ("qkv", "linear"), ("qkv", "scaled_linear"), ("o", "linear"), ("o", "linear_add"),
+        ("gate_up", "linear"), ("gate_up", "scaled_linear_silu_mul"), ("down", "linear"), ("down", "linear_add"),
+        ("lm_head", "linear"), ("lm_head", "scaled_linear"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 2, 64])
+def test_calls_are_what_their_operations_take(rows: int) -> None:
+    for product in products("0.6B", find_config("0.6B")):
+        weight = torch.empty(product.out, product.width, dtype=torch.bfloat16, device="meta")
+        result = product.operator.meta(*arguments(product.call(rows, weight)))
+        first = result[0] if isinstance(result, tuple) else result
+        assert first.shape == (rows, product.out // (2 if "silu" in product.operation else 1))
+
+
+def test_every_count_of_rows_up_to_256_has_its_bucket() -> None:
+    assert BUCKETS == (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def test_columns_stand_under_their_headings() -> None:

@@ -9,21 +9,33 @@ import torch
 import torch.nn.functional as F
 
 from strata.hardware.replay import time_replayed
+from strata.kernels.arrivals import arrivals
 from strata.kernels.gemm import linear
-from strata.kernels.gemm_skinny import SkinnyTile, candidates, device_tiles, row_bucket, skinny_linear, tuned_tile
+from strata.kernels.gemm_skinny import skinny_linear
+from strata.kernels.gemm_skinny_candidates import candidates, variants
+from strata.kernels.gemm_skinny_tiles import (
+    IMPLEMENTATION,
+    MOST_ROWS,
+    SkinnyTile,
+    device_tiles,
+    row_bucket,
+    tuned_tile,
+    untuned_tile,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
-WIDTHS = (1024, 2048, 3072, 4096, 14336)
-BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+# Weights [out, width]: of the 0.6B shape, and the long rows of the 8B shape.
+SHAPES = ((1024, 2048), (1024, 3072), (6144, 1024), (4096, 14336))
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
-def tiles(width: int) -> list[SkinnyTile]:
-    return sorted({tile for rows in BUCKETS for tile in candidates(rows, width)}, key=str)
+def tiles(out: int, width: int) -> list[SkinnyTile]:
+    return sorted({tile for rows in BUCKETS for tile in candidates("linear", rows, out, width)}, key=str)
 
 
 def assert_right(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -35,21 +47,22 @@ def assert_right(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bi
     torch.testing.assert_close(result.double(), exact, rtol=rtol, atol=5e-5 * exact.abs().max().item())
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_every_tile_in_every_bucket(width: int) -> None:
-    out = 16 * int(torch.randint(1, 40, ())) + int(torch.randint(1, 16, ()))  # fills no tile
+@pytest.mark.parametrize(("out", "width"), SHAPES)
+def test_every_tile_in_every_bucket(out: int, width: int) -> None:
+    out -= 16  # fills no tile
     weight, bias = draw(out, width), draw(out)
     for bucket in BUCKETS:
         for rows in {bucket, bucket // 2 + 1}:
             x = draw(rows, width)
-            for tile in candidates(bucket, width):
+            for tile in candidates("linear", bucket, out, width):
                 assert_right(skinny_linear(x, weight, bias, tile), x, weight, bias)
+    assert not arrivals(weight.device).any()
 
 
 @pytest.mark.parametrize("out", [1, 15, 16, 17, 63, 129, 1000])
 def test_columns_that_do_not_fill_a_tile(out: int) -> None:
     weight = draw(out, 2048)
-    for tile in tiles(2048):
+    for tile in tiles(1024, 2048):
         x = draw(4 if tile.kernel == "gemv" else 30, 2048)
         assert_right(skinny_linear(x, weight, None, tile), x, weight, None)
 
@@ -57,9 +70,9 @@ def test_columns_that_do_not_fill_a_tile(out: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_strided_operands(dtype: torch.dtype) -> None:
     weight = draw(300, 4096 + 64, dtype=dtype)[:, 32 : 32 + 4096]
-    for rows in (1, 8, 30):
+    for rows in (1, 8, 30, 200):
         x = draw(rows, 3 * 4096, dtype=dtype)[:, 4096:8192]
-        for tile in candidates(row_bucket(rows), 4096):
+        for tile in candidates("linear", row_bucket(rows), 4096, 4096):
             assert_right(skinny_linear(x, weight, None, tile), x, weight, None)
 
 
@@ -71,13 +84,13 @@ def test_leading_dimensions_and_no_rows() -> None:
     assert skinny_linear(x[:0], weight, None, tile).shape == (0, 5, 96)
 
 
-@pytest.mark.parametrize("width", [1024, 14336])
-def test_rows_stand_alone_in_one_tile(width: int) -> None:
-    weight, x = draw(200, width), draw(64, width)
-    for tile in tiles(width):
-        most = 4 if tile.kernel == "gemv" else max(rows for rows in BUCKETS if tile in candidates(rows, width))
+@pytest.mark.parametrize(("out", "width"), [(1024, 2048), (4096, 14336)])
+def test_rows_stand_alone_in_one_tile(out: int, width: int) -> None:
+    weight, x = draw(200, width), draw(MOST_ROWS, width)
+    for tile in tiles(out, width):
+        most = max(rows for rows in BUCKETS if tile in candidates("linear", rows, out, width))
         together = skinny_linear(x[:most], weight, None, tile)
-        for rows in range(1, most + 1):
+        for rows in {*range(1, min(most, 5) + 1), most // 2 + 1, most}:
             chosen = torch.randint(0, most, (rows,), device="cuda")
             alone = skinny_linear(x[chosen], weight, None, tile)
             assert torch.equal(alone, together[chosen]), f"{tile}: other bits among {rows} rows"
@@ -97,22 +110,24 @@ def test_a_chain_of_early_launches_in_a_graph_reads_what_the_launch_before_wrote
 ) -> None:
     monkeypatch.undo()  # to poison the results would put kernels between the launches
     weights = [draw(2048, 2048) * 2048**-0.5 for _ in range(6)]
-    x = draw(4, 2048)
-    for tile in candidates(4, 2048):
-        chosen = replace(tile, early=True)
-        plain, early = x, []
-        for weight in weights:
-            plain = skinny_linear(plain, weight, None, tile)
+    for rows in (4, 64):
+        x = draw(rows, 2048)
+        for found in candidates("linear", rows, 2048, 2048):
+            late = replace(found, early=False)
+            for tile in variants("linear", found):
+                plain, early = x, []
+                for weight in weights:
+                    plain = skinny_linear(plain, weight, None, late)
 
-        def chain(tile: SkinnyTile = chosen, into: list[torch.Tensor] = early) -> None:
-            y = x
-            for weight in weights:
-                y = skinny_linear(y, weight, None, tile)
-            into.append(y)
+                def chain(x: torch.Tensor = x, tile: SkinnyTile = tile, into: list[torch.Tensor] = early) -> None:
+                    for weight in weights:
+                        x = skinny_linear(x, weight, None, tile)
+                    into.append(x)
 
-        time_replayed([chain], repeats=20)
-        for result in (early[0], early[-1]):  # run eagerly, and as the last replay left it
-            assert torch.equal(result, plain), f"{chosen} read too soon"
+                time_replayed([chain], repeats=20)
+                for result in (early[0], early[-1]):  # run eagerly, and as the last replay left it
+                    assert torch.equal(result, plain), f"{tile} read too soon"
+    assert not arrivals(x.device).any()
 
 
 def test_what_the_kernels_cannot_load_is_refused() -> None:
@@ -134,15 +149,24 @@ def assert_right_by_linear(x: torch.Tensor, weight: torch.Tensor) -> None:
     torch.testing.assert_close(linear(x, weight).double(), exact, rtol=0.02, atol=0.02 * exact.abs().max().item())
 
 
+@pytest.mark.parametrize(("out", "width"), [(999, 192), (5000, 896), (1024, 2048)])
+def test_tiles_of_shapes_that_were_not_measured(out: int, width: int) -> None:
+    weight = draw(out, width)
+    for rows in (1, 2, 3, 17, 64, 65, 256):
+        tile, x = untuned_tile(rows, out, width, early=True), draw(rows, width)
+        assert tile is not None
+        assert_right(skinny_linear(x, weight, None, tile), x, weight, None)
+
+
 def test_linear_takes_what_the_table_says() -> None:
     found = device_tiles(torch.device("cuda", torch.cuda.current_device()))
     bound = linear.bind("cuda")
     assert bound.choose(draw(1, 48), draw(7, 48), None).name == "cublas"
     for key, tile in found.items():
-        if key.out * key.width > 1 << 27:
+        if key.operation != "linear" or key.out * key.width > 1 << 27:
             continue
         x, weight = draw(key.rows, key.width), draw(key.out, key.width)
-        assert bound.choose(x, weight, None).name == "skinny"
-        assert tuned_tile(x, weight) == tile
+        assert bound.choose(x, weight, None).name == IMPLEMENTATION
+        assert tuned_tile("linear", x, weight) == tile
         assert_right(bound(x, weight, None), x, weight, None)
-        assert bound.choose(draw(65, key.width), weight, None).name == "cublas"
+        assert bound.choose(draw(MOST_ROWS + 1, key.width), weight, None).name == "cublas"

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from strata.kernels import tuned
-from strata.kernels.gemm_skinny import (
+from strata.kernels.gemm_skinny_candidates import candidates, variants
+from strata.kernels.gemm_skinny_tiles import (
     SkinnyTile,
     aligned,
-    candidates,
     choose_tile,
     row_bucket,
     tiles_of,
+    untuned_tile,
 )
 from strata.kernels.tuned import Choice, Key
 
@@ -54,7 +55,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 def test_a_device_without_a_table_has_no_tiles(tmp_path: Path) -> None:
     assert tuned.read("Unheard-of GPU", tmp_path) == {}
     assert tiles_of(tuned.read("Unheard-of GPU", tmp_path)) == {}
-    assert choose_tile(1, 4096, 4096, torch.bfloat16, {}) is None
+    assert choose_tile("linear", 1, 4096, 4096, torch.bfloat16, {}) is None
 
 
 def test_a_table_cannot_be_changed(tmp_path: Path) -> None:
@@ -98,6 +99,9 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
         TILE | {"early": 1},
         TILE | {"depth": 3},
         TILE | {"splits": 3},  # which do not divide 4096
+        TILE | {"prefetch": 512},  # though it is not launched early
+        TILE | {"early": True, "prefetch": 100},
+        TILE | {"rows": 48},
         TILE | {"kernel": "gemv"},  # which neither splits nor has stages
         {"kernel": "gemv", "columns": 4, "width": 4096, "warps": 8},  # and not for eight rows
     ],
@@ -109,26 +113,52 @@ def test_a_tile_that_cannot_run_is_refused(tmp_path: Path, tile: dict[str, Any])
 
 def test_a_tile_serves_its_rows_its_shape_and_its_dtype(tmp_path: Path) -> None:
     tiles = tiles_of(tuned.read_file(table(tmp_path, ENTRY, ENTRY | {"rows": 16, "implementation": "library"})))
-    found = {rows: choose_tile(rows, 6144, 4096, torch.bfloat16, tiles) for rows in range(70)}
+    found = {rows: choose_tile("linear", rows, 6144, 4096, torch.bfloat16, tiles) for rows in range(70)}
     assert {rows for rows, tile in found.items() if tile is not None} == {5, 6, 7, 8}
     assert found[5] == SkinnyTile("dot", 64, 128, 4, 4, 2)
-    assert choose_tile(8, 4096, 6144, torch.bfloat16, tiles) is None
-    assert choose_tile(8, 6144, 4096, torch.float16, tiles) is None
+    assert choose_tile("linear_add", 8, 6144, 4096, torch.bfloat16, tiles) is None
+    assert choose_tile("linear", 8, 4096, 6144, torch.bfloat16, tiles) is None
+    assert choose_tile("linear", 8, 6144, 4096, torch.float16, tiles) is None
 
 
 def test_row_buckets() -> None:
-    assert [row_bucket(rows) for rows in (1, 2, 3, 4, 5, 8, 9, 33, 64)] == [1, 2, 4, 4, 8, 8, 16, 64, 64]
+    assert [row_bucket(rows) for rows in (1, 2, 3, 4, 5, 8, 9, 33, 64, 129)] == [1, 2, 4, 4, 8, 8, 16, 64, 64, 256]
 
 
-def test_every_shape_has_candidates_and_all_of_them_fit() -> None:
-    pytest.importorskip("triton")
-    for width in (1024, 2048, 3072, 4096, 14336):
-        for rows in (1, 2, 4, 8, 16, 32, 64):
-            found = candidates(rows, width)
-            assert len(found) == len(set(found)) >= 5
+SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (4096, 4096), (28672, 4096), (4096, 14336)]
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+@pytest.mark.parametrize("operation", ["linear", "linear_add", "scaled_linear", "scaled_linear_silu_mul"])
+def test_every_shape_has_candidates_and_all_of_them_fit(operation: str) -> None:
+    for out, width in SHAPES if operation != "linear_add" else [(o, w) for o, w in SHAPES if o in (1024, 4096)]:
+        for rows in ROWS:
+            found = candidates(operation, rows, out, width)
+            assert len(found) == len(set(found)) >= 3
             for tile in found:
-                assert tile.width <= 2 * width
-                assert width % (tile.width * tile.splits) == 0 or (tile.kernel == "gemv" and width < tile.width)
+                assert tile.fits(rows, out, width)
+                assert tile in variants(operation, tile)
+                assert len(variants(operation, tile)) >= 1 + (tile.kernel == "dot")
+                if tile.kernel == "dot":  # its pipeline leaves room in shared memory
+                    block = min(tile.rows, max(16, rows))
+                    assert 2 * (tile.columns + block) * tile.width * tile.stages <= 227 * 1024
+
+
+def test_splits_of_k_fill_a_gpu() -> None:
+    for tile in candidates("linear_add", 16, 1024, 2048):
+        assert 90 <= tile.splits * 1024 // tile.columns <= 540
+    assert {tile.splits for tile in candidates("linear", 16, 151936, 1024)} == {1}
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_shape_that_was_not_measured_has_a_tile_if_any_fits(early: bool) -> None:
+    for out, width in [*SHAPES, (1, 64), (999, 192), (151936, 1024), (5000, 896)]:
+        for rows in range(1, 257):
+            tile = untuned_tile(rows, out, width, early)
+            assert tile is not None
+            assert tile.fits(rows, out, width)
+            assert tile.early == early
+    assert untuned_tile(1, 100, 48, early) is None
 
 
 def test_operands_that_cannot_be_loaded_16_bytes_at_a_time_are_refused() -> None:
