@@ -27,6 +27,7 @@ from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.fuse import fuse
 from strata.graph.merge import merge
+from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
 from strata.models import weights
 from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import build
@@ -52,7 +53,7 @@ class EngineConfig:
     gpu_memory_utilization: share of the GPU's memory that the engine may use, in (0, 1].
     max_num_seqs: most sequences that run at once.
     max_num_batched_tokens: most tokens of one step; longer prompts are prefilled in chunks. None: 8192 on CUDA, 2048 on
-        a CPU.
+        a CPU or where the own kernels cannot run.
     seed: of the requests that bring none, and of dummy weights.
     deterministic: a request's bits depend on nothing else that runs (see docs/engine.md).
     page_size: tokens of a KV page.
@@ -157,12 +158,18 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         tokenizer = None if asked.skip_tokenizer_init else Tokenizer.load(Path(asked.model))
         defaults = read_generation_config(folder) if folder is not None else GenerationDefaults()
     max_length = _max_length(asked, config)
-    max_tokens = asked.max_num_batched_tokens or (8192 if device.type == "cuda" else 2048)
+    limit = why_not(DeviceLimits.of(device)) if device.type == "cuda" else None
+    if limit is not None:
+        if asked.deterministic:
+            raise ValueError(f"{limit}: deterministic=True needs Strata's own kernels here; leave it out")
+        log(f"{limit}: the library's implementations and the references run instead, without CUDA graphs")
+    fast = device.type == "cuda" and limit is None
+    max_tokens = asked.max_num_batched_tokens or (8192 if fast else 2048)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     dtype = weights.resolve_dtype(asked.dtype, config, device)
     pool_shape = PoolShape(config.num_layers, asked.page_size, config.num_kv_heads, config.head_dim, dtype)
-    buckets = decode_buckets(asked.max_num_seqs) if device.type == "cuda" else []
+    buckets = decode_buckets(asked.max_num_seqs) if fast else []
     ledger = plan_memory(
         config,
         pool_shape,
@@ -181,8 +188,9 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     with clock.phase("weights"), memory_explained("loading the weights", ledger):
         model, _ = weights.load(asked.model, device, dtype, asked.load_format, max_length, asked.seed)
     with clock.phase("graph"):
-        graph = bind(fuse(merge(capture(model))), device.type, asked.deterministic)
-        head = bind(capture_head(model), device.type, asked.deterministic)
+        kind = implementations_for(device)
+        graph = bind(fuse(merge(capture(model))), kind, asked.deterministic)
+        head = bind(capture_head(model), kind, asked.deterministic)
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool = KVPool(pool_shape, ledger.pages, device)
     runner_config = RunnerConfig(asked.max_num_seqs, max_tokens, max_length, frozenset(config.windows), asked.seed)

@@ -8,7 +8,7 @@ from strata.graph.capture import operation_of
 
 
 def bind(graph: fx.GraphModule, device: str, deterministic: bool = False) -> fx.GraphModule:
-    """Replace, in place, each operation by its binding for `device` ("cpu", "cuda", "meta"); returns `graph`.
+    """Replace, in place, each operation by its binding for `device` (see `Operation.bind`); returns `graph`.
 
     `deterministic` leaves only implementations whose bits do not depend on the rest of the batch. A bound graph can be
     bound again. Raises NotImplementedError, naming the operation, if nothing can run it there.

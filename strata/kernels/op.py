@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Proxy
 
 from strata.hardware.roofline import Cost
+from strata.kernels.device_limits import implementations_for
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,10 @@ class Operation:
         return register
 
     def bind(self, device: str, *, deterministic: bool = False, differentiable: bool = False) -> Bound:
-        """The operation for one kind of device ("cpu", "cuda", "meta"), as a callable that keeps its name."""
+        """The operation for one kind of device ("cpu", "cuda", "meta"), as a callable that keeps its name.
+
+        "reference" leaves the reference alone, which runs anywhere.
+        """
         key = (device, deterministic, differentiable)
         if key not in self._bound:
             self._bound[key] = Bound(self, tuple(self._candidates(device, deterministic, differentiable)))
@@ -94,7 +98,8 @@ class Operation:
             return tracer.create_proxy("call_function", self, args, {})
         first = next(argument for argument in args if isinstance(argument, Tensor))
         differentiable = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
-        return self.bind(first.device.type, differentiable=differentiable)(*args)
+        kind = first.device.type if differentiable else implementations_for(first.device)
+        return self.bind(kind, differentiable=differentiable)(*args)
 
 
 @dataclass(frozen=True, eq=False)

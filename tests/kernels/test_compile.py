@@ -11,10 +11,9 @@ import pytest
 
 import strata.kernels
 from strata.kernels.compile_case import CompileCase, compile_for
+from strata.kernels.device_limits import SHARED_BYTES
 
 pytest.importorskip("triton")
-
-SHARED_BYTES = 227 * 1024
 
 
 def modules() -> list[ModuleType]:

@@ -1,0 +1,72 @@
+"""Which devices run the own kernels, by their properties, and that the references can stand in for all of them."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from strata import LLM, SamplingParams
+from strata.graph.bind import bind
+from strata.graph.capture import capture, capture_head
+from strata.graph.fuse import fuse
+from strata.graph.merge import merge
+from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
+from strata.kernels.op import OPERATIONS
+
+H200 = DeviceLimits("NVIDIA H200", (9, 0), 232448)
+
+
+@pytest.mark.parametrize(
+    ("limits", "has_triton", "words"),
+    [
+        (H200, True, None),
+        (DeviceLimits("NVIDIA B200", (10, 0), 232448), True, None),
+        (H200, False, "Triton is not installed"),
+        (
+            DeviceLimits("Tesla T4", (7, 5), 65536),
+            True,
+            "T4 has compute capability 7.5, and the kernels need 8.0",
+        ),
+        (DeviceLimits("NVIDIA L40S", (8, 9), 101376), True, "99 KiB of shared memory for a program.* need 227"),
+    ],
+    ids=lambda value: value.product if isinstance(value, DeviceLimits) else "",
+)
+def test_devices(limits: DeviceLimits, has_triton: bool, words: str | None) -> None:
+    reason = why_not(limits, has_triton)
+    if words is None:
+        assert reason is None
+        return
+    assert reason is not None
+    assert "\n" not in reason
+    assert re.search(words, reason)
+
+
+def test_other_devices_are_bound_by_their_type() -> None:
+    assert implementations_for(torch.device("cpu")) == "cpu"
+    assert implementations_for(torch.device("meta")) == "meta"
+
+
+def test_the_reference_kind_holds_the_reference_alone() -> None:
+    for operation in OPERATIONS.values():
+        assert [candidate.run for candidate in operation.bind("reference").candidates] == [operation.reference]
+
+
+def test_an_engine_of_references_gives_the_same_tokens(folder: Path) -> None:
+    rng = random.Random(0)
+    prompts = [{"prompt_token_ids": [rng.randrange(300) for _ in range(count)]} for count in (1, 40, 17, 90)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+    def ids(llm: LLM) -> list[list[int]]:
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    llm = LLM(folder, device="cpu", dtype="float32", num_pages=50, max_num_batched_tokens=32)
+    want = ids(llm)
+    model, runner = llm.engine.model, llm.engine.loop._runner
+    runner._graph = bind(fuse(merge(capture(model))), "reference").forward
+    runner._head = bind(capture_head(model), "reference").forward
+    llm.engine.loop.scheduler._prefix.evict(50)
+    assert ids(llm) == want
