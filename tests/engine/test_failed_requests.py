@@ -31,16 +31,19 @@ PARAMS = {
 }
 
 
-@pytest.fixture(scope="module")
-def broken(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint with one embedding that is NaN."""
-    path = tmp_path_factory.mktemp("broken")
+def break_embedding(folder: Path, path: Path) -> Path:
+    """A copy of the checkpoint, in `path`, with one embedding that is NaN."""
     for file in folder.iterdir():
         path.joinpath(file.name).write_bytes(file.read_bytes())
     weights = load_file(path / "model.safetensors")
     weights["model.embed_tokens.weight"][NAN_TOKEN] = torch.nan
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path
+
+
+@pytest.fixture(scope="module")
+def broken(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return break_embedding(folder, tmp_path_factory.mktemp("broken"))
 
 
 def engine(folder: Path, *, run_ahead: bool = False, **options: Any) -> LLM:
