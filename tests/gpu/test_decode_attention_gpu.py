@@ -1,0 +1,231 @@
+"""Decoding in one launch: results against float64, pages bit for bit, counters, and launches that overlap."""
+
+from __future__ import annotations
+
+from itertools import product as every
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strata.kernels.arrivals import arrivals
+from strata.kernels.decode_attention import decode_attention
+from strata.kernels.decode_attention_cuda import Unfinished, decode
+from strata.kernels.decode_attention_triton import DecodeTile
+from strata.kernels.paged import PagedKV
+from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+
+TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float32: 1e-5}
+EPS = 1e-6
+
+
+class Step:
+    """A decode step of sequences with `lengths` tokens, the new one included; 0 is a padding row."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        window: int | None = None,
+        page_size: int = 16,
+        normed: bool = False,
+        width: int = 1,
+    ) -> None:
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, device="cuda").to(dtype)
+
+        def index(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+        self.shape, self.scale, self.window = (heads, kv_heads), head_dim**-0.5, window
+        sequences = len(lengths)
+        # Rows of a wider tensor, as a merged product with something beside it would be.
+        self.product = draw(sequences, (heads + 2 * kv_heads) * head_dim + 64)[:, 64:]
+        self.weights = [draw(head_dim).abs() + 0.5 if normed else None for _ in "qk"]
+        angle = torch.rand(sequences, 1, head_dim // 2, device="cuda") * 6.3
+        self.cos = torch.cat((angle.cos(), angle.cos()), -1)
+        self.sin = torch.cat((-angle.sin(), angle.sin()), -1)
+        self.offsets = index(list(range(sequences + 1)))
+        needed = [-(-length // page_size) for length in lengths]
+        order = torch.randperm(sum(needed) + 2, device="cuda").int()
+        # What no sequence has written is NaN, also where tables lead past the end of their sequence.
+        pools = [
+            torch.full((len(order), page_size, kv_heads, head_dim), torch.nan, device="cuda").to(dtype) for _ in "kv"
+        ]
+        tables = order[-1].repeat(sequences, max(*needed, width))
+        slots, at = [], 0
+        for row, (count, length) in enumerate(zip(needed, lengths, strict=True)):
+            tables[row, :count] = order[at : at + count]
+            at += count
+            places = (tables[row, :count, None] * page_size + torch.arange(page_size, device="cuda")).flatten().long()
+            slots.append(int(places[length - 1]) if length else -1)
+            for pool in pools:
+                pool.flatten(0, 1)[places[: max(0, length - 1)]] = draw(max(0, length - 1), kv_heads, head_dim)
+        self.pages = PagedKV((pools[0],), (pools[1],), tables, index(lengths), index(slots))
+
+    def finishing(self, pages: PagedKV) -> tuple[Any, ...]:
+        return (self.product, *self.shape, *self.weights, EPS, self.cos, self.sin, pages, 0)
+
+    def run(self) -> Tensor:
+        """By the operation; nothing is under way that it might take for finished."""
+        *given, pages, layer = self.finishing(self.pages)
+        bound, rest = decode_attention.bind("cuda"), (self.offsets, pages, layer, self.scale, self.window)
+        assert bound.choose(*given, *rest).name == "triton"
+        torch.cuda.synchronize()
+        result: Tensor = bound(*given, *rest)
+        return result
+
+    def run_tile(self, tile: DecodeTile) -> Tensor:
+        unfinished = Unfinished(*self.weights, EPS, self.cos, self.sin)
+        torch.cuda.synchronize()
+        heads, head_dim = self.shape[0], self.cos.shape[-1]
+        return decode(self.product, heads, head_dim, self.pages, 0, self.scale, self.window, unfinished, tile)
+
+    def wanted(self) -> tuple[Tensor, PagedKV]:
+        """In float64 from the queries and the pages that `qk_rope_kv_write` leaves; NaN for padding rows."""
+        keys, values = (tuple(pool.clone() for pool in pools) for pools in (self.pages.keys, self.pages.values))
+        pages = PagedKV(keys, values, self.pages.tables, self.pages.lengths, self.pages.slots)
+        queries = qk_rope_kv_write.bind("cuda", deterministic=True)(*self.finishing(pages))[0].double()
+        out = torch.full_like(queries, torch.nan)
+        for row, length in enumerate(pages.lengths.tolist()):
+            if length:
+                positions = torch.arange(0 if self.window is None else max(0, length - self.window), length)
+                positions = positions.cuda()
+                page = pages.tables[row, positions // pages.page_size].long()
+                group = self.shape[0] // self.shape[1]
+                k, v = (
+                    pool[0][page, positions % pages.page_size].double().repeat_interleave(group, 1)
+                    for pool in (pages.keys, pages.values)
+                )
+                weights = (torch.einsum("hd,khd->hk", queries[row], k) * self.scale).softmax(-1)
+                out[row] = torch.einsum("hk,khd->hd", weights, v)
+        return out, pages
+
+    def check(self, *tiles: DecodeTile) -> None:
+        wanted, pages = self.wanted()
+        for run in (self.run, self.run) if not tiles else [lambda tile=tile: self.run_tile(tile) for tile in tiles]:
+            out = run()
+            assert out.isfinite().all()
+            live = pages.lengths > 0
+            tolerance = TOLERANCE[out.dtype]
+            torch.testing.assert_close(out[live].double(), wanted[live], rtol=tolerance, atol=tolerance)
+            assert not arrivals(out.device).any()
+            assert torch.equal(out, run())
+            for found, expected in ((self.pages.keys, pages.keys), (self.pages.values, pages.values)):
+                assert torch.equal(found[0].view(torch.int16), expected[0].view(torch.int16))
+
+
+# heads, kv_heads, head_dim, dtype, window, page_size, normed. Each compiles one kernel for a kind of batch.
+CONFIGURATIONS = [
+    (16, 8, 128, torch.bfloat16, None, 16, True),
+    (32, 8, 128, torch.bfloat16, None, 64, False),
+    (4, 4, 64, torch.bfloat16, None, 1, True),
+    (7, 1, 80, torch.float16, 100, 8, True),
+    (12, 2, 96, torch.bfloat16, 65, 16, False),
+    (8, 1, 256, torch.bfloat16, None, 16, True),
+    (32, 1, 128, torch.float16, 1, 32, True),
+]
+FEW = [1, 63, 64, 65, 128, 129, 4096, 0]
+SOME = [1, 2, 15, 16, 17, 127, 128, 129, 255, 256, 257, 1300, 0, 0, 0, 0]
+MANY = [1, 2, 255, 256, 257, 511, 512, 513, 514, 1023, 1024, 1025, 16, 17, 64, 65, *[33] * 20, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("lengths", [FEW, SOME, MANY], ids=["few", "some", "many"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dtype", "window", "page_size", "normed"), CONFIGURATIONS, ids=str
+)
+def test_at_page_and_split_boundaries(lengths, heads, kv_heads, head_dim, dtype, window, page_size, normed):
+    options = {"window": window, "page_size": page_size, "normed": normed, "width": 8192 // page_size}
+    Step(lengths, heads, kv_heads, head_dim, dtype, **options).check()
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64, 512])
+def test_any_number_of_sequences(batch):
+    lengths = torch.randint(1, 400, (batch,)).tolist()
+    Step(lengths, 16, 8, 128, normed=True).check()
+    Step([*lengths, *[0] * (batch // 3)], 16, 8, 128, normed=True, width=100).check()
+
+
+def test_only_padding_rows():
+    Step([0, 0], 16, 8, 128, normed=True).check()
+
+
+def test_splits_of_long_sequences_are_larger():
+    Step([20000, 3, 16385], 16, 8, 128, normed=True, width=2560).check()
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_any_tile(window):
+    step = Step([1, 33, 64, 65, 129, 640, 0, 1025], 16, 8, 128, window=window, normed=True)
+    shapes = [(32, 2, 2, 32, 64), (64, 4, 3, 128, 2), (128, 8, 3, 256, 1)]
+    kinds = every(shapes, [(True, True), (True, False), (False, True), (False, False)])
+    step.check(*(DecodeTile(*shape, held, early) for shape, (held, early) in kinds))
+
+
+def test_what_does_not_fit_is_composed():
+    step = Step([5, 300, 64], 4, 2, 64, torch.float32, normed=True)
+    wanted, pages = step.wanted()
+    *given, own, layer = step.finishing(step.pages)
+    bound, rest = decode_attention.bind("cuda"), (step.offsets, own, layer, step.scale, step.window)
+    assert bound.choose(*given, *rest).name == "composed"
+    torch.testing.assert_close(bound(*given, *rest).double(), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(own.keys[0].nan_to_num(), pages.keys[0].nan_to_num())
+
+
+@pytest.mark.parametrize("batch", [1, 7, 200])
+def test_launches_that_overlap_in_a_cuda_graph(batch):
+    """Two layers side by side, twice: the second of them starts while the first runs, and takes the same counters.
+
+    Each replay continues the sequences of the one before.
+    """
+    heads, kv_heads, head_dim, layers, steps = 16, 8, 128, 4, 20
+    most = 300
+    step = Step([most] * batch, heads, kv_heads, head_dim, normed=True)
+    weight = torch.randn(heads * head_dim, step.product.shape[1], device="cuda").bfloat16() / (heads * head_dim) ** 0.5
+    starts = torch.randint(1, most - steps, (batch,), device="cuda").int()
+
+    def fresh() -> PagedKV:
+        keys, values = (tuple(pool[0].clone() for _ in range(layers)) for pool in (step.pages.keys, step.pages.values))
+        return PagedKV(keys, values, step.pages.tables, torch.empty_like(starts), torch.empty_like(starts))
+
+    def advance(pages: PagedKV, by: int) -> None:
+        pages.lengths.copy_(starts + by)
+        position = (pages.lengths - 1).long()
+        page = pages.tables.gather(1, (position // pages.page_size)[:, None])[:, 0]
+        pages.slots.copy_(page * pages.page_size + position % pages.page_size)
+
+    def forward(pages: PagedKV, wait: bool) -> Tensor:
+        products = [step.product * 1, step.product * 0.5]
+        for layer in range(layers):
+            if wait:
+                torch.cuda.synchronize()
+            given = (products[layer % 2], *step.shape, *step.weights, EPS, step.cos, step.sin, step.offsets, pages)
+            products[layer % 2] = decode_attention.bind("cuda")(*given, layer, step.scale, None)
+            if layer % 2:
+                products = [out.flatten(1) @ weight for out in products]
+        return torch.cat(products)
+
+    one_by_one, expected = fresh(), []
+    for by in range(steps):
+        advance(one_by_one, by)
+        expected.append(forward(one_by_one, wait=True))
+    recorded = fresh()
+    advance(recorded, 0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = forward(recorded, wait=False)
+    for by, wanted in enumerate(expected):
+        advance(recorded, by)
+        graph.replay()
+        assert result.isfinite().all()
+        assert torch.equal(result, wanted), by
+    for found, wanted in zip((*recorded.keys, *recorded.values), (*one_by_one.keys, *one_by_one.values), strict=True):
+        assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
+    assert not arrivals(result.device).any()
