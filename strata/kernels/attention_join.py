@@ -54,10 +54,10 @@ def attention_join_kernel(
 
 
 def join(out: Tensor, one: Tensor, other: Tensor, one_sums: Tensor, other_sums: Tensor) -> Tensor:
-    """Join the results [rows, heads, head_dim] of the same queries over different keys into `out`, which may be one.
+    """Join the results of the same queries over different keys into `out`, which may be one of them.
 
-    one_sums, other_sums: [heads, rows] float32, natural logarithms of the sums of the exponentials of the scores; their
-    last stride is 1. Returns those of all keys.
+    one, other, out: [rows, heads, head_dim], contiguous. one_sums, other_sums: [heads, rows] float32 with a last stride
+    of 1, the natural logarithms of the sums of the exponentials of the scores. Returns those of all keys.
     """
     rows, heads, head_dim = out.shape
     sums = torch.empty((heads, rows), dtype=torch.float32, device=out.device)

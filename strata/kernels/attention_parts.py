@@ -112,4 +112,4 @@ def _cudnn_summed(
     result, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *batched, None, True, 0.0, causal, False, scale=scale
     )
-    return result[0].transpose(0, 1), sums.view(-1, queries.shape[0])
+    return result[0].transpose(0, 1).contiguous(), sums.view(-1, queries.shape[0])
