@@ -1,0 +1,39 @@
+"""Two captured graphs become one that computes them one after the other."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+from torch import fx
+
+
+def compose(graph: fx.GraphModule, head: fx.GraphModule) -> fx.GraphModule:
+    """One graph that calls `head` with the result of `graph`, so that passes see across the seam between them.
+
+    graph: Batch to hidden [tokens, hidden]; head: hidden to logits; both captured from one model (`capture`,
+    `capture_head`) and neither merged nor bound. The result maps a Batch to logits of all its tokens, which are those
+    that are wanted in a decode step. Both stay as they are and share their parameters with it; what both fetch, like a
+    tied embedding, it fetches once.
+    """
+    joined = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    hidden = joined.graph_copy(graph.graph, copies)
+    assert isinstance(hidden, fx.Node)
+    fetched = {node.target: copy for node, copy in copies.items() if node.op == "get_attr"}
+    given: dict[fx.Node, fx.Node] = {}
+    for node in head.graph.nodes:
+        if node.op == "placeholder":
+            given[node] = hidden
+        elif node.op == "get_attr" and node.target in fetched:
+            given[node] = fetched[node.target]
+    logits = joined.graph_copy(head.graph, given)
+    output = joined.output(logits)
+    output.meta = {"module": "", "layer": None}
+    attributes: dict[str, Any] = {
+        str(node.target): attrgetter(str(node.target))(part)
+        for part in (head, graph)
+        for node in part.graph.nodes
+        if node.op == "get_attr"
+    }
+    return fx.GraphModule(attributes, joined, class_name=type(graph).__name__)

@@ -1,0 +1,111 @@
+"""In graphs of decode steps, products take up the norms and the gating around them, which few rows make launches of."""
+
+from __future__ import annotations
+
+from operator import attrgetter, getitem
+
+import torch
+from torch import fx
+
+from strata.graph.capture import must_stay
+from strata.graph.match import Call, Hole, Match, find
+from strata.kernels.activation import silu_mul
+from strata.kernels.gemm import linear
+from strata.kernels.norm import add_rms_norm
+from strata.kernels.prenorm import linear_add, scaled_linear, scaled_linear_silu_mul
+
+
+def fuse_products(graph: fx.GraphModule) -> fx.GraphModule:
+    """Fuse products with what stands around them, in place, in a graph that `fuse` has gone over; returns `graph`.
+
+    - A product that a residual is added to, the norm of the sum, and the products that alone read that norm become a
+      `linear_add` and a `scaled_linear` for each reader. Others may read the sum.
+    - A `scaled_linear` of which nothing but `silu_mul` of its halves is read becomes `scaled_linear_silu_mul`.
+
+    The scale of a norm is applied after the product instead of before it, so results are rounded otherwise: for one
+    token this graph and the plain one may differ in bits, and there is no deterministic implementation. In float16 sums
+    keep their norms, because without its scale a sum may be too large for it.
+    """
+    _fuse_norms(graph)
+    _fuse_gating(graph)
+    graph.graph.eliminate_dead_code(is_impure_node=must_stay)
+    graph.recompile()
+    return graph
+
+
+_NORM = Call(add_rms_norm, (Hole("x"), Hole("residual"), Hole("weight"), Hole("eps")), "norm")
+
+
+def _fuse_norms(graph: fx.GraphModule) -> None:
+    for found in find(graph, _NORM):
+        weight, readers = found["weight"], _readers(found["norm"])
+        if not readers or weight.op != "get_attr" or attrgetter(weight.target)(graph).dtype == torch.float16:
+            continue
+        for product, residual in ((found["x"], found["residual"]), (found["residual"], found["x"])):
+            if product.target is linear and len(product.users) == 1 and product is not residual:
+                _fuse_norm(graph.graph, found, product, residual, readers)
+                break
+
+
+def _readers(norm: fx.Node) -> list[fx.Node]:
+    """The products that read the norm (not the sum) as their rows; none if anything else reads it."""
+    normed = [user for user in norm.users if user.target is getitem and user.args[1] == 1]
+    readers = [(one, user) for one in normed for user in one.users]
+    if all(user.target is linear and user.args[0] is one and one not in user.args[1:] for one, user in readers):
+        return [user for _, user in readers]
+    return []
+
+
+def _fuse_norm(graph: fx.Graph, found: Match, product: fx.Node, residual: fx.Node, readers: list[fx.Node]) -> None:
+    norm = found["norm"]
+    with graph.inserting_before(norm):
+        fused = graph.call_function(linear_add, (*_arguments(product), residual, found["weight"]))
+        total, weighted, squares = (graph.call_function(getitem, (fused, index)) for index in range(3))
+    name = norm.meta["module"].rpartition(".")[2]
+    fused.meta = {"module": f"{product.meta['module']}+{name}", "layer": product.meta["layer"]}
+    for result in (total, weighted, squares):
+        result.meta = dict(fused.meta)
+    for reader in readers:
+        _, weight, bias = _arguments(reader)
+        with graph.inserting_before(reader):
+            scaled = graph.call_function(scaled_linear, (weighted, squares, found["eps"], weight, bias))
+        _replace(reader, scaled, reader.meta["module"])
+    for item in list(norm.users):
+        if item.args[1] == 0:
+            item.replace_all_uses_with(total)
+        graph.erase_node(item)
+    graph.erase_node(norm)
+    graph.erase_node(product)
+
+
+def _arguments(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    x, weight, *rest = product.args
+    bias = rest[0] if rest else None
+    assert isinstance(x, fx.Node)
+    assert isinstance(weight, fx.Node)
+    assert bias is None or isinstance(bias, fx.Node)
+    return x, weight, bias
+
+
+_GIVEN = ("weighted", "squares", "eps", "weight", "bias")
+_PRODUCT = Call(scaled_linear, tuple(Hole(name) for name in _GIVEN), "product", read_once=True)
+_HALVES = Call("split_with_sizes", (_PRODUCT, Hole("sizes"), -1), "halves")
+_GATE, _UP = (Call(getitem, (_HALVES, index), read_once=True) for index in range(2))
+_GATED = Call(silu_mul, (_GATE, _UP), "gated")
+
+
+def _fuse_gating(graph: fx.GraphModule) -> None:
+    for found in find(graph, _GATED):
+        sizes, gated = found["sizes"], found["gated"]
+        if len(found["halves"].users) != 2 or len(sizes) != 2 or sizes[0] != sizes[1]:
+            continue
+        with graph.graph.inserting_before(gated):
+            given = tuple(found[name] for name in _GIVEN)
+            fused = graph.graph.call_function(scaled_linear_silu_mul, given)
+        _replace(gated, fused, f"{found['product'].meta['module']}+silu_mul")
+
+
+def _replace(old: fx.Node, new: fx.Node, module: str) -> None:
+    new.meta = {"module": module, "layer": old.meta["layer"]}
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
