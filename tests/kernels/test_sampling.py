@@ -9,6 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from strata.kernels.masses import masses
 from strata.kernels.sampling import (
     NO_ID,
     gumbel_noise,
@@ -19,7 +20,7 @@ from strata.kernels.sampling import (
     ruled_out,
     scaled,
 )
-from strata.kernels.sampling_filters import filter_bounds, masses
+from strata.kernels.sampling_filters import filter_bounds
 
 # Few different values, so that ties are frequent.
 LOGIT = st.one_of(st.integers(-4, 4).map(float), st.floats(-20, 20, width=32))
