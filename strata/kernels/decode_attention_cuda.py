@@ -79,6 +79,7 @@ def decode(
         head_dim,
         product.stride(0),
         tables.stride(0),
+        tile.split,
         FUSED=unfinished is not None,
         NORM=todo.q_weight is not None,
         EARLY=early,

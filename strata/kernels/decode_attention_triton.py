@@ -128,7 +128,7 @@ def _join_splits(
     return result / weight[:, None]
 
 
-@partial(jit, unspecialized=("lengths", "slots", "tables", "table_stride"))
+@partial(jit, unspecialized=("lengths", "slots", "tables", "table_stride", "least_keys"))
 def decode_attention_kernel(
     product,
     keys,
@@ -149,6 +149,7 @@ def decode_attention_kernel(
     width,
     product_stride,
     table_stride,
+    least_keys,
     FUSED: tl.constexpr,
     NORM: tl.constexpr,
     EARLY: tl.constexpr,
@@ -160,7 +161,6 @@ def decode_attention_kernel(
     HEAD_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     JOINED: tl.constexpr,
 ):
@@ -168,8 +168,9 @@ def decode_attention_kernel(
 
     Row s of `product` belongs to sequence s. FUSED: it holds queries, keys and values side by side, and the program
     with the last position writes the new key and value. Otherwise it holds queries, and the pages hold all keys.
-    EARLY: launched before the kernel ahead has ended, which may have written the product and no more. HELD: see
-    `DecodeTile`. width: HEAD_DIM, where a division has to round as that of `rms_norm`.
+    EARLY: launched before the kernel ahead has ended, which may have written the product and no more.
+    least_keys: of a split, a multiple of BLOCK_N. HELD: see `DecodeTile`.
+    width: HEAD_DIM, where a division has to round as that of `rms_norm`.
     results [sequences, splits, heads, HEAD_DIM], scales [sequences, splits, heads] float32: what the splits of a
     sequence leave for the last of them, normalized, and the logarithm (to the base two) of its weight.
     """
@@ -184,8 +185,8 @@ def decode_attention_kernel(
     cached = total - 1 if FUSED else length
     lowest = tl.maximum(total - WINDOW, 0) if WINDOW > 0 else 0
     begin = lowest // BLOCK_N * BLOCK_N
-    # A split has SPLIT keys, or as many whole blocks as let the sequence fit into the splits there are.
-    size = tl.maximum(tl.cdiv(tl.cdiv(total - begin, splits), BLOCK_N) * BLOCK_N, SPLIT)
+    # A split has the least keys, or as many whole blocks as let the sequence fit into the splits there are.
+    size = tl.maximum(tl.cdiv(tl.cdiv(total - begin, splits), BLOCK_N) * BLOCK_N, least_keys)
     used = tl.cdiv(total - begin, size)
     if split >= used:
         return
@@ -350,7 +351,6 @@ def shape_constants(group: int, head_dim: int, tile: DecodeTile) -> dict[str, in
         "ROWS": max(16, group_pad),
         "HEAD_DIM": head_dim,
         "HEAD_PAD": head_pad,
-        "SPLIT": tile.split,
         "BLOCK_N": tile.keys,
         "JOINED": min(16, max(1, 1024 * tile.warps // (group_pad * head_pad))),  # as many as registers hold
     }
@@ -386,7 +386,7 @@ def _case(
         types |= dict.fromkeys(("cos", "sin"), "*fp32:16")
     types |= dict.fromkeys(("results", "scales"), "*fp32:16") | {"arrived": "*i32:16"}
     types |= dict.fromkeys(("lengths", "slots", "tables"), "*i32") | dict.fromkeys(("eps", "scale"), "fp32")
-    types |= dict.fromkeys(("width", "product_stride"), "i32:16") | {"table_stride": "i32"}
+    types |= dict.fromkeys(("width", "product_stride"), "i32:16") | dict.fromkeys(("table_stride", "least_keys"), "i32")
     tile = decode_tile(group, head_dim, dtype, sequences, 4096)
     flags = {"FUSED": fused, "NORM": bool(norm), "EARLY": fused, "HELD": tile.held}
     constants = {**flags, "PAGE_SIZE": page_size, "WINDOW": window or 0, **shape_constants(group, head_dim, tile)}
