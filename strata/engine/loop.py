@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from strata.engine.faults import EngineFault, out_of_memory
 from strata.engine.ledger import Ledger
+from strata.engine.plan import StepPlan, Update
 from strata.engine.request import Request, Sequence
 from strata.engine.runner import Launched, PromptLogprobs, Runner, StepObserver
 from strata.engine.sampler import LogprobTensors
-from strata.engine.scheduler import Scheduler, StepPlan, Update
+from strata.engine.scheduler import Scheduler
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from strata.cache.pool import KVPool
 from strata.cache.tables import BlockTables, StepBuffer, StepShape
 from strata.engine.decode_graphs import DecodeGraphs, draw_inputs, joined_tokens
+from strata.engine.plan import StepPlan
 from strata.engine.request import Sequence
 from strata.engine.sampler import (
     DrawRow,
@@ -24,7 +25,6 @@ from strata.engine.sampler import (
     is_special,
     sampling_seed,
 )
-from strata.engine.scheduler import StepPlan
 from strata.engine.transfer import send
 from strata.kernels.batch_parts import library_reach
 from strata.kernels.sampling import likeliest, logprobs

@@ -8,9 +8,10 @@ import pytest
 
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
+from strata.engine.plan import StepPlan
 from strata.engine.request import Request, Sequence, Status
 from strata.engine.sampling_params import SamplingParams
-from strata.engine.scheduler import Scheduler, SchedulerConfig, StepPlan
+from strata.engine.scheduler import Scheduler, SchedulerConfig
 
 
 def scheduler(

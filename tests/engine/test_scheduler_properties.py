@@ -17,9 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
+from strata.engine.plan import StepPlan
 from strata.engine.request import Request, Sequence
 from strata.engine.sampling_params import SamplingParams
-from strata.engine.scheduler import Scheduler, SchedulerConfig, StepPlan
+from strata.engine.scheduler import Scheduler, SchedulerConfig
 
 VOCABULARY = 23
 EOS = 0
