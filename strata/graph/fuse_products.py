@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter, getitem
+from typing import Any
 
 import torch
 from torch import fx
@@ -78,13 +79,9 @@ def _fuse_norm(graph: fx.Graph, found: Match, product: fx.Node, residual: fx.Nod
     graph.erase_node(product)
 
 
-def _arguments(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    x, weight, *rest = product.args
-    bias = rest[0] if rest else None
-    assert isinstance(x, fx.Node)
-    assert isinstance(weight, fx.Node)
-    assert bias is None or isinstance(bias, fx.Node)
-    return x, weight, bias
+def _arguments(product: fx.Node) -> tuple[Any, ...]:
+    """x, weight and bias, which need not be given."""
+    return (*product.args, None)[:3]
 
 
 _GIVEN = ("weighted", "squares", "eps", "weight", "bias")
