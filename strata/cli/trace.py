@@ -20,7 +20,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("norm", ("norm",)),
     ("rotation and KV write", ("rope", "kv_write")),
     ("activation", ("silu",)),
-    ("sampling", ("gumbel", "logprob", "argmax")),
+    ("sampling", ("gumbel", "filter_bounds", "logprob", "argmax")),
     ("copy", ("memcpy", "memset", "copy")),
     ("lookup", ("index", "gather")),
 )
