@@ -47,8 +47,9 @@ def tune(products: Sequence[Product]) -> Iterator[Finding]:
     All candidates run a few times, and the variants of the best of them more often. What either round runs is compiled
     before it, in processes side by side.
     """
+    early = torch.cuda.get_device_capability() >= (9, 0)
     first = {
-        (product, rows): candidates(product.operation, rows, product.out, product.width)
+        (product, rows): candidates(product.operation, rows, product.out, product.width, early)
         for product in products
         for rows in BUCKETS
     }

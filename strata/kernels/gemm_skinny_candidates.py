@@ -45,9 +45,9 @@ _MOST_SUMS = 128
 _MOST_BLOCKS = 1024
 
 
-def candidates(operation: str, rows: int, out: int, width: int) -> list[SkinnyTile]:
-    """The tiles to compare first for so many rows and a weight [out, width], all launched early."""
-    tiles = [*_gemv(rows, width), *_dot(rows, out, width)]
+def candidates(operation: str, rows: int, out: int, width: int, early: bool = True) -> list[SkinnyTile]:
+    """The tiles to compare first for so many rows and a weight [out, width]; early: what the device can do (Hopper)."""
+    tiles = [replace(tile, early=early) for tile in (*_gemv(rows, width), *_dot(rows, out, width))]
     if operation == "linear_add":
         tiles = [
             tile
@@ -60,6 +60,8 @@ def candidates(operation: str, rows: int, out: int, width: int) -> list[SkinnyTi
 def variants(operation: str, tile: SkinnyTile) -> list[SkinnyTile]:
     """A tile, and what may make it faster yet. A `linear` may follow a kernel that leaves nothing to gain early."""
     found = [tile]
+    if not tile.early:
+        return found
     if tile.kernel == "dot":
         found += [replace(tile, prefetch=prefetch) for prefetch in (512, 2048)]
     if operation == "linear":
@@ -74,7 +76,7 @@ def _gemv(rows: int, width: int) -> Iterator[SkinnyTile]:
         # About as much of a row at once as there is. Four rows leave no registers for many columns.
         whole = block // 2 < width <= 2 * block
         if (whole or (block >= 2048 and width >= 4096)) and (rows <= 2 or columns <= 4):
-            yield SkinnyTile("gemv", columns, block, warps, early=True)
+            yield SkinnyTile("gemv", columns, block, warps)
 
 
 def _dot(rows: int, out: int, width: int) -> Iterator[SkinnyTile]:
@@ -93,7 +95,7 @@ def _dot(rows: int, out: int, width: int) -> Iterator[SkinnyTile]:
         if not fitting and possible:
             fitting = possible[:1] if programs > _MOST_PROGRAMS else possible[-1:]
         for splits in fitting:
-            yield SkinnyTile("dot", columns, block, warps, stages, splits, early=True, rows=most)
+            yield SkinnyTile("dot", columns, block, warps, stages, splits, rows=most)
 
 
 def _sums(columns: int, most: int, rows: int, warps: int) -> int:

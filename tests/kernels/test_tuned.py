@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,13 @@ def test_every_shape_has_candidates_and_all_of_them_fit(operation: str) -> None:
                 if tile.kernel == "dot":  # its pipeline leaves room in shared memory
                     block = min(tile.rows, max(16, rows))
                     assert 2 * (tile.columns + block) * tile.width * tile.stages <= 227 * 1024
+
+
+def test_a_device_without_early_launches_is_offered_none() -> None:
+    early, late = (candidates("linear", 16, 4096, 4096, launched) for launched in (True, False))
+    assert [replace(tile, early=False) for tile in early] == late
+    assert all(variants("linear", tile) == [tile] for tile in late)
+    assert all(any(tile.prefetch for tile in variants("linear", tile)) for tile in early)
 
 
 def test_splits_of_k_fill_a_gpu() -> None:
