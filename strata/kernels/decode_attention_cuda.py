@@ -58,7 +58,7 @@ def decode(
     results = torch.empty((sequences, tile.splits, heads, head_dim), dtype=torch.float32, device=product.device)
     scales = torch.empty((sequences, tile.splits, heads), dtype=torch.float32, device=product.device)
     todo = unfinished or Unfinished(None, None, 0.0, product, product)
-    early = tile.early and unfinished is not None
+    early = tile.early and unfinished is not None and torch.cuda.get_device_capability(product.device) >= (9, 0)
     decode_attention_kernel[(kv_heads, tile.splits, sequences)](
         product,
         keys,
