@@ -27,6 +27,8 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048, 8192)
 FUSED_ROWS = ROWS[:9]
 # What the arguments of one case may take together, in bytes.
 _MOST_BYTES = 4 << 30
+# About what a device reaches: only for how often to repeat a call.
+_BYTES_A_SECOND, _FLOPS_A_SECOND = 4e12, 6e14
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def kernels(
     if not (torch.cuda.is_available() and HAS_TRITON):
         raise ValueError("strata bench kernels measures a CUDA device through Triton; there is none here")
 
+    from strata.cli.attention_cases import attention_cases
     from strata.cli.kernel_cases import cases
     from strata.cli.products import products
     from strata.kernels import tuned
@@ -101,7 +104,8 @@ def kernels(
     if not as_json:
         typer.echo(HEADINGS)
     failed = 0
-    for label, measure in _measurements(weights, tiles, device, {m: tuple(cases(c)) for m, c in configs.items()}):
+    calls = {model: (*cases(config), *attention_cases(config)) for model, config in configs.items()}
+    for label, measure in _measurements(weights, tiles, device, calls):
         try:
             row = measure()
         except (RuntimeError, TypeError, ValueError) as error:  # the others are still worth having
@@ -187,16 +191,21 @@ def _case_row(model: str, case: Case, device: str) -> Row:
     size = sum(leaf.nbytes for leaf in pytree.tree_leaves(first) if isinstance(leaf, torch.Tensor))
     copies = max(1, min(copies_beyond_l2(cost.bytes), _MOST_BYTES // max(1, size)))
     arguments = [first, *(case.make() for _ in range(copies - 1))]
+    estimate = max(cost.bytes / _BYTES_A_SECOND, cost.flops / _FLOPS_A_SECOND)
+
+    def seconds(run: Callable[..., object]) -> float:
+        return time_replayed([partial(run, *args) for args in arguments], estimate=estimate).seconds
+
     chosen = case.operation.bind("cuda").choose(*first)
-    seconds = time_replayed([partial(chosen.run, *args) for args in arguments]).seconds
-    library = None
-    if case.library is not None:
+    taken = seconds(chosen.run)
+    libraries = []
+    for library in case.libraries:
         try:
-            library = time_replayed([partial(case.library, *args) for args in arguments]).seconds
+            libraries.append(seconds(library))
         except RuntimeError as error:  # no such kernel in this build of torch
             print(f"{case.operation.name} {case.shape} x{case.rows}: no library time: {error}", file=sys.stderr)
-    name = case.operation.name
-    return _row(name, model, case.shape, case.rows, chosen.name, seconds, cost, case.dtype, library, device)
+    best, name = min(libraries, default=None), case.operation.name
+    return _row(name, model, case.shape, case.rows, chosen.name, taken, cost, case.dtype, best, device)
 
 
 def _row(

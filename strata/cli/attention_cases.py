@@ -1,0 +1,90 @@
+"""The attention of decode steps and of prompts that `strata bench kernels` times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from strata.cli.kernel_cases import Case, draw, full_pages
+from strata.hardware.roofline import Workload
+from strata.kernels.attention import attention
+from strata.kernels.batch_parts import divide, library_reach
+from strata.kernels.paged import PagedKV
+from strata.models.config import ModelConfig
+
+BATCHES = (1, 8, 32, 64, 128, 256)
+CONTEXTS = (640, 1024, 4096)
+# Tokens of a prompt that are cached, and those that run.
+PROMPTS = ((0, 2048), (0, 8192), (4096, 4096))
+
+
+def attention_cases(config: ModelConfig) -> Iterator[Case]:
+    """Decode at every batch and context, and each prompt."""
+    for context in CONTEXTS:
+        for batch in BATCHES:
+            yield _decode(config, batch, context)
+    for cached, new in PROMPTS:
+        yield _prefill(config, cached, new)
+
+
+def _decode(config: ModelConfig, batch: int, context: int) -> Case:
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+
+    def make() -> tuple[Any, ...]:
+        q, k, v = draw(batch, heads, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim)
+        offsets = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+        return q, k, v, offsets, 1, full_pages(kv_heads, dim, (context,) * batch), 0, dim**-0.5, None
+
+    shape = f"decode {heads}/{kv_heads}x{dim} over {context}"
+    workload = Workload((1,) * batch, (context,) * batch)
+    return Case(attention, shape, batch, make, workload, "bfloat16", LIBRARIES)
+
+
+def _prefill(config: ModelConfig, cached: int, new: int) -> Case:
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+
+    def make() -> tuple[Any, ...]:
+        q, k, v = draw(new, heads, dim), draw(new, kv_heads, dim), draw(new, kv_heads, dim)
+        offsets = torch.tensor([0, new], dtype=torch.int32, device="cuda")
+        pages = full_pages(kv_heads, dim, (cached + new,))
+        parts = divide((cached,), (new,), library_reach(q.dtype, dim, (), cached + new))
+        parts = replace(parts, starts=parts.starts.cuda())
+        return q, k, v, offsets, new, replace(pages, parts=parts), 0, dim**-0.5, None
+
+    past = f" after {cached}" if cached else ""
+    shape = f"prefill {heads}/{kv_heads}x{dim}{past}"
+    return Case(attention, shape, new, make, Workload((new,), (cached + new,)), "bfloat16", LIBRARIES)
+
+
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, pages: PagedKV, layer: int, *_: object
+) -> Tensor:
+    """Sequences of one length over keys one after the other, as torch wants them: it is spared the way by the pages."""
+    sequences = pages.tables.shape[0]
+    keys, values = (
+        pool[layer].flatten(0, 1).unflatten(0, (sequences, -1)).transpose(1, 2) for pool in (pages.keys, pages.values)
+    )
+    queries = q.unflatten(0, (sequences, -1)).transpose(1, 2)
+    # The one query of a decoding sequence sees all keys.
+    mask = None if queries.shape[2] == 1 else causal_lower_right(queries.shape[2], keys.shape[2])
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+
+
+def _flash(*args: Any) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return _dense(*args)
+
+
+def _cudnn(*args: Any) -> Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return _dense(*args)
+
+
+LIBRARIES = (_flash, _cudnn)
