@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from strata.cli.kernel_cases import Case, draw, full_pages
+from strata.cli.kernel_cases import EPS, Case, angles, draw, full_pages, head_weights
 from strata.hardware.roofline import Workload
 from strata.kernels.attention import attention
 from strata.kernels.batch_parts import divide, library_reach
+from strata.kernels.decode_attention import decode_attention
 from strata.kernels.paged import PagedKV
 from strata.models.config import ModelConfig
 
@@ -30,6 +31,7 @@ def attention_cases(config: ModelConfig) -> Iterator[Case]:
     for context in CONTEXTS:
         for batch in BATCHES:
             yield _decode(config, batch, context)
+            yield _decode_from_product(config, batch, context)
     for cached, new in PROMPTS:
         yield _prefill(config, cached, new)
 
@@ -39,12 +41,34 @@ def _decode(config: ModelConfig, batch: int, context: int) -> Case:
 
     def make() -> tuple[Any, ...]:
         q, k, v = draw(batch, heads, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim)
-        offsets = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
-        return q, k, v, offsets, 1, full_pages(kv_heads, dim, (context,) * batch), 0, dim**-0.5, None
+        return q, k, v, _offsets(batch), 1, _decode_pages(config, batch, context), 0, dim**-0.5, None
 
     shape = f"decode {heads}/{kv_heads}x{dim} over {context}"
     workload = Workload((1,) * batch, (context,) * batch)
     return Case(attention, shape, batch, make, workload, "bfloat16", LIBRARIES)
+
+
+def _decode_from_product(config: ModelConfig, batch: int, context: int) -> Case:
+    """As the engine runs it: norms, rotation and the write into the pages are part of it."""
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+
+    def make() -> tuple[Any, ...]:
+        product = draw(batch, (heads + 2 * kv_heads) * dim)
+        unfinished = (product, heads, kv_heads, *head_weights(config), EPS, *angles(batch, dim))
+        return *unfinished, _offsets(batch), _decode_pages(config, batch, context), 0, dim**-0.5, None
+
+    shape = f"{heads}+2*{kv_heads}x{dim} over {context}"
+    return Case(decode_attention, shape, batch, make, Workload((1,) * batch, (context,) * batch), "bfloat16")
+
+
+def _offsets(batch: int) -> Tensor:
+    return torch.arange(batch + 1, dtype=torch.int32)
+
+
+def _decode_pages(config: ModelConfig, batch: int, context: int) -> PagedKV:
+    """The newest token of each sequence has the last place of its last page."""
+    pages = full_pages(config.num_kv_heads, config.head_dim, (context,) * batch)
+    return replace(pages, slots=pages.tables[:, -1] * pages.page_size + pages.page_size - 1)
 
 
 def _prefill(config: ModelConfig, cached: int, new: int) -> Case:
@@ -52,10 +76,9 @@ def _prefill(config: ModelConfig, cached: int, new: int) -> Case:
 
     def make() -> tuple[Any, ...]:
         q, k, v = draw(new, heads, dim), draw(new, kv_heads, dim), draw(new, kv_heads, dim)
-        offsets = torch.tensor([0, new], dtype=torch.int32, device="cuda")
+        offsets = torch.tensor([0, new], dtype=torch.int32)
         pages = full_pages(kv_heads, dim, (cached + new,))
         parts = divide((cached,), (new,), library_reach(q.dtype, dim, (), cached + new))
-        parts = replace(parts, starts=parts.starts.cuda())
         return q, k, v, offsets, new, replace(pages, parts=parts), 0, dim**-0.5, None
 
     past = f" after {cached}" if cached else ""

@@ -186,11 +186,15 @@ def _case_row(model: str, case: Case, device: str) -> Row:
 
     from strata.hardware.replay import copies_beyond_l2, time_replayed
 
-    first = case.make()
+    def make() -> tuple[Any, ...]:
+        with torch.device("cuda"):
+            return case.make()
+
+    first = make()
     cost = case.operation.cost(*first, workload=case.workload)
     size = sum(leaf.nbytes for leaf in pytree.tree_leaves(first) if isinstance(leaf, torch.Tensor))
     copies = max(1, min(copies_beyond_l2(cost.bytes), _MOST_BYTES // max(1, size)))
-    arguments = [first, *(case.make() for _ in range(copies - 1))]
+    arguments = [first, *(make() for _ in range(copies - 1))]
     estimate = max(cost.bytes / _BYTES_A_SECOND, cost.flops / _FLOPS_A_SECOND)
 
     def seconds(run: Callable[..., object]) -> float:

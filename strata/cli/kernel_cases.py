@@ -24,45 +24,49 @@ from strata.kernels.sampling_filters import filter_bounds
 from strata.models.config import ModelConfig
 
 ROWS = (1, 64, 8192)
-SAMPLED_ROWS = (1, 64, 256)
+SAMPLED_ROWS = (1, 64, 512)
 PAGE_SIZE = 16
 EPS = 1e-6
 # What a call has to move before it says how near its kernel comes to the memory bandwidth.
-LARGE_BYTES = 64 << 20
+LARGE_BYTES = 64_000_000
 _BF16 = 2
 _FP32 = 4
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call to time. `make` draws fresh arguments; `libraries` do the same work by torch alone, where it can."""
+    """One call to time.
+
+    make: draws fresh arguments on torch's default device. libraries: do the same work by torch alone, where it can.
+    dtype: of the arithmetic.
+    """
 
     operation: Operation
     shape: str
     rows: int
     make: Callable[[], tuple[Any, ...]]
     workload: Workload
-    dtype: str = "float32"  # of its arithmetic
+    dtype: str = "float32"
     libraries: tuple[Callable[..., object], ...] = ()
 
 
 def draw(*shape: int) -> Tensor:
     """Standard normal numbers in bfloat16."""
-    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    return torch.randn(shape, dtype=torch.bfloat16)
 
 
 def full_pages(kv_heads: int, dim: int, lengths: tuple[int, ...]) -> PagedKV:
     """Full pools of one layer, the pages of each sequence scattered; one slot for each token of the first sequence."""
     most = max(-(-length // PAGE_SIZE) for length in lengths)
-    tables = torch.randperm(len(lengths) * most, device="cuda").int().view(len(lengths), most)
+    tables = torch.randperm(len(lengths) * most).int().view(len(lengths), most)
     keys, values = (draw(tables.numel(), PAGE_SIZE, kv_heads, dim) for _ in range(2))
-    slots = (tables[0, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device="cuda")).flatten()[: lengths[0]].int()
-    return PagedKV((keys,), (values,), tables, torch.tensor(lengths, dtype=torch.int32, device="cuda"), slots)
+    slots = (tables[0, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()[: lengths[0]].int()
+    return PagedKV((keys,), (values,), tables, torch.tensor(lengths, dtype=torch.int32), slots)
 
 
 def angles(rows: int, dim: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines as `rope_angles` leaves them; any numbers do."""
-    cos, sin = torch.randn(2, rows, 1, dim, device="cuda")
+    cos, sin = torch.randn(2, rows, 1, dim)
     return cos, sin
 
 
@@ -124,8 +128,8 @@ def _rotation(config: ModelConfig) -> Iterator[Scalable]:
 
     def look_up(rows: int) -> Case:
         def make() -> tuple[Any, ...]:
-            positions = torch.randperm(config.max_length, device="cuda").repeat(-(-rows // config.max_length))
-            return positions[:rows].int(), torch.randn(config.max_length, dim, device="cuda")
+            positions = torch.randperm(config.max_length).repeat(-(-rows // config.max_length))
+            return positions[:rows].int(), torch.randn(config.max_length, dim)
 
         return _case(rope_angles, f"{config.max_length}x{dim}", rows, make)
 
@@ -184,7 +188,7 @@ def _lookup(config: ModelConfig) -> Iterator[Scalable]:
 
     def case(rows: int) -> Case:
         def make() -> tuple[Any, ...]:
-            return torch.randperm(vocab, device="cuda")[:rows].int(), draw(vocab, hidden)
+            return torch.randperm(vocab)[:rows].int(), draw(vocab, hidden)
 
         return _case(embedding, f"{vocab}x{hidden}", rows, make, F.embedding)
 
@@ -192,20 +196,17 @@ def _lookup(config: ModelConfig) -> Iterator[Scalable]:
 
 
 def _sampling(vocab: int, rows: int) -> Iterator[Case]:
-    def logits() -> Tensor:
-        return torch.randn(rows, vocab, device="cuda")
-
     def drawing() -> tuple[Any, ...]:
-        seeds = torch.arange(rows, device="cuda")
-        steps = torch.randint(100, (rows,), dtype=torch.int32, device="cuda")
-        return logits(), torch.ones(rows, device="cuda"), seeds, steps
+        seeds = torch.arange(rows)
+        steps = torch.randint(100, (rows,), dtype=torch.int32)
+        return draw(rows, vocab), torch.ones(rows), seeds, steps
 
     def filtering() -> tuple[Any, ...]:
-        ones = torch.ones(rows, device="cuda")
-        return logits() * 4, ones, (50 * ones).int(), 0.9 * ones, 0 * ones
+        ones = torch.ones(rows)
+        return draw(rows, vocab) * 4, ones, (50 * ones).int(), 0.9 * ones, 0 * ones
 
     def chosen() -> tuple[Any, ...]:
-        return logits(), torch.randint(vocab, (rows, 2), device="cuda")
+        return torch.randn(rows, vocab), torch.randint(vocab, (rows, 2))
 
     yield _case(gumbel_sample, f"{vocab}", rows, drawing, gumbel_sample.reference)
     yield _case(filter_bounds, f"{vocab}", rows, filtering, filter_bounds.reference)

@@ -1,0 +1,89 @@
+"""The calls of `strata bench kernels` without a GPU: they are valid, large enough to tell a bandwidth, and complete."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import strata.kernels
+from strata.cli import attention_cases
+from strata.cli.costing import find_config
+from strata.cli.kernel_cases import Case, cases
+from strata.kernels.op import OPERATIONS
+from strata.models.config import ModelConfig, config_from_dict
+from strata.models.shapes import SHAPES
+
+pytest.importorskip("triton")
+
+from strata.cli.products import products
+
+TRAINING = {"linear_cross_entropy"}
+
+
+def all_cases(config: ModelConfig) -> list[Case]:
+    return [*cases(config), *attention_cases.attention_cases(config)]
+
+
+def tiny(shape: str) -> ModelConfig:
+    smaller = {
+        "hidden_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 40,
+        "vocab_size": 300,
+        "max_position_embeddings": 128,
+    }
+    return config_from_dict(SHAPES[shape] | smaller, shape)
+
+
+@pytest.mark.parametrize("model", ["8B", "0.6B"])
+def test_every_memory_bound_operation_has_a_call_of_more_than_64_megabytes(model: str) -> None:
+    most: dict[str, int] = {}
+    with torch.device("meta"):
+        for case in all_cases(find_config(model)):
+            arguments = case.make()
+            case.operation.meta(*arguments)
+            name, moved = case.operation.name, case.operation.cost(*arguments, workload=case.workload).bytes
+            most[name] = max(most.get(name, 0), moved)
+    assert {name: moved for name, moved in most.items() if moved <= 64e6} == {}
+
+
+def test_every_operation_of_inference_is_measured() -> None:
+    for module in pkgutil.iter_modules(strata.kernels.__path__):
+        importlib.import_module(f"strata.kernels.{module.name}")
+    config = find_config("8B")
+    measured = {case.operation.name for case in all_cases(config)}
+    measured |= {product.operation for product in products("8B", config)}
+    assert measured == set(OPERATIONS) - TRAINING
+
+
+@pytest.mark.parametrize("shape", ["8B", "0.6B"])
+def test_calls_are_valid(shape: str) -> None:
+    """On the CPU, at a small size: every index is in range, and the operation computes what its reference does."""
+    torch.manual_seed(0)
+    ran = set()
+    for case in all_cases(tiny(shape)):
+        if case.rows > 64 or sum(case.workload.total) > 6000:
+            continue
+        arguments = case.make()
+        found, wanted = case.operation(*arguments), case.operation.reference(*arguments)
+        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+        ran.add(case.operation.name)
+    assert ran == {case.operation.name for case in all_cases(tiny(shape))}
+
+
+def test_the_library_attends_over_the_same_keys() -> None:
+    """Of one sequence, whose keys a single query sees all, in whatever order the pages are."""
+    torch.manual_seed(0)
+    decode = next(case for case in attention_cases.attention_cases(tiny("8B")) if case.rows == 1)
+    arguments = decode.make()
+    wanted = decode.operation.reference(*arguments)
+    with sdpa_kernel(SDPBackend.MATH):
+        found = attention_cases._dense(*arguments)
+    torch.testing.assert_close(found[:, :, 0], wanted, rtol=2e-2, atol=2e-2)
