@@ -15,14 +15,14 @@ from itertools import pairwise
 # What a kernel does, by the first kind of which its name, in small letters, holds a word. Strata's own kernels, those
 # of cuBLAS and cuDNN, and those of ATen.
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("attention", ("attention", "decode_kernel", "join_kernel", "sdpa", "flash", "fmha")),
-    ("product", ("gemv", "skinny", "linear", "add_parts", "gemm", "tma_kernel", "nvjet", "cutlass", "splitk")),
+    ("attention", ("attention", "fixed_decode", "fixed_prefill", "kv_read", "sdpa", "flash", "fmha")),
+    ("product", ("gemv", "dot_kernel", "linear", "gemm", "nvjet", "cutlass", "splitk")),
     ("norm", ("norm",)),
     ("rotation and KV write", ("rope", "kv_write")),
     ("activation", ("silu",)),
     ("sampling", ("gumbel", "filter_bounds", "logprob", "argmax")),
     ("copy", ("memcpy", "memset", "copy")),
-    ("lookup", ("index", "gather")),
+    ("lookup", ("embedding", "index", "gather")),
 )
 OTHER = "other"
 

@@ -115,8 +115,12 @@ def test_library_kernels_have_their_kind(name: str, kind: str) -> None:
 KIND_OF_FILE = {
     "activation": "activation",
     "attention": "attention",
+    "decode_attention": "attention",
+    "embedding": "lookup",
     "gemm": "product",
+    "kv_read": "attention",
     "kv_write": "rotation and KV write",
+    "linear": "product",
     "norm": "norm",
     "qk_rope": "rotation and KV write",
     "rope": "rotation and KV write",
