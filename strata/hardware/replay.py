@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
 
 import torch
-
-from strata.hardware.clock import Timing
 
 # Operands together are this many times the L2 cache. However it evicts (what was loaded to be evicted first may go
 # before what is older), no more than one part in so many of a call's operands is left when its turn comes again.
@@ -18,6 +18,18 @@ _MOST_COPIES = 256
 _GRAPH_SECONDS = 1e-3
 _MOST_CALLS = 64
 _WARMUP = 2
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Every run of a measurement, in seconds."""
+
+    runs: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return statistics.median(self.runs)
 
 
 def copies_beyond_l2(nbytes: int) -> int:

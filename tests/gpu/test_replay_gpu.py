@@ -1,0 +1,33 @@
+"""Timing by replay agrees with the memory bandwidth that a device can have."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from strata.hardware.replay import copies_beyond_l2, time_replayed
+from strata.hardware.specs import recognize
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize(("megabytes", "least"), [(4, 0.2), (64, 0.5), (256, 0.5)])
+def test_a_copy_takes_no_less_than_the_bandwidth_allows(megabytes: int, least: float) -> None:
+    """Operands that fit into the L2 cache as well: taking turns must leave nothing of them there."""
+    device = recognize(torch.cuda.get_device_name())
+    if device is None:
+        pytest.skip("the device is not in the database")
+    nbytes = megabytes * 2**20
+    pairs = [torch.empty(2, nbytes, dtype=torch.uint8, device="cuda") for _ in range(copies_beyond_l2(2 * nbytes))]
+    timing = time_replayed([partial(target.copy_, source) for source, target in pairs])
+    promised = device.ceiling("bandwidth", measured=False).value
+    assert least * promised < 2 * nbytes / timing.seconds <= promised
+
+
+def test_a_call_that_is_recorded_often_takes_as_long_as_one() -> None:
+    pair = torch.empty(2, 256 * 2**20, dtype=torch.uint8, device="cuda")
+    copy = partial(pair[1].copy_, pair[0])
+    once, often = (time_replayed([copy], estimate=estimate).seconds for estimate in (1.0, 1e-4))
+    assert often == pytest.approx(once, rel=0.2)
