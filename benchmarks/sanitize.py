@@ -1,0 +1,216 @@
+"""A small run of each own kernel, for compute-sanitizer to watch.
+
+    python benchmarks/sanitize.py                                   # first: compiles the kernels into Triton's cache
+    compute-sanitizer --tool memcheck --error-exitcode 1 python benchmarks/sanitize.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python benchmarks/sanitize.py
+
+Every tensor is an allocation of its own, so that an access past its end is seen. Nothing is recorded in a CUDA graph.
+Says which call runs, and fails if a kernel that CI compiles was not launched.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from triton import JITFunction
+
+import strata.kernels
+from strata.cli.kernel_cases import EPS, angles, draw, full_pages
+from strata.cli.products import Product
+from strata.kernels.activation import silu_mul
+from strata.kernels.attention import attention
+from strata.kernels.attention_join import join
+from strata.kernels.decode_attention import decode_attention
+from strata.kernels.embedding import embedding
+from strata.kernels.gemm import linear
+from strata.kernels.gemm_skinny import multiply
+from strata.kernels.gemm_skinny_tiles import SkinnyTile
+from strata.kernels.kv_read import kv_read
+from strata.kernels.kv_write import kv_write
+from strata.kernels.norm import add_rms_norm, rms_norm
+from strata.kernels.op import Operation
+from strata.kernels.paged import PagedKV
+from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
+from strata.kernels.rope import rope, rope_angles
+from strata.kernels.sampling import gumbel_sample, token_logprobs
+from strata.kernels.sampling_filters import filter_bounds
+
+Call = tuple[str, Callable[[], object]]
+
+HEADS, KV_HEADS = 4, 2
+VOCABULARY = 3001
+
+
+def own_kernels() -> set[str]:
+    """The names of all kernels that CI compiles."""
+    names = (f"strata.kernels.{module.name}" for module in pkgutil.iter_modules(strata.kernels.__path__))
+    modules = (importlib.import_module(name) for name in names)
+    cases = (case for module in modules if hasattr(module, "compile_cases") for case in module.compile_cases())
+    return {case.kernel.fn.__name__ for case in cases}
+
+
+@contextmanager
+def launches() -> Iterator[set[str]]:
+    """The names of the kernels that are launched meanwhile."""
+    seen: set[str] = set()
+    run = JITFunction.run
+
+    def noted(kernel: JITFunction, *args: object, **options: object) -> object:
+        seen.add(kernel.fn.__name__)
+        return run(kernel, *args, **options)
+
+    JITFunction.run = noted
+    try:
+        yield seen
+    finally:
+        JITFunction.run = run
+
+
+def calls(early: bool) -> Iterator[Call]:
+    """Small calls on torch's default device, some with sizes that fill no tile.
+
+    early: it can launch a kernel before the one ahead of it has ended.
+    """
+    for rows, width in ((1, 128), (5, 1000), (3, 4096)):
+        yield from _rowwise(rows, width)
+    for head_dim in (80, 128):
+        yield from _heads(head_dim)
+    for head_dim, window in ((128, None), (80, 50)):
+        yield from _attention(head_dim, window)
+    yield from _sampling(rows=3)
+    yield from _products(early)
+
+
+def own(operation: Operation, *args: object) -> Call:
+    """Every own implementation of an operation, one after the other."""
+    found = [made for made in operation.implementations if made.device == "cuda" and made.name.startswith("triton")]
+    shapes = " ".join(str(list(x.shape)) for x in args if isinstance(x, Tensor))
+
+    def run() -> None:
+        for implementation in found:
+            implementation.run(*args)
+
+    return f"{operation.name} {shapes}", run
+
+
+def _rowwise(rows: int, width: int) -> Iterator[Call]:
+    yield own(rms_norm, draw(rows, width), draw(width), EPS)
+    yield own(add_rms_norm, draw(rows, width), draw(rows, width), draw(width), EPS)
+    yield own(silu_mul, *draw(rows, 2 * width).chunk(2, -1))
+    yield own(embedding, torch.randint(50, (rows,), dtype=torch.int32), draw(50, width))
+
+
+def _heads(head_dim: int) -> Iterator[Call]:
+    tokens = 7
+    pages = full_pages(KV_HEADS, head_dim, (tokens,))
+    pages.slots[2] = -1  # a token that is written nowhere
+    product = draw(tokens, (HEADS + 2 * KV_HEADS) * head_dim)
+    q, k, v = product.unflatten(-1, (-1, head_dim)).split_with_sizes((HEADS, KV_HEADS, KV_HEADS), -2)
+    cos_sin = angles(tokens, head_dim)
+    yield own(rope_angles, torch.arange(tokens, dtype=torch.int32), torch.randn(tokens, head_dim))
+    yield own(rope, q, *cos_sin)
+    yield own(kv_write, k, v, pages, 0)
+    for weights in ((None, None), (draw(head_dim), draw(head_dim))):
+        yield own(qk_rope_kv_write, product, HEADS, KV_HEADS, *weights, EPS, *cos_sin, pages, 0)
+
+
+def _attention(head_dim: int, window: int | None) -> Iterator[Call]:
+    lengths = (300, 1, 37)
+    held = full_pages(KV_HEADS, head_dim, lengths)
+    scale = head_dim**-0.5
+
+    def drawn(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        return draw(tokens, HEADS, head_dim), draw(tokens, KV_HEADS, head_dim), draw(tokens, KV_HEADS, head_dim)
+
+    def offsets(*new: int) -> Tensor:
+        return torch.tensor((0, *new), dtype=torch.int32).cumsum(0).int()
+
+    yield own(attention, *drawn(3), offsets(1, 1, 1), 1, held, 0, scale, window)
+    yield own(attention, *drawn(91), offsets(70, 1, 20), 70, held, 0, scale, window)  # of 300, 1 and 37 tokens
+    yield own(attention, *drawn(91), offsets(70, 1, 20), 70, None, 0, scale, window)
+    ends = torch.tensor(lengths) - 1
+    slots = held.tables.gather(1, ends[:, None] // held.page_size)[:, 0] * held.page_size + ends % held.page_size
+    written = replace(held, slots=slots.int())
+    product = draw(3, (HEADS + 2 * KV_HEADS) * head_dim)
+    for weights in ((None, None), (draw(head_dim), draw(head_dim))):
+        unfinished = (product, HEADS, KV_HEADS, *weights, EPS, *angles(3, head_dim))
+        yield own(decode_attention, *unfinished, offsets(1, 1, 1), written, 0, scale, window)
+    yield f"kv_read of {head_dim}", lambda: kv_read(held, 0, 0, 16, 300)
+    yield f"attention_join of {head_dim}", lambda: _joined(held, drawn(37)[0])
+
+
+def _joined(held: PagedKV, one: Tensor) -> Tensor:
+    one_sums, other_sums = torch.randn(2, one.shape[1], one.shape[0])
+    return join(torch.empty_like(one), one, torch.randn_like(one), one_sums, other_sums)
+
+
+def _sampling(rows: int) -> Iterator[Call]:
+    logits, temperatures = draw(rows, VOCABULARY), torch.linspace(0, 1, rows)
+    top_k = torch.randint(1, 50, (rows,), dtype=torch.int32)
+    top_p, min_p = torch.rand(2, rows)
+    seeds, steps = torch.arange(rows), torch.arange(rows, dtype=torch.int32)
+    bounds = torch.zeros(rows), torch.full((rows,), VOCABULARY, dtype=torch.int32)
+    yield own(filter_bounds, logits, temperatures, top_k, top_p, min_p)
+    yield own(gumbel_sample, logits, temperatures, seeds, steps)
+    yield own(gumbel_sample, logits, temperatures, seeds, steps, *bounds)
+    yield own(token_logprobs, logits.float(), torch.randint(VOCABULARY, (rows, 6)))
+
+
+# Rows, and the tile that multiplies them: with one program to the whole of k and with several.
+TILES = (
+    (1, SkinnyTile("gemv", 4, 512, 4)),
+    (3, SkinnyTile("gemv", 2, 256, 2)),
+    (7, SkinnyTile("dot", 16, 128, 2, 3, 1, rows=16)),
+    (40, SkinnyTile("dot", 64, 64, 4, 3, 2, rows=32)),
+    (200, SkinnyTile("dot", 64, 64, 8, 3, 4, rows=128)),
+)
+
+
+def _products(early: bool) -> Iterator[Call]:
+    out, width = 208, 512
+    for name in ("linear", "linear_add", "scaled_linear", "scaled_linear_silu_mul"):
+        product = Product("small", name, name, out, width)
+        for rows, tile in TILES:
+            call = product.call(rows, draw(out, width))
+            ahead = replace(tile, early=True, prefetch=0 if tile.kernel == "gemv" else 128)
+            for chosen in (tile, ahead) if early else (tile,):
+                yield f"{name} x{rows} {chosen}", partial(multiply, call, chosen)
+    for rows, taken in ((1, width), (70, width - 16)):
+        yield own(linear, draw(rows, taken), draw(out, taken), draw(out))
+
+
+def missing(launched: set[str]) -> set[str]:
+    """The own kernels that are not among those launched."""
+    return own_kernels() - launched
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/sanitize.py runs kernels on a CUDA device; there is none here")
+    # Read when the first tensor is made.
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    count = 0
+    with torch.device("cuda"), launches() as launched:
+        for name, run in calls(early=torch.cuda.get_device_capability() >= (9, 0)):
+            print(name, flush=True)
+            run()
+            torch.cuda.synchronize()
+            count += 1
+    left = missing(launched)
+    for name in sorted(left):
+        print(f"not launched: {name}; add a call to benchmarks/sanitize.py", file=sys.stderr)
+    print(f"{count} calls launched {len(launched)} kernels")
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
