@@ -1,0 +1,66 @@
+"""What the benchmark sees of an engine's steps on a GPU, with a host that is fast and one that sleeps."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from strata.cli.bench_run import Setup, call, started
+from strata.cli.workloads import Test, random_prompts
+from strata.engine.build import BUILTIN_MODEL
+from strata.engine.llm import LLM
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SLEEP = 0.01
+# Both prompts in one step, then a token of each a step.
+TEST, STEPS = Test("small", random_prompts(2, 20), (30, 30)), 30
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    made = started(Setup(str(BUILTIN_MODEL), None, "bfloat16", "cuda", False), TEST)
+    call(made, TEST)
+    return made
+
+
+def test_steps_by_events_and_by_the_trace_are_the_same(llm: LLM) -> None:
+    from strata.cli.step_observers import time_steps, trace
+
+    times, traced = time_steps(llm, TEST), trace(llm, TEST)
+    assert len(times.steps) == traced.steps == STEPS
+    assert len(times.gaps) == STEPS - 1
+    assert min(times.steps) > 0
+    assert min(times.gaps) >= 0
+    assert 0 < traced.busy < traced.span
+    assert 0 <= traced.host <= traced.span - traced.busy
+    assert traced.busy < times.wall
+    assert {"product", "attention", "sampling", "copy"} <= set(traced.kinds)
+    assert traced.kernels_per_step > 10
+
+
+def test_a_host_that_sleeps_is_seen_between_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    from strata.cli.step_observers import time_steps, trace
+
+    scheduler = llm.engine.loop.scheduler
+    schedule = scheduler.schedule
+
+    def slow() -> Any:
+        time.sleep(SLEEP)
+        return schedule()
+
+    usual = time_steps(llm, TEST).host_gap.median
+    monkeypatch.setattr(scheduler, "schedule", slow)
+    assert time_steps(llm, TEST).host_gap.median > usual + SLEEP / 2
+    assert trace(llm, TEST).host > STEPS * SLEEP / 2
+
+
+def test_nothing_is_observed_afterwards(llm: LLM) -> None:
+    from strata.cli.step_observers import trace
+
+    before = trace(llm, TEST).steps
+    call(llm, TEST)
+    assert trace(llm, TEST).steps == before
