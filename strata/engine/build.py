@@ -23,10 +23,7 @@ from strata.engine.loop import EngineLoop
 from strata.engine.runner import Runner, RunnerConfig
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduler import Scheduler, SchedulerConfig
-from strata.graph.bind import bind
-from strata.graph.capture import capture, capture_head
-from strata.graph.fuse import fuse
-from strata.graph.merge import merge
+from strata.engine.step_graphs import step_graphs
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
 from strata.models import weights
 from strata.models.config import DTYPES, ModelConfig
@@ -188,13 +185,11 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     with clock.phase("weights"), memory_explained("loading the weights", ledger):
         model, _ = weights.load(asked.model, device, dtype, asked.load_format, max_length, asked.seed)
     with clock.phase("graph"):
-        kind = implementations_for(device)
-        graph = bind(fuse(merge(capture(model))), kind, asked.deterministic)
-        head = bind(capture_head(model), kind, asked.deterministic)
+        graphs = step_graphs(model, implementations_for(device), asked.deterministic)
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool = KVPool(pool_shape, ledger.pages, device)
     runner_config = RunnerConfig(asked.max_num_seqs, max_tokens, max_length, frozenset(config.windows), asked.seed)
-    runner = Runner(graph, head, pool, runner_config, device)
+    runner = Runner(graphs, pool, runner_config, device)
     with clock.phase("CUDA graphs"), memory_explained("recording CUDA graphs of decode steps", ledger):
         for _ in runner.record_decode(buckets) if buckets else ():
             pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +11,8 @@ from torch import Tensor
 from strata.cache.pool import KVPool
 from strata.cache.tables import BlockTables, StepBuffer, StepShape
 from strata.engine.sampler import DrawInputs, draw_ids
+from strata.engine.step_graphs import StepGraphs
 from strata.graph.cudagraph import CudaGraphs
-from strata.models.batch import Batch
 
 
 def joined_tokens(buffer: StepBuffer, newest: Tensor) -> Tensor:
@@ -47,14 +46,13 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        graph: Callable[[Batch], Tensor],
-        head: Callable[[Tensor], Tensor],
+        graphs: StepGraphs,
         pool: KVPool,
         newest: Tensor,
         staging: list[Tensor],
     ) -> None:
-        self._graph, self._head, self._pool, self._newest, self._staging = graph, head, pool, newest, staging
-        self._graphs = CudaGraphs()
+        self._graphs, self._pool, self._newest, self._staging = graphs, pool, newest, staging
+        self._recordings = CudaGraphs()
         self._outputs: dict[int, Recorded] = {}
         self._buffers: dict[int, dict[int, StepBuffer]] = {}
         self._logits: Tensor | None = None
@@ -68,7 +66,7 @@ class DecodeGraphs:
         return self._buffers[bucket][staging.data_ptr()]
 
     def replay(self, bucket: int) -> Recorded:
-        self._graphs.replay(bucket)
+        self._recordings.replay(bucket)
         return self._outputs[bucket]
 
     def record(self, bucket: int, width: int) -> None:
@@ -82,15 +80,16 @@ class DecodeGraphs:
         buffer.send()
         ids = torch.zeros(bucket, dtype=torch.int32, device=self._newest.device)
 
+        model = self._graphs.decode(bucket)
+
         def step() -> None:
-            hidden = self._graph(buffer.batch(self._pool, joined_tokens(buffer, self._newest), 1, ()))
-            logits = self._head(hidden.index_select(0, buffer.tensors["rows"]))
+            logits = model(buffer.batch(self._pool, joined_tokens(buffer, self._newest), 1, ()))
             if self._logits is None:
                 self._logits = torch.empty_like(logits)
             self._logits[:bucket].copy_(logits)
             ids.copy_(draw_ids(logits, draw_inputs(buffer, bucket), filtered=True))
             self._newest[buffer.tensors["draw_slots"]] = ids.clamp(min=0)
 
-        self._graphs.record(bucket, step)
+        self._recordings.record(bucket, step)
         assert self._logits is not None
         self._outputs[bucket] = Recorded(ids, self._logits)

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, fx
+from torch import Tensor
 
 from strata.cache.pool import KVPool
 from strata.cache.tables import BlockTables, StepBuffer, StepShape
@@ -25,6 +25,7 @@ from strata.engine.sampler import (
     is_special,
     sampling_seed,
 )
+from strata.engine.step_graphs import StepGraphs
 from strata.engine.transfer import send
 from strata.kernels.batch_parts import library_reach
 from strata.kernels.sampling import likeliest, logprobs
@@ -106,17 +107,13 @@ class SlotState:
 class Runner:
     """Owns the KV pool, the block tables and each slot's newest id.
 
-    graph: Batch to hidden [tokens, hidden]; head: hidden [rows, hidden] to logits [rows, vocabulary]; both bound to the
-    device. On CUDA, steps in which every sequence runs one token replay a CUDA graph once `record_decode` has been
-    called. observer: for benchmarks, None while nothing is measured.
+    On CUDA, steps in which every sequence runs one token replay a CUDA graph once `record_decode` has been called.
+    observer: for benchmarks, None while nothing is measured.
     """
 
-    def __init__(
-        self, graph: fx.GraphModule, head: fx.GraphModule, pool: KVPool, config: RunnerConfig, device: torch.device
-    ) -> None:
+    def __init__(self, graphs: StepGraphs, pool: KVPool, config: RunnerConfig, device: torch.device) -> None:
         self.pool = pool
-        # The methods themselves: calling a module costs a Python frame or two on the way, every step.
-        self._graph, self._head = graph.forward, head.forward
+        self._graphs = graphs
         self._config, self._device = config, device
         self._reach = library_reach(pool.shape.dtype, pool.shape.head_dim, config.windows, config.max_length)
         most_pages = -(-config.max_length // pool.shape.page_size)
@@ -136,7 +133,7 @@ class Runner:
     @torch.inference_mode()
     def record_decode(self, buckets: list[int]) -> Iterator[int]:
         """Record a CUDA graph for each batch size, the largest first so that the others fit in its memory."""
-        self._decode = DecodeGraphs(self._graph, self._head, self.pool, self._newest, self._staging)
+        self._decode = DecodeGraphs(self._graphs, self.pool, self._newest, self._staging)
         width = self._tables.rows.shape[1]
         for bucket in sorted(buckets, reverse=True):
             self._decode.record(bucket, width)
@@ -187,11 +184,16 @@ class Runner:
         self._send(buffer)
         longest = max(chunk.count for chunk in plan.chunks)
         tokens = joined_tokens(buffer, self._newest) if missing else buffer.tensors["tokens"]
-        hidden = self._graph(buffer.batch(self.pool, tokens, longest, self._config.windows, parts))
-        prompt_logprobs = tuple(self._prompt_logprobs(plan, hidden))
+        batch = buffer.batch(self.pool, tokens, longest, self._config.windows, parts)
+        prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+        if any(chunk.sequence.request.params.prompt_logprobs is not None for chunk in plan.chunks):
+            hidden = self._graphs.hidden(batch)
+            prompt_logprobs = tuple(self._prompt_logprobs(plan, hidden))
+            logits = self._graphs.head(hidden.index_select(0, buffer.tensors["rows"]))
+        else:
+            logits = self._graphs.logits(batch, buffer.tensors["rows"])
         if not rows:
             return Launched(plan, torch.empty(0, dtype=torch.int32), prompt_logprobs=prompt_logprobs)
-        logits = self._head(hidden.index_select(0, buffer.tensors["rows"]))
         return self._draw(plan, rows, buffer, logits, prompt_logprobs)
 
     def _draw(
@@ -290,7 +292,7 @@ class Runner:
                     count = min(PROMPT_LOGPROB_ROWS, rows - first)
                     token = chunk.start + first + 1
                     targets = np.array(sequence.tokens[token : token + count], dtype=np.int32)
-                    logits = self._head(hidden[at + first : at + first + count]).float()
+                    logits = self._graphs.head(hidden[at + first : at + first + count]).float()
                     reported = logprobs(logits, send(self._device, ids=targets)["ids"], most)
                     yield PromptLogprobs(sequence, token, LogprobTensors(*reported))
             at += chunk.count

@@ -13,7 +13,10 @@ from torch import fx
 
 from strata.graph.capture import must_stay
 from strata.graph.match import Call, Hole, Match, find, match
+from strata.kernels.activation import silu_mul
+from strata.kernels.gemm import linear
 from strata.kernels.kv_write import kv_write
+from strata.kernels.linear_silu_mul import linear_silu_mul
 from strata.kernels.norm import add_rms_norm, rms_norm
 from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
 from strata.kernels.rope import rope
@@ -49,6 +52,29 @@ def fuse_residual_norms(graph: fx.GraphModule) -> None:
             fused = graph.graph.call_function(add_rms_norm, (*inputs, weight, found["eps"]))
         fused.meta = {"module": f"{norm.meta['module']}+add", "layer": norm.meta["layer"]}
         _replace(fused, [total, norm])
+
+
+def fuse_gated_products(graph: fx.GraphModule) -> fx.GraphModule:
+    """`silu(gate) * up` of a merged product that nothing else reads becomes `linear_silu_mul`, in place.
+
+    Apart from `fuse`, because it pays for many tokens only.
+    """
+    product = Call(linear, (Hole("x"), Hole("weight"), Hole("bias")), "product", read_once=True)
+    halves = Call("split_with_sizes", (product, Hole("sizes"), -1))
+    gate, up = (Call(getitem, (halves, half), read_once=True) for half in range(2))
+    gated = Call(silu_mul, (gate, up), "gated")
+    for found in find(graph, gated):
+        sizes, old = found["sizes"], found["gated"]
+        if len(sizes) != 2 or sizes[0] != sizes[1]:
+            continue
+        with graph.graph.inserting_before(old):
+            fused = graph.graph.call_function(linear_silu_mul, (found["x"], found["weight"], found["bias"]))
+        fused.meta = {"module": f"{found['product'].meta['module']}+silu_mul", "layer": old.meta["layer"]}
+        old.replace_all_uses_with(fused)
+        graph.graph.erase_node(old)
+    graph.graph.eliminate_dead_code(is_impure_node=must_stay)
+    graph.recompile()
+    return graph
 
 
 def _heads(part: int) -> Call:

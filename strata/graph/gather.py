@@ -1,0 +1,65 @@
+"""What follows the last attention treats each token alone, so tokens whose results nobody wants can be left out."""
+
+from __future__ import annotations
+
+import operator
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from strata.graph.capture import operation_of
+from strata.kernels.activation import silu_mul
+from strata.kernels.attention import attention
+from strata.kernels.gemm import linear
+from strata.kernels.linear_silu_mul import linear_silu_mul
+from strata.kernels.norm import add_rms_norm, rms_norm
+
+# Whose results for a token follow from their inputs for that token.
+_ROWWISE_OPERATIONS = {linear, linear_silu_mul, silu_mul, rms_norm, add_rms_norm}
+_ROWWISE_TARGETS: set[Any] = {operator.add, getitem, "flatten", "split_with_sizes"}
+
+
+def gather_after_attention(graph: fx.GraphModule) -> fx.GraphModule:
+    """Let the graph take a second argument, `rows` [rows] int32, and return the results of these tokens alone.
+
+    The rows are gathered at the last attention; in front of it all tokens are computed, because their keys and values
+    are wanted. In place, before the graph is bound; returns `graph`. A prompt of which only the last token is sampled
+    saves the last layer's MLP and output projection. Raises ValueError if something after the last attention does not
+    treat tokens alone.
+    """
+    nodes = graph.graph.nodes
+    argument = next(node for node in nodes if node.op == "placeholder")
+    last = next((node for node in reversed(nodes) if operation_of(node) is attention), None)
+    if last is None:
+        raise ValueError("the graph has no attention after which rows could be gathered")
+    after = _downstream(last)
+    for node in after:
+        if not (operation_of(node) in _ROWWISE_OPERATIONS or node.target in _ROWWISE_TARGETS):
+            raise ValueError(f"{node.target} follows the last attention and mixes tokens or is not known not to")
+    with graph.graph.inserting_after(argument):
+        rows = graph.graph.placeholder("rows")
+    sources = {source: None for node in after for source in node.all_input_nodes if source not in after}
+    for source in sources:
+        if source.op == "get_attr":
+            continue
+        users = [user for user in source.users if user in after]
+        with graph.graph.inserting_before(min(users)):
+            kept = graph.graph.call_function(torch.index_select, (source, 0, rows))
+        kept.meta = dict(source.meta)
+        for user in users:
+            user.replace_input_with(source, kept)
+    graph.recompile()
+    return graph
+
+
+def _downstream(start: fx.Node) -> dict[fx.Node, None]:
+    """Every node but the output that follows from `start`, in order."""
+    found: dict[fx.Node, None] = {}
+    node = start
+    while node.op != "output":
+        if any(source is start or source in found for source in node.all_input_nodes):
+            found[node] = None
+        node = node.next
+    return found
