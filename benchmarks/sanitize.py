@@ -36,6 +36,7 @@ from strata.kernels.gemm_skinny import multiply
 from strata.kernels.gemm_skinny_tiles import SkinnyTile
 from strata.kernels.kv_read import kv_read
 from strata.kernels.kv_write import kv_write
+from strata.kernels.linear_silu_mul import linear_silu_mul
 from strata.kernels.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.paged import PagedKV
@@ -75,11 +76,8 @@ def launches() -> Iterator[set[str]]:
         JITFunction.run = run
 
 
-def calls(early: bool) -> Iterator[Call]:
-    """Small calls on torch's default device, some with sizes that fill no tile.
-
-    early: it can launch a kernel before the one ahead of it has ended.
-    """
+def calls() -> Iterator[Call]:
+    """Small calls on torch's default device, some with sizes that fill no tile."""
     for rows, width in ((1, 128), (5, 1000), (3, 4096)):
         yield from _rowwise(rows, width)
     for head_dim in (80, 128):
@@ -87,7 +85,7 @@ def calls(early: bool) -> Iterator[Call]:
     for head_dim, window in ((128, None), (80, 50)):
         yield from _attention(head_dim, window)
     yield from _sampling(rows=3)
-    yield from _products(early)
+    yield from _products()
 
 
 def own(operation: Operation, *args: object) -> Call:
@@ -175,17 +173,18 @@ TILES = (
 )
 
 
-def _products(early: bool) -> Iterator[Call]:
+def _products() -> Iterator[Call]:
     out, width = 208, 512
     for name in ("linear", "linear_add", "scaled_linear", "scaled_linear_silu_mul"):
         product = Product("small", name, name, out, width)
         for rows, tile in TILES:
             call = product.call(rows, draw(out, width))
             ahead = replace(tile, early=True, prefetch=0 if tile.kernel == "gemv" else 128)
-            for chosen in (tile, ahead) if early else (tile,):
+            for chosen in (tile, ahead):
                 yield f"{name} x{rows} {chosen}", partial(multiply, call, chosen)
     for rows, taken in ((1, width), (70, width - 16)):
         yield own(linear, draw(rows, taken), draw(out, taken), draw(out))
+        yield own(linear_silu_mul, draw(rows, taken), draw(out, taken), draw(out))
 
 
 def missing(launched: set[str]) -> set[str]:
@@ -194,13 +193,13 @@ def missing(launched: set[str]) -> set[str]:
 
 
 def main() -> int:
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks/sanitize.py runs kernels on a CUDA device; there is none here")
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+        raise SystemExit("benchmarks/sanitize.py runs all kernels, which takes a Hopper GPU or a later one: none here")
     # Read when the first tensor is made.
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     count = 0
     with torch.device("cuda"), launches() as launched:
-        for name, run in calls(early=torch.cuda.get_device_capability() >= (9, 0)):
+        for name, run in calls():
             print(name, flush=True)
             run()
             torch.cuda.synchronize()

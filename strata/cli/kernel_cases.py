@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from strata.hardware.roofline import Workload
 from strata.kernels.activation import silu_mul
 from strata.kernels.embedding import embedding
 from strata.kernels.kv_write import kv_write
+from strata.kernels.linear_silu_mul import linear_silu_mul
 from strata.kernels.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.paged import PagedKV
@@ -25,6 +26,7 @@ from strata.models.config import ModelConfig
 
 ROWS = (1, 64, 8192)
 SAMPLED_ROWS = (1, 64, 512)
+PROMPT_ROWS = (2048, 8192)
 PAGE_SIZE = 16
 EPS = 1e-6
 # What a call has to move before it says how near its kernel comes to the memory bandwidth.
@@ -93,6 +95,8 @@ def cases(config: ModelConfig) -> Iterator[Case]:
                 yield case_of(rows)
     for rows in SAMPLED_ROWS:
         yield from _sampling(config.vocab_size, rows)
+    for rows in PROMPT_ROWS:
+        yield _gated_product(config, rows)
 
 
 # Cases of any number of rows, and how many bytes a row moves.
@@ -167,6 +171,20 @@ def _activation(config: ModelConfig) -> Iterator[Scalable]:
         return _case(silu_mul, f"{inner}", rows, make, lambda gate, up: F.silu(gate) * up)
 
     yield case, 3 * inner * _BF16
+
+
+def _gated_product(config: ModelConfig, rows: int) -> Case:
+    hidden, inner = config.hidden_size, config.intermediate_size
+
+    def make() -> tuple[Any, ...]:
+        return draw(rows, hidden), draw(2 * inner, hidden)
+
+    def library(x: Tensor, weight: Tensor) -> Tensor:
+        gate, up = F.linear(x, weight).chunk(2, -1)
+        return F.silu(gate) * up
+
+    case = _case(linear_silu_mul, f"gate_up {hidden}->2*{inner}", rows, make, library)
+    return replace(case, dtype="bfloat16")
 
 
 def _kv_writes(config: ModelConfig) -> Iterator[Scalable]:
