@@ -17,6 +17,7 @@ from strata.hardware.roofline import Workload
 from strata.kernels.attention import attention
 from strata.kernels.batch_parts import divide, library_reach
 from strata.kernels.decode_attention import decode_attention
+from strata.kernels.kv_write import kv_write
 from strata.kernels.paged import PagedKV
 from strata.models.config import ModelConfig
 
@@ -41,7 +42,8 @@ def _decode(config: ModelConfig, batch: int, context: int) -> Case:
 
     def make() -> tuple[Any, ...]:
         q, k, v = draw(batch, heads, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim)
-        return q, k, v, _offsets(batch), 1, _decode_pages(config, batch, context), 0, dim**-0.5, None
+        pages = _decode_pages(config, batch, context)
+        return q, *kv_write(k, v, pages, 0), _offsets(batch), 1, pages, 0, dim**-0.5, None
 
     shape = f"decode {heads}/{kv_heads}x{dim} over {context}"
     workload = Workload((1,) * batch, (context,) * batch)
@@ -79,7 +81,8 @@ def _prefill(config: ModelConfig, cached: int, new: int) -> Case:
         offsets = torch.tensor([0, new], dtype=torch.int32)
         pages = full_pages(kv_heads, dim, (cached + new,))
         parts = divide((cached,), (new,), library_reach(q.dtype, dim, (), cached + new))
-        return q, k, v, offsets, new, replace(pages, parts=parts), 0, dim**-0.5, None
+        pages = replace(pages, slots=pages.slots[cached:], parts=parts)
+        return q, *kv_write(k, v, pages, 0), offsets, new, pages, 0, dim**-0.5, None
 
     past = f" after {cached}" if cached else ""
     shape = f"prefill {heads}/{kv_heads}x{dim}{past}"
