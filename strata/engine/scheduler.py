@@ -208,6 +208,7 @@ class Scheduler:
         samples = self._requests[sequence.request.id]
         ended = [sequence, *(sample for sample in samples if sample is not sequence)]
         for sample in ended:
+            sample.sound = False  # its pages must not come back as sound ones
             self._end(sample, "error", None)
         return [Update(sample, None, "error") for sample in ended]
 

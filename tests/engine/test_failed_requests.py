@@ -6,6 +6,7 @@ the KV pool are overwritten.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,23 @@ def test_a_page_that_breaks_while_a_sequence_runs(folder: Path, run_ahead: bool)
     assert told.token_ids == whole.token_ids[: len(told.token_ids)]
     assert whole.text.startswith(told.text)
     llm.engine.loop.scheduler.check()
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("place", [0, 2], ids=["a page of the prompt", "a page of the output"])
+def test_a_page_that_broke_under_a_sequence_is_not_kept_as_sound(folder: Path, run_ahead: bool, place: int) -> None:
+    """That the sequence had drawn from it before does not count."""
+    asked, long = [*PREFIX[:30], 1], replace(GREEDY, max_tokens=40)
+    whole = run(engine(folder), [asked], long)[0].outputs[0].token_ids
+    llm = engine(folder, run_ahead=run_ahead)
+    stream = llm.stream({"prompt_token_ids": asked}, long)
+    ids = [next(stream) for _ in range(20)][-1].outputs[0].token_ids
+    poison(llm, llm.engine.loop.scheduler._running[0].pages[place])
+    assert_failed(list(stream)[-1])
+    follower = [*asked, *ids[:-1]]  # begins with all pages that the sequence had filled
+    outputs = [run(llm, [follower])[0] for _ in range(3)]
+    assert [output.error is None for output in outputs][1:] == [True, True], "found broken more than once"
+    assert outputs[-1].outputs[0].token_ids == whole[len(ids) - 1 :][: GREEDY.max_tokens]
 
 
 def test_a_cached_page_that_breaks_fails_who_shares_it_and_is_computed_anew(folder: Path) -> None:
