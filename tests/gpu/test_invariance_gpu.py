@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import torch
 
 from strata import LLM, SamplingParams
 from strata.engine.outputs import RequestOutput
+from strata.models.shapes import SHAPES
 
 pytestmark = pytest.mark.gpu
 
@@ -19,19 +21,24 @@ Bits = tuple[list[int], list[dict[int, float]]]
 
 
 class Subject(NamedTuple):
-    """A model, or None for the small one of the tests, and how long the prompt is: decoding passes a part's end."""
+    """What runs, and how long the prompt is: decoding passes a part's end.
 
-    model: str | None
+    shape: of `SHAPES`, with so many layers of random weights; None for the small model of the tests. Two engines of 8B
+    with all its layers would leave little of a GPU, and every layer runs the same kernels.
+    """
+
+    shape: str | None
+    layers: int
     dtype: str
     vocabulary: int
     prompt: int
 
 
 SUBJECTS = [
-    Subject(None, "float32", 307, 120),
-    Subject(None, "bfloat16", 307, 120),
-    Subject("0.6B", "bfloat16", 151936, 500),
-    Subject("8B", "bfloat16", 128256, 1010),
+    Subject(None, 3, "float32", 307, 120),
+    Subject(None, 3, "bfloat16", 307, 120),
+    Subject("0.6B", 28, "bfloat16", 151936, 500),
+    Subject("8B", 4, "bfloat16", 128256, 1010),
 ]
 
 
@@ -39,14 +46,14 @@ class Engines:
     """Two engines for one subject: one that runs prompts whole and caches none, one that cuts them up and does."""
 
     def __init__(self, subject: Subject, folder: Path, device: str = "cuda") -> None:
+        """folder: of the model; for a shape its config.json is enough."""
         self.subject = subject
         options: dict[str, Any] = {"dtype": subject.dtype, "deterministic": True, "device": device, "num_pages": 2500}
-        if subject.model is not None:
+        if subject.shape is not None:
             options |= {"load_format": "dummy", "max_model_len": 4096}
-        model = subject.model or folder
         options |= {"max_num_seqs": 48, "skip_tokenizer_init": True}
-        self.whole = LLM(model, enable_prefix_caching=False, **options)
-        self.cut = LLM(model, max_num_batched_tokens=77, **options)
+        self.whole = LLM(folder, enable_prefix_caching=False, **options)
+        self.cut = LLM(folder, max_num_batched_tokens=77, **options)
         rng = random.Random(0)
         self.prompt = self._draw(rng, subject.prompt)
         self.crowd = [self._draw(rng, rng.randrange(1, subject.prompt)) for _ in range(30)]
@@ -68,11 +75,16 @@ def bits_of(output: RequestOutput) -> Bits:
     return sample.token_ids, [{id: logprob for id, (logprob, *_) in entry.items()} for entry in sample.logprobs]
 
 
-@pytest.fixture(scope="module", params=SUBJECTS, ids=lambda subject: f"{subject.model or 'small'}-{subject.dtype}")
-def engines(request: pytest.FixtureRequest, folder: Path) -> Engines:
+@pytest.fixture(scope="module", params=SUBJECTS, ids=lambda subject: f"{subject.shape or 'small'}-{subject.dtype}")
+def engines(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    return Engines(request.param, folder)
+    subject: Subject = request.param
+    if subject.shape is not None:
+        folder = tmp_path_factory.mktemp(subject.shape)
+        config = SHAPES[subject.shape] | {"num_hidden_layers": subject.layers}
+        (folder / "config.json").write_text(json.dumps(config))
+    return Engines(subject, folder)
 
 
 def test_the_batch(engines: Engines) -> None:

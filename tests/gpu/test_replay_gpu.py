@@ -1,4 +1,5 @@
-"""Timing by replay agrees with the memory bandwidth that a device can have."""
+"""Timing by replay agrees with the memory bandwidth that a device can have. The fastest run counts: others may use the
+device at the same time."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ def test_a_copy_takes_no_less_than_the_bandwidth_allows(megabytes: int, least: f
     pairs = [torch.empty(2, nbytes, dtype=torch.uint8, device="cuda") for _ in range(copies_beyond_l2(2 * nbytes))]
     timing = time_replayed([partial(target.copy_, source) for source, target in pairs])
     promised = device.ceiling("bandwidth", measured=False).value
-    assert least * promised < 2 * nbytes / timing.seconds <= promised
+    assert least * promised < 2 * nbytes / min(timing.runs) <= promised
 
 
 def test_a_call_that_is_recorded_often_takes_as_long_as_one() -> None:
     pair = torch.empty(2, 256 * 2**20, dtype=torch.uint8, device="cuda")
     copy = partial(pair[1].copy_, pair[0])
-    once, often = (time_replayed([copy], estimate=estimate).seconds for estimate in (1.0, 1e-4))
-    assert often == pytest.approx(once, rel=0.2)
+    once, often = (min(time_replayed([copy], repeats=50, estimate=estimate).runs) for estimate in (1.0, 1e-4))
+    assert 1 / 2 < often / once < 2  # it is recorded ten times
