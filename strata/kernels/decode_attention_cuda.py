@@ -59,7 +59,7 @@ def decode(
     scales = torch.empty((sequences, tile.splits, heads), dtype=torch.float32, device=product.device)
     todo = unfinished or Unfinished(None, None, 0.0, product, product)
     early = tile.early and unfinished is not None and torch.cuda.get_device_capability(product.device) >= (9, 0)
-    decode_attention_kernel[(kv_heads, tile.splits, sequences)](
+    decode_attention_kernel[(kv_heads, sequences, tile.splits)](
         product,
         keys,
         values,
@@ -83,7 +83,6 @@ def decode(
         FUSED=unfinished is not None,
         NORM=todo.q_weight is not None,
         EARLY=early,
-        HELD=tile.held,
         PAGE_SIZE=pages.page_size,
         WINDOW=window or 0,
         **shape_constants(group, head_dim, tile),

@@ -153,7 +153,6 @@ def decode_attention_kernel(
     FUSED: tl.constexpr,
     NORM: tl.constexpr,
     EARLY: tl.constexpr,
-    HELD: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -164,21 +163,23 @@ def decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     JOINED: tl.constexpr,
 ):
-    """Programs [kv_heads, splits, sequences]: the queries of a group over part of the keys of a sequence.
+    """Programs [kv_heads, sequences, splits]: the queries of a group over part of the keys of a sequence.
+
+    Splits come last, so that those which short sequences do not use are behind the others and take no turns of theirs.
 
     Row s of `product` belongs to sequence s. FUSED: it holds queries, keys and values side by side, and the program
     with the last position writes the new key and value. Otherwise it holds queries, and the pages hold all keys.
     EARLY: launched before the kernel ahead has ended, which may have written the product and no more.
-    least_keys: of a split, a multiple of BLOCK_N. HELD: see `DecodeTile`.
+    least_keys: of a split, a multiple of BLOCK_N.
     width: HEAD_DIM, where a division has to round as that of `rms_norm`.
     results [sequences, splits, heads, HEAD_DIM], scales [sequences, splits, heads] float32: what the splits of a
     sequence leave for the last of them, normalized, and the logarithm (to the base two) of its weight.
     """
     kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    sequence = tl.program_id(2).to(tl.int64)
+    sequence = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
     kv_heads = tl.num_programs(0)
-    splits = tl.num_programs(1)
+    splits = tl.num_programs(2)
     heads = kv_heads * GROUP
     length = tl.load(lengths + sequence)
     total = tl.maximum(length, 1)  # a padding row has a token, and no page for it
@@ -198,10 +199,7 @@ def decode_attention_kernel(
     token_stride = kv_heads * HEAD_DIM
     # Earlier steps have written these keys: they are on their way before the kernel ahead has ended.
     places = _places(table, start, end, token_stride, PAGE_SIZE, BLOCK_N)
-    if HELD:
-        block_keys, block_values = _load_block(keys, values, places, HEAD_DIM, HEAD_PAD)
-        places = _places(table, start + BLOCK_N, end, token_stride, PAGE_SIZE, BLOCK_N)
-    elif EARLY:
+    if EARLY:
         _prefetch(keys, places, HEAD_PAD)
         _prefetch(values, places, HEAD_PAD)
 
@@ -251,15 +249,7 @@ def decode_attention_kernel(
     else:
         queries = tl.load(product + query_head * HEAD_DIM + columns, mask=held, other=0.0)
 
-    if start < end:
-        if HELD:
-            # Without this the block would go into shared memory, and be waited for, right where it was loaded.
-            there = (start + tl.arange(0, BLOCK_N) < end)[:, None]
-            block_keys, block_values = tl.where(there, block_keys, 0.0), tl.where(there, block_values, 0.0)
-            maximum, weight, result = _attend(
-                queries, maximum, weight, result, block_keys, block_values, start, end, lowest, scale, WINDOW, BLOCK_N
-            )
-            start += BLOCK_N
+    if start < end:  # a loop that is known to run takes fewer registers: without this the compiler spills
         for block in range(start, end, BLOCK_N):
             block_keys, block_values = _load_block(keys, values, places, HEAD_DIM, HEAD_PAD)
             # Looked up a block ahead: loads that wait for a lookup could not be pipelined.
@@ -299,7 +289,6 @@ class DecodeTile:
 
     keys: of a block; warps, stages: of a program and of its pipeline. split: the fewest keys that are worth a program
     of their own, a multiple of `keys`. splits: into how many a sequence may be divided; longer ones have larger splits.
-    held: whether the first block is loaded before anything else and held in registers, not only into the L2 cache.
     early: whether the fused kernel is launched before the kernel ahead has ended (programmatic dependent launch).
     """
 
@@ -308,7 +297,6 @@ class DecodeTile:
     stages: int
     split: int
     splits: int
-    held: bool
     early: bool = True
 
     def __post_init__(self) -> None:
@@ -321,24 +309,23 @@ _PROGRAMS = 512
 _MOST_SPLITS = 64
 # Even where there are many sequences, one may be much longer than the others.
 _LEAST_SPLITS = 4
+# For up to so many sequences, the fewest keys of a split: measured on an H200 (docs/log.md).
+_SPLITS = ((2, 64), (16, 128), (40, 256), (63, 512), (1 << 30, 1024))
 
 
 def decode_tile(group: int, head_dim: int, dtype: torch.dtype, sequences: int, most: int) -> DecodeTile:
     """The tile for so many sequences of at most `most` keys, with `group` query heads to a KV head."""
-    split = 64 if sequences <= 8 else 128 if sequences <= 32 else 256
+    # Few sequences: many short splits; many: whole sequences, because a split costs a join.
+    split = next(split for most_of_it, split in _SPLITS if sequences <= most_of_it)
     splits = min(_MOST_SPLITS, max(_LEAST_SPLITS, _PROGRAMS // max(1, sequences)), max(1, -(-most // split)))
     if dtype == torch.float32:
-        return DecodeTile(keys=16, warps=8, stages=2, split=split, splits=splits, held=False)
-    wide = head_dim > 128
-    return DecodeTile(
-        keys=32 if wide or group >= 16 else 64,
-        warps=8 if wide and group > 16 else 4,
-        stages=3,
-        split=split,
-        splits=splits,
-        # Few sequences: what counts is how soon the keys are there; many: how many programs find room.
-        held=sequences <= 8 and not wide,
-    )
+        return DecodeTile(keys=16, warps=8, stages=2, split=split, splits=splits)
+    if head_dim > 128:
+        return DecodeTile(32, 8 if group > 16 else 4, 3, split, splits)
+    if group >= 16:
+        return DecodeTile(32, 4, 3, split, splits)
+    keys, warps, stages = (64, 4, 2) if split == 64 else (32, 2, 3) if split < 1024 else (32, 4, 3)
+    return DecodeTile(keys, warps, stages, split, splits)
 
 
 def shape_constants(group: int, head_dim: int, tile: DecodeTile) -> dict[str, int]:
@@ -388,7 +375,7 @@ def _case(
     types |= dict.fromkeys(("lengths", "slots", "tables"), "*i32") | dict.fromkeys(("eps", "scale"), "fp32")
     types |= dict.fromkeys(("width", "product_stride"), "i32:16") | dict.fromkeys(("table_stride", "least_keys"), "i32")
     tile = decode_tile(group, head_dim, dtype, sequences, 4096)
-    flags = {"FUSED": fused, "NORM": bool(norm), "EARLY": fused, "HELD": tile.held}
+    flags = {"FUSED": fused, "NORM": bool(norm), "EARLY": fused}
     constants = {**flags, "PAGE_SIZE": page_size, "WINDOW": window or 0, **shape_constants(group, head_dim, tile)}
     sizes = f"head_dim {head_dim} group {group} page_size {page_size} window {window} sequences {sequences}"
     multiply = () if dtype == torch.float32 else ("mma.sync", "cp.async.cg")
