@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -199,9 +199,8 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     # What stands now lives as long as the engine: the collector need not walk it in the middle of a step.
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # or the interpreter ends with all of it alive, and libraries complain of leaks
     log(clock.line())
-    return Engine(
+    engine = Engine(
         loop=EngineLoop(scheduler, runner, run_ahead=device.type == "cuda", ledger=ledger),
         model=model,
         config=config,
@@ -213,6 +212,8 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         max_model_len=max_length,
         device=device,
     )
+    weakref.finalize(engine, gc.unfreeze)  # at its end, or the interpreter's: from then on its cycles can be collected
+    return engine
 
 
 def decode_buckets(most: int) -> list[int]:
