@@ -95,7 +95,9 @@ def prefill(
         table_stride, page_size = tables.stride(0), pages.page_size
         k_stride = v_stride = kv_heads * head_dim
     group = heads // kv_heads
-    tile = mixed_tile(head_dim, q.dtype)
+    tile = mixed_tile(head_dim, q.dtype, page_size)
+    # Before Hopper operands of products take registers too: under the cap hundreds of bytes would spill.
+    capped = torch.cuda.get_device_capability(q.device) >= (9, 0)
     attention_kernel[(kv_heads, tokens // (tile.rows // group) + sequences)](
         q,
         k,
@@ -120,6 +122,7 @@ def prefill(
         BLOCK_N=tile.keys,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        maxnreg=tile.registers if capped else None,
     )
 
 

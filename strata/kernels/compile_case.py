@@ -18,6 +18,8 @@ class CompileCase:
     signature: for each argument that is not a constant its type as Triton writes it ("*bf16", "i32"), followed by ":16"
         if the pointer or number is a multiple of 16.
     must_contain: what the PTX has to contain.
+    max_registers: what the launch caps the registers of a thread at (`maxnreg`), None: nothing.
+    spilled_bytes: the most that a thread may spill, more than 0 only for a cap that is worth it.
     """
 
     name: str
@@ -27,6 +29,8 @@ class CompileCase:
     num_warps: int
     num_stages: int
     must_contain: tuple[str, ...] = ()
+    max_registers: int | None = None
+    spilled_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ def compile_for(case: CompileCase, capability: int = 90) -> Resources:
     compiled = triton.compile(
         ASTSource(case.kernel, signature, dict(case.constants), attributes),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.max_registers},
     )
     usage = _resource_usage(compiled.asm["cubin"])
     return Resources(usage["REG"], usage["STACK"] + usage["LOCAL"], compiled.metadata.shared, compiled.asm["ptx"])
