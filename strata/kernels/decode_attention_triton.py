@@ -309,23 +309,31 @@ _PROGRAMS = 512
 _MOST_SPLITS = 64
 # Even where there are many sequences, one may be much longer than the others.
 _LEAST_SPLITS = 4
-# For up to so many sequences, the fewest keys of a split: measured on an H200 (docs/log.md).
-_SPLITS = ((2, 64), (16, 128), (40, 256), (63, 512), (1 << 30, 1024))
+# For up to so many sequences: the fewest keys of a split, keys of a block, warps, stages, early. Measured in whole
+# steps on an H200: few sequences have many short splits, of many none is divided if it is not long, because a split
+# costs a join. An early start pays where the kernel ahead leaves room.
+_MEASURED = (
+    (2, (64, 64, 4, 2, True)),
+    (4, (128, 32, 2, 3, True)),
+    (12, (128, 64, 4, 3, True)),
+    (40, (256, 32, 2, 3, False)),
+    (63, (512, 32, 4, 3, False)),
+    (100, (1024, 32, 4, 3, True)),
+    (1 << 30, (1024, 64, 4, 3, True)),
+)
 
 
 def decode_tile(group: int, head_dim: int, dtype: torch.dtype, sequences: int, most: int) -> DecodeTile:
     """The tile for so many sequences of at most `most` keys, with `group` query heads to a KV head."""
-    # Few sequences: many short splits; many: whole sequences, because a split costs a join.
-    split = next(split for most_of_it, split in _SPLITS if sequences <= most_of_it)
+    split, keys, warps, stages, early = next(sizes for limit, sizes in _MEASURED if sequences <= limit)
     splits = min(_MOST_SPLITS, max(_LEAST_SPLITS, _PROGRAMS // max(1, sequences)), max(1, -(-most // split)))
     if dtype == torch.float32:
         return DecodeTile(keys=16, warps=8, stages=2, split=split, splits=splits)
     if head_dim > 128:
-        return DecodeTile(32, 8 if group > 16 else 4, 3, split, splits)
-    if group >= 16:
-        return DecodeTile(32, 4, 3, split, splits)
-    keys, warps, stages = (64, 4, 2) if split == 64 else (32, 2, 3) if split < 1024 else (32, 4, 3)
-    return DecodeTile(keys, warps, stages, split, splits)
+        keys, warps, stages = 32, 8 if group > 16 else 4, 3
+    elif group >= 16:
+        keys, warps, stages = 32, 4, 3
+    return DecodeTile(keys, warps, stages, split, splits, early)
 
 
 def shape_constants(group: int, head_dim: int, tile: DecodeTile) -> dict[str, int]:
