@@ -185,7 +185,7 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     with clock.phase("weights"), memory_explained("loading the weights", ledger):
         model, _ = weights.load(asked.model, device, dtype, asked.load_format, max_length, asked.seed)
     with clock.phase("graph"):
-        graphs = step_graphs(model, config.hidden_size, implementations_for(device), asked.deterministic)
+        graphs = step_graphs(model, implementations_for(device), asked.deterministic)
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool = KVPool(pool_shape, ledger.pages, device)
     runner_config = RunnerConfig(asked.max_num_seqs, max_tokens, max_length, frozenset(config.windows), asked.seed)

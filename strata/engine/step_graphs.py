@@ -17,11 +17,9 @@ from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
 from strata.models.batch import Batch
 
-
-def most_fused_rows(hidden_size: int) -> int:
-    """Up to so many rows, products that take up norms, gating and residuals are faster than the library's with kernels
-    between them: as whole steps of the 0.6B and the 8B shape show on an H200 (docs/log.md)."""
-    return 256 if hidden_size <= 2048 else 128
+# Up to so many rows, products that take up norms, gating and residuals are faster than the library's with kernels
+# between them: as whole steps of the 0.6B and the 8B shape show on an H200 (docs/log.md).
+MOST_FUSED_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class StepGraphs:
     hidden: Batch to hidden [tokens, hidden]; head: hidden [rows, hidden] to logits [rows, vocabulary].
     logits: Batch and rows [rows] int32 to the logits of these tokens alone.
     few, many: for batches in which every sequence has one new token, Batch to logits [tokens, vocabulary]; `few` for
-        up to `most_few` of them.
+        up to MOST_FUSED_ROWS of them.
     """
 
     hidden: Callable[[Batch], Tensor]
@@ -39,14 +37,13 @@ class StepGraphs:
     logits: Callable[[Batch, Tensor], Tensor]
     few: Callable[[Batch], Tensor]
     many: Callable[[Batch], Tensor]
-    most_few: int
 
     def decode(self, sequences: int) -> Callable[[Batch], Tensor]:
         """The graph for decode steps of so many sequences."""
-        return self.few if sequences <= self.most_few else self.many
+        return self.few if sequences <= MOST_FUSED_ROWS else self.many
 
 
-def step_graphs(model: nn.Module, hidden_size: int, kind: str, deterministic: bool) -> StepGraphs:
+def step_graphs(model: nn.Module, kind: str, deterministic: bool) -> StepGraphs:
     """Capture a model, run the passes, and bind for `kind` (see `Operation.bind`).
 
     Raises NotImplementedError if an operation has no implementation there. Only on CUDA, and not in deterministic mode,
@@ -68,6 +65,4 @@ def step_graphs(model: nn.Module, hidden_size: int, kind: str, deterministic: bo
     logits = bound(gather_after_attention(fuse_gated_products(whole()) if by_rows else whole()))
     hidden, head = bound(fuse(merge(captured))), bound(head)
     # The methods themselves: calling a module costs a Python frame or two on the way, every step.
-    return StepGraphs(
-        hidden.forward, head.forward, logits.forward, few.forward, many.forward, most_fused_rows(hidden_size)
-    )
+    return StepGraphs(hidden.forward, head.forward, logits.forward, few.forward, many.forward)
