@@ -29,18 +29,20 @@ class StepGraphs:
     hidden: Batch to hidden [tokens, hidden]; head: hidden [rows, hidden] to logits [rows, vocabulary].
     logits: Batch and rows [rows] int32 to the logits of these tokens alone.
     few, many: for batches in which every sequence has one new token, Batch to logits [tokens, vocabulary]; `few` for
-        up to MOST_FUSED_ROWS of them.
+        up to MOST_FUSED_ROWS of them. None where no steps are recorded.
     """
 
     hidden: Callable[[Batch], Tensor]
     head: Callable[[Tensor], Tensor]
     logits: Callable[[Batch, Tensor], Tensor]
-    few: Callable[[Batch], Tensor]
-    many: Callable[[Batch], Tensor]
+    few: Callable[[Batch], Tensor] | None = None
+    many: Callable[[Batch], Tensor] | None = None
 
     def decode(self, sequences: int) -> Callable[[Batch], Tensor]:
         """The graph for decode steps of so many sequences."""
-        return self.few if sequences <= MOST_FUSED_ROWS else self.many
+        graph = self.few if sequences <= MOST_FUSED_ROWS else self.many
+        assert graph is not None
+        return graph
 
 
 def step_graphs(model: nn.Module, kind: str, deterministic: bool) -> StepGraphs:
@@ -58,11 +60,13 @@ def step_graphs(model: nn.Module, kind: str, deterministic: bool) -> StepGraphs:
     def bound(graph: fx.GraphModule) -> fx.GraphModule:
         return bind(graph, kind, deterministic)
 
-    few = many = bound(whole())
+    # The methods themselves: calling a module costs a Python frame or two on the way, every step.
+    few = many = None
     if by_rows:
-        few = bound(fuse_products(fuse_decode_attention(whole())))
-        many = bound(fuse_decode_attention(whole()))
+        few = bound(fuse_products(fuse_decode_attention(whole()))).forward
+        many = bound(fuse_decode_attention(whole())).forward
+    elif kind == "cuda":
+        few = many = bound(whole()).forward
     logits = bound(gather_after_attention(fuse_gated_products(whole()) if by_rows else whole()))
     hidden, head = bound(fuse(merge(captured))), bound(head)
-    # The methods themselves: calling a module costs a Python frame or two on the way, every step.
-    return StepGraphs(hidden.forward, head.forward, logits.forward, few.forward, many.forward)
+    return StepGraphs(hidden.forward, head.forward, logits.forward, few, many)

@@ -18,6 +18,7 @@ from strata.kernels.gemm import linear
 from strata.kernels.kv_write import kv_write
 from strata.kernels.linear_silu_mul import linear_silu_mul
 from strata.kernels.norm import add_rms_norm, rms_norm
+from strata.kernels.op import Operation
 from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
 from strata.kernels.rope import rope
 
@@ -59,22 +60,29 @@ def fuse_gated_products(graph: fx.GraphModule) -> fx.GraphModule:
 
     Apart from `fuse`, because it pays for many tokens only.
     """
-    product = Call(linear, (Hole("x"), Hole("weight"), Hole("bias")), "product", read_once=True)
-    halves = Call("split_with_sizes", (product, Hole("sizes"), -1))
-    gate, up = (Call(getitem, (halves, half), read_once=True) for half in range(2))
-    gated = Call(silu_mul, (gate, up), "gated")
-    for found in find(graph, gated):
-        sizes, old = found["sizes"], found["gated"]
-        if len(sizes) != 2 or sizes[0] != sizes[1]:
-            continue
-        with graph.graph.inserting_before(old):
-            fused = graph.graph.call_function(linear_silu_mul, (found["x"], found["weight"], found["bias"]))
-        fused.meta = {"module": f"{found['product'].meta['module']}+silu_mul", "layer": old.meta["layer"]}
-        old.replace_all_uses_with(fused)
-        graph.graph.erase_node(old)
+    fuse_gating(graph, linear, linear_silu_mul, ("x", "weight", "bias"))
     graph.graph.eliminate_dead_code(is_impure_node=must_stay)
     graph.recompile()
     return graph
+
+
+def fuse_gating(graph: fx.GraphModule, product: Operation, gated: Operation, given: tuple[str, ...]) -> None:
+    """`silu_mul` of the halves of a `product` becomes `gated` of the same arguments, called `given`.
+
+    Only where nothing else reads the product or its halves. The product is left to the elimination of dead code.
+    """
+    whole = Call(product, tuple(Hole(name) for name in given), "product", read_once=True)
+    halves = Call("split_with_sizes", (whole, Hole("sizes"), -1), "halves")
+    gate, up = (Call(getitem, (halves, half), read_once=True) for half in range(2))
+    for found in find(graph, Call(silu_mul, (gate, up), "gated")):
+        sizes, old = found["sizes"], found["gated"]
+        if len(found["halves"].users) != 2 or len(sizes) != 2 or sizes[0] != sizes[1]:
+            continue
+        with graph.graph.inserting_before(old):
+            fused = graph.graph.call_function(gated, tuple(found[name] for name in given))
+        fused.meta = {"module": f"{found['product'].meta['module']}+silu_mul", "layer": old.meta["layer"]}
+        old.replace_all_uses_with(fused)
+        graph.graph.erase_node(old)
 
 
 def _heads(part: int) -> Call:

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from strata.graph.capture import must_stay
+from strata.graph.fuse import fuse_gating
 from strata.graph.match import Call, Hole, Match, find
-from strata.kernels.activation import silu_mul
 from strata.kernels.gemm import linear
 from strata.kernels.norm import add_rms_norm
 from strata.kernels.prenorm import linear_add, scaled_linear, scaled_linear_silu_mul
@@ -28,7 +28,7 @@ def fuse_products(graph: fx.GraphModule) -> fx.GraphModule:
     keep their norms, because without its scale a sum may be too large for it.
     """
     _fuse_norms(graph)
-    _fuse_gating(graph)
+    fuse_gating(graph, scaled_linear, scaled_linear_silu_mul, ("weighted", "squares", "eps", "weight", "bias"))
     graph.graph.eliminate_dead_code(is_impure_node=must_stay)
     graph.recompile()
     return graph
@@ -82,24 +82,6 @@ def _fuse_norm(graph: fx.Graph, found: Match, product: fx.Node, residual: fx.Nod
 def _arguments(product: fx.Node) -> tuple[Any, ...]:
     """x, weight and bias, which need not be given."""
     return (*product.args, None)[:3]
-
-
-_GIVEN = ("weighted", "squares", "eps", "weight", "bias")
-_PRODUCT = Call(scaled_linear, tuple(Hole(name) for name in _GIVEN), "product", read_once=True)
-_HALVES = Call("split_with_sizes", (_PRODUCT, Hole("sizes"), -1), "halves")
-_GATE, _UP = (Call(getitem, (_HALVES, index), read_once=True) for index in range(2))
-_GATED = Call(silu_mul, (_GATE, _UP), "gated")
-
-
-def _fuse_gating(graph: fx.GraphModule) -> None:
-    for found in find(graph, _GATED):
-        sizes, gated = found["sizes"], found["gated"]
-        if len(found["halves"].users) != 2 or len(sizes) != 2 or sizes[0] != sizes[1]:
-            continue
-        with graph.graph.inserting_before(gated):
-            given = tuple(found[name] for name in _GIVEN)
-            fused = graph.graph.call_function(scaled_linear_silu_mul, given)
-        _replace(gated, fused, f"{found['product'].meta['module']}+silu_mul")
 
 
 def _replace(old: fx.Node, new: fx.Node, module: str) -> None:

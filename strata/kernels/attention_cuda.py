@@ -59,7 +59,7 @@ def attend(
         and q.shape[0] == pages.tables.shape[0]  # none goes without a token
         and decode_attention_cuda.fits(pages, q.shape[1], k.shape[1], q.shape[2])
     ):
-        return decode(q, offsets, pages, layer, scale, window)
+        return decode_attention_cuda.decode(q.flatten(1), q.shape[1], q.shape[2], pages, layer, scale, window)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     prefill(out, q, k, v, offsets, offsets, pages, layer, scale, window)
     return out
@@ -124,8 +124,3 @@ def prefill(
         num_stages=tile.stages,
         maxnreg=tile.registers if capped else None,
     )
-
-
-def decode(q: Tensor, offsets: Tensor, pages: PagedKV, layer: int, scale: float, window: int | None) -> Tensor:
-    """Every sequence has one query: its keys are divided among programs."""
-    return decode_attention_cuda.decode(q.flatten(1), q.shape[1], q.shape[2], pages, layer, scale, window)

@@ -24,8 +24,6 @@ from strata.kernels.attention_fixed_triton import (
 )
 from strata.kernels.paged import PagedKV
 
-LOG2_E = 1.4426950408889634
-
 
 def supports(
     q: Tensor,
@@ -104,7 +102,7 @@ def _prefill(
         lengths,
         tables,
         sequences,
-        scale * LOG2_E,
+        scale * attention_cuda.LOG2_E,
         q.stride(0),
         k_stride,
         v_stride,
@@ -141,7 +139,7 @@ def _decode(
         offsets,
         pages.lengths,
         tables,
-        scale * LOG2_E,
+        scale * attention_cuda.LOG2_E,
         q.stride(0),
         kv_heads * head_dim,
         kv_heads * head_dim,
