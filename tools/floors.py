@@ -18,7 +18,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "graph": {"hardware", "kernels", "comm"},
     "cache": {"models", "kernels"},
     "engine": {"cache", "graph", "parallel", "models", "comm", "kernels", "hardware"},
-    "serve": {"engine"},
+    "serve": {"engine", "models"},
     "train": {"models", "parallel", "graph", "comm", "kernels", "hardware"},
     "rl": {"engine", "train", "cache", "graph", "parallel", "models", "comm", "kernels", "hardware"},
     "plan": {"hardware", "models", "parallel", "graph", "cache", "engine", "kernels"},

@@ -1,0 +1,171 @@
+"""What the engine process and those that use it say to each other: msgspec structs in msgpack frames, never pickle.
+
+A client sends `ToEngine`, beginning with Hello; the engine answers it with Ready and then tells, step by step, what the
+client's own requests brought. Times are seconds of `time.monotonic()`, which all processes of a Linux machine share.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from strata.engine.sampling_params import SamplingParams
+
+PROTOCOL = 1
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """The first message of a client; a client that says it again has forgotten its requests, and they are aborted."""
+
+    protocol: int = PROTOCOL
+
+
+class Add(msgspec.Struct, tag="add", frozen=True):
+    """Generate from a prompt.
+
+    id: names the request among the client's unfinished ones.
+    prompt: token ids.
+    salt: requests share cached prefixes only with requests of the same salt.
+    bad_words: `params.bad_words` as ids.
+    grammar: what the output must follow, as an llguidance grammar that has been found to compile; None for anything.
+    """
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    priority: int = 0
+    arrival: float = 0.0
+    salt: str = ""
+    bad_words: list[list[int]] = []
+    grammar: str | None = None
+
+
+class Embed(msgspec.Struct, tag="embed", frozen=True):
+    """One vector of a prompt: its last token's hidden state, or the mean of all; of length 1 (L2)."""
+
+    id: str
+    prompt: list[int]
+    pooling: Literal["last", "mean"] = "last"
+    arrival: float = 0.0
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    """End requests wherever they are; nothing more is told of them. Unknown ids are ignored."""
+
+    ids: list[str]
+
+
+class Finish(msgspec.Struct, tag="finish", frozen=True):
+    """End one sample, because its text has reached a stop string; nothing more is told of it."""
+
+    id: str
+    index: int
+    stop: str
+
+
+ToEngine = Hello | Add | Embed | Abort | Finish
+
+
+class TokenLogprobs(NamedTuple):
+    """The log-probability of the token at one position, its rank (1 is the likeliest), and the likeliest tokens."""
+
+    token: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """What the engine is.
+
+    default_params: the sampling parameters of the model's generation_config.json.
+    max_sequences, num_pages, page_size: what it can run at once.
+    startup: seconds by phase.
+    """
+
+    model: str
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int
+    eos_ids: list[int]
+    default_params: SamplingParams
+    max_sequences: int
+    num_pages: int
+    page_size: int
+    device: str
+    startup: dict[str, float]
+    protocol: int = PROTOCOL
+
+
+class Delta(msgspec.Struct, array_like=True, frozen=True):
+    """What one sample got.
+
+    finish_reason: "stop", "length", "error"; None while it runs. stop_reason: the stop id, None for end of sequence.
+    logprobs: one for each token, if asked for.
+    scheduled, cached_tokens: when the request was first admitted and how much of its prompt was cached; told with the
+        request's first delta only.
+    error: why the request failed, with finish_reason "error".
+    """
+
+    id: str
+    index: int
+    tokens: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    scheduled: float | None = None
+    cached_tokens: int | None = None
+    error: str | None = None
+
+
+class PromptLogprobs(msgspec.Struct, tag="prompt_logprobs", frozen=True):
+    """Log-probabilities of the prompt's tokens from `first` on (1 is the first that has any), told in order."""
+
+    id: str
+    first: int
+    logprobs: list[TokenLogprobs]
+
+
+class Statistics(msgspec.Struct, array_like=True, frozen=True):
+    """The engine as it stands; counts are since its start. kv_usage: share of the pages in use, in [0, 1]."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    failed: int = 0
+
+
+class Step(msgspec.Struct, tag="step", frozen=True):
+    """What one step brought to this client's requests; also sent twice a second while nothing happens."""
+
+    deltas: list[Delta]
+    statistics: Statistics
+
+
+class Embedding(msgspec.Struct, tag="embedding", frozen=True):
+    """values: float32, little-endian, `Ready.hidden_size` of them."""
+
+    id: str
+    values: bytes
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """A request that can never run, in one line that says why."""
+
+    id: str
+    message: str
+
+
+class Fault(msgspec.Struct, tag="fault", frozen=True):
+    """The engine has broken down and ends; all requests are lost."""
+
+    message: str
+
+
+FromEngine = Ready | Step | PromptLogprobs | Embedding | Refused | Fault
