@@ -5,22 +5,22 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from strata.engine.detokenize import IncrementalDetokenizer
+from strata.engine.faults import why_no_id
+from strata.engine.logprob_rows import LogprobRows
+from strata.engine.messages import TokenLogprobs
 from strata.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from strata.engine.request import Request, Sequence
-from strata.engine.sampler import LogprobTensors
+from strata.engine.samples import Sample
 from strata.models.tokenizer import Tokenizer
 
 
 @dataclass
-class _Sample:
-    detokenizer: IncrementalDetokenizer | None
+class _Collected:
+    sample: Sample
     text: str = ""
     ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative: float = 0.0
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
 
 
 class Collector:
@@ -30,7 +30,9 @@ class Collector:
         self.request = request
         self._prompt = prompt
         self._tokenizer = tokenizer if request.params.detokenize else None
-        self._samples = [_Sample(self._detokenizer()) for _ in range(request.params.n)]
+        self._samples = [
+            _Collected(Sample.of(request.params, request.prompt, tokenizer)) for _ in range(request.params.n)
+        ]
         reported = request.params.prompt_logprobs is not None
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if reported else None
         self._cached_tokens = 0
@@ -40,60 +42,46 @@ class Collector:
 
     @property
     def finished(self) -> bool:
-        return all(sample.finish_reason is not None for sample in self._samples)
+        return all(collected.sample.finish_reason is not None for collected in self._samples)
 
     def append(self, sequence: Sequence, token: int, finish_reason: str | None) -> str | None:
         """Take a sequence's next id; returns the stop string if the text has now reached one."""
         if self._first_token is None:
             self._first_token = time.monotonic()
             self._cached_tokens = sequence.cached_tokens
-        sample = self._samples[sequence.index]
-        sample.ids.append(token)
-        if sample.detokenizer is None:
-            self._end(sample, finish_reason, sequence.stop_reason)
-            return None
-        ended_by_id = finish_reason == "stop"
-        if not ended_by_id or self.request.params.include_stop_str_in_output:
-            sample.text += sample.detokenizer.append(token)
-        if sample.detokenizer.stopped is not None:
-            self._end(sample, "stop", sample.detokenizer.stopped)
-            return sample.detokenizer.stopped
-        if finish_reason is not None:
-            sample.text += sample.detokenizer.finish()
-        self._end(sample, finish_reason, sequence.stop_reason)
-        return None
+        collected = self._samples[sequence.index]
+        collected.ids.append(token)
+        collected.text += collected.sample.append((token,), finish_reason, sequence.stop_reason)
+        self._note_end()
+        stopped = collected.sample.stop_reason
+        return stopped if isinstance(stopped, str) else None
 
-    def append_logprobs(self, sequence: Sequence, tensors: LogprobTensors, row: int) -> None:
+    def append_logprobs(self, sequence: Sequence, rows: LogprobRows, row: int) -> None:
         """Log-probabilities of the id that `append` took last, from row `row` of a step's."""
-        most, sample = self.request.params.logprobs, self._samples[sequence.index]
+        most, collected = self.request.params.logprobs, self._samples[sequence.index]
         if most is None:
             return
-        entry = self._entry(sample.ids[-1], tensors, row, most)
-        sample.logprobs.append(entry)
-        sample.cumulative += entry[sample.ids[-1]].logprob
+        entry = rows.entry(row, collected.ids[-1], most)
+        collected.logprobs.append(self._by_id(entry))
+        collected.cumulative += entry.logprob
 
-    def append_prompt_logprobs(self, first: int, tensors: LogprobTensors) -> None:
+    def append_prompt_logprobs(self, first: int, rows: LogprobRows) -> None:
         """Log-probabilities of the prompt's tokens from `first` on; a part computed before (preemption) is left out."""
         most, seen = self.request.params.prompt_logprobs, self._prompt_logprobs
         assert most is not None
         assert seen is not None
-        for row in range(len(seen) - first, len(tensors.chosen)):
-            seen.append(self._entry(self.request.prompt[first + row], tensors, row, most))
+        for row in range(len(seen) - first, len(rows)):
+            seen.append(self._by_id(rows.entry(row, self.request.prompt[first + row], most)))
 
     def fail(self, sequence: Sequence) -> None:
         """A sequence has ended because it, or another sample of the request told before, could draw no id."""
-        sample = self._samples[sequence.index]
+        collected = self._samples[sequence.index]
         if self._first_token is None:
             self._cached_tokens = sequence.cached_tokens
         if self._error is None:
-            self._error = (
-                f"sample {sequence.index} ended before its output token {len(sample.ids) + 1}: the logits hold NaN or "
-                "infinity, or no token is allowed; look for NaN in the weights, for overflow (dtype float16: try "
-                "bfloat16), and at logit_bias, bad_words and min_tokens"
-            )
-        if sample.detokenizer is not None:
-            sample.text += sample.detokenizer.finish()
-        self._end(sample, "error", None)
+            self._error = why_no_id(sequence)
+        collected.text += collected.sample.fail()
+        self._note_end()
 
     def output(self) -> RequestOutput:
         """What there is so far, as a value of its own."""
@@ -105,14 +93,14 @@ class Collector:
             outputs=[
                 CompletionOutput(
                     index=index,
-                    text=sample.text,
-                    token_ids=list(sample.ids),
-                    cumulative_logprob=sample.cumulative if reported else None,
-                    logprobs=list(sample.logprobs) if reported else None,
-                    finish_reason=sample.finish_reason,
-                    stop_reason=sample.stop_reason,
+                    text=collected.text,
+                    token_ids=list(collected.ids),
+                    cumulative_logprob=collected.cumulative if reported else None,
+                    logprobs=list(collected.logprobs) if reported else None,
+                    finish_reason=collected.sample.finish_reason,
+                    stop_reason=collected.sample.stop_reason,
                 )
-                for index, sample in enumerate(self._samples)
+                for index, collected in enumerate(self._samples)
             ],
             finished=self.finished,
             prompt_logprobs=self._prompt_logprobs,
@@ -121,35 +109,17 @@ class Collector:
             error=self._error,
         )
 
-    def _end(self, sample: _Sample, reason: str | None, stop_reason: int | str | None) -> None:
-        sample.finish_reason, sample.stop_reason = reason, stop_reason
+    def _note_end(self) -> None:
         if self.finished:
             self._finished = time.monotonic()
 
-    def _entry(self, token: int, tensors: LogprobTensors, row: int, most: int) -> dict[int, Logprob]:
-        """The likeliest `most` ids and the id itself, likeliest first."""
-        ids = tensors.top_ids[row, :most].tolist()
-        values = tensors.top[row, :most].tolist()
-        entry = {
-            id: Logprob(value, rank, self._text(id))
-            for rank, (id, value) in enumerate(zip(ids, values, strict=True), 1)
-        }
-        if token not in entry:
-            entry[token] = Logprob(float(tensors.chosen[row]), int(tensors.ranks[row]), self._text(token))
-        return entry
+    def _by_id(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """The likeliest ids and the id itself, likeliest first."""
+        likeliest = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        by_id = {id: Logprob(value, rank, self._text(id)) for rank, (id, value) in enumerate(likeliest, 1)}
+        if entry.token not in by_id:
+            by_id[entry.token] = Logprob(entry.logprob, entry.rank, self._text(entry.token))
+        return by_id
 
     def _text(self, token: int) -> str | None:
         return self._tokenizer.decode([token], skip_special_tokens=False) if self._tokenizer is not None else None
-
-    def _detokenizer(self) -> IncrementalDetokenizer | None:
-        if self._tokenizer is None:
-            return None
-        params = self.request.params
-        return IncrementalDetokenizer(
-            self._tokenizer,
-            self.request.prompt,
-            stop=params.stop_strings,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens,
-        )

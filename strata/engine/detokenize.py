@@ -16,6 +16,7 @@ class IncrementalDetokenizer:
     stop: strings that end the text. Of several in the text, the one that ends first counts, then the longer.
     include_stop_str_in_output: the text ends after the stop string rather than before it.
     min_tokens: stop strings do not count in the text of this many first tokens.
+    include_stop: the same, for whoever decides about ids that end a sample.
     stopped: the stop string that was reached, None until then.
     """
 
@@ -34,6 +35,7 @@ class IncrementalDetokenizer:
         else:
             self._stream = _DecoderStream(tokenizer, hidden, prompt_ids)
         self._stops = _StopStrings(stop, include_stop_str_in_output)
+        self.include_stop = include_stop_str_in_output
         self._unchecked = min_tokens
         self._held = ""
         self.stopped: str | None = None

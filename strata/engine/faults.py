@@ -1,4 +1,4 @@
-"""Faults that end an engine, told so that one knows what it was doing, what it holds, and what to change."""
+"""Faults, told so that one knows what was being done, what is held, and what to change."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from strata.engine.ledger import Ledger
+from strata.engine.request import Sequence
 
 # How PyTorch, the CUDA runtime and cuBLAS say it where they do not raise torch.OutOfMemoryError.
 _PHRASES = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
@@ -41,3 +42,12 @@ def memory_explained(doing: str, ledger: Ledger) -> Iterator[None]:
         if fault is None:
             raise
         raise fault from None
+
+
+def why_no_id(sequence: Sequence) -> str:
+    """Why the request of a sequence that could draw no id has failed, in one line."""
+    return (
+        f"sample {sequence.index} ended before its output token {len(sequence.outputs) + 1}: the logits hold NaN or "
+        "infinity, or no token is allowed; look for NaN in the weights, for overflow (dtype float16: try "
+        "bfloat16), and at logit_bias, bad_words and min_tokens"
+    )

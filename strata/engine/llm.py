@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from strata.engine.build import Engine, EngineConfig, build_engine
 from strata.engine.collect import Collector
+from strata.engine.logprob_rows import LogprobRows
 from strata.engine.loop import StepOutput
 from strata.engine.outputs import RequestOutput
 from strata.engine.request import Request
@@ -204,7 +205,8 @@ class LLM:
         for part in output.prompt_logprobs:
             collector = collectors.get(part.sequence.request.id)
             if collector is not None:
-                collector.append_prompt_logprobs(part.first, part.tensors)
+                collector.append_prompt_logprobs(part.first, LogprobRows(part.tensors))
+        rows = LogprobRows(output.logprobs) if output.logprobs is not None else None
         for update in output.updates:
             sequence = update.sequence
             collector = collectors.get(sequence.request.id)
@@ -214,8 +216,8 @@ class LLM:
                 collector.fail(sequence)
                 continue
             stopped = collector.append(sequence, update.token, update.finish_reason)
-            if output.logprobs is not None:
-                collector.append_logprobs(sequence, output.logprobs, output.rows[sequence.id])
+            if rows is not None:
+                collector.append_logprobs(sequence, rows, output.rows[sequence.id])
             if stopped is not None:
                 self._engine.loop.finish(sequence, "stop", stopped)
 
