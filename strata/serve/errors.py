@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
+from starlette.exceptions import HTTPException
+
+from strata.serve.validation import explain_fault
 
 _TYPES = {
     400: "invalid_request_error",
@@ -10,6 +19,7 @@ _TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
     431: "invalid_request_error",
@@ -44,3 +54,76 @@ class ApiError(Exception):
     def body(self) -> dict[str, dict[str, str | None]]:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def internal_error() -> ApiError:
+    """What is said of a fault of our own: nothing that could leak."""
+    return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
+
+
+class ErrorDetail(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """How every request that fails is answered."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    error: ErrorDetail
+
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorBody, "description": "The request is not one that can be served; `param` names the field."},
+    401: {"model": ErrorBody, "description": "A key is missing or wrong."},
+    404: {"model": ErrorBody, "description": "There is no such model or object."},
+    408: {"model": ErrorBody, "description": "The request took longer than the server allows."},
+    413: {"model": ErrorBody, "description": "The body is too large."},
+    429: {"model": ErrorBody, "description": "Too many requests or tokens; come again after `Retry-After` seconds."},
+    500: {"model": ErrorBody, "description": "The server failed."},
+    503: {"model": ErrorBody, "description": "The engine is down, or the server is shutting down."},
+    "default": {"model": ErrorBody, "description": "Any other error."},
+}
+
+
+async def _answer_api_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _answer_invalid_request(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    message, param = explain_fault(error)
+    return ApiError(400, message, param=param, code="invalid_value" if param else None).response()
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    method, path = request.scope["method"], request.scope["path"]
+    messages = {
+        404: f"there is nothing at {path}; GET /openapi.json lists what there is",
+        405: f"{path} does not take {method}; see GET /openapi.json",
+    }
+    message = messages.get(error.status_code, str(error.detail))
+    codes = {404: "unknown_url", 405: "method_not_allowed"}
+    return ApiError(error.status_code, message, code=codes.get(error.status_code), headers=error.headers).response()
+
+
+async def _answer_anything(request: Request, error: Exception) -> JSONResponse:
+    return internal_error().response()  # starlette raises the error on, and the server logs it
+
+
+ERROR_HANDLERS: dict[int | type[Exception], Callable[[Request, Exception], Awaitable[JSONResponse]]] = {
+    ApiError: _answer_api_error,
+    RequestValidationError: _answer_invalid_request,
+    HTTPException: _answer_http_exception,
+    Exception: _answer_anything,
+}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
+
+from fastapi import Request
 
 from strata.models.tokenizer import Tokenizer
 from strata.serve.client import EngineClient
+from strata.serve.errors import ApiError
 from strata.serve.grammar import GrammarChecker
-from strata.serve.limits import Limits
+from strata.serve.limits import Caller, Limits
 from strata.serve.metrics import Metrics
 from strata.serve.response_store import ResponseStore
 from strata.serve.settings import ServeSettings
@@ -15,7 +19,7 @@ from strata.serve.settings import ServeSettings
 
 @dataclass
 class ServerState:
-    """draining: no new requests are taken, those under way finish."""
+    """draining: no new requests are taken, those under way finish. created: when the server started, seconds since 1970."""
 
     settings: ServeSettings
     client: EngineClient
@@ -25,3 +29,35 @@ class ServerState:
     grammars: GrammarChecker
     responses: ResponseStore
     draining: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def require_serving(self) -> None:
+        """Raises ApiError (503) if no new request can be taken."""
+        if self.draining:
+            raise ApiError(
+                503, "the server is shutting down; ask another one", code="draining", headers={"Retry-After": "5"}
+            )
+        if not self.client.alive:
+            raise ApiError(503, "the engine is dead; restart the server", code="engine_dead")
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to answer with; None asks for the model, whatever its name. Raises ApiError (404) if unknown."""
+        names = self.settings.served_model_names
+        if asked is not None and asked not in names:
+            raise ApiError(
+                404,
+                f"the model {asked[:100]!r} does not exist here; this server has {', '.join(map(repr, names))}",
+                param="model",
+                code="model_not_found",
+            )
+        return asked or names[0]
+
+    async def close(self) -> None:
+        await self.client.close()
+        self.tokenizer.close()
+
+
+def caller_of(request: Request) -> Caller:
+    """Whose request it is, as the gate found."""
+    caller: Caller = request.scope["state"]["caller"]
+    return caller

@@ -1,0 +1,49 @@
+"""The FastAPI application: its routes, how it answers errors, and the engine connection it holds while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+import strata
+from strata.serve import health, models_route
+from strata.serve.errors import ERROR_HANDLERS
+from strata.serve.openapi import describe
+from strata.serve.settings import ServeSettings
+from strata.serve.state import ServerState
+
+ROUTERS = (
+    models_route.router,
+    health.router,
+)
+
+
+def build_app(settings: ServeSettings, connect: Callable[[], Awaitable[ServerState]]) -> FastAPI:
+    """The server of one API process.
+
+    connect: called once as the server starts, gives what handlers share; its connections are closed as the server ends.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.server = await connect()
+        try:
+            yield
+        finally:
+            await app.state.server.close()
+
+    app = FastAPI(
+        title="Strata",
+        version=strata.__version__,
+        lifespan=lifespan,
+        exception_handlers=ERROR_HANDLERS,
+        docs_url=None,  # FastAPI's pages load their scripts from a CDN
+        redoc_url=None,
+        redirect_slashes=False,  # a redirect would repeat whatever Host the client claims
+    )
+    for router in ROUTERS:
+        app.include_router(router)
+    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    return app
