@@ -6,25 +6,14 @@ endless loops (nested ones pass every check), so it runs in `template_worker` un
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, TextIO, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from strata.models.killable_worker import KillableWorker
 
 MOST_CHARACTERS = 4_000_000
 
-_SCRIPT = Path(__file__).with_name("template_worker.py")
-_START_SECONDS = 30.0
 _MOST_ANSWER = 12 * MOST_CHARACTERS + 1000  # JSON escapes a character in at most 12 bytes (a surrogate pair)
-
-# What Python needs to start, and the time zone. A template that escaped its sandbox would find no keys here.
-_PASSED_ENVIRONMENT = ("PATH", "HOME", "PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")
 
 _CONTINUED_HERE = "STRATA_CONTINUES_THIS_MESSAGE "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -37,10 +26,7 @@ class TemplateRenderer:
     """
 
     def __init__(self, deadline: float = 2.0) -> None:
-        self._deadline = deadline
-        self._lock = threading.Lock()
-        self._worker: _Worker | None = None
-        self._end_worker: Callable[[], Any] = lambda: None
+        self._worker = KillableWorker("strata.models.template_worker", deadline, _MOST_ANSWER)
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
         """The text that `template` makes of `variables` (plain JSON values).
@@ -48,98 +34,18 @@ class TemplateRenderer:
         Raises ValueError when the template refuses the variables, is wrong, or passes the limits of time, memory
         (1 GiB) or output (4 million characters).
         """
-        request = {
-            "template": template,
-            "variables": dict(variables),
-            "seconds": self._deadline,
-            "most_characters": MOST_CHARACTERS,
-        }
+        request = {"template": template, "variables": dict(variables), "most_characters": MOST_CHARACTERS}
         try:
-            line = json.dumps(request)
+            reply = self._worker.ask(request)
         except (TypeError, ValueError) as error:
             raise ValueError(f"messages and tools must be plain JSON values: {error}") from None
-        with self._lock:
-            reply = self._ask(line)
         if "error" in reply:
             raise ValueError(f"the model's chat template failed: {reply['error']}")
         return str(reply["text"])
 
     def close(self) -> None:
         """End the worker. A later rendering starts another one."""
-        with self._lock:
-            self._stop()
-
-    def _ask(self, line: str) -> dict[str, Any]:
-        if self._worker is None or not self._worker.alive:
-            self._stop()
-            self._worker = _Worker()
-            self._end_worker = weakref.finalize(self, self._worker.end)
-            if self._worker.exchange("", _START_SECONDS) is None:
-                self._stop()
-                raise RuntimeError(f"the chat template process did not start: try {sys.executable} -P {_SCRIPT}")
-        reply = self._worker.exchange(line, self._deadline)
-        expired = self._worker.expired
-        if reply is None or expired:
-            self._stop()
-        if reply is None:
-            return {"error": f"it ran longer than {self._deadline:g} s" if expired else "its process died"}
-        return reply
-
-    def _stop(self) -> None:
-        self._end_worker()
-        self._worker = None
-
-
-class _Worker:
-    """One process that runs `template_worker.py`, and its pipes."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            # -P: this folder must not come first in the import path, its modules have common names.
-            [sys.executable, "-P", str(_SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            encoding="ascii",
-            env={name: os.environ[name] for name in _PASSED_ENVIRONMENT if name in os.environ},
-            start_new_session=True,  # Ctrl-C in the terminal is for the parent
-        )
-        self._requests = cast(TextIO, self._process.stdin)
-        self._answers = cast(TextIO, self._process.stdout)
-        self.expired = False
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def exchange(self, line: str, seconds: float) -> dict[str, Any] | None:
-        """Send a line (none if empty) and read one answer. None if the worker died, or was killed when time ran out."""
-        # A kill ends a blocked write as well as a blocked read, so neither needs a timeout of its own.
-        timer = threading.Timer(seconds, self._expire)
-        timer.start()
-        answer = ""
-        try:
-            if line:
-                self._requests.write(line + "\n")
-                self._requests.flush()
-            answer = self._answers.readline(_MOST_ANSWER)
-        except OSError:  # the pipe broke
-            pass
-        finally:
-            timer.cancel()
-            timer.join()
-        return json.loads(answer) if answer.endswith("\n") else None
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._requests, self._answers):
-            with suppress(OSError):  # closing flushes what was never read
-                pipe.close()
-
-    def _expire(self) -> None:
-        self.expired = True
-        self._process.kill()
+        self._worker.close()
 
 
 def render_chat(

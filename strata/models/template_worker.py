@@ -1,19 +1,14 @@
-"""The process that renders chat templates: a script of its own, since a template is foreign code that may never end.
+"""The process that renders chat templates: one of its own, since a template is foreign code that may never end.
 
-It is started by `strata.models.chat_template`, imports nothing of Strata (it must start in a blink), and speaks JSON
-lines: {"template", "variables", "seconds", "most_characters"} on stdin, {"text"} or {"error"} on stdout.
+It is run by `strata.models.chat_template`: {"template", "variables", "most_characters"} gives {"text"} or {"error"}.
 """
 
 from __future__ import annotations
 
 import json
-import resource
-import signal
-import sys
-from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, TextIO
+from typing import Any
 
 from jinja2 import Template, nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
@@ -21,6 +16,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+from strata.models.killable_worker import serve_answers
 
 MEMORY_BYTES = 2**30
 MOST_ERROR_CHARACTERS = 1000
@@ -121,18 +118,5 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
         return {"error": f"{type(error).__name__}: {error}"[:MOST_ERROR_CHARACTERS]}
 
 
-def serve(requests: TextIO, answers: TextIO) -> None:
-    with suppress(ValueError, OSError):  # macOS has no such limit; deadline and output limit hold there too
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in requests:
-        request = json.loads(line)
-        # The parent kills this process at the deadline; the alarm ends it should the parent have died meanwhile.
-        signal.setitimer(signal.ITIMER_REAL, 2 * request["seconds"])
-        reply = json.dumps(answer(request))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(reply, file=answers, flush=True)
-
-
 if __name__ == "__main__":
-    serve(sys.stdin, sys.stdout)
+    serve_answers(answer, MEMORY_BYTES)

@@ -1,0 +1,138 @@
+"""A helper process for work that comes from outside and may never end: it is killed at a deadline and started again.
+
+Both ends are here: `KillableWorker` for the program, `serve_answers` for the helper. They speak JSON lines over pipes;
+nothing else of Strata is loaded, so that a helper starts in a blink.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, cast
+
+_START_SECONDS = 30.0
+_ROOT = Path(__file__).resolve().parents[2]
+
+# What Python needs to start, and the time zone. Foreign code that broke out would find no keys here.
+_PASSED_ENVIRONMENT = ("PATH", "HOME", "PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")
+
+
+class KillableWorker:
+    """One process that runs a module, started when first needed and again after a kill. Thread-safe.
+
+    module: what the process runs; it calls `serve_answers`.
+    deadline: seconds that one answer may take.
+    most_answer: bytes that one answer may have.
+    """
+
+    def __init__(self, module: str, deadline: float, most_answer: int) -> None:
+        self._module, self._deadline, self._most_answer = module, deadline, most_answer
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._end_process: Callable[[], Any] = lambda: None
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to `request` (plain JSON values), or {"error": ...} if there came none in time.
+
+        Raises TypeError or ValueError if the request cannot be written as JSON.
+        """
+        line = json.dumps({**request, "seconds": self._deadline})
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            reply, expired = self._exchange(line, self._deadline)
+            if reply is None or expired:
+                self._stop()
+        if reply is None:
+            return {"error": f"it ran longer than {self._deadline:g} s" if expired else "its process died"}
+        return reply
+
+    def close(self) -> None:
+        """End the process. A later question starts another one."""
+        with self._lock:
+            self._stop()
+
+    def _start(self) -> None:
+        self._stop()
+        # -P: the program's working folder must not come first in the import path.
+        command = [sys.executable, "-P", "-m", self._module]
+        environment = {name: os.environ[name] for name in _PASSED_ENVIRONMENT if name in os.environ}
+        paths = [str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="ascii",
+            env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
+            start_new_session=True,  # Ctrl-C in the terminal is for the parent
+        )
+        self._end_process = weakref.finalize(self, _end, self._process)
+        ready, _ = self._exchange("", _START_SECONDS)
+        if ready is None:
+            self._stop()
+            raise RuntimeError(f"a helper process did not start: try {' '.join(command)}")
+
+    def _stop(self) -> None:
+        self._end_process()
+        self._process = None
+
+    def _exchange(self, line: str, seconds: float) -> tuple[dict[str, Any] | None, bool]:
+        """Send a line (none if empty) and read one answer. None if the process died; then, whether time ran out."""
+        assert self._process is not None
+        process, expired = self._process, threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            process.kill()
+
+        # A kill ends a blocked write as well as a blocked read, so neither needs a timeout of its own.
+        timer = threading.Timer(seconds, expire)
+        timer.start()
+        answer = ""
+        try:
+            if line:
+                _pipe(process.stdin).write(line + "\n")
+                _pipe(process.stdin).flush()
+            answer = _pipe(process.stdout).readline(self._most_answer)
+        except OSError:  # the pipe broke
+            pass
+        finally:
+            timer.cancel()
+            timer.join()
+        return json.loads(answer) if answer.endswith("\n") else None, expired.is_set()
+
+
+def serve_answers(answer: Callable[[dict[str, Any]], dict[str, Any]], memory_bytes: int) -> None:
+    """What the helper runs: answer each request until the program closes the pipe, with so much memory at most."""
+    with suppress(ValueError, OSError):  # macOS has no such limit; the deadline holds there too
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        # The program kills this process at the deadline; the alarm ends it should the program have died meanwhile.
+        signal.setitimer(signal.ITIMER_REAL, 2 * request["seconds"])
+        reply = json.dumps(answer(request))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(reply, flush=True)
+
+
+def _pipe(stream: IO[str] | None) -> IO[str]:
+    return cast(IO[str], stream)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):  # closing flushes what was never read
+            _pipe(pipe).close()
