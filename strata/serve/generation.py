@@ -1,0 +1,246 @@
+"""One prompt on its way to the engine, and its samples on their way back: limits, deadline, text, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+from uuid import uuid4
+
+from strata.engine.messages import Add, Delta, TokenLogprobs
+from strata.engine.samples import Sample
+from strata.engine.sampling_params import SamplingParams
+from strata.serve.client import EngineGone, EngineRefused, Stream
+from strata.serve.errors import ApiError
+from strata.serve.limits import Admission, Caller
+from strata.serve.metrics import Endpoint, RequestRecord
+from strata.serve.state import ServerState
+
+
+class Piece(NamedTuple):
+    """What one sample got since its last piece.
+
+    text: may be empty, while a character or a possible stop string is incomplete.
+    logprobs: one for each of `token_ids`, None unless asked for.
+    finish_reason: "stop" or "length" with the last piece of a sample; stop_reason: the stop string or id that ended it.
+    """
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class Generation:
+    """The samples of one prompt, as an asynchronous iterator over lists of pieces: all that came since the last list.
+
+        async with Generation(...) as generation:
+            async for pieces in generation:
+
+    The engine is asked at the first step of the iteration. Leaving the `async with` block before the end aborts the
+    request there; that is how a client that has left frees its memory.
+
+    prompt: token ids, at least one. endpoint: for the metrics. grammar: one that was found to compile.
+    priority: lower runs first. arrival, deadline: `time.monotonic()` seconds; by default now, and `request_timeout` later.
+    cached_tokens: how much of the prompt was in the prefix cache. completion_tokens: of all samples so far.
+
+    The iteration raises ApiError: 400 for a prompt that does not fit the model, 408 at the deadline, 429 and 503 when
+    the request is not admitted or the engine is gone, 500 when the engine failed on it.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        caller: Caller,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        endpoint: Endpoint,
+        grammar: str | None = None,
+        priority: int = 0,
+        arrival: float | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        self._state = state
+        self._caller = caller
+        self._endpoint = endpoint
+        self._arrival = time.monotonic() if arrival is None else arrival
+        self._deadline = self._arrival + state.settings.request_timeout if deadline is None else deadline
+        self._add = Add(
+            id=uuid4().hex,
+            prompt=prompt,
+            params=params,
+            priority=priority,
+            arrival=self._arrival,
+            salt=caller.salt,
+            bad_words=_bad_words(state, params),
+            grammar=grammar,
+        )
+        self._samples = [Sample.of(params, prompt, state.tokenizer) for _ in range(params.n)]
+        self._last_times = [0.0] * params.n
+        self._running = params.n
+        self._stream: Stream | None = None
+        self._admission: Admission | None = None
+        self._scheduled: float | None = None
+        self._first_token: float | None = None
+        self._reason = "abort"
+        self.cached_tokens = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._add.prompt)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(sample.count for sample in self._samples)
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
+        """Of the prompt's tokens from the second on, if asked for; there with the first pieces."""
+        return self._stream.prompt_logprobs if self._stream is not None else []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[Piece]:
+        if self._running == 0:
+            raise StopAsyncIteration
+        if self._stream is None:
+            self._stream = self._start()
+        deltas = await self._next_deltas(self._stream)
+        now = time.monotonic()
+        if self._first_token is None:
+            self._note_first(deltas[0], now)
+        pieces = [self._piece(delta, now) for delta in deltas]
+        self._state.metrics.tokens(prompt=0, output=sum(len(piece.token_ids) for piece in pieces))
+        if self._running == 0:
+            await self.aclose()
+        return pieces
+
+    async def aclose(self) -> None:
+        """Give back what the request holds; if it has not ended, it is aborted. A second call has no effect."""
+        self._running = 0
+        admission, self._admission = self._admission, None
+        if admission is None or self._stream is None:
+            return
+        admission.release(self.completion_tokens)
+        self._record()
+        await self._stream.aclose()
+
+    def _start(self) -> Stream:
+        params, limit = self._add.params, self._state.client.ready.max_model_len
+        self._state.require_serving()
+        room = limit - self.prompt_tokens
+        if room <= 0 or (params.max_tokens or 0) > room:
+            raise _too_long(self.prompt_tokens, params.max_tokens, limit)
+        most = room if params.max_tokens is None else params.max_tokens
+        self._admission = self._state.limits.admit(self._caller, self.prompt_tokens, most, params.n)
+        return self._state.client.submit(self._add)
+
+    async def _next_deltas(self, stream: Stream) -> list[Delta]:
+        try:
+            async with asyncio.timeout(self._deadline - time.monotonic()):
+                return await anext(stream)
+        except TimeoutError:
+            fault = self._timed_out()
+        except EngineRefused as error:
+            fault = ApiError(400, str(error))
+        except EngineGone as error:
+            fault = ApiError(503, f"the engine is gone: {error}", code="engine_dead")
+        self._reason = "error"
+        await self.aclose()
+        raise fault
+
+    def _piece(self, delta: Delta, now: float) -> Piece:
+        if delta.error is not None:
+            self._reason = "error"
+            raise ApiError(500, delta.error, code="generation_failed")
+        sample = self._samples[delta.index]
+        before = sample.count
+        text = sample.append(delta.tokens, delta.finish_reason, delta.stop_reason)
+        new = sample.count - before
+        if new and before:
+            self._state.metrics.inter_token(now - self._last_times[delta.index], new)
+        self._last_times[delta.index] = now
+        if sample.finish_reason is not None:
+            self._end(delta, sample)
+        # What the engine computed past a stop string is no part of the answer.
+        cut = new < len(delta.tokens)
+        return Piece(
+            delta.index,
+            text,
+            delta.tokens[:new] if cut else delta.tokens,
+            delta.logprobs[:new] if cut and delta.logprobs is not None else delta.logprobs,
+            sample.finish_reason,
+            sample.stop_reason,
+        )
+
+    def _end(self, delta: Delta, sample: Sample) -> None:
+        self._running -= 1
+        self._reason = sample.finish_reason or self._reason
+        if delta.finish_reason is None and isinstance(sample.stop_reason, str):
+            self._state.client.finish(self._add.id, delta.index, sample.stop_reason)
+
+    def _note_first(self, delta: Delta, now: float) -> None:
+        self._first_token = now
+        self._scheduled = delta.scheduled
+        self.cached_tokens = delta.cached_tokens or 0
+        self._state.metrics.first_token(now - self._arrival)
+        self._state.metrics.tokens(prompt=self.prompt_tokens, output=0)
+
+    def _record(self) -> None:
+        if self._reason == "abort":
+            self._state.metrics.aborted()
+        self._state.metrics.finished(
+            RequestRecord(
+                endpoint=self._endpoint,
+                reason=self._reason,
+                arrival=self._arrival,
+                scheduled=self._scheduled,
+                first_token=self._first_token,
+                ended=time.monotonic(),
+                prompt_tokens=self.prompt_tokens,
+                cached_tokens=self.cached_tokens,
+                output_tokens=self.completion_tokens,
+            )
+        )
+
+    def _timed_out(self) -> ApiError:
+        seconds = self._deadline - self._arrival
+        return ApiError(
+            408,
+            f"the request was not done after {seconds:g} s, the most that this server gives one; ask for fewer tokens",
+            code="timeout",
+            headers={"x-should-retry": "false"},  # what clients do with 408 by themselves would only repeat it
+        )
+
+
+def _bad_words(state: ServerState, params: SamplingParams) -> list[list[int]]:
+    """The id sequences of each bad word: as it begins a text, and as it follows a space."""
+    words: list[list[int]] = []
+    for word in params.bad_words or ():
+        for text in (word, " " + word.lstrip()):
+            ids = state.tokenizer.encode(text, add_special_tokens=False)
+            if ids and ids not in words:
+                words.append(ids)
+    return words
+
+
+def _too_long(prompt: int, output: int | None, limit: int) -> ApiError:
+    asked = f"{prompt} of prompt" if output is None else f"{prompt} of prompt and {output} of output"
+    needs = "and at least one is to be generated" if output is None else f"that is {prompt + output}"
+    return ApiError(
+        400,
+        f"this model takes at most {limit} tokens; you asked for {asked} ({needs}): shorten the one or the other",
+        param="max_tokens" if output is not None and prompt < limit else None,
+        code="context_length_exceeded",
+    )
