@@ -5,6 +5,7 @@ No line holds a header, a query or a key; prompts stand in the request's line on
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
@@ -12,7 +13,6 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Protocol, TextIO
 
-import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from strata.serve.metrics import RequestRecord
@@ -63,7 +63,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             told["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(told, enc_hook=str).decode()
+        return json.dumps(told, default=str)
 
 
 class Generating(Protocol):

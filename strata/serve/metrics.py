@@ -32,7 +32,7 @@ REJECTIONS: tuple[Rejection, ...] = (
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
-# Six to a factor of ten, so that a percentile read from them is within a quarter of the true one.
+# Six to a factor of ten, so that a percentile read from them is within a third of the true one.
 _STEPS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
 
 

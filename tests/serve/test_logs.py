@@ -1,0 +1,155 @@
+"""Log lines: one per event whatever is in it, the request's line with what it came to, no prompt and no key."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from strata.serve.logs import AccessLog, configure_logging, log_event, note_generation, note_prompt
+from strata.serve.metrics import RequestRecord
+
+RECORD = RequestRecord(
+    "chat", "stop", 100.0, 100.01, 100.05, 101.0, prompt_tokens=12, cached_tokens=8, output_tokens=40
+)
+
+
+@dataclass
+class Ended:
+    record: RequestRecord | None = None
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """The loggers as they were: pytest's own capture hangs on them."""
+    loggers = [logging.getLogger(name) for name in ("strata", "uvicorn")]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+def logged(as_json: bool, app: Any, *, path: str = "/v1/chat/completions", log_prompts: bool = False) -> str:
+    """What one request to `app` leaves in the log."""
+    stream = io.StringIO()
+    configure_logging(as_json, stream)
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"key=sk-in-the-query",
+        "headers": [(b"authorization", b"Bearer sk-in-the-header")],
+    }
+
+    async def send(message: Any) -> None:
+        pass
+
+    asyncio.run(AccessLog(app, log_prompts=log_prompts)(scope, None, send))  # type: ignore[arg-type]
+    return stream.getvalue()
+
+
+async def answers(scope: Any, receive: Any, send: Any) -> None:
+    scope["state"]["caller"] = SimpleNamespace(name="alice", salt="sk-in-the-salt")
+    generation = Ended()
+    note_generation(scope, generation)
+    note_prompt(scope, "my secret diary")
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"x-request-id", b"req-7")]})
+    generation.record = RECORD  # a stream ends after its handler has returned
+    await send({"type": "http.response.body", "body": b""})
+
+
+def test_json_line_of_a_request() -> None:
+    line = logged(True, answers)
+    assert line.count("\n") == 1
+    told = json.loads(line)
+    assert told.pop("ms") >= 0
+    assert told.pop("time").endswith("+00:00")
+    assert told == {
+        "level": "info",
+        "logger": "strata.access",
+        "event": "POST /v1/chat/completions",
+        "status": 200,
+        "request_id": "req-7",
+        "caller": "alice",
+        "prompt_tokens": 12,
+        "cached_tokens": 8,
+        "output_tokens": 40,
+        "ttft_ms": 50.0,
+        "finish_reason": "stop",
+    }
+
+
+def test_human_line_of_a_request() -> None:
+    line = logged(False, answers)
+    assert line.count("\n") == 1
+    assert "info  POST /v1/chat/completions status=200 ms=" in line
+    assert "request_id=req-7 caller=alice prompt_tokens=12 cached_tokens=8 output_tokens=40" in line
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_prompts_only_when_asked_for_and_keys_never(as_json: bool) -> None:
+    assert "secret diary" not in logged(as_json, answers)
+    asked = logged(as_json, answers, log_prompts=True)
+    assert "secret diary" in asked
+    assert "sk-in" not in asked
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_path_cannot_forge_a_line(as_json: bool) -> None:
+    line = logged(as_json, answers, path="/x\n12:00:00 info  engine ready\x1b[2J\u2028")
+    assert line.count("\n") == 1
+    assert "\x1b" not in line
+    assert len(line.splitlines()) == 1
+
+
+def test_polled_paths_leave_no_line() -> None:
+    assert logged(True, answers, path="/health") == ""
+    assert logged(True, answers, path="/metrics") == ""
+
+
+def test_a_client_that_left_before_the_answer_has_a_line() -> None:
+    async def cancelled(scope: Any, receive: Any, send: Any) -> None:
+        raise asyncio.CancelledError
+
+    stream = io.StringIO()
+    configure_logging(True, stream)
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": []}
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(AccessLog(cancelled)(scope, None, None))  # type: ignore[arg-type]
+    assert json.loads(stream.getvalue())["status"] == "none"
+
+
+def test_an_error_keeps_its_traceback() -> None:
+    for as_json in (True, False):
+        stream = io.StringIO()
+        configure_logging(as_json, stream)
+        try:
+            raise ZeroDivisionError("of the page size")
+        except ZeroDivisionError:
+            logging.getLogger("strata.serve").exception("a handler failed")
+        written = stream.getvalue()
+        assert "ZeroDivisionError: of the page size" in (json.loads(written)["exception"] if as_json else written)
+
+
+def test_fields_of_an_event() -> None:
+    stream = io.StringIO()
+    configure_logging(True, stream)
+    log_event(logging.getLogger("strata.serve"), "listening", address="127.0.0.1:8000", workers=None)
+    told = json.loads(stream.getvalue())
+    assert (told["event"], told["address"]) == ("listening", "127.0.0.1:8000")
+    assert "workers" not in told
+
+
+def test_uvicorn_is_written_the_same_way() -> None:
+    stream = io.StringIO()
+    configure_logging(True, stream)
+    logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+    assert json.loads(stream.getvalue())["event"] == "Invalid HTTP request received."

@@ -1,0 +1,201 @@
+"""Metrics: what Prometheus' own parser reads back, the sum over processes, and the cost on the hot path."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
+
+from strata.engine.messages import Statistics
+from strata.serve.metrics import ENDPOINTS, REJECTIONS, Metrics, RequestRecord
+from strata.serve.metrics_route import router
+
+# vLLM's names that the server tells as well, less their prefix.
+VLLM_NAMES = {
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits",
+    "num_preemptions", "prompt_tokens", "generation_tokens", "request_success", "corrupted_requests",
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
+    "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+}  # fmt: skip
+
+
+def samples(rendered: bytes) -> dict[str, float]:
+    """`name{labels}` without the model's name, of every sample."""
+    read = {}
+    for family in text_string_to_metric_families(rendered.decode()):
+        for sample in family.samples:
+            labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
+            read[sample.name + "".join(f"{{{name}={value}}}" for name, value in labels.items())] = sample.value
+    return read
+
+
+def record(**changes: object) -> RequestRecord:
+    values: dict[str, object] = {
+        "endpoint": "chat", "reason": "stop", "arrival": 100.0, "scheduled": 100.2, "first_token": 100.6,
+        "ended": 103.0, "prompt_tokens": 12, "cached_tokens": 4, "output_tokens": 30,
+    }  # fmt: skip
+    return RequestRecord(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_names_are_vllms_and_every_series_names_the_model() -> None:
+    families = list(text_string_to_metric_families(Metrics("tiny").render(Statistics()).decode()))
+    names = {family.name.removeprefix("strata_") for family in families}
+    assert names >= VLLM_NAMES | {"aborts", "rejects"}
+    assert all(family.name.startswith("strata_") and family.documentation for family in families)
+    assert all(sample.labels["model_name"] == "tiny" for family in families for sample in family.samples)
+
+
+def test_engine_values_are_the_newest_statistics() -> None:
+    told = Statistics(
+        running=3, waiting=7, kv_usage=0.25, prefix_queries=100, prefix_hits=64, preemptions=2, steps=11, failed=1
+    )
+    read = samples(Metrics("m").render(told))
+    assert read["strata_num_requests_running"] == 3
+    assert read["strata_num_requests_waiting"] == 7
+    assert read["strata_kv_cache_usage_perc"] == 0.25
+    assert read["strata_prefix_cache_queries_total"] == 100
+    assert read["strata_prefix_cache_hits_total"] == 64
+    assert read["strata_num_preemptions_total"] == 2
+    assert read["strata_corrupted_requests_total"] == 1
+
+
+def test_counters() -> None:
+    metrics = Metrics("m")
+    metrics.received("chat")
+    metrics.received("chat")
+    metrics.received("detokenize")
+    metrics.rejected("queue_full")
+    metrics.aborted()
+    metrics.tokens(prompt=12, output=1)
+    metrics.tokens(prompt=0, output=5)
+    read = samples(metrics.render(Statistics()))
+    assert read["strata_requests_total{endpoint=chat}"] == 2
+    assert read["strata_requests_total{endpoint=detokenize}"] == 1
+    assert read["strata_rejects_total{reason=queue_full}"] == 1
+    assert read["strata_aborts_total"] == 1
+    assert read["strata_prompt_tokens_total"] == 12
+    assert read["strata_generation_tokens_total"] == 6
+    totals = [value for name, value in read.items() if re.match(r"strata_(requests|rejects)_total", name)]
+    assert len(totals) == len(ENDPOINTS) + len(REJECTIONS)
+    assert sum(totals) == 4
+
+
+def test_phases_of_a_request() -> None:
+    metrics = Metrics("m")
+    metrics.finished(record())
+    read = samples(metrics.render(Statistics()))
+    sums = {
+        "request_queue_time_seconds": 0.2,
+        "request_prefill_time_seconds": 0.4,
+        "request_decode_time_seconds": 2.4,
+        "e2e_request_latency_seconds": 3.0,
+    }
+    for name, seconds in sums.items():
+        assert read[f"strata_{name}_sum"] == pytest.approx(seconds)
+        assert read[f"strata_{name}_count"] == 1
+    assert read["strata_request_success_total{finished_reason=stop}"] == 1
+
+
+def test_a_request_that_left_the_queue_has_no_later_phase() -> None:
+    metrics = Metrics("m")
+    metrics.finished(record(reason="abort", scheduled=None, first_token=None))
+    read = samples(metrics.render(Statistics()))
+    assert read["strata_request_success_total{finished_reason=abort}"] == 1
+    assert read["strata_e2e_request_latency_seconds_count"] == 1
+    for phase in ("queue", "prefill", "decode"):
+        assert read[f"strata_request_{phase}_time_seconds_count"] == 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.0009, 0.001, 0.0011, 0.42, 1000.0, 5000.0])
+def test_an_observation_is_in_the_buckets_not_below_it(seconds: float) -> None:
+    metrics = Metrics("m")
+    metrics.first_token(seconds)
+    read = samples(metrics.render(Statistics()))
+    name = "strata_time_to_first_token_seconds"
+    for sample, value in read.items():
+        found = re.fullmatch(rf"{name}_bucket{{le=(.+)}}", sample)
+        if found:
+            assert value == (1 if seconds <= float(found[1]) else 0), sample
+    assert read[f"{name}_sum"] == seconds
+    assert read[f"{name}_count"] == 1
+
+
+def test_tokens_that_came_together_are_as_many_gaps() -> None:
+    metrics = Metrics("m")
+    metrics.inter_token(0.012, 4)
+    read = samples(metrics.render(Statistics()))
+    assert read["strata_inter_token_latency_seconds_count"] == 4
+    assert read["strata_inter_token_latency_seconds_sum"] == pytest.approx(0.012)
+    assert read["strata_inter_token_latency_seconds_bucket{le=0.003}"] == 4
+    assert read["strata_inter_token_latency_seconds_bucket{le=0.002}"] == 0
+
+
+def test_any_process_renders_the_sum_of_all(tmp_path: Path) -> None:
+    first, second = Metrics("m", tmp_path, 0), Metrics("m", tmp_path, 1)
+    first.received("chat")
+    second.received("chat")
+    second.first_token(0.3)
+    for metrics in (first, second):
+        read = samples(metrics.render(Statistics(running=5)))
+        assert read["strata_requests_total{endpoint=chat}"] == 2
+        assert read["strata_time_to_first_token_seconds_count"] == 1
+        assert read["strata_num_requests_running"] == 5, "the engine is one, however many processes ask it"
+
+
+def test_what_a_process_counted_outlives_it(tmp_path: Path) -> None:
+    code = "\n".join([
+        "import os, sys, pathlib",
+        "from strata.serve.metrics import Metrics",
+        "metrics = Metrics('m', pathlib.Path(sys.argv[1]), 1)",
+        "metrics.received('chat')",
+        "os.kill(os.getpid(), 9)",
+    ])  # fmt: skip
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    survivor = Metrics("m", tmp_path, 0)
+    assert samples(survivor.render(Statistics()))["strata_requests_total{endpoint=chat}"] == 1
+    again = Metrics("m", tmp_path, 1)
+    again.received("chat")
+    assert samples(survivor.render(Statistics()))["strata_requests_total{endpoint=chat}"] == 2
+
+
+def test_a_delta_costs_less_than_two_microseconds() -> None:
+    metrics = Metrics("m")
+    rounds = 20_000
+
+    def once() -> float:
+        start = time.perf_counter()
+        for _ in range(rounds):
+            metrics.inter_token(0.0123, 3)
+            metrics.tokens(prompt=0, output=3)
+        return (time.perf_counter() - start) / rounds
+
+    assert min(once() for _ in range(5)) < 2e-6
+
+
+def test_route() -> None:
+    app = FastAPI()
+    app.include_router(router)
+    app.state.server = SimpleNamespace(metrics=Metrics("m"), client=SimpleNamespace(statistics=Statistics(running=2)))
+    answer = TestClient(app).get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert samples(answer.content)["strata_num_requests_running"] == 2
+
+
+def test_bounds_hold_percentiles_within_a_third() -> None:
+    """A percentile lies in one bucket; the geometric middle of that is at most so far from either end."""
+    rendered = Metrics("m").render(Statistics()).decode()
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds"):
+        bounds = [float(bound) for bound in re.findall(rf'{name}_bucket{{le="([^"]+)"', rendered)]
+        assert bounds[-1] == math.inf
+        assert all(math.sqrt(high / low) <= 1.3 for low, high in pairwise(bounds[:-1]))
