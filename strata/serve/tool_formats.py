@@ -1,0 +1,44 @@
+"""How families of models write tool calls into their text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# What OpenAI's API lets a function be called.
+FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A call is `opening`, an object {"name": ..., arguments_key: {...}}, `closing`.
+
+    separator: stands between calls, of which only the first then has an opening; "" if each has its own.
+    opening_optional: an object right at the start of a reply is a call without its opening.
+    """
+
+    name: str
+    opening: str
+    closing: str
+    separator: str
+    opening_optional: bool
+    arguments_key: str
+
+
+TOOL_FORMATS = {
+    # Hermes 2 Pro and what follows it: Qwen 2.5, Qwen 3.
+    "hermes": ToolFormat(
+        "hermes", "<tool_call>", "</tool_call>", separator="", opening_optional=False, arguments_key="arguments"
+    ),
+    # Llama 3.1 to 3.3. Their tag is a special token, which the text leaves out.
+    "llama3": ToolFormat(
+        "llama3", "<|python_tag|>", "", separator=";", opening_optional=True, arguments_key="parameters"
+    ),
+}
+
+
+def tool_format(name: str) -> ToolFormat:
+    """The format of that name; ValueError if there is none."""
+    if name not in TOOL_FORMATS:
+        raise ValueError(f"no tool format is named {name!r}: choose one of {', '.join(sorted(TOOL_FORMATS))}")
+    return TOOL_FORMATS[name]
