@@ -1,0 +1,330 @@
+"""The API process's end of the line to the engine: requests out, what they bring back in, over one ZeroMQ socket."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+
+import msgspec
+import zmq
+
+from strata.engine.messages import (
+    Abort,
+    Add,
+    Delta,
+    Embed,
+    Embedding,
+    Fault,
+    Finish,
+    FromEngine,
+    Hello,
+    PromptLogprobs,
+    Ready,
+    Refused,
+    Statistics,
+    Step,
+    ToEngine,
+    TokenLogprobs,
+)
+
+# Frames that are read before other tasks get a turn.
+FRAMES_A_TURN = 64
+# How often a connection to an engine that has not bound its address yet is tried, in milliseconds.
+RETRY_MS = 20
+# How long a closing client waits until its last messages are out, in milliseconds.
+LINGER_MS = 500
+
+
+class EngineRefused(ValueError):
+    """The request can never run; the message is one line for its sender."""
+
+
+class EngineGone(RuntimeError):
+    """The engine has ended, or the client was closed: all its requests are lost."""
+
+
+class Stream:
+    """What one request brings: an async iterator that ends when all samples have ended.
+
+    Each item is all that has come since the last one, at most one Delta a sample; so a reader that falls behind gets
+    fewer, longer ones, and what waits for it is never more than the request's output. Raises EngineRefused or
+    EngineGone. Whoever stops reading early calls `aclose`.
+
+    prompt_logprobs: of the prompt's tokens from the second on, complete when the first item is there; empty unless
+        asked for.
+    """
+
+    def __init__(self, client: EngineClient, id: str, samples: int) -> None:
+        self.id = id
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self._client = client
+        self._running = set(range(samples))
+        self._held: dict[int, Delta] = {}
+        self._failure: EngineRefused | EngineGone | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        while not self._held:
+            if self._failure is not None:
+                raise self._failure
+            if not self._running:
+                raise StopAsyncIteration
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        held, self._held = self._held, {}
+        return list(held.values())
+
+    async def aclose(self) -> None:
+        """Abort what has not ended. Safe to call at any time, also twice."""
+        self._client.abort(self.id)
+        self._end()
+
+    def _take(self, delta: Delta) -> bool:
+        """Hold a delta for the reader; returns whether that ended the request."""
+        index = delta.index
+        if index not in self._running:  # it was on its way when the sample was finished from here
+            return False
+        earlier = self._held.get(index)
+        self._held[index] = delta if earlier is None else _merged(earlier, delta)
+        if delta.finish_reason is not None:
+            self._running.remove(index)
+        self._wake()
+        return not self._running
+
+    def _finish(self, index: int) -> None:
+        self._running.discard(index)
+        self._held.pop(index, None)
+        self._wake()
+
+    def _fail(self, failure: EngineRefused | EngineGone) -> None:
+        self._failure = failure
+        self._wake()
+
+    def _end(self) -> None:
+        self._running.clear()
+        self._held.clear()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+class EngineClient:
+    """A connection to one engine process. It belongs to the event loop that it was made in.
+
+    The engine's death ends it: nothing is sent anew, since the engine has lost all requests. Make another for the next
+    engine.
+
+    ready: what the engine is. statistics: the newest that it told, twice a second at least.
+    alive: whether requests can still be answered.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Prepares the connection; `connect` makes one that is ready for use."""
+        self._loop = asyncio.get_running_loop()
+        self._answered: asyncio.Future[Ready | None] = self._loop.create_future()
+        self._dead: asyncio.Future[str] = self._loop.create_future()
+        self._streams: dict[str, Stream] = {}
+        self._vectors: dict[str, asyncio.Future[list[float]]] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self.statistics = Statistics()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        # No limits: the engine reads at every step, and what is sent to it is bounded by the server's own limits.
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RETRY_MS)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._loop.add_reader(self._socket.fileno(), self._read)
+        self._loop.add_reader(self._monitor.fileno(), self._watch)
+        self._socket.connect(address)
+        self._watch()  # a descriptor tells of arrivals only once its socket has been found empty
+        self._send(Hello())
+
+    @classmethod
+    async def connect(cls, address: str, *, timeout: float | None = None) -> EngineClient:
+        """A client of the engine that serves, or will serve, at `address`; waits until it is ready.
+
+        Raises EngineGone if the engine dies meanwhile or is not ready after `timeout` seconds.
+        """
+        client = cls(address)
+        try:
+            async with asyncio.timeout(timeout):
+                ready = await client._answered
+        except TimeoutError:
+            await client.close()
+            raise EngineGone(f"the engine at {address} was not ready after {timeout} s") from None
+        except BaseException:
+            await client.close()
+            raise
+        if ready is None:
+            await client.close()
+            raise EngineGone(client._dead.result())
+        client.ready = ready
+        return client
+
+    ready: Ready
+
+    @property
+    def alive(self) -> bool:
+        return not self._dead.done()
+
+    async def wait_dead(self) -> str:
+        """Wait until the engine has ended or the client is closed; returns why, in one line."""
+        return await asyncio.shield(self._dead)
+
+    async def close(self) -> None:
+        """Abort all requests and end the connection. Safe to call twice."""
+        if self._streams or self._vectors:
+            self._send(Abort([*self._streams, *self._vectors]))
+        self._die("the connection to the engine was closed")
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close()
+            await asyncio.to_thread(self._context.term)
+
+    def submit(self, add: Add) -> Stream:
+        """Ask for a generation. Raises ValueError if the id is that of an unfinished request."""
+        self._check_new(add.id)
+        stream = Stream(self, add.id, add.params.n)
+        if not self.alive:
+            stream._fail(EngineGone(self._dead.result()))
+            return stream
+        self._streams[add.id] = stream
+        self._send(add)
+        return stream
+
+    async def embed(self, request: Embed) -> list[float]:
+        """One vector. Raises EngineRefused, EngineGone, or ValueError if the id is that of an unfinished request."""
+        self._check_new(request.id)
+        if not self.alive:
+            raise EngineGone(self._dead.result())
+        vector: asyncio.Future[list[float]] = self._loop.create_future()
+        self._vectors[request.id] = vector
+        self._send(request)
+        try:
+            return await vector
+        except asyncio.CancelledError:
+            self.abort(request.id)
+            raise
+
+    def abort(self, id: str) -> None:
+        """End a request, wherever it is: its stream ends without a word. Unknown ids are ignored."""
+        stream = self._streams.pop(id, None)
+        vector = self._vectors.pop(id, None)
+        if stream is not None:
+            stream._end()
+        if vector is not None:
+            vector.cancel()
+        if stream is not None or vector is not None:
+            self._send(Abort([id]))
+
+    def finish(self, id: str, index: int, stop: str) -> None:
+        """End one sample, whose text has reached a stop string; its stream tells nothing more of it."""
+        stream = self._streams.get(id)
+        if stream is None or index not in stream._running:
+            return
+        self._send(Finish(id, index, stop))
+        stream._finish(index)
+        if not stream._running:
+            del self._streams[id]
+
+    def _check_new(self, id: str) -> None:
+        if id in self._streams or id in self._vectors:
+            raise ValueError(f"request id {id!r} is in use by an unfinished request: choose another")
+
+    def _send(self, message: ToEngine) -> None:
+        if not self.alive:
+            return
+        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        self._read_later()
+
+    def _read_later(self) -> None:
+        """The socket's descriptor tells of arrivals only once, and sending may have taken note of them already."""
+        if _has_mail(self._socket):
+            self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        for _ in range(FRAMES_A_TURN):
+            if not self.alive or not _has_mail(self._socket):
+                return
+            self._receive(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+        self._read_later()
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case Step(deltas, statistics):
+                self.statistics = statistics
+                streams = self._streams
+                for delta in deltas:
+                    stream = streams.get(delta.id)
+                    if stream is not None and stream._take(delta):
+                        del streams[delta.id]
+            case PromptLogprobs(id, _, logprobs):
+                if id in self._streams:
+                    self._streams[id].prompt_logprobs += logprobs
+            case Embedding(id, values):
+                vector = self._vectors.pop(id, None)
+                if vector is not None and not vector.done():
+                    vector.set_result(list(struct.unpack(f"<{len(values) // 4}f", values)))
+            case Refused(id, reason):
+                self._refuse(id, EngineRefused(reason))
+            case Ready():
+                if not self._answered.done():
+                    self._answered.set_result(message)
+            case Fault(reason):
+                self._die(reason)
+
+    def _refuse(self, id: str, failure: EngineRefused | EngineGone) -> None:
+        stream = self._streams.pop(id, None)
+        if stream is not None:
+            stream._fail(failure)
+        vector = self._vectors.pop(id, None)
+        if vector is not None and not vector.done():
+            vector.set_exception(failure)
+
+    def _watch(self) -> None:
+        """The monitor has something to tell, which can only be that the engine has let go of the connection."""
+        if self.alive and _has_mail(self._monitor):
+            while self.alive and _has_mail(self._socket):
+                self._read()  # its last words
+            self._die("the engine process has ended")
+
+    def _die(self, reason: str) -> None:
+        if not self.alive:
+            return
+        self._dead.set_result(reason)
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_reader(self._monitor.fileno())
+        if not self._answered.done():
+            self._answered.set_result(None)
+        for id in (*self._streams, *self._vectors):
+            self._refuse(id, EngineGone(reason))
+
+
+def _has_mail(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def _merged(first: Delta, then: Delta) -> Delta:
+    """Two deltas of one sample as one. `first` is used up."""
+    first.tokens.extend(then.tokens)
+    if first.logprobs is not None and then.logprobs is not None:
+        first.logprobs.extend(then.logprobs)
+    return Delta(
+        first.id,
+        first.index,
+        first.tokens,
+        then.finish_reason,
+        then.stop_reason,
+        first.logprobs if first.logprobs is not None else then.logprobs,
+        first.scheduled,
+        first.cached_tokens,
+        then.error,
+    )

@@ -1,0 +1,358 @@
+"""The client against an engine that says exactly what a test wants; a real one is in tests/engine/test_worker.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from strata.engine.messages import (
+    Abort,
+    Add,
+    Delta,
+    Embed,
+    Embedding,
+    Fault,
+    Finish,
+    FromEngine,
+    Hello,
+    PromptLogprobs,
+    Ready,
+    Refused,
+    Statistics,
+    Step,
+    ToEngine,
+    TokenLogprobs,
+)
+from strata.engine.sampling_params import SamplingParams
+from strata.serve.client import EngineClient, EngineGone, EngineRefused, Stream
+
+READY = Ready("tiny", 300, 2, 256, [0], SamplingParams(), 8, 100, 16, "cpu", {"weights": 0.5})
+
+
+class ScriptedEngine:
+    """The engine's end of the line, one client at a time."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set_hwm(0)
+        self._socket.bind(address)
+        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+        self._client = b""
+
+    async def heard(self) -> ToEngine:
+        for _ in range(500):
+            if self._socket.poll(0):
+                self._client, frame = self._socket.recv_multipart()
+                return self._decoder.decode(frame)
+            await asyncio.sleep(0.01)
+        raise AssertionError("the client said nothing within 5 s")
+
+    def heard_nothing(self) -> bool:
+        return not self._socket.poll(50)
+
+    async def say(self, *messages: FromEngine) -> None:
+        """Sends, and gives the client the time to take it in."""
+        for message in messages:
+            self._socket.send_multipart([self._client, msgspec.msgpack.encode(message)])
+        await asyncio.sleep(0.05)
+
+    async def tell(self, *deltas: Delta, running: int = 0) -> None:
+        await self.say(Step(list(deltas), Statistics(running=running)))
+
+    def close(self) -> None:
+        self._context.destroy(linger=1000)
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/engine.sock"
+
+
+@pytest.fixture
+def engine(address: str) -> Iterator[ScriptedEngine]:
+    made = ScriptedEngine(address)
+    yield made
+    made.close()
+
+
+@asynccontextmanager
+async def connected(engine: ScriptedEngine, address: str) -> AsyncIterator[EngineClient]:
+    connecting = asyncio.create_task(EngineClient.connect(address, timeout=5))
+    assert await engine.heard() == Hello()
+    await engine.say(READY)
+    client = await connecting
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def play(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 20))
+
+
+def add(id: str = "a", **params: Any) -> Add:
+    return Add(id, [1, 2, 3], SamplingParams(**params))
+
+
+async def rest(stream: Stream) -> list[list[Delta]]:
+    return [deltas async for deltas in stream]
+
+
+def test_connect_waits_until_the_engine_is_there_and_ready(address: str) -> None:
+    async def scenario() -> None:
+        connecting = asyncio.create_task(EngineClient.connect(address, timeout=5))
+        await asyncio.sleep(0.1)
+        engine = ScriptedEngine(address)
+        assert await engine.heard() == Hello()
+        assert not connecting.done()
+        await engine.say(READY)
+        client = await connecting
+        assert client.ready == READY
+        assert client.alive
+        await client.close()
+        await client.close()
+        assert not client.alive
+        engine.close()
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("present", [False, True], ids=["nobody there", "no answer"])
+def test_connect_gives_up_in_time(address: str, present: bool) -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine(address) if present else None
+        with pytest.raises(EngineGone, match=r"not ready after 0\.2 s"):
+            await EngineClient.connect(address, timeout=0.2)
+        if engine is not None:
+            engine.close()
+
+    play(scenario())
+
+
+def test_connect_tells_why_the_engine_will_not_serve(engine: ScriptedEngine, address: str) -> None:
+    async def scenario() -> None:
+        connecting = asyncio.create_task(EngineClient.connect(address, timeout=5))
+        await engine.heard()
+        await engine.say(Fault("speaks another protocol"))
+        with pytest.raises(EngineGone, match="speaks another protocol"):
+            await connecting
+
+    play(scenario())
+
+
+def test_a_reader_that_keeps_up_gets_every_delta(engine: ScriptedEngine, address: str) -> None:
+    async def scenario() -> None:
+        async with connected(engine, address) as client:
+            stream = client.submit(add())
+            assert await engine.heard() == add()
+            got = asyncio.create_task(rest(stream))
+            said = [
+                Delta("a", 0, [4], scheduled=1.5, cached_tokens=2),
+                Delta("a", 0, [5]),
+                Delta("a", 0, [6], "stop", 6),
+            ]
+            for delta in said:
+                await engine.tell(delta, running=7)
+            assert await got == [[delta] for delta in said]
+            assert client.statistics == Statistics(running=7)
+            await stream.aclose()
+            assert engine.heard_nothing()
+
+    play(scenario())
+
+
+def test_what_waits_for_a_slow_reader_is_one_delta_a_sample(engine: ScriptedEngine, address: str) -> None:
+    first, second, third = (TokenLogprobs(token, -0.5, 1, [token], [-0.5]) for token in (4, 5, 6))
+
+    async def scenario() -> None:
+        async with connected(engine, address) as client:
+            stream = client.submit(add(n=2, logprobs=1))
+            await engine.heard()
+            await engine.tell(
+                Delta("a", 0, [4], logprobs=[first], scheduled=1.5, cached_tokens=16), Delta("a", 1, [9], logprobs=[])
+            )
+            await engine.tell(Delta("a", 0, [5], logprobs=[second]), Delta("other", 0, [1]))
+            await engine.tell(Delta("a", 0, [6], "stop", 6, logprobs=[third]))
+            assert await anext(stream) == [
+                Delta("a", 0, [4, 5, 6], "stop", 6, [first, second, third], 1.5, 16),
+                Delta("a", 1, [9], logprobs=[]),
+            ]
+            await engine.tell(Delta("a", 1, [], "error", error="NaN"))
+            assert await rest(stream) == [[Delta("a", 1, [], "error", error="NaN")]]
+
+    play(scenario())
+
+
+def test_prompt_logprobs_are_there_with_the_first_delta(engine: ScriptedEngine, address: str) -> None:
+    rows = [TokenLogprobs(token, -1.0, 2, [], []) for token in (2, 3)]
+
+    async def scenario() -> None:
+        async with connected(engine, address) as client:
+            stream = client.submit(add(prompt_logprobs=0))
+            await engine.heard()
+            await engine.say(PromptLogprobs("a", 1, rows[:1]), PromptLogprobs("a", 2, rows[1:]))
+            await engine.tell(Delta("a", 0, [4], "length"))
+            assert await anext(stream) == [Delta("a", 0, [4], "length")]
+            assert stream.prompt_logprobs == rows
+
+    play(scenario())
+
+
+def test_a_finished_sample_tells_nothing_more(engine: ScriptedEngine, address: str) -> None:
+    async def scenario() -> None:
+        async with connected(engine, address) as client:
+            stream = client.submit(add(n=2))
+            await engine.heard()
+            await engine.tell(Delta("a", 0, [4]), Delta("a", 1, [5]))
+            await anext(stream)
+            client.finish("a", 0, "stop here")
+            client.finish("a", 0, "again")
+            client.finish("unknown", 0, "x")
+            await engine.tell(Delta("a", 0, [6]))  # was on its way
+            assert await engine.heard() == Finish("a", 0, "stop here")
+            assert engine.heard_nothing()
+            await engine.tell(Delta("a", 1, [7]))
+            assert await anext(stream) == [Delta("a", 1, [7])]
+            client.finish("a", 1, "x")
+            assert await rest(stream) == []
+            client.submit(add())  # the id is free again
+
+    play(scenario())
+
+
+def test_closing_a_stream_aborts_it_once(engine: ScriptedEngine, address: str) -> None:
+    async def scenario() -> None:
+        async with connected(engine, address) as client:
+            stream = client.submit(add())
+            with pytest.raises(ValueError, match="'a' is in use"):
+                client.submit(add())
+            assert await engine.heard() == add()
+            reading = asyncio.create_task(rest(stream))
+            await asyncio.sleep(0)
+            await stream.aclose()
+            await stream.aclose()
+            client.abort("a")
+            assert await engine.heard() == Abort(["a"])
+            assert engine.heard_nothing()
+            assert await reading == []
+            await engine.tell(Delta("a", 0, [4]))  # was on its way
+            assert await rest(stream) == []
+
+    play(scenario())
+
+
+def test_a_cancelled_reader_loses_nothing(engine: ScriptedEngine, address: str) -> None:
+    async def scenario() -> None:
+        async with connected(engine, address) as client:
+            stream = client.submit(add())
+            await engine.heard()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(stream), 0.05)
+            await engine.tell(Delta("a", 0, [4]))
+            assert await anext(stream) == [Delta("a", 0, [4])]
+
+    play(scenario())
+
+
+def test_a_refused_request_raises_the_reason(engine: ScriptedEngine, address: str) -> None:
+    async def scenario() -> None:
+        async with connected(engine, address) as client:
+            stream = client.submit(add())
+            embedding = asyncio.create_task(client.embed(Embed("e", [1])))
+            await asyncio.sleep(0)
+            await engine.heard()
+            await engine.say(Refused("a", "the prompt is empty"), Refused("e", "too long"), Refused("?", "nobody's"))
+            for _ in range(2):
+                with pytest.raises(EngineRefused, match="the prompt is empty"):
+                    await anext(stream)
+            with pytest.raises(EngineRefused, match="too long"):
+                await embedding
+            assert client.alive
+
+    play(scenario())
+
+
+def test_embeddings(engine: ScriptedEngine, address: str) -> None:
+    async def scenario() -> None:
+        async with connected(engine, address) as client:
+            embedding = asyncio.create_task(client.embed(Embed("e", [1], "mean")))
+            assert await engine.heard() == Embed("e", [1], "mean")
+            await engine.say(Embedding("e", b"\x00\x00\x00\x3f\x00\x00\x80\xbf"))
+            assert await embedding == [0.5, -1.0]
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.embed(Embed("e", [1])), 0.05)
+            assert await engine.heard() == Embed("e", [1])
+            assert await engine.heard() == Abort(["e"])
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("fault", [None, "out of memory"])
+def test_everybody_hears_of_the_engines_end(address: str, fault: str | None) -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine(address)
+        async with connected(engine, address) as client:
+            streams = [client.submit(add(id)) for id in "abc"]
+            embedding = asyncio.create_task(client.embed(Embed("e", [1])))
+            for _ in "abce":
+                await engine.heard()
+            await engine.tell(Delta("a", 0, [4]))
+            if fault is not None:
+                await engine.say(Fault(fault))
+            engine.close()
+            reason = await asyncio.wait_for(client.wait_dead(), 2)
+            assert reason == (fault or "the engine process has ended")
+            assert not client.alive
+            assert await anext(streams[0]) == [Delta("a", 0, [4])]  # what came before is not lost
+            for stream in (*streams, client.submit(add("d"))):
+                with pytest.raises(EngineGone, match=reason):
+                    await anext(stream)
+            with pytest.raises(EngineGone, match=reason):
+                await embedding
+            with pytest.raises(EngineGone, match=reason):
+                await client.embed(Embed("f", [1]))
+            await streams[0].aclose()
+
+    play(scenario())
+
+
+def test_closing_the_client_aborts_what_runs(engine: ScriptedEngine, address: str) -> None:
+    async def scenario() -> None:
+        async with connected(engine, address) as client:
+            stream = client.submit(add())
+            await engine.heard()
+        assert await engine.heard() == Abort(["a"])
+        with pytest.raises(EngineGone, match="closed"):
+            await anext(stream)
+
+    play(scenario())
+
+
+def test_a_burst_leaves_other_tasks_their_turn_and_loses_nothing(engine: ScriptedEngine, address: str) -> None:
+    """More frames than are read in a turn, and requests sent while they arrive: ZeroMQ tells of arrivals only once."""
+
+    async def scenario() -> None:
+        async with connected(engine, address) as client:
+            streams = {id: client.submit(add(id)) for id in ("a", "b")}
+            for _ in streams:
+                await engine.heard()
+            for token in range(1000):
+                step = Step([Delta("a", 0, [token]), Delta("b", 0, [token])], Statistics())
+                engine._socket.send_multipart([engine._client, msgspec.msgpack.encode(step)])
+                if token % 100 == 0:
+                    client.submit(add(f"more {token}"))
+            await engine.tell(*(Delta(id, 0, [], "length") for id in streams))
+            for stream in streams.values():
+                got = await rest(stream)
+                assert [token for deltas in got for delta in deltas for token in delta.tokens] == list(range(1000))
+
+    play(scenario())
