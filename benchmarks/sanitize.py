@@ -29,6 +29,7 @@ from strata.cli.products import Product
 from strata.kernels.activation import silu_mul
 from strata.kernels.attention import attention
 from strata.kernels.attention_join import join
+from strata.kernels.bitmask import WORD, apply_bitmask
 from strata.kernels.decode_attention import decode_attention
 from strata.kernels.embedding import embedding
 from strata.kernels.gemm import linear
@@ -157,6 +158,8 @@ def _sampling(rows: int) -> Iterator[Call]:
     top_p, min_p = torch.rand(2, rows)
     seeds, steps = torch.arange(rows), torch.arange(rows, dtype=torch.int32)
     bounds = torch.zeros(rows), torch.full((rows,), VOCABULARY, dtype=torch.int32)
+    masks = torch.randint(-(2**31), 2**31, (rows, -(-VOCABULARY // WORD)), dtype=torch.int32)
+    yield own(apply_bitmask, logits, masks, torch.arange(rows, dtype=torch.int32) - 1)
     yield own(filter_bounds, logits, temperatures, top_k, top_p, min_p)
     yield own(gumbel_sample, logits, temperatures, seeds, steps)
     yield own(gumbel_sample, logits, temperatures, seeds, steps, *bounds)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from strata.hardware.roofline import Workload
 from strata.kernels.activation import silu_mul
+from strata.kernels.bitmask import WORD, apply_bitmask
 from strata.kernels.embedding import embedding
 from strata.kernels.kv_write import kv_write
 from strata.kernels.linear_silu_mul import linear_silu_mul
@@ -226,6 +227,11 @@ def _sampling(vocab: int, rows: int) -> Iterator[Case]:
     def chosen() -> tuple[Any, ...]:
         return torch.randn(rows, vocab), torch.randint(vocab, (rows, 2))
 
+    def masking() -> tuple[Any, ...]:
+        masks = torch.randint(-(2**31), 2**31, (rows, -(-vocab // WORD)), dtype=torch.int32)
+        return draw(rows, vocab), masks, torch.arange(rows, dtype=torch.int32)
+
+    yield _case(apply_bitmask, f"{vocab}", rows, masking, apply_bitmask.reference)
     yield _case(gumbel_sample, f"{vocab}", rows, drawing, gumbel_sample.reference)
     yield _case(filter_bounds, f"{vocab}", rows, filtering, filter_bounds.reference)
     yield _case(token_logprobs, f"{vocab}", rows, chosen, token_logprobs.reference)

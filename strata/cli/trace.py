@@ -20,7 +20,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("norm", ("norm",)),
     ("rotation and KV write", ("rope", "kv_write")),
     ("activation", ("silu",)),
-    ("sampling", ("gumbel", "filter_bounds", "logprob", "argmax")),
+    ("sampling", ("bitmask", "gumbel", "filter_bounds", "logprob", "argmax")),
     ("copy", ("memcpy", "memset", "copy")),
     ("lookup", ("embedding", "index", "gather")),
 )
