@@ -95,7 +95,7 @@ class Limits:
         most_tokens: the most that each of its `sequences` can generate. They are reserved in the caller's tokens per
             minute together with the prompt, up to a full minute's worth; what was not used is given back in the end.
         Raises ApiError: 429 if the caller is over its own limits and 503 if too many requests wait, both with
-        Retry-After; 400 if the request could never be admitted.
+        Retry-After and a code that names the bound; 400 if the request could never be admitted.
         """
         now = self._clock()
         allowance = self._allowances.get(caller.name)
@@ -109,7 +109,7 @@ class Limits:
         self._check_allowance(allowance, sequences, reserved, now)
         if self._in_flight + sequences > self._most_in_flight:
             message = f"the server is overloaded, {self.waiting} sequences wait: try again later"
-            raise ApiError(503, message, code="overloaded", headers=_retry_after(self._drain_time(now)))
+            raise ApiError(503, message, code="queue_full", headers=_retry_after(self._drain_time(now)))
         if allowance.requests is not None:
             allowance.requests.take(1.0, now)
         if allowance.tokens is not None:
@@ -132,10 +132,10 @@ class Limits:
         if self._most_of_caller is not None and allowance.in_flight + sequences > self._most_of_caller:
             raise _over(f"{self._settings.concurrency} sequences at once", "concurrency", self._drain_time(now))
         if allowance.requests is not None and (wait := allowance.requests.wait(1.0, now)) > 0:
-            raise _over(f"{self._settings.requests_per_minute} requests per minute", "requests", wait)
+            raise _over(f"{self._settings.requests_per_minute} requests per minute", "requests_per_minute", wait)
         if allowance.tokens is not None and (wait := allowance.tokens.wait(reserved, now)) > 0:
             bound = f"{self._settings.tokens_per_minute} tokens per minute (this request may take {reserved:.0f})"
-            raise _over(bound, "tokens", wait)
+            raise _over(bound, "tokens_per_minute", wait)
 
     def _settle(self, allowance: _Allowance, sequences: int, unused: float) -> None:
         now = self._clock()
@@ -165,9 +165,9 @@ class Admission:
             settle(output_tokens)
 
 
-def _over(bound: str, kind: str, wait: float) -> ApiError:
+def _over(bound: str, code: str, wait: float) -> ApiError:
     message = f"rate limit reached: this key may use {bound}"
-    return ApiError(429, message, code=f"{kind}_limit_exceeded", headers=_retry_after(wait))
+    return ApiError(429, message, code=code, headers=_retry_after(wait))
 
 
 def _retry_after(seconds: float) -> dict[str, str]:

@@ -1,0 +1,285 @@
+"""The gate around an application that answers everything, asked in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from base64 import b64encode
+from typing import Any
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from strata.serve import gate as gate_module
+from strata.serve.drain import Drain
+from strata.serve.gate import Gate, is_loopback
+from strata.serve.keys import KeyHash, KeyRing
+from strata.serve.settings import ServeSettings
+
+KEYS = KeyRing([KeyHash.of("alice", "sk-alice"), KeyHash.of("bob", "sk-bob")])
+ALICE = ("authorization", "Bearer sk-alice")
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with what reached it."""
+    message = await receive()
+    told = {
+        "body": len(message["body"]),
+        "caller": scope["state"]["caller"].name,
+        "salt": scope["state"]["caller"].salt,
+        "id": scope["state"]["request_id"],
+    }
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"Content-Type", b"application/json")]})
+    await send({"type": "http.response.body", "body": json.dumps(told).encode()})
+
+
+class Answer:
+    def __init__(self, messages: list[Message]) -> None:
+        self.status: int = messages[0]["status"]
+        self.headers = {name.decode(): value.decode() for name, value in messages[0]["headers"]}
+        body = b"".join(message.get("body", b"") for message in messages[1:])
+        self.json: Any = json.loads(body) if body else None
+
+    @property
+    def code(self) -> str:
+        assert set(self.json["error"]) == {"message", "type", "param", "code"}
+        code: str = self.json["error"]["code"]
+        return code
+
+
+class Server:
+    """A gate to be asked in memory."""
+
+    def __init__(self, keys: KeyRing | None = None, **settings: Any) -> None:
+        self.drain = Drain()
+        self.rejections: list[str] = []
+        self.gate = Gate(
+            echo, ServeSettings("m", ("m",), **settings), keys or KeyRing([]), self.drain, self.rejections.append
+        )
+
+    def ask(
+        self, *headers: tuple[str, str], method: str = "POST", path: str = "/v1/x", pieces: tuple[bytes, ...] = ()
+    ) -> Answer:
+        given = dict(headers)
+        given.setdefault("host", "localhost:8000")
+        listed = [*given.items(), *(pair for pair in headers if given[pair[0]] != pair[1])]
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(name.encode(), value.encode("latin-1")) for name, value in listed],
+        }
+        messages: list[Message] = []
+        waiting = list(pieces)
+
+        async def receive() -> Message:
+            if not waiting and pieces:
+                await asyncio.sleep(60)  # the client stalls
+            piece = waiting.pop(0) if waiting else b""
+            return {"type": "http.request", "body": piece, "more_body": bool(pieces) and piece != b""}
+
+        async def send(message: Message) -> None:
+            messages.append(message)
+
+        asyncio.run(self.gate(scope, receive, send))
+        return Answer(messages)
+
+
+CHUNKED = ("transfer-encoding", "chunked")
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics", "/v1/models", "/docs", "/health/", "//health", "/healthz"])
+def test_every_path_needs_a_key_but_health_and_ready(path: str) -> None:
+    server = Server(KEYS)
+    answer = server.ask(method="GET", path=path)
+    assert (answer.status, answer.code) == (401, "invalid_api_key")
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert server.ask(ALICE, path=path).status == 200
+    assert server.rejections == ["unauthorized"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_health_and_ready_are_open(path: str) -> None:
+    assert Server(KEYS).ask(method="GET", path=path).status == 200
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "sk-alice",
+        "Bearer",
+        "Bearer ",
+        "Bearer sk-alic",
+        "Bearer sk-alice2",
+        "Basic sk-alice",
+        "Token sk-alice",
+        "Bearer \xff",
+    ],
+)
+def test_a_wrong_key_is_refused(value: str) -> None:
+    assert Server(KEYS).ask(("authorization", value)).status == 401
+
+
+def test_a_key_names_its_caller_and_salt() -> None:
+    server = Server(KEYS)
+    alice, bob = server.ask(ALICE).json, server.ask(("authorization", "bearer sk-bob")).json
+    assert (alice["caller"], bob["caller"]) == ("alice", "bob")
+    assert alice["salt"] != bob["salt"]
+    assert Server().ask().json["caller"] == "anonymous"
+
+
+def test_a_browser_is_asked_for_the_key_as_a_password() -> None:
+    server = Server(KEYS)
+    asked = server.ask(("accept", "text/html,*/*"), method="GET", path="/")
+    assert asked.headers["www-authenticate"].startswith("Basic ")
+    basic = ("authorization", "Basic " + b64encode(b"anyone:sk-bob").decode())
+    assert server.ask(basic).json["caller"] == "bob"
+    # A browser adds a password to what a foreign page asks of this server, too.
+    outside = Server(KEYS, host="0.0.0.0")
+    assert outside.ask(basic, ("origin", "http://localhost:8000")).status == 200
+    assert outside.ask(basic, ("origin", "https://evil.example")).code == "foreign_origin"
+    assert outside.ask(ALICE, ("origin", "https://a-client.example")).status == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost:8000", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:8000", "my.box"]
+)
+def test_own_hosts_are_served_on_loopback(host: str) -> None:
+    assert Server(allowed_hosts=("my.box",)).ask(("host", host)).status == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "localhost@evil", "", "[::1"]
+)
+def test_foreign_hosts_are_refused_on_loopback(host: str) -> None:
+    server = Server(KEYS)
+    answer = server.ask(("host", host), ALICE)
+    assert (answer.status, answer.code) == (403, "foreign_host")
+    assert server.ask(("host", host), path="/health").status == 403
+    assert Server(KEYS, host="0.0.0.0").ask(("host", host), ALICE).status == 200
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["https://evil.example", "null", "http://localhost:3000", "http://localhost:8000.evil.example", "http://["],
+)
+def test_foreign_origins_are_refused_on_loopback(origin: str) -> None:
+    answer = Server().ask(("origin", origin))
+    assert (answer.status, answer.code) == (403, "foreign_origin")
+
+
+def test_the_own_page_and_allowed_origins_may_ask() -> None:
+    server = Server(KEYS, allowed_origins=("https://app.example",))
+    assert "access-control-allow-origin" not in server.ask(ALICE, ("origin", "http://localhost:8000")).headers
+    allowed = ("origin", "https://app.example")
+    assert server.ask(ALICE, allowed).headers["access-control-allow-origin"] == "https://app.example"
+    assert server.ask(allowed).headers["access-control-allow-origin"] == "https://app.example"  # the 401 can be read
+    preflight = (("access-control-request-method", "POST"), ("access-control-request-headers", "authorization,x-a"))
+    answer = server.ask(allowed, *preflight, method="OPTIONS")
+    assert answer.status == 204
+    assert answer.headers["access-control-allow-headers"] == "authorization,x-a"
+    assert server.ask(("origin", "https://evil.example"), *preflight, method="OPTIONS").status == 403
+
+
+def test_cors_is_off_unless_origins_are_listed() -> None:
+    answer = Server(host="0.0.0.0").ask(("origin", "https://app.example"))
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_every_response_has_a_request_id_and_security_headers() -> None:
+    server = Server(KEYS)
+    for answer in (server.ask(), server.ask(ALICE), server.ask(("host", "evil.example"))):
+        assert answer.headers["x-request-id"].startswith("req_")
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+    assert len({server.ask().headers["x-request-id"] for _ in range(5)}) == 5
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken"),
+    [("abc-1.2_Z", True), ("a" * 129, False), ("a b", False), ("a\tb", False), ("é", False), ("", False)],
+)
+def test_the_clients_request_id_is_taken_if_it_is_a_plain_word(asked: str, taken: bool) -> None:
+    answer = Server().ask(("x-request-id", asked))
+    assert (answer.headers["x-request-id"] == asked) is taken
+    assert answer.json["id"] == answer.headers["x-request-id"]
+
+
+def test_a_body_over_the_limit_is_refused_by_its_length_unread() -> None:
+    server = Server(body_limit=100)
+    answer = server.ask(("content-length", "101"), pieces=())
+    assert (answer.status, answer.code) == (413, "body_too_large")
+    assert "connection" not in answer.headers
+    assert server.ask(("content-length", "101"), ("expect", "100-continue")).headers["connection"] == "close"
+
+
+def test_a_body_over_the_limit_is_refused_as_it_streams() -> None:
+    server = Server(body_limit=100)
+    assert server.ask(CHUNKED, pieces=(b"x" * 60, b"x" * 40, b"")).json["body"] == 100
+    assert server.ask(CHUNKED, pieces=(b"x" * 60, b"x" * 41)).status == 413  # the rest was not waited for
+    assert server.rejections == ["too_large"]
+
+
+@pytest.mark.parametrize("length", ["-1", "1e3", "0x10", "ten", "²", "9" * 30])
+def test_a_content_length_that_is_no_number_is_refused(length: str) -> None:
+    answer = Server().ask(("content-length", length))
+    assert (answer.status, answer.code) == (400, "invalid_http")
+
+
+def test_ambiguous_headers_are_refused() -> None:
+    for first, second in [("content-length", "5"), ("authorization", "Bearer other"), ("host", "evil.example")]:
+        assert Server().ask((first, "1"), (first, second)).status in (400, 403)
+    assert Server().ask(("content-length", "5"), CHUNKED).code == "invalid_http"
+
+
+def test_a_body_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_module, "BODY_SECONDS", 0.05)
+    answer = Server().ask(CHUNKED, pieces=(b"begun",))
+    assert (answer.status, answer.code) == (408, "body_timeout")
+    assert answer.headers["connection"] == "close"
+
+
+def test_large_headers_are_refused() -> None:
+    assert Server().ask(("x-a", "a" * 15_000)).status == 200
+    for headers in ([("x-a", "a" * 16_400)], [(f"x-{number}", "a") for number in range(101)]):
+        answer = Server().ask(*headers)
+        assert (answer.status, answer.code) == (431, "headers_too_large")
+
+
+def test_a_key_is_asked_for_before_the_body_is_read() -> None:
+    assert Server(KEYS).ask(CHUNKED, pieces=(b"begun",)).status == 401  # else it would wait for the body
+
+
+def test_while_it_drains_only_health_and_metrics_are_answered() -> None:
+    server = Server()
+    server.drain.begun = True
+    answer = server.ask()
+    assert (answer.status, answer.code) == (503, "draining")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.headers["connection"] == "close"
+    for path in ("/health", "/ready", "/metrics"):
+        assert server.ask(method="GET", path=path).status == 200
+
+
+def test_draining_waits_for_requests_under_way() -> None:
+    async def scenario() -> None:
+        drain = Drain()
+        assert await drain.wait(0)
+        with drain.request():
+            assert not await drain.wait(0.01)
+            waiting = asyncio.create_task(drain.wait(10))
+            await asyncio.sleep(0)
+        assert await waiting
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)],
+)
+def test_loopback_is_known(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
