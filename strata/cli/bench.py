@@ -1,4 +1,4 @@
-"""`strata bench`: the inference tests T0 to T4, each measured figure beside its floor."""
+"""`strata bench`: the inference tests T0 to T4, each measured figure beside its floor; T5 is in bench_serve."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from strata.cli.bench_gaps import gaps
 from strata.cli.bench_kernels import kernels
 from strata.cli.bench_result import make_result, report
 from strata.cli.bench_run import AsJson, LoadFormat, Model, Save, Setup, call, device_name, floor_on, started
+from strata.cli.bench_serve import serve
 
-bench = typer.Typer(no_args_is_help=True, help="Measure inference: T0 to T4 of benchmarks/README.md.")
+bench = typer.Typer(no_args_is_help=True, help="Measure inference: T0 to T5 of benchmarks/README.md.")
 bench.command()(gaps)
 bench.command()(kernels)
+bench.command()(serve)
 
 Repeat = Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")]
 

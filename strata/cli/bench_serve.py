@@ -1,0 +1,124 @@
+"""`strata bench serve`: load on a running server, and the latencies, throughput and goodput under it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from strata.cli.bench_run import AsJson, Save
+from strata.cli.load.connection import Client
+from strata.cli.load.measures import parse_objectives
+from strata.cli.load.plot import draw
+from strata.cli.load.report import LoadResult, sweep_table
+from strata.cli.load.request_sets import Lengths
+from strata.cli.load.schedule import parse_rates
+from strata.cli.load.send import run
+from strata.cli.load.server import KEY_VARIABLE
+from strata.cli.load.sweep import DRAWN, Plan, measure
+
+
+def serve(
+    url: Annotated[str, typer.Option(help=f"Where the server is; its key is read from {KEY_VARIABLE}.")] = (
+        "http://127.0.0.1:8000"
+    ),
+    model: Annotated[
+        str | None, typer.Option(help="Name of the model; the server's first if left out.", show_default=False)
+    ] = None,
+    endpoint: Annotated[
+        Literal["completions", "chat"], typer.Option(help="completions sends token ids, chat sends text.")
+    ] = "completions",
+    dataset: Annotated[
+        str,
+        typer.Option(
+            help="random, shared-prefix, or a JSON-lines file of prompt, messages or input_length, and output_length."
+        ),
+    ] = "random",
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Requests of each load; 1000, or all of a file.", show_default=False)
+    ] = None,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a drawn prompt (after its shared prefix).")] = 512,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
+    length_spread: Annotated[
+        float, typer.Option(min=0, max=1, help="Lengths are drawn evenly from 1 - this to 1 + this times those.")
+    ] = 0.0,
+    prefix_len: Annotated[int, typer.Option(min=1, help="Tokens of a shared prefix.")] = 1024,
+    prefix_groups: Annotated[int, typer.Option(min=1, help="Number of shared prefixes.")] = 8,
+    request_rate: Annotated[
+        str, typer.Option(help="Requests a second, inf, or percent of a saturation measured first; several: 25%,50%.")
+    ] = "inf",
+    burstiness: Annotated[
+        float, typer.Option(help="Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier.")
+    ] = 1.0,
+    max_concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most requests under way; saturation is measured with this many, or 256."),
+    ] = None,
+    replay: Annotated[bool, typer.Option("--replay", help="Send a file's requests at their timestamps (ms).")] = False,
+    goodput: Annotated[str, typer.Option(help="Most ms of ttft, tpot, e2e: 'ttft:200 tpot:15'.")] = "",
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds after which a request is given up.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same prompts and arrivals.")] = 0,
+    as_json: AsJson = False,
+    save: Save = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw latency against load into this SVG or PNG.", show_default=False)
+    ] = None,
+) -> None:
+    """T5: latency, throughput and goodput of a running server under load. Exit code 1 if any request was lost.
+
+    Example: strata bench serve --request-rate 25%,50%,75%,90% --goodput 'ttft:200 tpot:15' --plot load.svg
+    """
+    if replay and (request_rate != "inf" or dataset in DRAWN):
+        raise ValueError("--replay sends a file's requests at their timestamps: it needs --dataset, no --request-rate")
+    if not burstiness > 0:
+        raise ValueError(f"--burstiness must be above 0, got {burstiness:g}")
+    plan = Plan(
+        dataset=dataset,
+        chat=endpoint == "chat",
+        requests=num_prompts,
+        lengths=Lengths(input_len, output_len, length_spread),
+        prefix_tokens=prefix_len,
+        prefix_groups=prefix_groups,
+        rates=None if replay else parse_rates(request_rate),
+        burstiness=burstiness,
+        max_concurrency=max_concurrency,
+        objectives=parse_objectives(goodput),
+        timeout=timeout,
+        seed=seed,
+    )
+    results = measure_server(url, model, plan, as_json=as_json, save=save)
+    if plot is not None:
+        draw([result.values() for result in results], plot)
+    if any(result.figures.lost for result in results):
+        raise typer.Exit(1)
+
+
+def measure_server(url: str, model: str | None, plan: Plan, *, as_json: bool, save: Path | None) -> list[LoadResult]:
+    """Run the loads of a plan and print (and append to `save`) each result as it comes."""
+    console = Console(highlight=False)
+
+    def show(result: LoadResult) -> None:
+        line = json.dumps(result.values())
+        if as_json:
+            print(line, flush=True)
+        else:
+            console.print(result.shown(), "")
+        if save is not None:
+            with save.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    async def connect() -> list[LoadResult]:
+        client = Client(url, os.environ.get(KEY_VARIABLE))
+        try:
+            return await measure(client, model, plan, show)
+        finally:
+            client.close()
+
+    results = run(connect())
+    if len(results) > 1 and not as_json:
+        console.print(sweep_table(results))
+    return results

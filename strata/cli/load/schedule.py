@@ -1,0 +1,82 @@
+"""When the requests of a load are sent: all at once, as a Poisson process, or in burstier or more regular arrivals."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+MOST_PERCENT = 1000.0
+
+
+@dataclass(frozen=True)
+class Rate:
+    """value: requests a second (infinite: all at once), or, if `of_saturation`, the share of the server's own rate."""
+
+    value: float
+    of_saturation: bool = False
+
+    def per_second(self, saturation: float | None) -> float:
+        """Requests a second. saturation: the rate that the server sustains, which a share is of."""
+        if not self.of_saturation:
+            return self.value
+        if saturation is None:
+            raise ValueError("a rate in percent needs the measured saturation")
+        return self.value * saturation
+
+
+def parse_rates(text: str) -> list[Rate]:
+    """Rates between commas: "4", "inf", or "25%" of saturation."""
+    return [_parse_rate(word.strip()) for word in text.split(",")]
+
+
+def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds from the start at which `count` requests are sent, rising.
+
+    rate: requests a second. burstiness: the shape of the gamma distribution of the gaps between them, whose coefficient
+    of variation is burstiness ** -0.5: 1 is a Poisson process, less is burstier, infinite is evenly spaced.
+
+    The gaps are scaled so that the last request is due at count / rate: otherwise the offered rate of 1000 requests
+    would be off by some 3 %, which matters near saturation.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    draw = random.Random(seed)
+    gaps = [1.0 if math.isinf(burstiness) else draw.gammavariate(burstiness, 1.0) for _ in range(count)]
+    scale = count / rate / sum(gaps)
+    return [scale * sum_of_gaps for sum_of_gaps in accumulate(gaps)]
+
+
+def saturation_rate(ends: Sequence[float], concurrency: int) -> float:
+    """Requests a second that a server completes while `concurrency` of them are always under way.
+
+    ends: when each request of a closed loop ended, in seconds. The first `concurrency` began together, and while the
+    last `concurrency` end no others take their place: both are left out.
+    """
+    ordered = sorted(ends)
+    counted = len(ordered) - 2 * concurrency
+    if counted <= 0:
+        raise ValueError(
+            f"saturation at {concurrency} concurrent requests is measured with more than {2 * concurrency} requests, "
+            f"of which {len(ordered)} were completed: raise --num-prompts or lower --max-concurrency"
+        )
+    seconds = ordered[-concurrency - 1] - ordered[concurrency - 1]
+    return counted / seconds
+
+
+def _parse_rate(word: str) -> Rate:
+    of_saturation = word.endswith("%")
+    try:
+        value = float(word.removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if of_saturation and 0 < value <= MOST_PERCENT:
+        return Rate(value / 100, of_saturation=True)
+    if of_saturation or not value > 0:
+        raise ValueError(
+            f"--request-rate takes requests a second (4), inf, or percent of saturation (25%, at most "
+            f"{MOST_PERCENT:.0f}%), several between commas; got {word!r}"
+        )
+    return Rate(value)
