@@ -36,11 +36,15 @@ class ReplyParser:
     tool_format: how the model writes tool calls ("hermes", "llama3"); None if it was offered no tools.
     reasoning: the reply may begin with <think>...</think>.
     in_reasoning: the prompt has opened that tag (`reasoning.opens_reasoning(prompt)`).
+    parallel: may the reply hold several calls; if not, those after the first are left out.
     """
 
-    def __init__(self, tool_format: str | None, reasoning: bool, *, in_reasoning: bool = False) -> None:
+    def __init__(
+        self, tool_format: str | None, reasoning: bool, *, in_reasoning: bool = False, parallel: bool = True
+    ) -> None:
         self._splitter = ReasoningSplitter(in_reasoning) if reasoning else None
         self._tools = ToolCallParser(named_format(tool_format)) if tool_format else None
+        self._parallel = parallel
 
     def append(self, text: str) -> list[ReplyEvent]:
         """What this piece of the reply brings; empty while it cannot be told yet."""
@@ -51,16 +55,21 @@ class ReplyParser:
     def finish(self) -> list[ReplyEvent]:
         """What was held back, when the reply is at its end."""
         events = self._split_calls(self._splitter.finish() if self._splitter else [])
-        return merged(events + self._tools.finish()) if self._tools else events
+        return merged(events + self._allowed(self._tools.finish())) if self._tools else events
 
     def _split_calls(self, parts: Sequence[ContentDelta | ReasoningDelta]) -> list[ReplyEvent]:
         events: list[ReplyEvent] = []
         for part in parts:
             if self._tools and isinstance(part, ContentDelta):
-                events += self._tools.append(part.text)
+                events += self._allowed(self._tools.append(part.text))
             else:
                 events.append(part)
         return events
+
+    def _allowed(self, events: list[ReplyEvent]) -> list[ReplyEvent]:
+        if self._parallel:
+            return events
+        return [event for event in events if isinstance(event, (ContentDelta, ReasoningDelta)) or event.index == 0]
 
 
 @dataclass

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 # What OpenAI's API lets a function be called.
 FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+
+ToolFormatName = Literal["hermes", "llama3"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +21,7 @@ class ToolFormat:
     opening_optional: an object right at the start of a reply is a call without its opening.
     """
 
-    name: str
+    name: ToolFormatName
     opening: str
     closing: str
     separator: str

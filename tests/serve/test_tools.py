@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from strata.serve.errors import ApiError
 from strata.serve.json_reader import MOST_DEPTH, is_json_object
 from strata.serve.reply_parser import (
     ContentDelta,
@@ -18,6 +19,7 @@ from strata.serve.reply_parser import (
     ToolCallStart,
     collect,
 )
+from strata.serve.tools import MOST_SCHEMA_BYTES, MOST_TOOLS, Function, Named, ToolChoice, ToolUse, use_tools
 
 FORMATS = ("hermes", "llama3")
 HERMES_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}\n</tool_call>'
@@ -181,6 +183,12 @@ def test_every_call_has_an_id_of_its_own() -> None:
     assert len(set(ids)) == 3
 
 
+def test_without_parallel_calls_only_the_first_is_made() -> None:
+    whole = collect(parse(f"{HERMES_CALL}{HERMES_CALL}", "hermes", parallel=False))
+    assert [call.arguments for call in whole.tool_calls] == [ARGUMENTS]
+    assert whole.content == ""
+
+
 def test_calls_in_what_the_model_thought_are_not_made() -> None:
     whole = reply(f"<think>{HERMES_CALL}</think>No.", "hermes", reasoning=True)
     assert whole == Reply("No.", HERMES_CALL, [])
@@ -256,3 +264,48 @@ def test_the_reader_bounds_the_depth() -> None:
 
     assert is_json_object(nested(MOST_DEPTH))
     assert not is_json_object(nested(MOST_DEPTH + 1))
+
+
+ADD = Function("add", "adds", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+NOW = Function("now")
+
+
+def test_tools_are_shown_and_calls_looked_for_unless_the_choice_is_none() -> None:
+    used = use_tools([ADD, NOW], None, parallel=True, tool_format="hermes")
+    assert used.tool_format == "hermes"
+    assert used.grammar is None
+    assert used.shown == [
+        {"type": "function", "function": {"name": "add", "description": "adds", "parameters": ADD.parameters}},
+        {
+            "type": "function",
+            "function": {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}},
+        },
+    ]
+    assert use_tools([ADD], "none", parallel=True, tool_format="hermes") == ToolUse()
+    assert use_tools([], None, parallel=True, tool_format=None) == ToolUse()
+
+
+@pytest.mark.parametrize(
+    ("functions", "choice", "tool_format", "said"),
+    [
+        ([ADD], "auto", None, "--tool-call-parser"),
+        ([], "required", "hermes", "tools is empty"),
+        ([ADD], Named("now"), "hermes", "'now'.*: add"),
+        ([ADD, ADD], "auto", "hermes", r"tools\[1\]: there is a function 'add' already"),
+        ([Function("no spaces")], "auto", "hermes", "1 to 64 letters"),
+        ([Function("")], "auto", "hermes", "1 to 64 letters"),
+        ([Function("x" * 65)], "auto", "hermes", "1 to 64 letters"),
+        ([Function("f", None, {"type": "string"})], "auto", "hermes", 'must be a JSON schema of type "object"'),
+        ([Function("f", None, {"properties": []})], "auto", "hermes", "properties must be an object"),
+        ([Function("f", None, {"required": "a"})], "auto", "hermes", "required must be a list"),
+        ([Function("f", None, {"description": "x" * MOST_SCHEMA_BYTES})], "auto", "hermes", "at most 65536"),
+        ([Function(f"f{number}") for number in range(MOST_TOOLS + 1)], "auto", "hermes", "at most 128"),
+    ],
+)
+def test_tools_that_cannot_be_used_are_refused(
+    functions: list[Function], choice: ToolChoice, tool_format: str | None, said: str
+) -> None:
+    with pytest.raises(ApiError, match=said) as caught:
+        use_tools(functions, choice, parallel=True, tool_format=tool_format)
+    assert caught.value.status == 400
+    assert caught.value.param is not None
