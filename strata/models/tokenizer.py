@@ -119,6 +119,10 @@ class Tokenizer:
         ids = (self.id(f"<0x{byte:02X}>") for byte in range(256))
         return frozenset(id for id in ids if id is not None)
 
+    def to_json(self) -> str:
+        """The text of a tokenizer.json that has all special tokens, also those that other files name."""
+        return self._backend.to_str()
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)

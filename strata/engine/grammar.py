@@ -1,0 +1,133 @@
+"""Grammars in the engine: compiled beside the step loop, followed id by id, and told to the device as masks of ids.
+
+The automata are llguidance's: a lexer of regular-expression derivatives under an Earley parser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from torch import Tensor
+
+from strata.kernels.bitmask import WORD
+from strata.models.tokenizer import Tokenizer
+
+# A state of the lexer takes 1 to 2 kB and a hostile pattern makes as many as it may: 40 MB a request at most.
+LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
+
+_COMPILING_THREADS = 2
+
+
+def vocabulary(tokenizer: Tokenizer | None, rows: int) -> int:
+    """Ids that a mask tells of, for a model with so many rows of logits; a tokenizer may have more."""
+    return max(rows, tokenizer.vocab_size if tokenizer is not None else 0)
+
+
+def takes_end(matcher: LLMatcher, token: int) -> bool:
+    """Take the next id of an output. Whether it was an end-of-sequence id, so that the output is complete."""
+    if matcher.is_stopped():  # only such ids were allowed
+        return True
+    matcher.consume_token(token)
+    return bool(matcher.stop_reason() == "EndOfSentence")
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model, in threads so that the step loop goes on (a hostile one takes seconds).
+
+    Each request gets an automaton of its own: copies of one share a lock, so their masks could not be computed side by
+    side.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eos_ids: Iterable[int], rows: int) -> None:
+        """rows: of the model's logits. Takes 0.7 s for 150,000 tokens. Raises ValueError for a kind of tokenizer that
+        llguidance cannot read."""
+        size = vocabulary(tokenizer, rows)
+        eos = sorted(id for id in eos_ids if id < size)
+        self._tokenizer = LLTokenizer(tokenizer.to_json(), n_vocab=size, eos_token=eos or None)
+        self._threads = ThreadPoolExecutor(_COMPILING_THREADS, thread_name_prefix="grammar")
+        self._started: dict[str, Future[LLMatcher]] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether `ready` has yet to tell of a grammar."""
+        return bool(self._started)
+
+    def compile(self, grammar: str) -> LLMatcher:
+        """A matcher at the beginning of an output. Raises ValueError with llguidance's reason."""
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise ValueError(f"the grammar cannot be followed: {first_line(matcher.get_error())}")
+        return matcher
+
+    def start(self, request_id: str, grammar: str) -> None:
+        """Begin to compile; `ready` tells when it is done."""
+        self._started[request_id] = self._threads.submit(self.compile, grammar)
+
+    def ready(self) -> list[tuple[str, LLMatcher | str]]:
+        """What was compiled since the last call: request ids with their matchers, or with what is wrong."""
+        return [(id, _result(self._started.pop(id))) for id, future in list(self._started.items()) if future.done()]
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request, if it is known."""
+        future = self._started.pop(request_id, None)
+        if future is not None:
+            future.cancel()
+
+    def close(self) -> None:
+        """Compile no more, and wait for nothing."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class Masks:
+    """The ids that may come next, a bit an id: computed by several threads, sent to the device in one copy.
+
+    The host buffer may be filled again once the ids that were drawn with it are known.
+    """
+
+    def __init__(self, ids: int, rows: int, device: torch.device) -> None:
+        """ids: how many a mask tells of (`vocabulary`). rows: the most of a step. Allocates when first used."""
+        self._words, self._rows, self._device = -(-ids // WORD), rows, device
+        self._host: Tensor | None = None
+        self._executor: LLExecutor | None = None
+
+    def send(self, matchers: Sequence[LLMatcher | None]) -> tuple[Tensor, Tensor] | None:
+        """The masks of a step's rows, as `apply_bitmask` takes them; None for a row that is free. None if all are.
+
+        A matcher that cannot tell goes into its error state.
+        """
+        constrained = [matcher for matcher in matchers if matcher is not None]
+        if not constrained:
+            return None
+        if self._host is None:
+            size = self._rows * (self._words + 1)
+            self._host = torch.zeros(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+            self._executor = LLExecutor()
+        assert self._executor is not None
+        self._executor.unsafe_compute_mask_ptr(
+            [(matcher, place) for place, matcher in enumerate(constrained)],
+            self._host.data_ptr(),
+            4 * self._words,
+            len(constrained),
+        )
+        end = len(constrained) * self._words
+        held = np.array([matcher is not None for matcher in matchers])
+        which = self._host[end : end + len(matchers)]
+        which.numpy()[:] = np.where(held, held.cumsum() - 1, -1)
+        sent = self._host[: end + len(matchers)].to(self._device, non_blocking=True)
+        return sent[:end].view(len(constrained), self._words), sent[end:]
+
+
+def _result(compiled: Future[LLMatcher]) -> LLMatcher | str:
+    try:
+        return compiled.result()
+    except ValueError as error:
+        return str(error)
+
+
+def first_line(error: str) -> str:
+    """What llguidance says, without the parser's state that it adds."""
+    return error.partition("\n")[0]
