@@ -46,6 +46,11 @@ class PageAllocator:
         """Pages that only the prefix tree holds."""
         return len(self._idle)
 
+    @property
+    def usage(self) -> float:
+        """The share of the pages that sequences hold, in [0, 1]."""
+        return 1 - (len(self._free) + len(self._idle)) / self.num_pages
+
     def allocate(self, after: int | None = None) -> int:
         """A free page, held once. Raises IndexError if none is free.
 

@@ -20,6 +20,7 @@ from strata.cache.prefix import PrefixTree
 from strata.engine.faults import memory_explained
 from strata.engine.ledger import Ledger, plan_memory
 from strata.engine.loop import EngineLoop
+from strata.engine.pooling import Pooler
 from strata.engine.runner import Runner, RunnerConfig
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduler import Scheduler, SchedulerConfig
@@ -132,6 +133,8 @@ class Engine:
     """An engine and what it was made of."""
 
     loop: EngineLoop
+    pages: PageAllocator
+    pooler: Pooler
     model: torch.nn.Module
     config: ModelConfig
     tokenizer: Tokenizer | None
@@ -202,6 +205,8 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     log(clock.line())
     engine = Engine(
         loop=EngineLoop(scheduler, runner, run_ahead=device.type == "cuda", ledger=ledger),
+        pages=allocator,
+        pooler=Pooler(graphs.hidden, max_tokens, max_length, config.vocab_size, device, ledger),
         model=model,
         config=config,
         tokenizer=tokenizer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,8 @@ from strata.engine.build import Engine, EngineConfig, build_engine
 from strata.engine.collect import Collector
 from strata.engine.logprob_rows import LogprobRows
 from strata.engine.loop import StepOutput
-from strata.engine.outputs import RequestOutput
+from strata.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from strata.engine.pooling import Pooling, PoolRequest, check_vector
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
 from strata.models.tokenizer import Tokenizer
@@ -65,7 +67,7 @@ class LLM:
         that cannot be served raises ValueError before anything runs; a request that fails later ends with the
         finish_reason "error" and says why in `RequestOutput.error`, and the others go on.
         """
-        listed = cast(list[Prompt], [prompts] if _is_one_prompt(prompts) else list(prompts))
+        listed = _as_list(prompts)
         params = self._params_for(len(listed), sampling_params)
         priorities = list(priority) if priority is not None else [0] * len(listed)
         if len(priorities) != len(listed):
@@ -117,6 +119,32 @@ class LLM:
             self._engine.loop.abort(collector.request.id)
             self._drain()
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last", use_tqdm: bool = True
+    ) -> list[EmbeddingRequestOutput]:
+        """The vector of each prompt: the hidden state of its last token, or with "mean" the mean of all.
+
+        Raises ValueError for a prompt that cannot be served, before anything runs, or whose hidden states are NaN.
+        """
+        if pooling not in ("last", "mean"):
+            raise ValueError(f"pooling must be 'last' or 'mean', got {pooling!r}")
+        encoded = [self._encoded(prompt) for prompt in _as_list(prompts)]
+        pooler = self._engine.pooler
+        for _, ids in encoded:
+            pooler.check(ids)
+        waiting = deque(PoolRequest(ids, pooling) for _, ids in encoded)
+        vectors: list[list[float]] = []
+        with _progress(len(encoded), use_tqdm) as advance:
+            while waiting:
+                for vector in pooler.launch(pooler.share(waiting)).wait():
+                    check_vector(vector)
+                    vectors.append(vector.tolist())
+                    advance()
+        return [
+            EmbeddingRequestOutput(str(next(self._numbers)), text, ids, EmbeddingOutput(vector))
+            for (text, ids), vector in zip(encoded, vectors, strict=True)
+        ]
+
     def _params_for(self, count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or self._engine.default_params] * count
@@ -125,32 +153,20 @@ class LLM:
         return list(given)
 
     def _encoded(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The text (None if it came as ids) and ids of a prompt, checked against the vocabulary."""
+        """The text (None if it came as ids) and ids of a prompt."""
         if isinstance(prompt, str):
             return prompt, self.get_tokenizer().encode(prompt)
         if not isinstance(prompt, Mapping):
-            return None, self._checked(prompt)
+            return None, _listed(prompt)
         unknown = set(prompt) - {"prompt", "prompt_token_ids"}
         if unknown or not prompt:
             raise ValueError(f"a prompt is a string, ids, or has prompt or prompt_token_ids, got {sorted(prompt)}")
         if "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), self._checked(prompt["prompt_token_ids"])
+            return prompt.get("prompt"), _listed(prompt["prompt_token_ids"])
         return prompt["prompt"], self.get_tokenizer().encode(prompt["prompt"])
-
-    def _checked(self, ids: Sequence[int]) -> list[int]:
-        size = self._engine.config.vocab_size
-        for id in ids:
-            if not isinstance(id, int) or not 0 <= id < size:
-                raise ValueError(f"token id {id!r} is out of range: this model's ids are integers from 0 to {size - 1}")
-        return list(ids)
 
     def _collector(self, text: str | None, ids: list[int], params: SamplingParams, priority: int) -> Collector:
         engine = self._engine
-        size = engine.config.vocab_size
-        for name, given in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_ids)):
-            for id in given:
-                if id >= size:
-                    raise ValueError(f"{name}: token id {id} is out of range: this model's ids are 0 to {size - 1}")
         request = Request(
             id=str(next(self._numbers)),
             prompt=tuple(ids),
@@ -160,6 +176,7 @@ class LLM:
             eos_ids=engine.eos_ids,
             bad_words=self._bad_words(params),
         )
+        request.check_ids(engine.config.vocab_size)
         return Collector(request, text, engine.tokenizer)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -227,10 +244,16 @@ class LLM:
             pass
 
 
-def _is_one_prompt(prompts: Any) -> bool:
-    if isinstance(prompts, (str, Mapping)):
-        return True
-    return bool(prompts) and isinstance(prompts[0], int)
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    is_one = isinstance(prompts, (str, Mapping)) or (bool(prompts) and isinstance(prompts[0], int))
+    return cast(list[Prompt], [prompts] if is_one else list(prompts))
+
+
+def _listed(ids: Sequence[int]) -> list[int]:
+    for id in ids:
+        if not isinstance(id, int):
+            raise ValueError(f"token id {id!r} is no integer")
+    return list(ids)
 
 
 class _progress:

@@ -72,3 +72,21 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: str | None = None
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """embedding: a vector of the model's hidden size and of length 1 (L2)."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """A prompt and its vector. prompt: the text it was asked with, None when it came as token ids."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool = True

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
+
+from llguidance import LLMatcher
 
 from strata.engine.sampling_params import SamplingParams
 
@@ -25,6 +29,7 @@ class Request:
     salt: requests share cached prefixes only with requests of the same salt.
     eos_ids: the model's end-of-sequence ids, which end a sample unless `params.ignore_eos`.
     bad_words: `params.bad_words` as ids; one of several ids can only be avoided once the host knows the ids before.
+    grammar: what every sample has to follow, as a grammar of llguidance; None for anything.
     """
 
     id: str
@@ -35,6 +40,29 @@ class Request:
     salt: str = ""
     eos_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: str | None = None
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raises ValueError for an id that the model does not have."""
+        check_prompt_ids(self.prompt, vocab_size)
+        named = {
+            "logit_bias": self.params.logit_bias or (),
+            "stop_token_ids": self.params.stop_ids,
+            "bad_words": itertools.chain.from_iterable(self.bad_words),
+        }
+        for name, ids in named.items():
+            for id in ids:
+                if not 0 <= id < vocab_size:
+                    raise ValueError(
+                        f"{name}: token id {id} is out of range: this model's ids are 0 to {vocab_size - 1}"
+                    )
+
+
+def check_prompt_ids(prompt: Collection[int], vocab_size: int) -> None:
+    """Raises ValueError for an id that the model does not have."""
+    if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        wrong = next(id for id in prompt if not 0 <= id < vocab_size)
+        raise ValueError(f"token id {wrong} is out of range: this model's ids are integers from 0 to {vocab_size - 1}")
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +80,10 @@ class Sequence:
     slot: its row of device state while it runs.
     finish_reason: "stop", "length", "abort", "error" or whatever `Scheduler.finish` was told; None while unfinished.
     stop_reason: the stop id or stop string that ended it; None for an end-of-sequence id.
+    error: why it failed, where that is not that no id could be drawn from its logits.
     cached_tokens: prompt tokens found in the prefix cache at the first admission.
     preemptions: how often its pages were taken away, to be computed again.
+    matcher: follows its output through the grammar, as far as the host knows it; None without a grammar.
     """
 
     id: int
@@ -69,8 +99,10 @@ class Sequence:
     status: Status = Status.WAITING
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
     cached_tokens: int = 0
     preemptions: int = 0
+    matcher: LLMatcher | None = None
     # What follows is the scheduler's own book-keeping.
     rank: tuple[int, float, int] = field(init=False)
     stops: frozenset[int] = field(init=False)

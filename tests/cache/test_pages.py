@@ -99,6 +99,7 @@ class Books(RuleBasedStateMachine):
         assert self.pages.free == self.pages.num_pages - len(holders)
         assert self.pages.idle_pages() == tuple(self.idle)
         assert self.pages.idle == len(self.idle)
+        assert self.pages.usage == pytest.approx(len(set(self.held)) / self.pages.num_pages)
         for page in range(self.pages.num_pages):
             assert self.pages.is_shared(page) == (holders[page] > 1)
         self.pages.check(self.held, self.cached)

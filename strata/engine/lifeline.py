@@ -1,0 +1,38 @@
+"""Ties a process that Strata started to its parent, so that none is left behind whatever becomes of the parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process when the thread that started it ends (Linux; elsewhere nothing).
+
+    So a parent starts its children from a thread that lives as long as it does. A child whose parent has died before
+    this call sees it at the end of its standard input.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Ending:
+    """Whether this process is told to end: by SIGTERM, or by the end of its standard input.
+
+    `descriptors` become readable then, for a poller; `told` reads them. SIGINT is left to the parent, who hears the
+    same Ctrl-C and decides when its children end.
+    """
+
+    def __init__(self) -> None:
+        self._reading, self._writing = os.pipe()
+        self.descriptors = (self._reading, sys.stdin.fileno())
+        signal.signal(signal.SIGTERM, lambda *_: os.write(self._writing, b"!"))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def told(self, readable: int) -> bool:
+        """Whether a descriptor that is readable says so; what a parent writes to standard input is read and ignored."""
+        return readable == self._reading or not os.read(readable, 4096)
