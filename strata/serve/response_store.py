@@ -1,0 +1,82 @@
+"""Responses that later requests may go on from, in memory: bounded for each caller, the oldest go first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+MOST_RESPONSES = 1024
+MOST_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """body: the response as it was sent. messages: the conversation up to it and with it, as chat templates take it."""
+
+    body: dict[str, Any]
+    messages: list[dict[str, Any]]
+
+
+class ResponseStore:
+    """Keeps the responses of each caller apart: no other caller finds them, or can push them out.
+
+    most, most_bytes: what one caller's responses may be; the least recently used make room for new ones.
+    """
+
+    def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._shelves: dict[str, _Shelf] = {}
+
+    def put(self, caller: str, id: str, response: StoredResponse) -> bool:
+        """Keep a response; False if it is larger than all that is kept for a caller."""
+        encoded = msgspec.json.encode((response.body, response.messages))
+        if len(encoded) > self._most_bytes:
+            return False
+        shelf = self._shelves.setdefault(caller, _Shelf())
+        shelf.put(id, encoded)
+        while len(shelf) > self._most or shelf.bytes > self._most_bytes:
+            shelf.drop_oldest()
+        return True
+
+    def get(self, caller: str, id: str) -> StoredResponse | None:
+        """A response of this caller, which is used by this; None if it has none of that id."""
+        encoded = self._shelves[caller].get(id) if caller in self._shelves else None
+        return None if encoded is None else StoredResponse(*msgspec.json.decode(encoded))
+
+    def delete(self, caller: str, id: str) -> bool:
+        """Whether there was such a response of this caller."""
+        return caller in self._shelves and self._shelves[caller].delete(id)
+
+
+class _Shelf:
+    """Encoded responses, the least recently used first."""
+
+    def __init__(self) -> None:
+        self._responses: OrderedDict[str, bytes] = OrderedDict()
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    def put(self, id: str, encoded: bytes) -> None:
+        self.delete(id)
+        self._responses[id] = encoded
+        self.bytes += len(encoded)
+
+    def get(self, id: str) -> bytes | None:
+        if id in self._responses:
+            self._responses.move_to_end(id)
+        return self._responses.get(id)
+
+    def delete(self, id: str) -> bool:
+        encoded = self._responses.pop(id, None)
+        self.bytes -= len(encoded or b"")
+        return encoded is not None
+
+    def drop_oldest(self) -> None:
+        _, encoded = self._responses.popitem(last=False)
+        self.bytes -= len(encoded)
