@@ -8,13 +8,15 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import strata
-from strata.serve import health, models_route
+from strata.serve import chat, completions, health, models_route
 from strata.serve.errors import ERROR_HANDLERS
 from strata.serve.openapi import describe
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
 
 ROUTERS = (
+    chat.router,
+    completions.router,
     models_route.router,
     health.router,
 )

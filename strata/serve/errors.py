@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from fastapi import Request
+from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
@@ -94,19 +94,16 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-async def _answer_api_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, ApiError)
+async def _answer_api_error(request: Request, error: ApiError) -> JSONResponse:
     return error.response()
 
 
-async def _answer_invalid_request(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
+async def _answer_invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
     message, param = explain_fault(error)
     return ApiError(400, message, param=param, code="invalid_value" if param else None).response()
 
 
-async def _answer_http_exception(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
+async def _answer_http_exception(request: Request, error: HTTPException) -> JSONResponse:
     method, path = request.scope["method"], request.scope["path"]
     messages = {
         404: f"there is nothing at {path}; GET /openapi.json lists what there is",
@@ -121,7 +118,7 @@ async def _answer_anything(request: Request, error: Exception) -> JSONResponse:
     return internal_error().response()  # starlette raises the error on, and the server logs it
 
 
-ERROR_HANDLERS: dict[int | type[Exception], Callable[[Request, Exception], Awaitable[JSONResponse]]] = {
+ERROR_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
     ApiError: _answer_api_error,
     RequestValidationError: _answer_invalid_request,
     HTTPException: _answer_http_exception,

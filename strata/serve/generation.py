@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Self
 from uuid import uuid4
+
+import msgspec
+from fastapi import Request
 
 from strata.engine.messages import Add, Delta, TokenLogprobs
 from strata.engine.samples import Sample
@@ -14,11 +17,12 @@ from strata.engine.sampling_params import SamplingParams
 from strata.serve.client import EngineGone, EngineRefused, Stream
 from strata.serve.errors import ApiError
 from strata.serve.limits import Admission, Caller
+from strata.serve.logs import note_generation
 from strata.serve.metrics import Endpoint, RequestRecord
-from strata.serve.state import ServerState
+from strata.serve.state import ServerState, caller_of, server_of
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, frozen=True):
     """What one sample got since its last piece.
 
     text: may be empty, while a character or a possible stop string is incomplete.
@@ -44,8 +48,10 @@ class Generation:
     request there; that is how a client that has left frees its memory.
 
     prompt: token ids, at least one. endpoint: for the metrics. grammar: one that was found to compile.
-    priority: lower runs first. arrival, deadline: `time.monotonic()` seconds; by default now, and `request_timeout` later.
+    priority: lower runs first.
+    arrival, deadline: seconds of `time.monotonic()`; by default now, and `request_timeout` later.
     cached_tokens: how much of the prompt was in the prefix cache. completion_tokens: of all samples so far.
+    record: what the metrics were told of it, None until it has ended.
 
     The iteration raises ApiError: 400 for a prompt that does not fit the model, 408 at the deadline, 429 and 503 when
     the request is not admitted or the engine is gone, 500 when the engine failed on it.
@@ -88,6 +94,7 @@ class Generation:
         self._first_token: float | None = None
         self._reason = "abort"
         self.cached_tokens = 0
+        self.record: RequestRecord | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -139,6 +146,8 @@ class Generation:
     def _start(self) -> Stream:
         params, limit = self._add.params, self._state.client.ready.max_model_len
         self._state.require_serving()
+        if not self._add.prompt:
+            raise ApiError(400, "the prompt has no tokens; give at least one", param="prompt")
         room = limit - self.prompt_tokens
         if room <= 0 or (params.max_tokens or 0) > room:
             raise _too_long(self.prompt_tokens, params.max_tokens, limit)
@@ -200,19 +209,18 @@ class Generation:
     def _record(self) -> None:
         if self._reason == "abort":
             self._state.metrics.aborted()
-        self._state.metrics.finished(
-            RequestRecord(
-                endpoint=self._endpoint,
-                reason=self._reason,
-                arrival=self._arrival,
-                scheduled=self._scheduled,
-                first_token=self._first_token,
-                ended=time.monotonic(),
-                prompt_tokens=self.prompt_tokens,
-                cached_tokens=self.cached_tokens,
-                output_tokens=self.completion_tokens,
-            )
+        self.record = RequestRecord(
+            endpoint=self._endpoint,
+            reason=self._reason,
+            arrival=self._arrival,
+            scheduled=self._scheduled,
+            first_token=self._first_token,
+            ended=time.monotonic(),
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            output_tokens=self.completion_tokens,
         )
+        self._state.metrics.finished(self.record)
 
     def _timed_out(self) -> ApiError:
         seconds = self._deadline - self._arrival
@@ -222,6 +230,29 @@ class Generation:
             code="timeout",
             headers={"x-should-retry": "false"},  # what clients do with 408 by themselves would only repeat it
         )
+
+
+def generation_for(
+    request: Request,
+    prompt: list[int],
+    params: SamplingParams,
+    *,
+    endpoint: Endpoint,
+    grammar: str | None = None,
+    priority: int = 0,
+) -> Generation:
+    """A generation for an HTTP request, which the request's log line will tell of."""
+    generation = Generation(
+        server_of(request),
+        caller_of(request),
+        prompt,
+        params,
+        endpoint=endpoint,
+        grammar=grammar,
+        priority=priority,
+    )
+    note_generation(request.scope, generation)
+    return generation
 
 
 def _bad_words(state: ServerState, params: SamplingParams) -> list[list[int]]:

@@ -7,7 +7,7 @@ from fastapi import Request
 from strata.serve.errors import ApiError
 from strata.serve.json_route import api_router
 from strata.serve.schema_base import ReplyModel
-from strata.serve.state import ServerState
+from strata.serve.state import server_of
 
 router = api_router("health")
 
@@ -19,7 +19,7 @@ class Health(ReplyModel):
 @router.get("/health")
 async def health(request: Request) -> Health:
     """200 while the engine lives, 503 once it is dead."""
-    state: ServerState = request.app.state.server
+    state = server_of(request)
     if not state.client.alive:
         raise ApiError(503, "the engine is dead; restart the server", code="engine_dead")
     return Health(status="ok")
@@ -28,6 +28,6 @@ async def health(request: Request) -> Health:
 @router.get("/ready")
 async def ready(request: Request) -> Health:
     """200 when the model is loaded and new requests are taken; 503 while the server drains or its engine is dead."""
-    state: ServerState = request.app.state.server
+    state = server_of(request)
     state.require_serving()
     return Health(status="ready")

@@ -1,4 +1,4 @@
-"""Routes whose JSON bodies are read strictly: no NaN, no number that has no double, no half characters, no deep nesting."""
+"""Routes whose JSON bodies are read strictly: no NaN, no number too large, no half characters, no deep nesting."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def api_router(tag: str) -> APIRouter:
 
 
 def read_json(body: bytes) -> Any:
-    """The value of a JSON text. Raises json.JSONDecodeError (which FastAPI knows) for what is not one, or is too deep."""
+    """The value of a JSON text. Raises json.JSONDecodeError, which FastAPI knows, for what is none, or too deep."""
     try:
         value = msgspec.json.decode(body)
     except RecursionError:

@@ -9,7 +9,7 @@ from fastapi import Request
 import strata
 from strata.serve.json_route import api_router
 from strata.serve.schema_base import ReplyModel
-from strata.serve.state import ServerState
+from strata.serve.state import ServerState, server_of
 
 router = api_router("models")
 
@@ -35,13 +35,13 @@ class Version(ReplyModel):
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> ModelList:
-    state: ServerState = request.app.state.server
+    state = server_of(request)
     return ModelList(data=[_card(state, name) for name in state.settings.served_model_names])
 
 
 @router.get("/v1/models/{model:path}")
 async def get_model(request: Request, model: str) -> ModelCard:
-    state: ServerState = request.app.state.server
+    state = server_of(request)
     return _card(state, state.model_name(model))
 
 

@@ -2,35 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, WrapValidator
-from pydantic_core import PydanticCustomError, ValidationError
-from pydantic_core.core_schema import ValidatorFunctionWrapHandler
+from fastapi import Response
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, WrapValidator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, ValidationError
+from pydantic_core.core_schema import ValidatorFunctionWrapHandler, no_info_plain_validator_function
 
 
 class RequestModel(BaseModel):
     """A JSON object of a request: "5" is not 5, true is not 1, and NaN is no number."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class ReplyModel(BaseModel):
     """A JSON object of an answer. Fields that were not set are left out when it is written."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
-def refused(reason: str) -> Any:
-    """The type of a field of OpenAI's API that only null is taken for; the message is its name and `reason`."""
+def json_response(reply: ReplyModel) -> Response:
+    """The answer without the fields that were not set."""
+    return Response(reply.model_dump_json(exclude_unset=True), media_type="application/json")
 
-    def check(value: Any) -> None:
-        if value is not None:
-            raise PydanticCustomError("refused", "{reason}", {"reason": reason})
 
-    return Annotated[
-        None, BeforeValidator(check), WithJsonSchema({"type": "null"}), Field(description=f"Not supported: {reason}.")
-    ]
+class Refused:
+    """Marks a field of OpenAI's API that is not supported: only null and the values `taken` pass.
+
+    Use as `Annotated[Any, Refused(...)]`. reason: what is told, after "... is not supported: ".
+    """
+
+    def __init__(self, reason: str, *taken: Any) -> None:
+        self._reason = reason
+        self._taken = taken
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"enum": [*self._taken, None], "description": f"Not supported: {self._reason}."}
+
+    def _check(self, value: Any) -> Any:
+        if value is None or any(type(value) is type(one) and value == one for one in self._taken):
+            return value
+        raise PydanticCustomError("refused", "{reason}", {"reason": self._reason})
 
 
 def said_as(kinds: str) -> WrapValidator:

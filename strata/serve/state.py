@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -19,7 +20,10 @@ from strata.serve.settings import ServeSettings
 
 @dataclass
 class ServerState:
-    """draining: no new requests are taken, those under way finish. created: when the server started, seconds since 1970."""
+    """draining: no new requests are taken, those under way finish.
+
+    created: when the server started (Unix time). template_thread: waits for the process that renders chat templates.
+    """
 
     settings: ServeSettings
     client: EngineClient
@@ -30,6 +34,7 @@ class ServerState:
     responses: ResponseStore
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    template_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "chat-template"))
 
     def require_serving(self) -> None:
         """Raises ApiError (503) if no new request can be taken."""
@@ -54,7 +59,14 @@ class ServerState:
 
     async def close(self) -> None:
         await self.client.close()
+        self.template_thread.shutdown(wait=False, cancel_futures=True)
         self.tokenizer.close()
+        self.grammars.close()
+
+
+def server_of(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state
 
 
 def caller_of(request: Request) -> Caller:

@@ -55,7 +55,7 @@ def _explain_field(fault: dict[str, Any], path: str) -> str:
     if kind == "extra_forbidden":
         return f"{path} is not a field that this server knows; GET /openapi.json lists those it takes"
     if kind == "refused":
-        return f"{path} {fault['msg']}"
+        return f"{path} is not supported: {fault['msg']}"
     if kind.startswith("union_tag"):
         tag = fault["ctx"]["discriminator"].strip("'")
         given = fault["input"].get(tag) if isinstance(fault["input"], dict) else fault["input"]
