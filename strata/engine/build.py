@@ -18,6 +18,7 @@ from strata.cache.pages import PageAllocator
 from strata.cache.pool import KVPool, PoolShape
 from strata.cache.prefix import PrefixTree
 from strata.engine.faults import memory_explained
+from strata.engine.grammar import vocabulary
 from strata.engine.ledger import Ledger, plan_memory
 from strata.engine.loop import EngineLoop
 from strata.engine.pooling import Pooler
@@ -191,7 +192,8 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         graphs = step_graphs(model, implementations_for(device), asked.deterministic)
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool = KVPool(pool_shape, ledger.pages, device)
-    runner_config = RunnerConfig(asked.max_num_seqs, max_tokens, max_length, frozenset(config.windows), asked.seed)
+    windows, mask_ids = frozenset(config.windows), vocabulary(tokenizer, config.vocab_size)
+    runner_config = RunnerConfig(asked.max_num_seqs, max_tokens, max_length, windows, asked.seed, mask_ids)
     runner = Runner(graphs, pool, runner_config, device)
     with clock.phase("CUDA graphs"), memory_explained("recording CUDA graphs of decode steps", ledger):
         for _ in runner.record_decode(buckets) if buckets else ():

@@ -46,6 +46,8 @@ def memory_explained(doing: str, ledger: Ledger) -> Iterator[None]:
 
 def why_no_id(sequence: Sequence) -> str:
     """Why the request of a sequence that could draw no id has failed, in one line."""
+    if sequence.error is not None:
+        return sequence.error
     return (
         f"sample {sequence.index} ended before its output token {len(sequence.outputs) + 1}: the logits hold NaN or "
         "infinity, or no token is allowed; look for NaN in the weights, for overflow (dtype float16: try "

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from llguidance import LLMatcher
+
 from strata.engine.faults import EngineFault, out_of_memory
+from strata.engine.grammar import first_line, takes_end
 from strata.engine.ledger import Ledger
 from strata.engine.plan import StepPlan, Update
 from strata.engine.request import Request, Sequence
-from strata.engine.runner import Launched, PromptLogprobs, Runner, StepObserver
+from strata.engine.runner import Launched, PromptLogprobs, Runner, StepObserver, Undrawn
 from strata.engine.sampler import LogprobTensors
 from strata.engine.scheduler import Scheduler
 
@@ -52,11 +56,14 @@ class EngineLoop:
         """Tell a benchmark where each step begins and ends on the device, until this is called with None."""
         self._runner.observer = observer
 
-    def add(self, request: Request) -> list[Sequence]:
-        """Queue a request. Raises ValueError if it can never fit, EngineFault if the engine has broken down."""
+    def add(self, request: Request, matcher: LLMatcher | None = None) -> list[Sequence]:
+        """Queue a request, with the matcher of its grammar if it has one (see `GrammarCompiler`).
+
+        Raises ValueError if it can never fit, EngineFault if the engine has broken down.
+        """
         if self._fault is not None:
             raise EngineFault(self._fault)
-        return self.scheduler.add(request)
+        return self.scheduler.add(request, matcher)
 
     def abort(self, request_id: str) -> None:
         """End a request now, wherever it is; a step under way finishes without it."""
@@ -73,10 +80,14 @@ class EngineLoop:
             self._outstanding = None
             return self._complete(before)
         plan = self.scheduler.schedule()
-        self._outstanding = self._launch(plan) if plan is not None else None
-        if not self._run_ahead and before is None:
-            before, self._outstanding = self._outstanding, None
-        return None if before is None else self._complete(before)
+        after = self._launch(plan) if plan is not None else None
+        output = self._complete(before) if before is not None else None
+        if isinstance(after, Undrawn):  # its masks follow from the ids that `before` brought
+            after = self._draw(after)
+        if not self._run_ahead and after is not None:
+            output, after = self._complete(after), None
+        self._outstanding = after
+        return output
 
     def outputs(self) -> Iterator[StepOutput]:
         """Step until nothing is left to do."""
@@ -85,9 +96,19 @@ class EngineLoop:
             if output is not None:
                 yield output
 
-    def _launch(self, plan: StepPlan) -> Launched:
-        try:
+    def _launch(self, plan: StepPlan) -> Launched | Undrawn:
+        with self._memory_explained(plan):
             return self._runner.launch(plan)
+
+    def _draw(self, step: Undrawn) -> Launched:
+        with self._memory_explained(step.plan):
+            return self._runner.draw(step)
+
+    @contextmanager
+    def _memory_explained(self, plan: StepPlan) -> Iterator[None]:
+        """End everything, and raise EngineFault, if the device runs out of memory inside."""
+        try:
+            yield
         except (RuntimeError, MemoryError) as error:
             doing = f"running a step of {plan.tokens:,} tokens from {len(plan.chunks)} sequences"
             fault = out_of_memory(error, doing, self._ledger)
@@ -99,9 +120,32 @@ class EngineLoop:
             raise fault from None
 
     def _complete(self, launched: Launched) -> StepOutput:
-        updates = self.scheduler.complete(launched.plan, launched.wait())
+        ids = launched.wait()
+        failed = self._fail_lost(launched.constrained) if launched.constrained else []
+        updates = failed + self.scheduler.complete(launched.plan, ids)
+        if launched.constrained:
+            updates = [self._followed(update) for update in updates]
         rows: dict[int, int] = {}
         if launched.logprobs is not None:
             draws = (draw for chunk in launched.plan.chunks for draw in chunk.draws)
             rows = {draw.sequence.id: row for row, draw in enumerate(draws)}
         return StepOutput(updates, rows, launched.logprobs, launched.prompt_logprobs)
+
+    def _fail_lost(self, sequences: tuple[Sequence, ...]) -> list[Update]:
+        """End the requests of sequences whose matchers could not tell what may come next."""
+        updates = []
+        for sequence in sequences:
+            if sequence.matcher is not None and sequence.matcher.is_error():
+                why = first_line(sequence.matcher.get_error())
+                updates += self.scheduler.fail(sequence, f"the output cannot be kept to its grammar: {why}")
+        return updates
+
+    def _followed(self, update: Update) -> Update:
+        """Let the matcher of a sequence, if it has one, take the id that it got, which may end its output."""
+        sequence, token, _ = update
+        if sequence.matcher is None or token is None or sequence.finished:
+            return update
+        if not takes_end(sequence.matcher, token):
+            return update
+        self.scheduler.finish(sequence, "stop")
+        return update._replace(finish_reason="stop")

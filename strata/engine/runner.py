@@ -14,6 +14,7 @@ from torch import Tensor
 from strata.cache.pool import KVPool
 from strata.cache.tables import BlockTables, StepBuffer, StepShape
 from strata.engine.decode_graphs import DecodeGraphs, draw_inputs, joined_tokens
+from strata.engine.grammar import Masks
 from strata.engine.plan import StepPlan
 from strata.engine.request import Sequence
 from strata.engine.sampler import (
@@ -28,6 +29,7 @@ from strata.engine.sampler import (
 from strata.engine.step_graphs import StepGraphs
 from strata.engine.transfer import send
 from strata.kernels.batch_parts import library_reach
+from strata.kernels.bitmask import apply_bitmask
 from strata.kernels.sampling import likeliest, logprobs
 
 # Rows of prompt log-probabilities that are projected onto the vocabulary at once.
@@ -37,13 +39,14 @@ PROMPT_LOGPROB_ROWS = 256
 @dataclass(frozen=True)
 class RunnerConfig:
     """max_sequences: slots; max_tokens: tokens of one step; max_length: tokens of one sequence; windows: the different
-    ones of the model's attention layers; seed: of the engine."""
+    ones of the model's attention layers; seed: of the engine; mask_ids: how many ids a mask of a grammar tells of."""
 
     max_sequences: int
     max_tokens: int
     max_length: int
     windows: frozenset[int | None]
     seed: int
+    mask_ids: int
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,18 @@ class PromptLogprobs:
 
 @dataclass(frozen=True)
 class Launched:
-    """A step that is under way. `wait` blocks until the host has its ids and log-probabilities."""
+    """A step that is under way. `wait` blocks until the host has its ids and log-probabilities.
+
+    constrained: the sequences that drew under a mask. If a matcher is in its error state, the id of its sequence means
+        nothing.
+    """
 
     plan: StepPlan
     ids: Tensor
     done: torch.cuda.Event | None = None
     logprobs: LogprobTensors | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    constrained: tuple[Sequence, ...] = ()
 
     def wait(self) -> list[int]:
         """The new ids in the order of the plan's draws."""
@@ -71,6 +79,17 @@ class Launched:
             self.done.synchronize()
         ids: list[int] = self.ids.tolist()
         return ids
+
+
+@dataclass(frozen=True)
+class Undrawn:
+    """A step whose logits are under way; `Runner.draw` samples once the matchers of its rows know all ids before it."""
+
+    plan: StepPlan
+    rows: list[DrawRow]
+    buffer: StepBuffer
+    logits: Tensor
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 class StepObserver(Protocol):
@@ -93,6 +112,7 @@ class SlotState:
         self.min_p: NDArray[np.float32] = np.zeros(slots, np.float32)
         self.filtered = [False] * slots
         self.special = [False] * slots
+        self.constrained = [False] * slots
 
     def own(self, slot: int, sequence: Sequence, engine_seed: int) -> None:
         params = sequence.request.params
@@ -102,6 +122,7 @@ class SlotState:
         self.top_k[slot], self.top_p[slot], self.min_p[slot] = max(params.top_k, 0), params.top_p, params.min_p
         self.filtered[slot] = filters(params)
         self.special[slot] = is_special(params)
+        self.constrained[slot] = sequence.matcher is not None
 
 
 class Runner:
@@ -120,6 +141,7 @@ class Runner:
         self._tables = BlockTables(config.max_sequences, most_pages)
         self._slots = SlotState(config.max_sequences)
         self._sampler = Sampler(config.max_sequences, config.max_length, device)
+        self._masks = Masks(config.mask_ids, config.max_sequences, device)
         # One id more than slots: padding rows of a CUDA graph read and write the last one.
         self._newest = torch.zeros(config.max_sequences + 1, dtype=torch.int32, device=device)
         largest = StepShape(config.max_tokens, config.max_sequences, most_pages, config.max_sequences).size
@@ -140,8 +162,11 @@ class Runner:
             yield bucket
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
-        """Start a step; its ids come later. Pages and slots of the plan may be reused by the next plan at once."""
+    def launch(self, plan: StepPlan) -> Launched | Undrawn:
+        """Start a step; its ids come later. Pages and slots of the plan may be reused by the next plan at once.
+
+        A step with constrained rows has to be drawn before the next is launched.
+        """
         self._staging.reverse()
         self._returns.reverse()
         if plan.copies:
@@ -150,26 +175,40 @@ class Runner:
         each_draws_once = all(chunk.count == 1 and len(chunk.draws) == 1 for chunk in plan.chunks)
         bucket = self._decode.bucket(len(rows)) if self._decode is not None and each_draws_once else None
         launched = self._launch_eager(plan, rows) if bucket is None else self._launch_recorded(plan, rows, bucket)
-        if self.observer is not None:
+        if self.observer is not None and isinstance(launched, Launched):
             self.observer.end()
         return launched
+
+    @torch.inference_mode()
+    def draw(self, step: Undrawn) -> Launched:
+        """Sample a step whose matchers have followed all ids before it."""
+        matchers = [None if row.sequence.finished else row.sequence.matcher for row in step.rows]
+        launched = self._draw(step, self._masks.send(matchers))
+        held = zip(step.rows, matchers, strict=True)
+        constrained = tuple(row.sequence for row, matcher in held if matcher is not None)
+        if self.observer is not None:
+            self.observer.end()
+        return replace(launched, constrained=constrained)
 
     def _send(self, buffer: StepBuffer) -> None:
         if self.observer is not None:
             self.observer.begin()
         buffer.send()
 
-    def _launch_recorded(self, plan: StepPlan, rows: list[DrawRow], bucket: int) -> Launched:
+    def _launch_recorded(self, plan: StepPlan, rows: list[DrawRow], bucket: int) -> Launched | Undrawn:
         assert self._decode is not None
         buffer = self._decode.buffer(bucket, self._staging[0])
         self._fill(buffer, plan, rows)
         self._send(buffer)
         recorded = self._decode.replay(bucket)
+        undrawn = Undrawn(plan, rows, buffer, recorded.logits[: len(rows)])
+        if any(self._slots.constrained[row.slot] for row in rows):
+            return undrawn
         if any(self._slots.special[row.slot] for row in rows):
-            return self._draw(plan, rows, buffer, recorded.logits[: len(rows)])
+            return self._draw(undrawn)
         return self._finish(plan, recorded.ids[: len(rows)])
 
-    def _launch_eager(self, plan: StepPlan, rows: list[DrawRow]) -> Launched:
+    def _launch_eager(self, plan: StepPlan, rows: list[DrawRow]) -> Launched | Undrawn:
         most = max(chunk.start + chunk.count for chunk in plan.chunks)
         width = -(-most // self.pool.shape.page_size)
         shape = StepShape(plan.tokens, len(plan.chunks), width, len(rows))
@@ -194,29 +233,27 @@ class Runner:
             logits = self._graphs.logits(batch, buffer.tensors["rows"])
         if not rows:
             return Launched(plan, torch.empty(0, dtype=torch.int32), prompt_logprobs=prompt_logprobs)
-        return self._draw(plan, rows, buffer, logits, prompt_logprobs)
+        undrawn = Undrawn(plan, rows, buffer, logits, prompt_logprobs)
+        return undrawn if any(self._slots.constrained[row.slot] for row in rows) else self._draw(undrawn)
 
-    def _draw(
-        self,
-        plan: StepPlan,
-        rows: list[DrawRow],
-        buffer: StepBuffer,
-        logits: Tensor,
-        prompt_logprobs: tuple[PromptLogprobs, ...] = (),
-    ) -> Launched:
+    def _draw(self, step: Undrawn, masks: tuple[Tensor, Tensor] | None = None) -> Launched:
+        """Sample a step's rows; masks: see `apply_bitmask`."""
+        rows, buffer, logits = step.rows, step.buffer, step.logits
         reported = None
         special = any(self._slots.special[row.slot] for row in rows)
+        if masks is not None and not special:
+            logits = apply_bitmask(logits, *masks)
         if not special and self._device.type == "cpu" and all(row.params.greedy for row in rows):
             ids = likeliest(logits)
         else:
             inputs = draw_inputs(buffer, len(rows))
             filtered = any(self._slots.filtered[row.slot] for row in rows)
             if special:
-                ids, reported = self._sampler.draw(logits, rows, inputs, filtered)
+                ids, reported = self._sampler.draw(logits, rows, inputs, filtered, masks)
             else:
                 ids = draw_ids(logits, inputs, filtered)
         self._newest[buffer.tensors["draw_slots"][: len(rows)]] = ids.clamp(min=0)
-        return self._finish(plan, ids, reported, prompt_logprobs)
+        return self._finish(step.plan, ids, reported, step.prompt_logprobs)
 
     def _finish(
         self,

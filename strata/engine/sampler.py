@@ -15,6 +15,7 @@ from torch import Tensor
 from strata.engine.request import Sequence
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.transfer import fetch, send
+from strata.kernels.bitmask import apply_bitmask
 from strata.kernels.sampling import gumbel_sample, logprobs, penalize
 from strata.kernels.sampling_filters import filter_bounds
 
@@ -128,20 +129,25 @@ class Sampler:
         self._history[slot, : len(ids)] = ids
 
     def draw(
-        self, logits: Tensor, rows: Rows[DrawRow], inputs: DrawInputs, filtered: bool
+        self,
+        logits: Tensor,
+        rows: Rows[DrawRow],
+        inputs: DrawInputs,
+        filtered: bool,
+        masks: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, LogprobTensors | None]:
         """Ids [rows] int32 from logits [rows, vocabulary], and log-probabilities if any row asks for them.
 
-        The order is vLLM's: log-probabilities of the model itself; then bias and forbidden ids, penalties, temperature,
-        min-p, top-k, top-p.
+        The order is vLLM's: log-probabilities of the model itself; then the masks of grammars (see `apply_bitmask`),
+        bias and forbidden ids, penalties, temperature, min-p, top-k, top-p.
         """
         raw = logits.float()
         penalized = [(index, row) for index, row in enumerate(rows) if penalizes(row.params)]
         sent = send(self._device, **_edits(rows), **_penalties(penalized))
-        edited = raw
+        edited = raw if masks is None else apply_bitmask(raw, *masks)
         if len(sent["edited_ids"]):
             where = (sent["edited_rows"].long(), sent["edited_ids"].long())
-            edited = raw.index_put(where, sent["added"], accumulate=True)
+            edited = edited.index_put(where, sent["added"], accumulate=True)
         if penalized:
             edited = self._penalized(edited, sent, max(row.length for _, row in penalized))
         ids = draw_ids(edited, inputs, filtered)
@@ -203,10 +209,12 @@ def _penalties(rows: Rows[tuple[int, DrawRow]]) -> dict[str, NDArray[Any]]:
 def forbidden(row: DrawRow) -> set[int]:
     """Ids that the row may not draw now: ends before `min_tokens`, and last ids of bad words that would be completed.
 
-    A bad word of several ids can only be judged when all ids of the sequence are known to the host.
+    A bad word of several ids can only be judged when all ids of the sequence are known to the host. Where a grammar
+    allows nothing but an end, the end is not too early.
     """
     banned: set[int] = set()
-    if row.drawn < row.params.min_tokens:
+    matcher = row.sequence.matcher
+    if row.drawn < row.params.min_tokens and not (matcher is not None and matcher.is_stopped()):
         banned |= row.params.stop_ids
         if not row.params.ignore_eos:
             banned |= row.sequence.request.eos_ids

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
 
+from llguidance import LLMatcher
+
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.engine.plan import Chunk, Draw, StepPlan, Update
@@ -99,13 +101,18 @@ class Scheduler:
         """Whether a running sequence must have all its ids on the host before its next step is planned."""
         return any(len(word) > 1 for sequence in self._running for word in sequence.request.bad_words)
 
-    def add(self, request: Request) -> list[Sequence]:
-        """Queue a request and return its samples. Raises ValueError if it can never run or its id is in use."""
+    def add(self, request: Request, matcher: LLMatcher | None = None) -> list[Sequence]:
+        """Queue a request and return its samples. Raises ValueError if it can never run or its id is in use.
+
+        matcher: of the request's grammar, at its beginning.
+        """
         limit = self._limit(request)
         sequences = []
         for index in range(request.params.n):
             prompt = list(request.prompt)
-            sequences.append(Sequence(self._next_id, request, index, limit, prompt, len(prompt)))
+            sequence = Sequence(self._next_id, request, index, limit, prompt, len(prompt))
+            sequence.matcher = matcher.deep_copy() if matcher is not None else None
+            sequences.append(sequence)
             self._next_id += 1
         self._requests[request.id] = list(sequences)
         sequences[0].unforked = sequences[1:]
@@ -151,8 +158,20 @@ class Scheduler:
                 self._end(sequence, reason, None)
             updates.append(Update(sequence, token, reason))
         for sequence in failed:  # last, because what a sound draw of this step has read is sound
-            updates += self._fail(sequence)
+            self._distrust(sequence)
+            updates += self.fail(sequence)
         return updates
+
+    def fail(self, sequence: Sequence, error: str | None = None) -> list[Update]:
+        """End the request of a sequence that can get no further id. error: why, if not for its logits."""
+        if sequence.finished:  # with another sample of the request
+            return []
+        samples = self._requests[sequence.request.id]
+        ended = [sequence, *(sample for sample in samples if sample is not sequence)]
+        for sample in ended:
+            sample.error = error
+            self._end(sample, "error", None)
+        return [Update(sample, None, "error") for sample in ended]
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence for a reason that ids do not tell, such as a stop string. It may have ended already."""
@@ -199,18 +218,12 @@ class Scheduler:
             if self._prefix is not None:
                 self._prefix.trust(sequence.pages[: len(sequence.tokens) // self._pages.page_size])
 
-    def _fail(self, sequence: Sequence) -> list[Update]:
-        """End the request of a sequence that could draw no id; nothing that only its draws have read stays cached."""
-        if sequence.finished:  # with another sample of the request
-            return []
+    def _distrust(self, sequence: Sequence) -> None:
+        """Nothing stays cached that only the draws of a request have read, of which one could draw no id."""
         if self._prefix is not None:
             self._prefix.distrust(sequence.tokens, sequence.request.salt)
-        samples = self._requests[sequence.request.id]
-        ended = [sequence, *(sample for sample in samples if sample is not sequence)]
-        for sample in ended:
+        for sample in self._requests.get(sequence.request.id, ()):
             sample.sound = False  # its pages must not come back as sound ones
-            self._end(sample, "error", None)
-        return [Update(sample, None, "error") for sample in ended]
 
     def _limit(self, request: Request) -> int:
         """The most tokens that a sample of the request may have."""
