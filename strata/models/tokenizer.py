@@ -45,9 +45,10 @@ class Tokenizer:
         self.eos_ids = () if eos_id is None else (eos_id,)
 
     @classmethod
-    def load(cls, folder: str | Path) -> Tokenizer:
+    def load(cls, folder: str | Path, chat_template: str | None = None) -> Tokenizer:
         """Read tokenizer.json and, where present, tokenizer_config.json, special_tokens_map.json, chat_template.jinja.
 
+        chat_template: the text of one that is used instead of the folder's.
         tokenizer.json's post-processor alone decides which special tokens `encode` adds: like transformers (>= 5),
         this ignores add_bos_token and add_eos_token. Raises ValueError for what is missing or corrupt.
         """
@@ -63,7 +64,8 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{path} is not a tokenizer that the tokenizers library can read: {error}") from None
         config = read_object(folder / "tokenizer_config.json")
-        return cls(backend, read_special_tokens(folder, config), _read_templates(folder, config))
+        templates = {"default": chat_template} if chat_template is not None else _read_templates(folder, config)
+        return cls(backend, read_special_tokens(folder, config), templates)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it become their ids."""

@@ -194,6 +194,13 @@ def test_places_of_a_chat_template_in_order(tmp_path):
             assert ours.chat(CHAT, tools=[tool]) == theirs.apply_chat_template(CHAT, tokenize=False, tools=[tool])
 
 
+def test_a_template_that_is_given_replaces_those_of_the_folder(tmp_path):
+    write(tmp_path, byte_level(), {**NAMED, "chat_template": [{"name": "tool_use", "template": "the folder's"}]})
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    with Tokenizer.load(tmp_path, chat_template="given {{ messages[0].role }}") as ours:
+        assert ours.chat(CHAT) == ours.chat(CHAT, tools=[tool]) == f"given {CHAT[0]['role']}"
+
+
 def test_missing_chat_template_says_what_to_do(tmp_path):
     tokenizer = Tokenizer.load(write(tmp_path, byte_level()))
     assert not tokenizer.has_chat_template
