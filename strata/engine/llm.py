@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -132,11 +131,11 @@ class LLM:
         pooler = self._engine.pooler
         for _, ids in encoded:
             pooler.check(ids)
-        waiting = deque(PoolRequest(ids, pooling) for _, ids in encoded)
+        requests = [PoolRequest(ids, pooling) for _, ids in encoded]
         vectors: list[list[float]] = []
         with _progress(len(encoded), use_tqdm) as advance:
-            while waiting:
-                for vector in pooler.launch(pooler.share(waiting)).wait():
+            while rest := requests[len(vectors) :]:
+                for vector in pooler.launch(rest[: pooler.fitting(rest)]).wait():
                     check_vector(vector)
                     vectors.append(vector.tolist())
                     advance()

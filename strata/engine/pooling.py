@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -78,14 +77,10 @@ class Pooler:
             )
         check_prompt_ids(prompt, self._vocab_size)
 
-    def share(self, waiting: deque[PoolRequest]) -> list[PoolRequest]:
-        """Takes from the front of the queue what one batch holds."""
-        taken: list[PoolRequest] = []
-        left = self._max_tokens
-        while waiting and len(waiting[0].prompt) <= left:
-            left -= len(waiting[0].prompt)
-            taken.append(waiting.popleft())
-        return taken
+    def fitting(self, requests: Iterable[PoolRequest]) -> int:
+        """How many of the requests, from the first on, one batch holds."""
+        totals = accumulate(len(request.prompt) for request in requests)
+        return sum(1 for _ in takewhile(lambda total: total <= self._max_tokens, totals))
 
     @torch.inference_mode()
     def launch(self, requests: Sequence[PoolRequest]) -> Pooled:
