@@ -7,21 +7,20 @@ import math
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 from torch import Tensor
 
 from strata.engine.build import Engine, Log
 from strata.engine.embedding_queue import EmbeddingQueue
-from strata.engine.faults import EngineFault, why_no_id
+from strata.engine.faults import EngineFault
+from strata.engine.jobs import Client, Job, delta_of
 from strata.engine.logprob_rows import LogprobRows
 from strata.engine.loop import StepOutput
 from strata.engine.messages import (
     PROTOCOL,
     Abort,
     Add,
-    Delta,
     Embed,
     Embedding,
     Fault,
@@ -34,11 +33,9 @@ from strata.engine.messages import (
     Statistics,
     Step,
     ToEngine,
-    TokenLogprobs,
 )
-from strata.engine.plan import Update
 from strata.engine.pooling import PoolRequest, check_vector
-from strata.engine.request import Request, Sequence, Status
+from strata.engine.request import Request, Status
 from strata.engine.runner import PromptLogprobs as PromptLogprobTensors
 
 # How often clients hear how the engine stands when they hear nothing else, in seconds.
@@ -46,40 +43,6 @@ TELL_EVERY = 0.5
 
 Send = Callable[[bytes, bytes], bool]
 """Sends a client a frame; returns whether the client is still there."""
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A generation that a client has asked for.
-
-    id: the client's. sequences: its samples; running: how many of them have not ended.
-    logprobs: how many are reported. prompt_told: prompt tokens whose log-probabilities are told or never will be.
-    scheduled: when it was first admitted. told: whether the client has had a delta of it.
-    """
-
-    client: _Client
-    id: str
-    sequences: list[Sequence]
-    running: int
-    logprobs: int | None
-    prompt_told: int = 1
-    scheduled: float | None = None
-    told: bool = False
-
-    @property
-    def number(self) -> str:
-        """The id of its request in the scheduler."""
-        return self.sequences[0].request.id
-
-
-@dataclass(slots=True, eq=False)
-class _Client:
-    """deltas: what the step that is being told has brought it. told: when it was last sent a Step."""
-
-    name: bytes
-    told: float
-    jobs: dict[str, _Job] = field(default_factory=dict)
-    deltas: list[Delta] = field(default_factory=list)
 
 
 class Service:
@@ -97,9 +60,9 @@ class Service:
         self._log = log
         self._check = check
         self._ready = _ready(engine, model)
-        self._clients: dict[bytes, _Client] = {}
-        self._jobs: dict[str, _Job] = {}  # by the id of their request in the scheduler
-        self._unscheduled: list[_Job] = []
+        self._clients: dict[bytes, Client] = {}
+        self._jobs: dict[str, Job] = {}  # by the id of their request in the scheduler
+        self._unscheduled: list[Job] = []
         self._embeddings = EmbeddingQueue(engine.pooler)
         self._numbers = itertools.count()
         self._steps = self._failed = 0
@@ -181,14 +144,14 @@ class Service:
 
     def _greet(self, name: bytes, protocol: int) -> None:
         self._forget(name)
-        client = _Client(name, self._clock())
+        client = Client(name, self._clock())
         if protocol != PROTOCOL:
             self._send(client, Fault(f"the client speaks protocol {protocol}, the engine {PROTOCOL}"))
             return
         self._clients[name] = client
         self._send(client, self._ready)
 
-    def _guarded(self, client: _Client, message: Add | Embed) -> None:
+    def _guarded(self, client: Client, message: Add | Embed) -> None:
         """Take a request; what is wrong with it, even where nobody expected it, is told to its client alone."""
         try:
             if message.id in client.jobs or (client.name, message.id) in self._embeddings:
@@ -205,7 +168,7 @@ class Service:
             self._log(traceback.format_exc())
             self._send(client, Refused(message.id, f"the engine could not take the request: {error!r}"))
 
-    def _add(self, client: _Client, message: Add) -> None:
+    def _add(self, client: Client, message: Add) -> None:
         if not math.isfinite(message.arrival):
             raise ValueError(f"arrival must be finite, got {message.arrival}")
         request = Request(
@@ -221,18 +184,18 @@ class Service:
         )
         request.check_ids(self._engine.config.vocab_size)
         sequences = self._loop.add(request)
-        job = _Job(client, message.id, sequences, len(sequences), message.params.logprobs)
+        job = Job(client, message.id, sequences, len(sequences), message.params.logprobs)
         client.jobs[message.id] = self._jobs[request.id] = job
         self._unscheduled.append(job)
 
-    def _abort(self, client: _Client, id: str) -> None:
+    def _abort(self, client: Client, id: str) -> None:
         job = client.jobs.get(id)
         if job is not None:
             self._loop.abort(job.number)
             self._remove(job)
         self._embeddings.drop((client.name, id))
 
-    def _finish(self, client: _Client, message: Finish) -> None:
+    def _finish(self, client: Client, message: Finish) -> None:
         job = client.jobs.get(message.id)
         if job is None or not 0 <= message.index < len(job.sequences):
             return
@@ -249,12 +212,12 @@ class Service:
                 self._abort(client, id)
             self._embeddings.drop_all(name)
 
-    def _note_end(self, job: _Job) -> None:
+    def _note_end(self, job: Job) -> None:
         job.running -= 1
         if not job.running:
             self._remove(job)
 
-    def _remove(self, job: _Job) -> None:
+    def _remove(self, job: Job) -> None:
         del self._jobs[job.number]
         del job.client.jobs[job.id]
 
@@ -271,7 +234,7 @@ class Service:
         for part in output.prompt_logprobs:
             self._tell_prompt(part)
         rows = LogprobRows(output.logprobs) if output.logprobs is not None else None
-        told: list[_Client] = []
+        told: list[Client] = []
         for update in output.updates:
             job = self._jobs.get(update.sequence.request.id)
             if job is None:
@@ -282,7 +245,7 @@ class Service:
             entry = None
             if rows is not None and job.logprobs is not None and update.token is not None:
                 entry = [rows.entry(output.rows[update.sequence.id], update.token, job.logprobs)]
-            deltas.append(_delta(job, update, entry))
+            deltas.append(delta_of(job, update, entry))
             if update.finish_reason is not None:
                 self._note_end(job)
                 self._failed += not job.running and update.finish_reason == "error"
@@ -303,7 +266,7 @@ class Service:
         told = [rows.entry(at - part.first, request.prompt[at], most) for at in range(first, job.prompt_told)]
         self._send(job.client, PromptLogprobs(job.id, first, told))
 
-    def _tell_vector(self, client: _Client, id: str, vector: Tensor) -> None:
+    def _tell_vector(self, client: Client, id: str, vector: Tensor) -> None:
         try:
             check_vector(vector)
         except ValueError as error:
@@ -321,11 +284,11 @@ class Service:
         if name in self._clients:
             self._send(self._clients[name], Refused(id, str(error)))
 
-    def _send_step(self, client: _Client, statistics: Statistics, now: float) -> None:
+    def _send_step(self, client: Client, statistics: Statistics, now: float) -> None:
         deltas, client.deltas, client.told = client.deltas, [], now
         self._send(client, Step(deltas, statistics))
 
-    def _send(self, client: _Client, message: FromEngine) -> None:
+    def _send(self, client: Client, message: FromEngine) -> None:
         if not self._send_frame(client.name, self._encode(message)):
             self._forget(client.name)
 
@@ -351,21 +314,3 @@ class _Named(msgspec.Struct):
     """As much of a message as it takes to refuse it."""
 
     id: str
-
-
-def _delta(job: _Job, update: Update, logprobs: list[TokenLogprobs] | None) -> Delta:
-    sequence, token, reason = update
-    if job.told and reason is None and logprobs is None and token is not None:
-        return Delta(job.id, sequence.index, [token])  # nearly all are
-    first, job.told = not job.told, True
-    return Delta(
-        job.id,
-        sequence.index,
-        [token] if token is not None else [],
-        reason,
-        sequence.stop_reason if isinstance(sequence.stop_reason, int) else None,
-        logprobs,
-        job.scheduled if first else None,
-        sequence.cached_tokens if first else None,
-        why_no_id(sequence) if token is None else None,
-    )
