@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
-router = APIRouter(tags=["observation"])
+from strata.serve.json_route import api_router
+from strata.serve.state import ServerState
+
+router = api_router("observation")
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
     """Counters, gauges and histograms in Prometheus' text format."""
-    server = request.app.state.server
-    return Response(server.metrics.render(server.client.statistics), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    state: ServerState = request.app.state.server
+    return Response(state.metrics.render(state.client.statistics), media_type=CONTENT_TYPE_PLAIN_0_0_4)

@@ -1,0 +1,54 @@
+// Conversations, kept in this browser: one entry of localStorage each, so that two tabs do not overwrite each other's.
+
+import { keep, kept } from "./dom.js";
+
+const PREFIX = "strata.conversation.";
+const LONGEST_TITLE = 60;
+
+/** {id, title, system, created, updated, messages}; a message is {role, content} and what became of it. */
+export function newConversation() {
+  const now = Date.now();
+  return { id: randomId(), title: "", system: "", created: now, updated: now, messages: [] };
+}
+
+/** All that are kept, the one used last first. */
+export function allConversations() {
+  const found = [];
+  for (let at = 0; at < localStorage.length; at += 1) {
+    const name = localStorage.key(at);
+    if (!name.startsWith(PREFIX)) continue;
+    try {
+      found.push(JSON.parse(kept(name)));
+    } catch {
+      // not ours, or cut: left where it is
+    }
+  }
+  return found.sort((one, other) => other.updated - one.updated);
+}
+
+/** False if the browser has no room for it. */
+export function saveConversation(conversation) {
+  return keep(PREFIX + conversation.id, JSON.stringify(conversation));
+}
+
+export function deleteConversation(conversation) {
+  localStorage.removeItem(PREFIX + conversation.id);
+}
+
+export function isConversation(storageKey) {
+  return storageKey === null || storageKey.startsWith(PREFIX);
+}
+
+/** What the list calls it: the name it was given, or how it begins. */
+export function titleOf(conversation) {
+  if (conversation.title) return conversation.title;
+  const first = conversation.messages.find((message) => message.role === "user");
+  if (!first) return "New conversation";
+  const line = first.content.trim().split("\n")[0];
+  return line.length > LONGEST_TITLE ? `${line.slice(0, LONGEST_TITLE - 1)}…` : line;
+}
+
+// crypto.randomUUID is missing where the page is not served over TLS or from this machine.
+function randomId() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+}

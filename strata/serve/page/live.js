@@ -1,0 +1,144 @@
+// The live page: reads /metrics once a second while it is seen, and draws what has come.
+
+import { request, servedModel } from "./api.js";
+import { Chart } from "./chart.js";
+import { dress, element, icon } from "./dom.js";
+import { Readings } from "./readings.js";
+
+const EVERY = 1000; // milliseconds
+
+function tokens(value) {
+  if (value >= 10_000) return `${(value / 1000).toFixed(value >= 100_000 ? 0 : 1)}k`;
+  return Math.round(value).toLocaleString("en");
+}
+
+function seconds(value) {
+  if (value >= 10) return `${value.toFixed(0)} s`;
+  if (value >= 1) return `${value.toFixed(1)} s`;
+  const milliseconds = value * 1000;
+  return `${milliseconds.toFixed(milliseconds >= 10 || milliseconds === 0 ? 0 : 1)} ms`;
+}
+
+const share = (value) => `${(value * 100).toFixed(0)} %`;
+const whole = (value) => (Number.isInteger(value) ? value.toLocaleString("en") : "");
+
+const CHARTS = [
+  new Chart("Tokens per second", [
+    { name: "generated", label: "generated", colour: "accent", area: true },
+    { name: "prompted", label: "prompt", colour: "slate" },
+  ], { show: tokens, least: 10 }),
+  new Chart("Sequences", [
+    { name: "running", label: "running", colour: "moss", area: true },
+    { name: "waiting", label: "waiting", colour: "ochre", area: true },
+  ], { show: whole, least: 4 }),
+  new Chart("Time to first token", percentiles("ttft"), { show: seconds, least: 0.01 }),
+  new Chart("Between tokens", percentiles("itl"), { show: seconds, least: 0.001 }),
+  new Chart("KV cache in use", [{ name: "kv", label: "of the pages", colour: "slate", area: true }], { show: share, most: 1 }),
+  new Chart("Prompt tokens found in the prefix cache", [
+    { name: "hitShare", label: "since the start", colour: "moss", area: true },
+  ], { show: share, most: 1 }),
+];
+
+function percentiles(name) {
+  return [
+    { name: `${name}_p99`, label: "p99", colour: "accent" },
+    { name: `${name}_p90`, label: "p90", colour: "ochre" },
+    { name: `${name}_p50`, label: "p50", colour: "slate" },
+  ];
+}
+
+/** [label, what to show, what to show below it]; each is given the newest point and all readings. */
+const TILES = [
+  ["Generated", ({ generated }) => [tokens(generated), "tokens/s"], (_, readings) => `most ${tokens(readings.peak("generated"))}`],
+  ["Running", ({ running }) => [whole(running)], (_, readings) => `most ${whole(readings.peak("running"))}`],
+  ["Waiting", ({ waiting }) => [whole(waiting)], ({ preemptions }) => `${whole(preemptions)} preemptions`],
+  ["KV cache", ({ kv }) => share(kv).split(" "), (_, readings) => `most ${share(readings.peak("kv"))}`],
+  ["First token", ({ ttft_p50 }) => seconds(ttft_p50).split(" "), ({ ttft_p99 }) => `p99 ${seconds(ttft_p99)}`],
+  ["Between tokens", ({ itl_p50 }) => seconds(itl_p50).split(" "), ({ itl_p99 }) => `p99 ${seconds(itl_p99)}`],
+];
+const NEEDED = ["generated", "running", "waiting", "kv", "ttft_p50", "itl_p50"]; // no tile without its value
+
+class Live {
+  constructor() {
+    this.readings = new Readings();
+    this.state = document.getElementById("state");
+    this.fault = document.getElementById("fault");
+    this.button = document.getElementById("pause");
+    this.tiles = document.getElementById("tiles");
+    this.paused = false;
+    document.getElementById("charts").append(...CHARTS.map((chart) => chart.element));
+    this.restyle();
+    document.addEventListener("themechange", () => this.restyle());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.restyle());
+    document.addEventListener("visibilitychange", () => this.schedule());
+    this.button.addEventListener("click", () => {
+      this.paused = !this.paused;
+      this.schedule();
+    });
+    this.showTiles(null);
+    this.schedule();
+    servedModel().then(({ id }) => (document.getElementById("model").textContent = id), () => {});
+  }
+
+  restyle() {
+    for (const chart of CHARTS) chart.restyle(this.readings);
+  }
+
+  /** Read on while the page is seen and not paused; else leave a gap. */
+  schedule() {
+    clearInterval(this.timer);
+    const reads = !this.paused && !document.hidden;
+    if (reads) {
+      this.timer = setInterval(() => this.read(), EVERY);
+      this.read();
+    } else {
+      this.readings.interrupt(Date.now() / 1000);
+    }
+    this.say(reads ? "Live" : "Paused", reads);
+    this.button.replaceChildren(icon(this.paused ? "play" : "pause"), this.paused ? "Go on" : "Pause");
+    this.button.setAttribute("aria-pressed", this.paused);
+  }
+
+  async read() {
+    if (this.reading) return; // the last answer is not there yet
+    this.reading = true;
+    try {
+      const text = await (await request("/metrics")).text();
+      const point = this.readings.add(text, Date.now() / 1000);
+      this.fault.hidden = true;
+      this.say("Live", true);
+      this.showTiles(point);
+    } catch (error) {
+      this.readings.interrupt(Date.now() / 1000);
+      this.fault.replaceChildren(error.status === 401 ? "The server asks for a key: enter it in the chat's settings, in this tab." : error.message);
+      this.fault.hidden = false;
+      this.say("Trying again every second", false);
+    } finally {
+      this.reading = false;
+    }
+    for (const chart of CHARTS) chart.update(this.readings);
+  }
+
+  say(text, isReading) {
+    this.state.textContent = text;
+    this.state.classList.toggle("reading", isReading);
+  }
+
+  showTiles(point) {
+    const tiles = TILES.map(([label, show, beside], at) => {
+      const known = point !== null && typeof point[NEEDED[at]] === "number";
+      const [value, unit] = known ? show(point, this.readings) : ["–"];
+      return element(
+        "div",
+        { class: "tile" },
+        element("dt", {}, label),
+        element("dd", { class: "value" }, value, unit ? element("span", { class: "unit" }, unit) : null),
+        element("dd", { class: "beside" }, known ? beside(point, this.readings) : "nothing yet"),
+      );
+    });
+    this.tiles.replaceChildren(...tiles);
+  }
+}
+
+dress();
+new Live();

@@ -1,0 +1,84 @@
+// The list of conversations: open, rename, delete and take the deletion back.
+
+import { deleteConversation, saveConversation, titleOf } from "./conversations.js";
+import { element, iconButton } from "./dom.js";
+
+const UNDO_MS = 6000;
+
+export class Sidebar {
+  /** open(conversation), deleted(conversation), restored(conversation): told to the page, which owns the conversations. */
+  constructor({ open, deleted, restored }) {
+    this.tell = { open, deleted, restored };
+    this.list = document.getElementById("conversations");
+    this.panel = document.getElementById("sidebar");
+    this.menu = document.getElementById("menu");
+    this.toast = document.getElementById("toast");
+    this.menu.addEventListener("click", () => this.show(!this.isOpen));
+  }
+
+  /** In a narrow window the list lies over the chat while it is open. */
+  show(open) {
+    this.panel.classList.toggle("open", open);
+    this.menu.setAttribute("aria-expanded", open);
+  }
+
+  get isOpen() {
+    return this.panel.classList.contains("open");
+  }
+
+  render(conversations, current, isStreaming) {
+    const items = conversations.map((conversation) => {
+      const open = element("button", { type: "button", class: "open", click: () => this.tell.open(conversation) }, titleOf(conversation));
+      if (conversation === current) open.setAttribute("aria-current", "true");
+      const rename = iconButton("pencil", "Rename", () => this.rename(item, conversation));
+      const remove = iconButton("trash", "Delete", () => this.remove(conversation));
+      const item = element("li", { class: "conversation" }, open, rename, remove);
+      item.classList.toggle("current", conversation === current);
+      item.classList.toggle("streaming", isStreaming(conversation));
+      return item;
+    });
+    const none = element("li", { class: "none" }, "Nothing said so far.");
+    this.list.replaceChildren(...(items.length ? items : [none]));
+  }
+
+  rename(item, conversation) {
+    const before = [...item.childNodes];
+    const field = element("input", { "aria-label": "Name of the conversation", maxlength: "100" });
+    field.value = titleOf(conversation);
+    const done = (save) => {
+      field.onblur = null;
+      if (save) conversation.title = field.value.trim();
+      if (save) saveConversation(conversation);
+      before[0].textContent = titleOf(conversation);
+      item.replaceChildren(...before);
+      before[0].focus();
+    };
+    field.onblur = () => done(true);
+    field.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" && event.key !== "Escape") return;
+      event.stopPropagation();
+      done(event.key === "Enter");
+    });
+    item.replaceChildren(field);
+    field.select();
+  }
+
+  remove(conversation) {
+    deleteConversation(conversation);
+    this.tell.deleted(conversation);
+    const undo = element("button", { type: "button", class: "text-button" }, "Undo");
+    undo.addEventListener("click", () => {
+      this.toast.hidden = true;
+      saveConversation(conversation);
+      this.tell.restored(conversation);
+    });
+    this.say(`“${titleOf(conversation)}” was deleted.`, undo);
+  }
+
+  say(...told) {
+    this.toast.replaceChildren(...told);
+    this.toast.hidden = false;
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => (this.toast.hidden = true), UNDO_MS);
+  }
+}
