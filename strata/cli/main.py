@@ -3,39 +3,64 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
-from strata.cli.bench import bench
-from strata.cli.chat import chat
-from strata.cli.generate import generate
-from strata.cli.graph import graph
-from strata.cli.train import train
-from strata.engine.faults import EngineFault
+_HOMES = {
+    "serve": "strata.cli.serve:command",
+    "generate": "strata.cli.generate:generate",
+    "chat": "strata.cli.chat:chat",
+    "graph": "strata.cli.graph:graph",
+    "train": "strata.cli.train:train",
+    "bench": "strata.cli.bench:bench",
+}
+
+
+class _Commands(TyperGroup):
+    """Imports a sub-command when it is asked for: a server has no use for what trains, and torch takes its time."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_HOMES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _HOMES:
+            return None
+        module, name = _HOMES[cmd_name].split(":")
+        found = getattr(import_module(module), name)
+        if not isinstance(found, typer.Typer):
+            function, found = found, typer.Typer(add_completion=False, rich_markup_mode="rich")
+            found.command()(function)
+        command = get_command(found)
+        command.name = cmd_name
+        return command
+
 
 app = typer.Typer(
-    name="strata",
-    help="Pretrains, post-trains and serves large language models.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    name="strata", cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich"
 )
-app.command()(generate)
-app.command()(chat)
-app.command()(graph)
-app.command()(train)
-app.add_typer(bench, name="bench")
+
+
+@app.callback()
+def strata() -> None:
+    """Pretrains, post-trains and serves large language models."""
 
 
 def main() -> None:
     """Run the command; bad input or a fault of the engine is a message on standard error and exit code 1."""
     try:
         app()
-    except (ValueError, EngineFault) as error:
-        print(f"strata: error: {error}", file=sys.stderr)
-        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        faults = sys.modules.get("strata.engine.faults")  # where it is not loaded, none of it was raised
+        if not isinstance(error, (ValueError, faults.EngineFault) if faults else ValueError):
+            raise
+        print(f"strata: error: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

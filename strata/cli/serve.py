@@ -1,0 +1,192 @@
+"""`strata serve`: OpenAI's API over a model. Every option is an environment variable too: STRATA_ before its name."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import strata
+from strata.cli import options
+from strata.serve.gate import is_loopback
+from strata.serve.keys import read_keys
+from strata.serve.launch import Launch, launch
+from strata.serve.settings import ServeSettings
+
+BUILTIN_MODEL = Path(strata.__file__).parent / "models" / "builtin"
+_HTTP, _LIMITS, _CHAT, _ENGINE, _LOGS = "HTTP", "Limits", "Chat", "Engine", "Logs"
+_ORIGIN = re.compile(r"https?://[a-z0-9.:\[\]-]+")
+
+command = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+
+class ToolCallParser(StrEnum):
+    """How a model writes tool calls, by vLLM's names."""
+
+    HERMES = "hermes"
+    LLAMA3_JSON = "llama3_json"
+
+
+_TOOL_FORMATS = {ToolCallParser.HERMES: "hermes", ToolCallParser.LLAMA3_JSON: "llama3"}
+
+
+def _refuse_key(value: str | None) -> None:
+    if value is not None:
+        raise typer.BadParameter(
+            "all users of this machine can read command lines: put the key into STRATA_API_KEY, or into a file (mode "
+            "0600) that --api-key-file names"
+        )
+
+
+@command.command(context_settings={"auto_envvar_prefix": "STRATA"})
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Checkpoint folder; the built-in model if left out.", envvar="STRATA_MODEL"),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="What clients may call it; may be repeated. [default: the folder's name]")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Where to listen; what is no loopback address needs an API key.", rich_help_panel=_HTTP)
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.", rich_help_panel=_HTTP)] = 8000,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="A key a line, as key or name:key. More come from STRATA_API_KEY(S).", rich_help_panel=_HTTP),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(hidden=True, allow_from_autoenv=False, callback=_refuse_key, expose_value=False)
+    ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(help="Another name (Host) that a server on loopback goes by.", rich_help_panel=_HTTP),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(help="A site whose pages may use the server (CORS).", rich_help_panel=_HTTP),
+    ] = None,
+    api_workers: Annotated[int, typer.Option(min=1, help="Processes that serve HTTP.", rich_help_panel=_HTTP)] = 1,
+    max_queue: Annotated[
+        int, typer.Option(min=0, help="Sequences that may wait; more get 503.", rich_help_panel=_LIMITS)
+    ] = 512,
+    request_timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that a request may take.", rich_help_panel=_LIMITS)
+    ] = 600.0,
+    requests_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Of each key; more get 429.", rich_help_panel=_LIMITS)
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Of each key, prompts included.", rich_help_panel=_LIMITS)
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of each key at once.", rich_help_panel=_LIMITS)
+    ] = None,
+    shutdown_timeout: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds that requests get to finish after SIGTERM.", rich_help_panel=_LIMITS),
+    ] = 30.0,
+    restart_engine: Annotated[
+        bool, typer.Option(help="Start another engine when it dies, instead of ending.", rich_help_panel=_LIMITS)
+    ] = False,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="File with a template to use instead of the model's.", rich_help_panel=_CHAT)
+    ] = None,
+    tool_call_parser: Annotated[
+        ToolCallParser | None, typer.Option(help="How the model calls tools.", rich_help_panel=_CHAT)
+    ] = None,
+    reasoning: Annotated[
+        bool, typer.Option(help="Tell <think>...</think> apart from the answer.", rich_help_panel=_CHAT)
+    ] = False,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder of the tokenizer; the model's own if left out.", rich_help_panel=_ENGINE)
+    ] = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    load_format: options.LoadFormat = "auto",
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 256,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of a step.", show_default=False)
+    ] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to use, in (0, 1].")] = 0.9,
+    num_pages: Annotated[
+        int | None, typer.Option(min=1, help="KV pages; what memory allows if left out.", show_default=False)
+    ] = None,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV page.")] = 16,
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the pages of prompts that begin alike.")] = True,
+    seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
+    deterministic: options.Deterministic = False,
+    log_json: Annotated[bool, typer.Option(help="Log JSON objects.", rich_help_panel=_LOGS)] = False,
+    log_prompts: Annotated[bool, typer.Option(help="Log prompts, too.", rich_help_panel=_LOGS)] = False,
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(help="Send OpenTelemetry traces there.", rich_help_panel=_LOGS)
+    ] = None,
+) -> None:
+    """Serve OpenAI's API, until Ctrl-C or SIGTERM.
+
+    Example: strata serve path/to/Llama-3.1-8B-Instruct --tool-call-parser llama3_json
+    """
+    folder = model if model is not None else str(BUILTIN_MODEL)
+    keys = read_keys(api_key_file, os.environ)
+    if not keys and not is_loopback(host):
+        raise ValueError(
+            f"--host {host} lets others in, and there is no API key: set STRATA_API_KEY or --api-key-file, "
+            "or leave --host out"
+        )
+    settings = ServeSettings(
+        model=folder,
+        served_model_names=tuple(served_model_name or [Path(folder).resolve().name]),
+        host=host,
+        port=port,
+        allowed_hosts=tuple(allowed_hosts or ()),
+        allowed_origins=tuple(_origin(one) for one in allowed_origins or ()),
+        chat_template=None if chat_template is None else _read_template(chat_template),
+        tool_format=None if tool_call_parser is None else _TOOL_FORMATS[tool_call_parser],
+        reasoning=reasoning,
+        max_queue=max_queue,
+        request_timeout=request_timeout,
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        concurrency=concurrency,
+        shutdown_timeout=shutdown_timeout,
+        api_workers=api_workers,
+        log_json=log_json,
+        log_prompts=log_prompts,
+    )
+    engine = {
+        "model": folder,
+        "dtype": dtype,
+        "device": device,
+        "max_model_len": max_model_len,
+        "load_format": load_format,
+        "skip_tokenizer_init": tokenizer is not None,
+        "enable_prefix_caching": enable_prefix_caching,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "seed": seed,
+        "deterministic": deterministic,
+        "page_size": page_size,
+        "num_pages": num_pages,
+    }
+    asked = Launch(settings, engine, keys, tokenizer or folder, restart_engine, otlp_traces_endpoint)
+    sys.exit(launch(asked))
+
+
+def _origin(text: str) -> str:
+    if not _ORIGIN.fullmatch(text.lower()):
+        raise ValueError(f"--allowed-origins {text}: give each as its pages name it, like https://chat.example.org")
+    return text.lower()
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--chat-template {file} cannot be read: {error}") from None
