@@ -10,14 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from torch import Tensor
 
+from strata.engine.structured_outputs import LIMITS
 from strata.kernels.bitmask import WORD
 from strata.models.tokenizer import Tokenizer
-
-# A state of the lexer takes 1 to 2 kB and a hostile pattern makes as many as it may: 40 MB a request at most.
-LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 
 _COMPILING_THREADS = 2
 

@@ -7,18 +7,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 
 # Between the tokens of JSON: a space, or a line break with its indentation. Bounded, or a model could write blanks
 # until its tokens run out.
 WHITESPACE = r" |\n[ ]{0,24}"
 
+# A state of the lexer takes 1 to 2 kB, and a hostile pattern makes as many as it may: 40 MB a request at most.
+LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 
-def json_grammar(schema: Mapping[str, Any]) -> str:
-    """The grammar of JSON that a schema describes. Whether the schema is sound and supported shows at compilation."""
+
+def json_part(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """One of a grammar's parts, which others call `@name`: JSON that a schema describes, with few blanks.
+
+    Whether the schema is sound and supported shows at compilation. Raises ValueError for a keyword of llguidance's own.
+    """
     if "x-guidance" in schema:
         raise ValueError("'x-guidance' is not a keyword of JSON Schema: leave it out")
-    return LLMatcher.grammar_from_json_schema(dict(schema), overrides={"whitespace_pattern": WHITESPACE})
+    return {"name": name, "json_schema": {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}}
+
+
+def join_parts(*parts: Mapping[str, Any]) -> str:
+    """The text of a grammar, which begins with the first part."""
+    return json.dumps({"grammars": parts}, separators=(",", ":"))
+
+
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    """The text of a grammar of JSON that a schema describes."""
+    return join_parts(json_part("json", schema))
 
 
 def choice_grammar(choices: Sequence[str]) -> str:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, cast
 
-from strata.engine.structured_outputs import json_grammar
+from strata.engine.structured_outputs import join_parts, json_part
+from strata.models.killable_worker import KillableWorker
 from strata.serve.errors import ApiError
+from strata.serve.tool_formats import TOOL_FORMATS, ToolFormatName
 
 MOST_BYTES = 64 * 1024
-MOST_DEPTH = 32
+# Containers within containers; a property of an object is two deeper than the object.
+MOST_DEPTH = 64
 
-ToolFormat = Literal["hermes", "llama3"]
+_MOST_REMEMBERED = 256
+_MOST_ANSWER = 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -25,32 +33,33 @@ class Grammar:
     @classmethod
     def json_object(cls, param: str) -> Grammar:
         """Any JSON object."""
-        return cls(json_grammar({"type": "object"}), param)
+        return cls.from_json_schema({"type": "object"}, param)
 
     @classmethod
     def from_json_schema(cls, schema: Any, param: str) -> Grammar:
-        """JSON that follows `schema`. Raises ApiError 400 if it is no object, too large or nested too deep."""
-        return cls(json_grammar(checked_schema(schema, param)), param)
+        """JSON that follows `schema`. Raises ApiError 400 if it is no object or nested too deep.
+
+        Whether the schema can be enforced tells `GrammarChecker`.
+        """
+        return cls(join_parts(_json_part("json", schema, param)), param)
 
 
 def response_grammar(response_format: Mapping[str, Any] | None, param: str = "response_format") -> Grammar | None:
     """The grammar of a chat completion's `response_format`; None for text. Raises ApiError 400.
 
-    A schema is enforced whether or not `strict` is set; what cannot be enforced is refused (see `GrammarChecker`).
+    A schema is enforced whether or not it is `strict`.
     """
     if response_format is None:
         return None
     kind = response_format.get("type")
-    allowed = {"type", "json_schema"} if kind == "json_schema" else {"type"}
-    _only(response_format, allowed, param)
+    _only(response_format, {"type", "json_schema"} if kind == "json_schema" else {"type"}, param)
     if kind == "text":
         return None
     if kind == "json_object":
         return Grammar.json_object(param)
     if kind != "json_schema":
-        raise ApiError(
-            400, f"{param}.type must be text, json_object or json_schema, got {kind!r}", param=f"{param}.type"
-        )
+        message = f"{param}.type must be text, json_object or json_schema, got {kind!r:.60}"
+        raise ApiError(400, message, param=f"{param}.type")
     return named_schema_grammar(response_format.get("json_schema"), f"{param}.json_schema")
 
 
@@ -61,7 +70,7 @@ def named_schema_grammar(given: Any, param: str) -> Grammar:
     _only(given, {"name", "description", "schema", "strict"}, param)
     if not isinstance(given.get("name"), str):
         raise ApiError(400, f"{param}.name must be a string", param=f"{param}.name")
-    if not isinstance(given.get("description", ""), str | None):
+    if not isinstance(given.get("description"), str | None):
         raise ApiError(400, f"{param}.description must be a string", param=f"{param}.description")
     if not isinstance(given.get("strict"), bool | None):
         raise ApiError(400, f"{param}.strict must be true or false", param=f"{param}.strict")
@@ -69,30 +78,103 @@ def named_schema_grammar(given: Any, param: str) -> Grammar:
 
 
 def tool_call_grammar(
-    functions: Sequence[tuple[str, Mapping[str, Any]]], format: ToolFormat, parallel: bool, param: str = "tools"
+    functions: Sequence[tuple[str, Mapping[str, Any]]], format: ToolFormatName, parallel: bool, param: str = "tools"
 ) -> Grammar:
-    """A reply that is a call of one of the functions (name, JSON schema of its parameters), or several if `parallel`.
+    """A reply that calls one of the functions (name, JSON schema of its arguments), or several times if `parallel`.
 
-    hermes: `<tool_call>\\n{"name": ..., "arguments": ...}\\n</tool_call>`, one call a line.
-    llama3: `{"name": ..., "parameters": ...}`, calls joined by "; ".
-    Raises ApiError 400 as `Grammar.from_json_schema` does.
+    Each call is an object in the models' own spacing, set as `TOOL_FORMATS` says. Raises ApiError 400 as
+    `Grammar.from_json_schema` does.
     """
-    raise NotImplementedError
-
-
-def checked_schema(schema: Any, param: str) -> dict[str, Any]:
-    raise NotImplementedError
+    form = TOOL_FORMATS[format]
+    opening = "" if form.opening_optional else f"{form.opening}\n"
+    closing = f"\n{form.closing}" if form.closing else ""
+    between = f"{form.separator} " if form.separator else "\n"
+    rules = [
+        f"start: call ({json.dumps(between)} call)*" if parallel else "start: call",
+        f"call: {json.dumps(opening)} function {json.dumps('}' + closing)}",
+        "function: " + " | ".join(f"function_{number}" for number in range(len(functions))),
+    ]
+    arguments = []
+    for number, (name, schema) in enumerate(functions):
+        before = f'{{"name": {json.dumps(name)}, "{form.arguments_key}": '
+        rules.append(f"function_{number}: {json.dumps(before)} @arguments_{number}")
+        arguments.append(_json_part(f"arguments_{number}", {**schema, "type": "object"}, param))
+    return Grammar(join_parts({"name": "calls", "lark_grammar": "\n".join(rules)}, *arguments), param)
 
 
 class GrammarChecker:
-    """Tells whether grammars compile, in a process that can be killed; what was found is remembered."""
+    """Tells whether grammars compile, in a process that can be killed; what it found is remembered.
+
+    deadline: seconds that one grammar may take.
+    """
+
+    def __init__(self, deadline: float = 2.0) -> None:
+        self._worker = KillableWorker("strata.serve.grammar_worker", deadline, _MOST_ANSWER)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._asking: dict[str, asyncio.Task[str | None]] = {}
+        self._found: OrderedDict[str, str | None] = OrderedDict()
 
     async def check(self, grammar: Grammar) -> None:
         """Raises ApiError 400, code "invalid_grammar", if the engine could not follow the grammar."""
-        raise NotImplementedError
+        size = len(grammar.text)  # ASCII
+        if size > MOST_BYTES:
+            wrong: str | None = f"it comes to {size:,} bytes of grammar, and at most {MOST_BYTES:,} are taken"
+        else:
+            wrong = await self._look_up(grammar.text)
+        if wrong is not None:
+            raise ApiError(400, f"{grammar.param}: {wrong}", param=grammar.param, code="invalid_grammar")
 
     def close(self) -> None:
         """End the process."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._worker.close()
+
+    async def _look_up(self, text: str) -> str | None:
+        """What is wrong with a grammar. Those who ask for the same one at once share the answer."""
+        if text in self._found:
+            self._found.move_to_end(text)
+            return self._found[text]
+        if text not in self._asking:
+            self._asking[text] = asyncio.create_task(self._ask(text))
+            self._asking[text].add_done_callback(lambda _: self._asking.pop(text))
+        return await asyncio.shield(self._asking[text])
+
+    async def _ask(self, text: str) -> str | None:
+        loop = asyncio.get_running_loop()
+        reply = await loop.run_in_executor(self._thread, self._worker.ask, {"grammar": text})
+        if "error" in reply:  # not remembered: a busy machine may have been the cause
+            return f"it takes too much to compile ({reply['error']}): make it simpler"
+        wrong = self._found[text] = cast(str | None, reply["wrong"])
+        if len(self._found) > _MOST_REMEMBERED:
+            self._found.popitem(last=False)
+        return wrong
+
+
+def _json_part(name: str, schema: Any, param: str) -> dict[str, Any]:
+    if not isinstance(schema, Mapping):
+        raise ApiError(400, f"{param} must be a JSON schema, which is an object, got {schema!r:.60}", param=param)
+    if _deeper_than(schema, MOST_DEPTH):
+        message = f"{param}: it nests deeper than {MOST_DEPTH} objects and arrays"
+        raise ApiError(400, message, param=param, code="invalid_grammar")
+    try:
+        return json_part(name, schema)
+    except ValueError as error:
+        raise ApiError(400, f"{param}: {error}", param=param, code="invalid_grammar") from None
+
+
+def _deeper_than(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth):
+        level = [inner for outer in level for inner in _members(outer)]
+        if not level:
+            return False
+    return any(isinstance(one, Mapping | list) for one in level)
+
+
+def _members(value: Any) -> Sequence[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return value if isinstance(value, list) else []
 
 
 def _only(given: Mapping[str, Any], known: set[str], param: str) -> None:

@@ -1,0 +1,83 @@
+"""The process that tries grammars before an engine sees them: one that takes too long or too much memory ends alone.
+
+It is run by `strata.serve.grammar`: {"grammar"} gives {"wrong"}, null if nothing is. No model's vocabulary is loaded:
+here a token is a byte, which makes the same automaton.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from strata.engine.structured_outputs import LIMITS
+from strata.models.killable_worker import serve_answers
+
+MEMORY_BYTES = 768 * 2**20
+MOST_ERROR_CHARACTERS = 500
+
+# Some faults show only once an output has begun, such as more alternatives in one place than the parser follows.
+_WALKS = 4
+_WALK_BYTES = 200
+_END = 256
+
+
+class _Bytes:
+    """The vocabulary of all bytes and an end, as llguidance wants to be told of it."""
+
+    eos_token_id = _END
+    bos_token_id = None
+    special_token_ids = (_END,)
+
+    def __init__(self) -> None:
+        self.tokens = [*(bytes([byte]) for byte in range(256)), b"<end>"]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+TOKENIZER = LLTokenizer(TokenizerWrapper(_Bytes()))
+
+
+def answer(request: dict[str, Any]) -> dict[str, str | None]:
+    return {"wrong": what_is_wrong(request["grammar"])}
+
+
+def what_is_wrong(grammar: str) -> str | None:
+    """Why outputs cannot be kept to a grammar, None if they can."""
+    matcher = LLMatcher(TOKENIZER, grammar, log_level=0, limits=LIMITS)
+    wrong = None
+    for seed in range(_WALKS):
+        wrong = wrong or _walk(matcher.deep_copy(), random.Random(seed))
+    return wrong
+
+
+def _walk(matcher: LLMatcher, chance: random.Random) -> str | None:
+    """Write an output of any bytes that are allowed, for a while; returns what goes wrong."""
+    for _ in range(_WALK_BYTES):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_error():
+            return _explained(matcher.get_error())
+        allowed = [token for token in range(_END + 1) if mask >> token & 1]
+        if allowed in ([], [_END]):
+            return None if matcher.is_accepting() else "nothing satisfies it"
+        matcher.consume_token(chance.choice(allowed))
+    return None
+
+
+def _explained(error: str) -> str:
+    """What llguidance says, in one line and without the state of its parser."""
+    if error.startswith("NoExtension"):
+        return "nothing satisfies it"
+    if unsupported := re.match(r'Unimplemented keys: \["(.*)"\]', error):  # a list in Rust's notation
+        return "these keywords of JSON Schema cannot be enforced: " + unsupported[1].replace('", "', ", ")
+    line = error.partition("\n")[0]
+    if reason := re.search(r"^error: (.*)$", error, re.MULTILINE):  # of a regular expression, after a drawing of where
+        line = f"{line} {reason[1]}"
+    return line[:MOST_ERROR_CHARACTERS]
+
+
+if __name__ == "__main__":
+    serve_answers(answer, MEMORY_BYTES)
