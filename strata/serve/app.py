@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import strata
-from strata.serve import chat, completions, health, models_route
+from strata.serve import chat, completions, embeddings, health, models_route, responses, tokens_route
 from strata.serve.errors import ERROR_HANDLERS
 from strata.serve.openapi import describe
 from strata.serve.settings import ServeSettings
@@ -17,6 +17,9 @@ from strata.serve.state import ServerState
 ROUTERS = (
     chat.router,
     completions.router,
+    responses.router,
+    embeddings.router,
+    tokens_route.router,
     models_route.router,
     health.router,
 )
