@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from strata.engine.llm import LLM
     from strata.engine.outputs import CompletionOutput, RequestOutput
     from strata.engine.sampling_params import SamplingParams
+    from strata.engine.structured_outputs import StructuredOutputsParams
     from strata.models.save import save
 
 __version__ = "0.1.0"
@@ -20,12 +21,21 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "strata.engine.llm",
     "SamplingParams": "strata.engine.sampling_params",
+    "StructuredOutputsParams": "strata.engine.structured_outputs",
     "RequestOutput": "strata.engine.outputs",
     "CompletionOutput": "strata.engine.outputs",
     "save": "strata.models.save",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__", "save"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+    "save",
+]
 
 
 def __getattr__(name: str) -> Any:

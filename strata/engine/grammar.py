@@ -13,7 +13,7 @@ import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from torch import Tensor
 
-from strata.engine.structured_outputs import LIMITS
+from strata.engine.structured_outputs import LIMITS, explain
 from strata.kernels.bitmask import WORD
 from strata.models.tokenizer import Tokenizer
 
@@ -41,11 +41,8 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Iterable[int], rows: int) -> None:
-        """rows: of the model's logits. Takes 0.7 s for 150,000 tokens. Raises ValueError for a kind of tokenizer that
-        llguidance cannot read."""
-        size = vocabulary(tokenizer, rows)
-        eos = sorted(id for id in eos_ids if id < size)
-        self._tokenizer = LLTokenizer(tokenizer.to_json(), n_vocab=size, eos_token=eos or None)
+        """rows: of the model's logits. Takes 0.7 s for 150,000 tokens."""
+        self._tokenizer = _tokens(tokenizer, eos_ids, vocabulary(tokenizer, rows))
         self._threads = ThreadPoolExecutor(_COMPILING_THREADS, thread_name_prefix="grammar")
         self._started: dict[str, Future[LLMatcher]] = {}
 
@@ -56,9 +53,11 @@ class GrammarCompiler:
 
     def compile(self, grammar: str) -> LLMatcher:
         """A matcher at the beginning of an output. Raises ValueError with llguidance's reason."""
+        if isinstance(self._tokenizer, str):
+            raise ValueError(self._tokenizer)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
-            raise ValueError(f"the grammar cannot be followed: {first_line(matcher.get_error())}")
+            raise ValueError(f"the grammar cannot be followed: {explain(matcher.get_error())}")
         return matcher
 
     def start(self, request_id: str, grammar: str) -> None:
@@ -119,13 +118,17 @@ class Masks:
         return sent[:end].view(len(constrained), self._words), sent[end:]
 
 
+def _tokens(tokenizer: Tokenizer, eos_ids: Iterable[int], size: int) -> LLTokenizer | str:
+    """The vocabulary as automata read it, or why they cannot."""
+    try:
+        eos = sorted(id for id in eos_ids if id < size)
+        return LLTokenizer(tokenizer.to_json(), n_vocab=size, eos_token=eos or None)
+    except ValueError as error:
+        return f"grammars cannot be followed with this model's tokenizer: {explain(str(error))}"
+
+
 def _result(compiled: Future[LLMatcher]) -> LLMatcher | str:
     try:
         return compiled.result()
     except ValueError as error:
         return str(error)
-
-
-def first_line(error: str) -> str:
-    """What llguidance says, without the parser's state that it adds."""
-    return error.partition("\n")[0]

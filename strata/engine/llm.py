@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from strata.engine.build import Engine, EngineConfig, build_engine
 from strata.engine.collect import Collector
+from strata.engine.grammar import GrammarCompiler
 from strata.engine.logprob_rows import LogprobRows
 from strata.engine.loop import StepOutput
 from strata.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
@@ -174,9 +176,15 @@ class LLM:
             arrival=time.monotonic(),
             eos_ids=engine.eos_ids,
             bad_words=self._bad_words(params),
+            grammar=params.structured_outputs.to_grammar() if params.structured_outputs is not None else None,
         )
         request.check_ids(engine.config.vocab_size)
         return Collector(request, text, engine.tokenizer)
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        engine = self._engine
+        return GrammarCompiler(self.get_tokenizer(), engine.eos_ids, engine.config.vocab_size)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The id sequences of each bad word: as it begins a text, and as it follows a space."""
@@ -194,7 +202,9 @@ class LLM:
         added: list[str] = []
         try:
             for collector in collectors:
-                self._engine.loop.add(collector.request)
+                grammar = collector.request.grammar
+                matcher = self._grammars.compile(grammar) if grammar is not None else None
+                self._engine.loop.add(collector.request, matcher)
                 added.append(collector.request.id)
         except ValueError:
             for id in added:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from llguidance import LLMatcher
 
 from strata.engine.faults import EngineFault, out_of_memory
-from strata.engine.grammar import first_line, takes_end
+from strata.engine.grammar import takes_end
 from strata.engine.ledger import Ledger
 from strata.engine.plan import StepPlan, Update
 from strata.engine.request import Request, Sequence
 from strata.engine.runner import Launched, PromptLogprobs, Runner, StepObserver, Undrawn
 from strata.engine.sampler import LogprobTensors
 from strata.engine.scheduler import Scheduler
+from strata.engine.structured_outputs import explain
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class EngineLoop:
         updates = []
         for sequence in sequences:
             if sequence.matcher is not None and sequence.matcher.is_error():
-                why = first_line(sequence.matcher.get_error())
+                why = explain(sequence.matcher.get_error())
                 updates += self.scheduler.fail(sequence, f"the output cannot be kept to its grammar: {why}")
         return updates
 

@@ -9,6 +9,8 @@ from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
 
+from strata.engine.structured_outputs import StructuredOutputsParams
+
 # Each sample is a sequence of its own and each logprob a Python object: unbounded, one request could fill the host.
 MOST_SAMPLES = 16
 MOST_LOGPROBS = 20
@@ -38,6 +40,7 @@ class SamplingParams:
         there is always reported); None reports nothing.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: False returns token ids only.
+    structured_outputs: what the output has to be, offline (a server's requests bring a grammar that has been checked).
     """
 
     n: int = 1
@@ -61,6 +64,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check_filters()

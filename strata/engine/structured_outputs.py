@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,6 +16,8 @@ WHITESPACE = r" |\n[ ]{0,24}"
 
 # A state of the lexer takes 1 to 2 kB, and a hostile pattern makes as many as it may: 40 MB a request at most.
 LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
+
+_MOST_ERROR_CHARACTERS = 500
 
 
 def json_part(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,6 +43,18 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
 def choice_grammar(choices: Sequence[str]) -> str:
     """The grammar of one of several texts."""
     return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
+
+
+def explain(error: str) -> str:
+    """What llguidance says is wrong, in one line and without the state of its parser."""
+    if error.startswith("NoExtension"):
+        return "nothing satisfies it"
+    if unsupported := re.match(r'Unimplemented keys: \["(.*)"\]', error):  # a list in Rust's notation
+        return "these keywords of JSON Schema cannot be enforced: " + unsupported[1].replace('", "', ", ")
+    line = error.partition("\n")[0]
+    if reason := re.search(r"^error: (.*)$", error, re.MULTILINE):  # of a regular expression, after a drawing of where
+        line = f"{line} {reason[1]}"
+    return line[:_MOST_ERROR_CHARACTERS]
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,14 @@ here a token is a byte, which makes the same automaton.
 from __future__ import annotations
 
 import random
-import re
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from strata.engine.structured_outputs import LIMITS
+from strata.engine.structured_outputs import LIMITS, explain
 from strata.models.killable_worker import serve_answers
 
 MEMORY_BYTES = 768 * 2**20
-MOST_ERROR_CHARACTERS = 500
 
 # Some faults show only once an output has begun, such as more alternatives in one place than the parser follows.
 _WALKS = 4
@@ -59,24 +57,12 @@ def _walk(matcher: LLMatcher, chance: random.Random) -> str | None:
     for _ in range(_WALK_BYTES):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_error():
-            return _explained(matcher.get_error())
+            return explain(matcher.get_error())
         allowed = [token for token in range(_END + 1) if mask >> token & 1]
         if allowed in ([], [_END]):
             return None if matcher.is_accepting() else "nothing satisfies it"
         matcher.consume_token(chance.choice(allowed))
     return None
-
-
-def _explained(error: str) -> str:
-    """What llguidance says, in one line and without the state of its parser."""
-    if error.startswith("NoExtension"):
-        return "nothing satisfies it"
-    if unsupported := re.match(r'Unimplemented keys: \["(.*)"\]', error):  # a list in Rust's notation
-        return "these keywords of JSON Schema cannot be enforced: " + unsupported[1].replace('", "', ", ")
-    line = error.partition("\n")[0]
-    if reason := re.search(r"^error: (.*)$", error, re.MULTILINE):  # of a regular expression, after a drawing of where
-        line = f"{line} {reason[1]}"
-    return line[:MOST_ERROR_CHARACTERS]
 
 
 if __name__ == "__main__":
