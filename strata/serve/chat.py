@@ -69,11 +69,9 @@ async def _stream(body: ChatRequest, request: Request) -> AsyncGenerator[bytes, 
             usage=(lambda: usage_of([generation])) if body.continuous_usage else None,
             prompt_ids=understood.prompt_ids,
         )
-        begun = False
+        roles = stream.roles()
         async for pieces in generation:
-            chunks = stream.pieces(pieces)
-            if not begun:
-                chunks, begun = stream.roles() + chunks, True
+            chunks, roles = roles + stream.pieces(pieces), b""
             if chunks:
                 yield chunks
     yield stream.usage(usage_of([generation])) + DONE if body.includes_usage else DONE

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
+from strata.serve.metrics import Rejection
 from strata.serve.validation import explain_fault
 
 _TYPES = {
@@ -25,6 +26,17 @@ _TYPES = {
     431: "invalid_request_error",
     500: "server_error",
     503: "service_unavailable_error",
+}
+
+
+_REJECTIONS: dict[str, Rejection] = {
+    "overloaded": "queue_full",
+    "concurrency_limit_exceeded": "concurrency",
+    "requests_limit_exceeded": "requests_per_minute",
+    "tokens_limit_exceeded": "tokens_per_minute",
+    "draining": "draining",
+    "engine_dead": "engine_gone",
+    "timeout": "deadline",
 }
 
 
@@ -57,6 +69,13 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)
+
+
+def count_rejection(app: FastAPI, error: ApiError) -> None:
+    """Tell the metrics of a request that is not served, or not to its end, for another cause than a fault of ours."""
+    reason = _REJECTIONS.get(error.code or "", "invalid" if error.status in (400, 404) else None)
+    if reason is not None:
+        app.state.server.metrics.rejected(reason)
 
 
 def internal_error() -> ApiError:
@@ -95,12 +114,13 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 async def _answer_api_error(request: Request, error: ApiError) -> JSONResponse:
+    count_rejection(request.app, error)
     return error.response()
 
 
 async def _answer_invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
-    message, param = explain_fault(error)
-    return ApiError(400, message, param=param, code="invalid_value" if param else None).response()
+    message, param, code = explain_fault(error)
+    return await _answer_api_error(request, ApiError(400, message, param=param, code=code))
 
 
 async def _answer_http_exception(request: Request, error: HTTPException) -> JSONResponse:

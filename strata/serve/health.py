@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import Request
+from collections.abc import Callable
+
+from fastapi import Request, Response
 
 from strata.serve.errors import ApiError
 from strata.serve.json_route import api_router
-from strata.serve.schema_base import ReplyModel
+from strata.serve.schema_base import ReplyModel, json_response
 from strata.serve.state import server_of
 
 router = api_router("health")
@@ -16,18 +18,21 @@ class Health(ReplyModel):
     status: str
 
 
-@router.get("/health")
-async def health(request: Request) -> Health:
+@router.get("/health", response_model=Health)
+async def health(request: Request) -> Response:
     """200 while the engine lives, 503 once it is dead."""
-    state = server_of(request)
-    if not state.client.alive:
-        raise ApiError(503, "the engine is dead; restart the server", code="engine_dead")
-    return Health(status="ok")
+    return _answer(server_of(request).require_alive, "ok")
 
 
-@router.get("/ready")
-async def ready(request: Request) -> Health:
+@router.get("/ready", response_model=Health)
+async def ready(request: Request) -> Response:
     """200 when the model is loaded and new requests are taken; 503 while the server drains or its engine is dead."""
-    state = server_of(request)
-    state.require_serving()
-    return Health(status="ready")
+    return _answer(server_of(request).require_serving, "ready")
+
+
+def _answer(check: Callable[[], None], status: str) -> Response:
+    try:
+        check()
+    except ApiError as error:  # answered here, since it turns away no request
+        return error.response()
+    return json_response(Health(status=status))

@@ -42,6 +42,10 @@ class ServerState:
             raise ApiError(
                 503, "the server is shutting down; ask another one", code="draining", headers={"Retry-After": "5"}
             )
+        self.require_alive()
+
+    def require_alive(self) -> None:
+        """Raises ApiError (503) once the engine is dead."""
         if not self.client.alive:
             raise ApiError(503, "the engine is dead; restart the server", code="engine_dead")
 

@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 from fastapi.exceptions import RequestValidationError
 
 _MOST_SHOWN = 60
+_CODES = {
+    "missing": "missing_required_parameter",
+    "extra_forbidden": "unknown_parameter",
+    "refused": "unsupported_parameter",
+}
 
 
-def explain_fault(error: RequestValidationError) -> tuple[str, str | None]:
-    """The message for the first fault, and its field as a path such as "messages[0].content" (None: the whole body)."""
+class Explanation(NamedTuple):
+    """param: the field as a path such as "messages[0].content", None for the whole body."""
+
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+def explain_fault(error: RequestValidationError) -> Explanation:
+    """What is said of the first fault."""
     fault = error.errors()[0]
     place, *keys = fault["loc"]
     if fault["type"] == "json_invalid":
-        return f"the body is not JSON that this server reads: {fault['ctx']['error']}", None
+        return Explanation(f"the body is not JSON that this server reads: {fault['ctx']['error']}", code="invalid_json")
     if place == "body" and not keys:
-        return _explain_body(error.body), None
+        return Explanation(_explain_body(error.body))
     path = field_path(keys, error.body) if place == "body" else ".".join(map(str, keys))
-    return _explain_field(fault, path), path or None
+    if fault["type"].startswith("union_tag"):  # a message whose role is missing or unknown
+        return _explain_tag(fault, path)
+    return Explanation(_explain_field(fault, path), path, _CODES.get(fault["type"], "invalid_value"))
 
 
 def field_path(keys: Sequence[str | int], body: Any) -> str:
@@ -37,8 +53,8 @@ def field_path(keys: Sequence[str | int], body: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, cut where it is long."""
-    text = repr(value[:_MOST_SHOWN] if isinstance(value, str) else value)
+    """A value for a message, as JSON, cut where it is long."""
+    text = msgspec.json.encode(value).decode()
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
@@ -46,6 +62,15 @@ def _explain_body(body: Any) -> str:
     if isinstance(body, bytes) and body:
         return "the body must be JSON, sent with the header Content-Type: application/json"
     return f"the body must be a JSON object, got {'nothing' if body in (None, b'') else shown(body)}"
+
+
+def _explain_tag(fault: dict[str, Any], path: str) -> Explanation:
+    name = fault["ctx"]["discriminator"].strip("'")
+    param = f"{path}.{name}"
+    if fault["type"] == "union_tag_not_found":
+        return Explanation(f"{param} is required", param, _CODES["missing"])
+    message = f"{param} must be one of {fault['ctx']['expected_tags']}, got {shown(fault['input'][name])}"
+    return Explanation(message, param, "invalid_value")
 
 
 def _explain_field(fault: dict[str, Any], path: str) -> str:
@@ -56,9 +81,5 @@ def _explain_field(fault: dict[str, Any], path: str) -> str:
         return f"{path} is not a field that this server knows; GET /openapi.json lists those it takes"
     if kind == "refused":
         return f"{path} is not supported: {fault['msg']}"
-    if kind.startswith("union_tag"):
-        tag = fault["ctx"]["discriminator"].strip("'")
-        given = fault["input"].get(tag) if isinstance(fault["input"], dict) else fault["input"]
-        return f"{path}: {tag} must be one of {fault['ctx'].get('expected_tags', 'those listed')}, got {shown(given)}"
-    said = re.sub(r"^\w+ should ", "must ", fault["msg"])
+    said = re.sub(r"^\w+ should ", "must ", fault["msg"]).partition(" after validation")[0]
     return f"{path} {said}, got {shown(fault['input'])}"

@@ -1,0 +1,270 @@
+"""Requests that cannot be served: a 4xx in OpenAI's shape that names the field, and never a 5xx."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from strata.models.tokenizer import Tokenizer
+from tests.serve.scripted import NAME, Scripted, delta, scripted_server
+
+USER = {"role": "user", "content": "Hi"}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+HUGE = 10**400
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer: Tokenizer) -> Iterator[Scripted]:
+    with scripted_server(tokenizer, [[delta(0, [], "stop")]]) as server:
+        yield server
+
+
+def error_of(response: Any, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert set(response.json()) == {"error"}
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert "\n" not in error["message"]
+    assert error["code"] is None or isinstance(error["code"], str)
+    return error
+
+
+BOTH = [
+    ({"n": 0}, "n"),
+    ({"n": 17}, "n"),
+    ({"n": "2"}, "n"),
+    ({"n": True}, "n"),
+    ({"n": 1.0}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": HUGE}, "max_tokens"),
+    ({"max_tokens": 1025}, "max_tokens"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 1.01}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": "x"}, "seed"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": "a" * 257}, "stop"),
+    ({"stop": {"a": 1}}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": [4096]}, "stop_token_ids"),
+    ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"logit_bias": {"4096": 1}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+    ({"bad_words": [""]}, "bad_words[0]"),
+    ({"bad_words": "a"}, "bad_words"),
+    ({"ignore_eos": 1}, "ignore_eos"),
+    ({"priority": 10**6}, "priority"),
+    ({"stream": "true"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"foo": 1}}, "stream_options.foo"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ({"user": 5}, "user"),
+    ({"model": 5}, "model"),
+    ({"unheard_of": 1}, "unheard_of"),
+]
+
+CHAT = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "Hi"}, "messages"),
+    ({"messages": ["Hi"]}, "messages[0]"),
+    ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "function", "content": "Hi", "name": "f"}]}, "messages[0].role"),
+    ({"messages": [USER, {"role": "user"}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+    ({"messages": [{**USER, "foo": 1}]}, "messages[0].foo"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "id": 5}]}]}, "messages[0].tool_calls[0].id"),
+    ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call"),
+    ({"messages": [{"role": "tool", "tool_call_id": "c", "content": "x"}]}, "messages"),  # the template refuses it
+    ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"logprobs": 5}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": "json"}, "response_format"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [TOOL] * 129}, "tools"),
+    ({"tools": [TOOL]}, "tools"),  # this server has no format for tool calls
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"function_call": "auto"}, "function_call"),
+    ({"audio": {"voice": "x", "format": "mp3"}}, "audio"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+    ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"verbosity": "high"}, "verbosity"),
+    ({"web_search_options": {}}, "web_search_options"),
+    ({"moderation": {"model": "x"}}, "moderation"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"metadata": {"a": 5}}, "metadata.a"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"chat_template_kwargs": {}}, "chat_template_kwargs"),
+]
+
+COMPLETIONS = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": "", "add_special_tokens": False}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": ["a"] * 129}, "prompt"),
+    ({"prompt": [4096]}, "prompt"),
+    ({"prompt": "a", "prompt_token_ids": [5]}, "prompt"),
+    ({"prompt": [5] * 1024}, None),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"echo": "yes"}, "echo"),
+    ({"best_of": 2}, "best_of"),
+    ({"suffix": "end"}, "suffix"),
+    ({"messages": [USER]}, "messages"),
+]
+
+
+def _id(value: Any) -> str:
+    return repr(value)[:40] if isinstance(value, dict) else ""
+
+
+@pytest.mark.parametrize(("fields", "param"), BOTH + CHAT, ids=_id)
+def test_chat_refuses(server: Scripted, fields: dict[str, Any], param: str | None) -> None:
+    error = error_of(server.client.post("/v1/chat/completions", json={"messages": [USER], **fields}), 400)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert server.engine.added == []
+
+
+@pytest.mark.parametrize(("fields", "param"), BOTH + COMPLETIONS, ids=_id)
+def test_completions_refuse(server: Scripted, fields: dict[str, Any], param: str | None) -> None:
+    error = error_of(server.client.post("/v1/completions", json={"prompt": "Hi", **fields}), 400)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert server.engine.added == []
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"messages"',
+        b"null",
+        b'{"temperature": NaN}',
+        b'{"temperature": Infinity}',
+        b'{"temperature": 1e999}',
+        b'{"n": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\xff"}',
+        b'{"metadata": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"metadata": ' + b'{"a":' * 100 + b"1" + b"}" * 100 + b"}",
+    ],
+    ids=lambda body: repr(body[:30]),
+)
+def test_a_body_that_is_no_json_object(server: Scripted, path: str, body: bytes) -> None:
+    response = server.client.post(path, content=body, headers={"content-type": "application/json"})
+    assert error_of(response, 400)["param"] is None
+
+
+def test_a_body_that_is_not_called_json(server: Scripted) -> None:
+    error = error_of(server.client.post("/v1/completions", content=b'{"prompt": "Hi"}'), 400)
+    assert "Content-Type: application/json" in error["message"]
+
+
+def test_deep_arguments_of_an_earlier_call_are_shown_as_they_are(server: Scripted) -> None:
+    deep = {**CALL, "function": {"name": "f", "arguments": "[" * 100_000}}
+    messages = [USER, {"role": "assistant", "content": "x", "tool_calls": [deep]}, USER]
+    assert server.chat(messages=messages)["choices"][0]["finish_reason"] == "stop"
+    server.engine.added.clear()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_an_unknown_model(server: Scripted, path: str) -> None:
+    fields = {"messages": [USER]} if "chat" in path else {"prompt": "Hi"}
+    error = error_of(server.client.post(path, json={"model": "gpt-5", **fields}), 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert NAME in error["message"]
+
+
+def test_a_prompt_that_does_not_fit_tells_both_numbers(server: Scripted) -> None:
+    error = error_of(server.client.post("/v1/completions", json={"prompt": [5] * 1500, "max_tokens": 7}), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "1024" in error["message"]
+    assert "1500" in error["message"]
+
+
+def test_unknown_paths_and_methods(server: Scripted) -> None:
+    assert error_of(server.client.get("/v2/models"), 404)["code"] == "unknown_url"
+    assert error_of(server.client.get("/v1/models/"), 404)["type"] == "not_found_error"
+    assert error_of(server.client.get("/v1/models/other"), 404)["code"] == "model_not_found"
+    refused = server.client.get("/v1/chat/completions")
+    assert error_of(refused, 405)["code"] == "method_not_allowed"
+    assert refused.headers["allow"] == "POST"
+
+
+def test_a_fault_of_our_own_leaks_nothing(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the secret is 1234")
+
+    monkeypatch.setattr(server.engine, "submit", broken)
+    for stream in (False, True):
+        response = server.client.post("/v1/completions", json={"prompt": "Hi", "stream": stream})
+        error = error_of(response, 500)
+        assert error["type"] == "server_error"
+        assert "1234" not in response.text
+
+
+def test_null_is_as_absent(server: Scripted) -> None:
+    nulls = {
+        name: None
+        for name, field in server.client.get("/openapi.json")
+        .json()["components"]["schemas"]["ChatRequest"]["properties"]
+        .items()
+        if name != "messages"
+    }
+    assert len(nulls) > 40
+    server.chat(**nulls)
+    server.chat()
+    given, absent = server.engine.added
+    assert given.params == absent.params
+    assert given.prompt == absent.prompt
+    server.engine.added.clear()
+
+
+def test_rejections_are_counted(server: Scripted) -> None:
+    rendered = server.state.metrics.render(server.engine.statistics).decode()
+    line = next(line for line in rendered.splitlines() if line.startswith("strata_rejects_total") and "invalid" in line)
+    assert float(line.split()[-1]) > 50
