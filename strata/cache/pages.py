@@ -49,7 +49,7 @@ class PageAllocator:
     @property
     def usage(self) -> float:
         """The share of the pages that sequences hold, in [0, 1]."""
-        return 1 - (len(self._free) + len(self._idle)) / self.num_pages
+        return (self.num_pages - len(self._free) - len(self._idle)) / self.num_pages
 
     def allocate(self, after: int | None = None) -> int:
         """A free page, held once. Raises IndexError if none is free.

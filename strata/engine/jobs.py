@@ -7,31 +7,27 @@ from dataclasses import dataclass, field
 from strata.engine.faults import why_no_id
 from strata.engine.messages import Delta, TokenLogprobs
 from strata.engine.plan import Update
-from strata.engine.request import Sequence
+from strata.engine.request import Request, Sequence
 
 
 @dataclass(slots=True, eq=False)
 class Job:
     """A generation that a client has asked for.
 
-    id: the client's. sequences: its samples; running: how many of them have not ended.
-    logprobs: how many are reported. prompt_told: prompt tokens whose log-probabilities are told or never will be.
+    id: the client's. request: its id there is the scheduler's. sequences: its samples, once they are queued; running:
+        how many of them have not ended.
+    prompt_told: prompt tokens whose log-probabilities are told or never will be.
     scheduled: when it was first admitted. told: whether the client has had a delta of it.
     """
 
     client: Client
     id: str
-    sequences: list[Sequence]
+    request: Request
     running: int
-    logprobs: int | None
+    sequences: list[Sequence] = field(default_factory=list)
     prompt_told: int = 1
     scheduled: float | None = None
     told: bool = False
-
-    @property
-    def number(self) -> str:
-        """The id of its request in the scheduler."""
-        return self.sequences[0].request.id
 
 
 @dataclass(slots=True, eq=False)

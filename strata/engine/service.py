@@ -9,11 +9,13 @@ import traceback
 from collections.abc import Callable
 
 import msgspec
+from llguidance import LLMatcher
 from torch import Tensor
 
 from strata.engine.build import Engine, Log
 from strata.engine.embedding_queue import EmbeddingQueue
 from strata.engine.faults import EngineFault
+from strata.engine.grammar import GrammarCompiler
 from strata.engine.jobs import Client, Job, delta_of
 from strata.engine.logprob_rows import LogprobRows
 from strata.engine.loop import StepOutput
@@ -40,6 +42,8 @@ from strata.engine.runner import PromptLogprobs as PromptLogprobTensors
 
 # How often clients hear how the engine stands when they hear nothing else, in seconds.
 TELL_EVERY = 0.5
+# How often it is looked whether a grammar has been compiled while there is nothing else to do, in seconds.
+LOOK_EVERY = 0.002
 
 Send = Callable[[bytes, bytes], bool]
 """Sends a client a frame; returns whether the client is still there."""
@@ -63,6 +67,7 @@ class Service:
         self._clients: dict[bytes, Client] = {}
         self._jobs: dict[str, Job] = {}  # by the id of their request in the scheduler
         self._unscheduled: list[Job] = []
+        self._grammars = _compiler(engine, log)
         self._embeddings = EmbeddingQueue(engine.pooler)
         self._numbers = itertools.count()
         self._steps = self._failed = 0
@@ -71,9 +76,11 @@ class Service:
         self._decode: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
 
     @property
-    def busy(self) -> bool:
-        """Whether there is anything to step for."""
-        return not self._loop.idle or bool(self._embeddings)
+    def patience(self) -> float:
+        """How many seconds may pass until `step` is due: none while anything runs."""
+        if not self._loop.idle or self._embeddings:
+            return 0
+        return LOOK_EVERY if self._grammars is not None and self._grammars.pending else TELL_EVERY
 
     def receive(self, name: bytes, frame: bytes) -> None:
         """Take a frame of a client."""
@@ -97,9 +104,10 @@ class Service:
             self._finish(client, message)
 
     def step(self) -> None:
-        """Run the loop once, with a batch of embeddings if any wait, and send each client what it brought."""
+        """Run what there is to run, once, and send each client what it brought."""
+        if self._grammars is not None and self._grammars.pending:
+            self._queue_compiled(self._grammars)
         began = self._clock()
-        self._settled = False
         self._embeddings.launch()
         output = None if self._loop.idle else self._loop.step()
         if self._unscheduled:
@@ -114,12 +122,12 @@ class Service:
         """Tell clients how the engine stands: at once when it has come to rest, else those who have heard nothing for
         a while; that also finds out who is no longer there."""
         now = self._clock()
-        rests = not self.busy and not self._settled
-        if rests:
-            self._settled = True
-            if self._check:
-                self._loop.scheduler.check()
-        due = [client for client in self._clients.values() if rests or now - client.told >= TELL_EVERY]
+        rests = self.patience == TELL_EVERY
+        comes_to_rest = rests and not self._settled
+        self._settled = rests
+        if comes_to_rest and self._check:
+            self._loop.scheduler.check()
+        due = [client for client in self._clients.values() if comes_to_rest or now - client.told >= TELL_EVERY]
         for client in due:
             self._send_step(client, self.statistics(), now)
 
@@ -183,15 +191,36 @@ class Service:
             grammar=message.grammar,
         )
         request.check_ids(self._engine.config.vocab_size)
-        sequences = self._loop.add(request)
-        job = Job(client, message.id, sequences, len(sequences), message.params.logprobs)
+        job = Job(client, message.id, request, message.params.n)
+        if request.grammar is None:
+            self._queue(job, None)
+        elif self._grammars is None:
+            raise ValueError("this engine has no tokenizer that it could follow a grammar with")
+        else:
+            self._grammars.start(request.id, request.grammar)
         client.jobs[message.id] = self._jobs[request.id] = job
+
+    def _queue(self, job: Job, matcher: LLMatcher | None) -> None:
+        job.sequences = self._loop.add(job.request, matcher)
         self._unscheduled.append(job)
+
+    def _queue_compiled(self, grammars: GrammarCompiler) -> None:
+        for id, compiled in grammars.ready():
+            job = self._jobs[id]
+            try:
+                if isinstance(compiled, str):
+                    raise ValueError(compiled)
+                self._queue(job, compiled)
+            except ValueError as error:
+                self._remove(job)
+                self._send(job.client, Refused(job.id, str(error)))
 
     def _abort(self, client: Client, id: str) -> None:
         job = client.jobs.get(id)
         if job is not None:
-            self._loop.abort(job.number)
+            self._loop.abort(job.request.id)
+            if self._grammars is not None:
+                self._grammars.cancel(job.request.id)
             self._remove(job)
         self._embeddings.drop((client.name, id))
 
@@ -218,7 +247,7 @@ class Service:
             self._remove(job)
 
     def _remove(self, job: Job) -> None:
-        del self._jobs[job.number]
+        del self._jobs[job.request.id]
         del job.client.jobs[job.id]
 
     def _note_scheduled(self, began: float) -> None:
@@ -243,8 +272,9 @@ class Service:
             if not deltas:
                 told.append(job.client)
             entry = None
-            if rows is not None and job.logprobs is not None and update.token is not None:
-                entry = [rows.entry(output.rows[update.sequence.id], update.token, job.logprobs)]
+            most = job.request.params.logprobs
+            if rows is not None and most is not None and update.token is not None:
+                entry = [rows.entry(output.rows[update.sequence.id], update.token, most)]
             deltas.append(delta_of(job, update, entry))
             if update.finish_reason is not None:
                 self._note_end(job)
@@ -261,9 +291,8 @@ class Service:
         if job is None or part.first + len(rows) <= job.prompt_told:
             return
         first, job.prompt_told = job.prompt_told, part.first + len(rows)
-        request = part.sequence.request
-        most = request.params.prompt_logprobs or 0
-        told = [rows.entry(at - part.first, request.prompt[at], most) for at in range(first, job.prompt_told)]
+        prompt, most = job.request.prompt, job.request.params.prompt_logprobs or 0
+        told = [rows.entry(at - part.first, prompt[at], most) for at in range(first, job.prompt_told)]
         self._send(job.client, PromptLogprobs(job.id, first, told))
 
     def _tell_vector(self, client: Client, id: str, vector: Tensor) -> None:
@@ -308,6 +337,16 @@ def _ready(engine: Engine, model: str) -> Ready:
         device=engine.ledger.device,
         startup=engine.startup,
     )
+
+
+def _compiler(engine: Engine, log: Log) -> GrammarCompiler | None:
+    if engine.tokenizer is None:
+        return None
+    try:
+        return GrammarCompiler(engine.tokenizer, engine.eos_ids, engine.config.vocab_size)
+    except ValueError as error:
+        log(f"structured output is off: {error}")
+        return None
 
 
 class _Named(msgspec.Struct):

@@ -20,7 +20,7 @@ import zmq
 from strata.engine.build import EngineConfig, build_engine
 from strata.engine.faults import EngineFault
 from strata.engine.lifeline import Ending, end_with_parent
-from strata.engine.service import TELL_EVERY, Service
+from strata.engine.service import Service
 
 # How long last words to clients may take, in milliseconds.
 LINGER_MS = 1000
@@ -80,13 +80,12 @@ def serve(service: Service, wire: Wire, ending: Ending) -> None:
     for source in (wire.socket, *ending.descriptors):
         poller.register(source, zmq.POLLIN)
     while True:
-        for source, _ in poller.poll(0 if service.busy else int(1000 * TELL_EVERY)):
+        for source, _ in poller.poll(int(1000 * service.patience)):
             if source is not wire.socket and ending.told(source):
                 return
         for client, frame in wire.waiting():
             service.receive(client, frame)
-        if service.busy:
-            service.step()
+        service.step()
         service.report()
 
 
