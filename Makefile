@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 run: setup
-	$(BIN)/strata generate "What is 47 + 38?" "Sort these numbers: 42, 7, 93, 18, 65" "Reverse the word 'planet'."
+	$(BIN)/strata serve
 
 lint: setup
 	$(BIN)/ruff check .

@@ -58,8 +58,9 @@ class ApiProcesses:
         """Keep one of them up; returns when that is no use."""
         while True:
             started = time.monotonic()
-            status = await self._children[number].ended
-            _log.error("API process %d %s", number, how_it_ended(status))
+            ended = self._children[number].ended
+            await asyncio.wait((ended,))  # not `await ended`, which would cancel it with this task
+            _log.error("API process %d %s", number, how_it_ended(ended.result()))
             if time.monotonic() - started < _SHORTEST_LIFE:
                 return
             await self._start_one(number)

@@ -1,0 +1,178 @@
+"""A real `strata serve` in a process of its own, and what a test wants to know of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+PATIENCE = 60.0  # seconds, for a machine that has more to do
+LONG = {"temperature": 0, "ignore_eos": True, "stream": True}
+QUESTION = {"model": "builtin", "prompt": "Once upon a time"}
+
+
+def serve(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start `strata serve`; standard output and error come together."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "strata", "serve", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+    )
+
+
+def refusal(*arguments: str, environment: Mapping[str, str] | None = None) -> tuple[int, str, float]:
+    """Exit status, output, and seconds of a `strata serve` that does not come to serve."""
+    start = time.monotonic()
+    process = serve(*arguments, environment=environment)
+    try:
+        output, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    return process.returncode, output, time.monotonic() - start
+
+
+class Running:
+    """url: where it serves. lines: what it has printed so far. pid: of the launcher."""
+
+    def __init__(self, process: subprocess.Popen[str], key: str | None) -> None:
+        self.process = process
+        self.pid = process.pid
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        greeting = wait_for(lambda: next((line for line in self.lines if "Strata serves" in line), None), self.output)
+        self.url = re.search(r"http://\S+", greeting).group()  # type: ignore[union-attr]
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE)
+        self.folder = Path(re.search(r"strata-\w+", self._engine_socket()).group())  # type: ignore[union-attr]
+
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def children(self) -> list[int]:
+        """Processes that the launcher has started, and those that they have."""
+        return descendants(self.pid)
+
+    def engine(self) -> int:
+        """The engine's process id."""
+        return next(pid for pid in self.children() if b"strata.engine.worker" in command_line(pid))
+
+    def status(self, path: str) -> int:
+        """HTTP status of a GET; 0 if nothing listens."""
+        try:
+            return self.http.get(path).status_code
+        except httpx.TransportError:
+            return 0
+
+    def metric(self, name: str) -> float:
+        """A number of /metrics, summed over its labels."""
+        text = self.http.get("/metrics").text
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if re.match(rf"{name}[ {{]", line))
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        return self.http.post("/v1/completions", json={**QUESTION, **fields})
+
+    @contextmanager
+    def stream(self, **fields: Any) -> Iterator[Iterator[dict[str, Any]]]:
+        """A long completion's events as they come; the one before the last may be an error."""
+        with self.http.stream("POST", "/v1/completions", json={**QUESTION, **LONG, **fields}) as response:
+            if response.status_code != 200:
+                raise AssertionError(response.read().decode())
+            data = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+            yield (json.loads(one) if one != "[DONE]" else {"done": True} for one in data)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, seconds: float = PATIENCE) -> int:
+        """The exit status, once it has one."""
+        status = self.process.wait(seconds)
+        self._reader.join(5)
+        return status
+
+    def _engine_socket(self) -> str:
+        """What the engine listens on, from the kernel's list of sockets."""
+        inodes = {os.readlink(f"/proc/{self.engine()}/fd/{fd}") for fd in os.listdir(f"/proc/{self.engine()}/fd")}
+        lines = Path("/proc/net/unix").read_text().splitlines()
+        return next(line for line in lines if "engine.sock" in line and f"socket:[{line.split()[6]}]" in inodes)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+
+@contextmanager
+def running(*arguments: str, key: str | None = None, environment: Mapping[str, str] | None = None) -> Iterator[Running]:
+    """A server on a free port, from when it is ready; whatever is left of it in the end is killed."""
+    process = serve("--port", "0", *arguments, environment=environment)
+    children: list[int] = []
+    try:
+        server = Running(process, key)
+        children = server.children()
+        yield server
+        children += server.children()
+    finally:
+        process.kill()
+        process.wait()
+        for pid in children:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def wait_for(condition: Callable[[], Any], explain: Callable[[], str] = str, seconds: float = PATIENCE) -> Any:
+    """What `condition` gives once it is true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.01)
+    raise AssertionError(f"not within {seconds} s: {explain()}")
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below one, by /proc."""
+    parents: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int(folder.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended
+            continue
+        parents.setdefault(parent, []).append(int(folder.name))
+    found = list(parents.get(pid, []))
+    for child in found:  # grows as it goes
+        found += parents.get(child, [])
+    return found
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs; one that has ended and is not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process, as Linux counts it."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,283 @@
+"""A server's life, from its command line to its last signal, each time with real processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.main import get_command
+
+from strata.cli.serve import command
+from strata.engine.build import EngineConfig
+from strata.serve.settings import ServeSettings
+from tests.serve.conftest import BUILTIN
+from tests.serve.running import Running, command_line, descendants, is_alive, refusal, running, serve, wait_for
+
+
+def assert_nothing_is_left(server: Running, children: list[int]) -> None:
+    wait_for(lambda: not any(map(is_alive, [server.pid, *children])), seconds=10)
+    assert not (Path("/tmp") / server.folder).exists()
+
+
+# ---- the command line ----
+
+
+def test_a_port_in_use_is_one_line_before_the_model_loads() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        status, output, _ = refusal("--port", str(port))
+    assert status == 1
+    assert output.startswith(f"strata: error: 127.0.0.1:{port} ")
+    assert "--port" in output
+    assert output.count("\n") == 1
+
+
+def test_an_open_address_without_a_key_is_refused_in_one_line() -> None:
+    status, output, _ = refusal(environment={"STRATA_HOST": "0.0.0.0"})
+    assert status == 1
+    assert output.startswith("strata: error: --host 0.0.0.0")
+    assert "STRATA_API_KEY" in output
+    assert output.count("\n") == 1
+
+
+def test_a_key_on_the_command_line_is_refused_and_not_repeated() -> None:
+    status, output, _ = refusal("--api-key", "sk-secret")
+    assert status == 2
+    assert "--api-key-file" in output
+    assert "sk-secret" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("--allowed-origins", "*"), "--allowed-origins *"),
+        (("--chat-template", "/nowhere"), "--chat-template /nowhere"),
+        (("--api-key-file", "/nowhere"), "/nowhere cannot be read"),
+        (("--host", "not a host"), "--host not a host"),
+        (("/nowhere",), "/nowhere"),
+        (("--max-model-len", "5000"), "max_model_len=5000"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: tuple[str, ...], what: str) -> None:
+    status, output, _ = refusal("--port", "0", *arguments)
+    assert status == 1
+    assert output.startswith("strata: error: ")
+    assert what in output
+    assert output.count("\n") == 1
+
+
+def test_every_setting_has_an_option_and_every_option_a_variable() -> None:
+    parameters = {parameter.name: parameter for parameter in get_command(command).params}
+    names = {field.name for field in (*dataclasses.fields(EngineConfig), *dataclasses.fields(ServeSettings))}
+    renamed = {
+        "served_model_names": "served_model_name",
+        "tool_format": "tool_call_parser",
+        "skip_tokenizer_init": "tokenizer",
+        "body_limit": None,  # a constant, for tests to change
+    }
+    assert {renamed.get(name, name) for name in names} - {None} <= set(parameters)
+    context = get_command(command).make_context("serve", [], **get_command(command).context_settings)
+    assert context.auto_envvar_prefix == "STRATA"
+
+
+# ---- one server, asked by several tests ----
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running("--allowed-hosts", "my.box") as started:
+        yield started
+
+
+def test_the_curl_line_of_the_greeting_gets_an_answer(server: Running) -> None:
+    words = shlex.split(next(line for line in server.lines if line.startswith("curl ")))
+    header, _, value = words[words.index("-H") + 1].partition(": ")
+    answer = httpx.post(words[1], content=words[words.index("-d") + 1], headers={header: value}).json()
+    assert "Answer: 85" in answer["choices"][0]["message"]["content"]
+
+
+def test_only_this_machine_reaches_it_by_its_own_name(server: Running) -> None:
+    assert server.http.get("/v1/models", headers={"Host": "evil.example"}).status_code == 403
+    assert server.http.get("/v1/models", headers={"Host": "my.box"}).status_code == 200
+
+
+def test_no_header_tells_what_serves(server: Running) -> None:
+    assert "server" not in server.http.get("/health").headers
+
+
+def test_the_api_process_has_not_loaded_torch(server: Running) -> None:
+    assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()
+    assert "libtorch" in Path(f"/proc/{server.engine()}/maps").read_text()
+
+
+def test_what_the_server_keeps_on_disk_is_its_users_alone(server: Running) -> None:
+    assert (Path("/tmp") / server.folder).stat().st_mode & 0o777 == 0o700
+
+
+# ---- each with a server of its own ----
+
+
+def test_sigterm_lets_requests_finish_and_takes_no_others() -> None:
+    with running() as server:
+        children = server.children()
+        with server.stream(max_tokens=600) as events:
+            next(events)
+            server.signal(signal.SIGTERM)
+            wait_for(lambda: server.status("/ready") == 503, server.output, seconds=2)
+            refused = server.complete(max_tokens=1)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "draining"
+            assert int(refused.headers["retry-after"]) >= 1
+            rest = list(events)
+        assert rest[-1] == {"done": True}
+        assert not any("error" in event for event in rest)
+        assert rest[-2]["choices"][0]["finish_reason"] == "length"
+        assert server.wait() == 0
+        assert_nothing_is_left(server, children)
+
+
+def test_what_does_not_finish_in_time_ends_with_an_error_in_the_stream() -> None:
+    with running("--shutdown-timeout", "0.2") as server:
+        with server.stream(max_tokens=1000) as events:
+            next(events)
+            start = time.monotonic()
+            server.signal(signal.SIGTERM)
+            rest = list(events)
+        assert rest[-1]["error"]["type"] == "service_unavailable_error"
+        assert server.wait() == 0
+        assert time.monotonic() - start < 10
+        assert "did not finish" in server.output()
+
+
+def test_ctrl_c_ends_it_and_a_second_one_at_once() -> None:
+    with running() as server:
+        children = server.children()
+        with server.stream(max_tokens=1000) as events:
+            next(events)
+            server.signal(signal.SIGINT)
+            wait_for(lambda: server.status("/ready") == 503, server.output)
+            start = time.monotonic()
+            server.signal(signal.SIGINT)
+            assert server.wait() == 128 + signal.SIGINT
+            assert time.monotonic() - start < 1
+        assert_nothing_is_left(server, children)
+
+
+def test_a_killed_launcher_leaves_no_process_behind() -> None:
+    with running() as server:
+        children = server.children()
+        assert len(children) >= 1
+        server.signal(signal.SIGKILL)
+        wait_for(lambda: not any(map(is_alive, children)), seconds=10)
+
+
+def test_sigterm_while_the_model_loads_ends_it() -> None:
+    status, output, seconds = _signalled_while_loading()
+    assert status == 0
+    assert "Strata serves" not in output
+    assert seconds < 5
+
+
+def _signalled_while_loading() -> tuple[int, str, float]:
+    process = serve("--port", "0")
+    wait_for(lambda: descendants(process.pid))
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    return process.returncode, output, time.monotonic() - start
+
+
+def test_several_api_processes_serve_drain_and_count_together() -> None:
+    with running("--api-workers", "2", environment={"STRATA_API_KEYS": "me:sk-1"}, key="sk-1") as server:
+        children = server.children()
+        workers = [pid for pid in children if b"strata.serve.worker" in command_line(pid)]
+        assert len(workers) == 2
+        for pid in (server.pid, *children):
+            assert b"sk-1" not in command_line(pid)
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        with server.stream(max_tokens=300) as events:
+            next(events)
+            server.signal(signal.SIGTERM)
+            rest = list(events)
+        assert rest[-1] == {"done": True}
+        assert server.wait() == 0
+        assert_nothing_is_left(server, children)
+
+
+def test_an_api_process_that_dies_at_once_ends_the_server() -> None:
+    with running("--api-workers", "2") as server:
+        children = server.children()
+        worker = next(pid for pid in children if b"strata.serve.worker" in command_line(pid))
+        os.kill(worker, signal.SIGKILL)
+        assert server.wait() == 1
+        assert "API process" in server.output()
+        assert_nothing_is_left(server, children)
+
+
+# ---- folders that cannot be served ----
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """The built-in model, to be broken."""
+    for file in BUILTIN.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def _change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def truncate_shard(folder: Path) -> str:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100_000])
+    return "model.safetensors"
+
+
+def lose_index_key(folder: Path) -> str:
+    names = ["model.embed_tokens.weight", "model.norm.weight"]
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model-1.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return "does not list"
+
+
+def change_shape(folder: Path) -> str:
+    _change_config(folder, intermediate_size=706)
+    return "706"
+
+
+def change_architecture(folder: Path) -> str:
+    _change_config(folder, architectures=["MambaForCausalLM"])
+    return "LlamaForCausalLM"
+
+
+def lose_tokenizer(folder: Path) -> str:
+    (folder / "tokenizer.json").unlink()
+    return "tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    "breaking", [truncate_shard, lose_index_key, change_shape, change_architecture, lose_tokenizer]
+)
+def test_a_folder_that_cannot_be_served_is_one_line_and_soon(copied: Path, breaking: Any) -> None:
+    what = breaking(copied)
+    status, output, seconds = refusal(str(copied), "--port", "0")
+    assert status == 1
+    errors = [line for line in output.splitlines() if line.startswith("strata: error: ")]
+    assert len(errors) == 1
+    assert what in errors[0]
+    assert "Traceback" not in output
+    assert seconds < 5
