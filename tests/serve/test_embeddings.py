@@ -1,0 +1,144 @@
+"""/v1/embeddings: every form of input, both encodings, both poolings, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+
+from strata.engine.messages import Embed
+from strata.models.tokenizer import Tokenizer
+from strata.serve.client import EngineGone, EngineRefused
+from tests.serve.scripted import Scripted
+
+Serve = Callable[..., AbstractContextManager[Scripted]]
+
+
+class Embedder:
+    """The part of an engine's client that embeds: a vector is (its prompt's length, 1 for mean and 0 for last).
+
+    most: how many it was asked for at once.
+    """
+
+    def __init__(self, fails: Exception | None = None, hangs: bool = False) -> None:
+        self.asked: list[Embed] = []
+        self.cancelled = 0
+        self.most = 0
+        self._now = 0
+        self._fails = fails
+        self._hangs = hangs
+
+    async def embed(self, request: Embed) -> list[float]:
+        self.asked.append(request)
+        self._now += 1
+        self.most = max(self.most, self._now)
+        try:
+            await asyncio.sleep(100 if self._hangs else 0)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        self._now -= 1
+        if self._fails is not None:
+            raise self._fails
+        return [len(request.prompt), float(request.pooling == "mean")]
+
+
+def install(served: Scripted, **options: Any) -> Embedder:
+    embedder = Embedder(**options)
+    served.engine.embed = embedder.embed  # type: ignore[attr-defined]
+    return embedder
+
+
+def embed(served: Scripted, status: int = 200, **body: Any) -> Any:
+    response = served.client.post("/v1/embeddings", json=body)
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize("input", ["Hi there", ["Hi there", "you"], [5, 6, 7], [[5, 6, 7], [8]]])
+def test_every_form_of_input_gives_a_vector_each(serve_script: Serve, tokenizer: Tokenizer, input: Any) -> None:
+    alone = isinstance(input, str) or isinstance(input[0], int)
+    prompts = [tokenizer.encode(one) if isinstance(one, str) else one for one in ([input] if alone else input)]
+    with serve_script([]) as served:
+        embedder = install(served)
+        body = embed(served, input=input)
+    assert [request.prompt for request in embedder.asked] == prompts
+    assert [(one["index"], one["embedding"]) for one in body["data"]] == [
+        (index, [float(len(prompt)), 0.0]) for index, prompt in enumerate(prompts)
+    ]
+    tokens = sum(map(len, prompts))
+    assert body["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    assert (body["object"], body["model"]) == ("list", "scripted")
+
+
+def test_base64_is_of_little_endian_float32(serve_script: Serve) -> None:
+    with serve_script([]) as served:
+        install(served)
+        data = embed(served, input=[5, 6, 7], encoding_format="base64", pooling="mean", user="u")["data"]
+    assert struct.unpack("<2f", base64.b64decode(data[0]["embedding"])) == (3.0, 1.0)
+
+
+def test_many_inputs_are_asked_for_a_few_at_a_time_and_keep_their_order(serve_script: Serve) -> None:
+    with serve_script([]) as served:
+        embedder = install(served)
+        data = embed(served, input=[[5] * length for length in range(1, 101)])["data"]
+        assert served.state.limits.in_flight == 0
+    assert [one["embedding"][0] for one in data] == list(range(1, 101))
+    assert 1 < embedder.most <= 8
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [[]]}, "input[0]"),
+        ({"input": [True]}, "input[0]"),
+        ({"input": ["a", 5]}, "input[1]"),
+        ({"input": [5, "a"]}, "input[1]"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"input": [10**6]}, "input"),
+        ({"input": [5] * 1025}, "input"),
+        ({"input": ["a", [5] * 3]}, "input[1]"),
+        ({"input": "a", "dimensions": 8}, "dimensions"),
+        ({"input": "a", "pooling": "cls"}, "pooling"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a", "unknown": 1}, "unknown"),
+    ],
+)
+def test_what_cannot_be_embedded_is_refused_with_its_field(
+    serve_script: Serve, body: dict[str, Any], param: str
+) -> None:
+    with serve_script([]) as served:
+        embedder = install(served)
+        assert embed(served, 400, **body)["error"]["param"] == param
+    assert not embedder.asked
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "code"),
+    [(EngineRefused("too long for one step"), 400, None), (EngineGone("killed"), 503, "engine_dead")],
+)
+def test_what_the_engine_says_reaches_the_client(
+    serve_script: Serve, failure: Exception, status: int, code: str | None
+) -> None:
+    with serve_script([]) as served:
+        install(served, fails=failure)
+        error = embed(served, status, input=["a", "b"])["error"]
+        assert served.state.limits.in_flight == 0
+    assert str(failure) in error["message"]
+    assert error["code"] == code
+
+
+def test_what_takes_too_long_is_ended_everywhere(serve_script: Serve) -> None:
+    with serve_script([], settings={"request_timeout": 0.05}) as served:
+        embedder = install(served, hangs=True)
+        error = embed(served, 408, input=["a"] * 20)["error"]
+        assert served.state.limits.in_flight == 0
+    assert error["code"] == "timeout"
+    assert embedder.cancelled == len(embedder.asked) == 8
