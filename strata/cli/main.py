@@ -12,6 +12,7 @@ from typer.main import get_command
 
 _HOMES = {
     "serve": "strata.cli.serve:command",
+    "run-batch": "strata.cli.run_batch:run",
     "generate": "strata.cli.generate:generate",
     "chat": "strata.cli.chat:chat",
     "graph": "strata.cli.graph:graph",

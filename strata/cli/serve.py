@@ -32,7 +32,7 @@ class ToolCallParser(StrEnum):
     LLAMA3_JSON = "llama3_json"
 
 
-_TOOL_FORMATS = {ToolCallParser.HERMES: "hermes", ToolCallParser.LLAMA3_JSON: "llama3"}
+TOOL_FORMATS = {ToolCallParser.HERMES: "hermes", ToolCallParser.LLAMA3_JSON: "llama3"}
 
 
 def _refuse_key(value: str | None) -> None:
@@ -147,7 +147,7 @@ def serve(
         allowed_hosts=tuple(allowed_hosts or ()),
         allowed_origins=tuple(_origin(one) for one in allowed_origins or ()),
         chat_template=None if chat_template is None else _read_template(chat_template),
-        tool_format=None if tool_call_parser is None else _TOOL_FORMATS[tool_call_parser],
+        tool_format=None if tool_call_parser is None else TOOL_FORMATS[tool_call_parser],
         reasoning=reasoning,
         max_queue=max_queue,
         request_timeout=request_timeout,
