@@ -1,0 +1,400 @@
+"""A real engine process and real clients: what they get, how fast pages come back, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from strata import LLM, SamplingParams
+from strata.engine.messages import Add, Delta, Embed, Hello, TokenLogprobs
+from strata.engine.samples import Sample
+from strata.engine.worker import main
+from strata.serve.client import EngineClient, EngineGone, EngineRefused, Stream
+from tests.engine.worker_process import BUILTIN, WorkerProcess
+
+PROMPTS = ["Once upon a time", "The capital of", "def main():", "2 + 2 ="]
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "num_pages": 150,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "deterministic": True,
+}
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    with WorkerProcess(tmp_path_factory.mktemp("engine"), **OPTIONS) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(BUILTIN, device="cpu", **OPTIONS)
+
+
+def play(worker: WorkerProcess, scenario: Callable[[EngineClient], Coroutine[Any, Any, None]]) -> None:
+    """Run a scenario with a client of its own, and see that the engine is as free afterwards as before."""
+
+    async def run() -> None:
+        client = await EngineClient.connect(worker.address, timeout=60)
+        try:
+            async with asyncio.timeout(60):
+                await scenario(client)
+                await until(lambda: client.statistics.kv_usage == 0, 2)
+        finally:
+            await client.close()
+
+    asyncio.run(run())
+    assert worker.process.poll() is None
+
+
+async def until(condition: Callable[[], bool], seconds: float) -> float:
+    """Wait for a condition; returns how long it took, in seconds."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, "it does not become true"
+        await asyncio.sleep(0.001)
+    return time.monotonic() - began
+
+
+async def whole(stream: Stream) -> dict[int, Delta]:
+    """All of a request's deltas, joined by sample."""
+    joined: dict[int, Delta] = {}
+    async for deltas in stream:
+        for delta in deltas:
+            before = joined.get(delta.index)
+            tokens = [*(before.tokens if before else ()), *delta.tokens]
+            logprobs = [*((before.logprobs if before else None) or ()), *(delta.logprobs or ())]
+            joined[delta.index] = msgspec.structs.replace(delta, tokens=tokens, logprobs=logprobs)
+    return joined
+
+
+def test_tokens_are_those_of_the_offline_api(worker: WorkerProcess, llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    params = [
+        GREEDY,
+        replace(GREEDY, logprobs=2, prompt_logprobs=1),
+        SamplingParams(n=4, temperature=0.9, top_p=0.9, seed=3, max_tokens=20, ignore_eos=True),
+        replace(GREEDY, bad_words=["a"], repetition_penalty=1.3),
+    ]
+    want = llm.generate(PROMPTS, params, use_tqdm=False)
+
+    async def scenario(client: EngineClient) -> None:
+        assert client.ready.vocab_size == 4096
+        words = [
+            [tokenizer.encode(text, add_special_tokens=False) for text in ("a", " a")] if p.bad_words else []
+            for p in params
+        ]
+        streams = [
+            client.submit(Add(f"{i}", output.prompt_token_ids, params[i], arrival=time.monotonic(), bad_words=words[i]))
+            for i, output in enumerate(want)
+        ]
+        got = await asyncio.gather(*map(whole, streams))
+        for output, deltas in zip(want, got, strict=True):
+            for sample in output.outputs:
+                told = deltas[sample.index]
+                assert told.tokens == sample.token_ids
+                assert (told.finish_reason, told.stop_reason) == (sample.finish_reason, sample.stop_reason)
+        logprobs, expected = got[1][0].logprobs, want[1].outputs[0].logprobs
+        assert logprobs is not None
+        assert expected is not None
+        assert len(logprobs) == len(expected)
+        assert all(map(agrees, logprobs, expected))
+        prompt_expected = want[1].prompt_logprobs
+        assert prompt_expected is not None
+        assert len(streams[1].prompt_logprobs) == len(prompt_expected) - 1
+        assert all(map(agrees, streams[1].prompt_logprobs, prompt_expected[1:]))
+
+    play(worker, scenario)
+
+
+def agrees(told: TokenLogprobs, expected: Any) -> bool:
+    return all(expected[id].logprob == value for id, value in zip(told.top_ids, told.top_logprobs, strict=True)) and (
+        (told.logprob, told.rank) == expected[told.token][:2]
+    )
+
+
+def test_clients_share_the_engine_and_not_their_names(worker: WorkerProcess, llm: LLM) -> None:
+    want = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+    async def scenario(client: EngineClient) -> None:
+        others = [await EngineClient.connect(worker.address, timeout=10) for _ in PROMPTS[1:]]
+        clients = [client, *others]
+        streams = [
+            one.submit(Add("same", output.prompt_token_ids, GREEDY)) for one, output in zip(clients, want, strict=True)
+        ]
+        for deltas, output in zip(await asyncio.gather(*map(whole, streams)), want, strict=True):
+            assert deltas[0].tokens == output.outputs[0].token_ids
+        for other in others:
+            await other.close()
+
+    play(worker, scenario)
+
+
+def test_a_stop_string_ends_a_sample_where_the_offline_api_ends_it(worker: WorkerProcess, llm: LLM) -> None:
+    free = llm.generate(PROMPTS[0], replace(LONG, max_tokens=40), use_tqdm=False)[0].outputs[0].text
+    params = replace(LONG, stop=free[30:34])
+    (want,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
+
+    async def scenario(client: EngineClient) -> None:
+        sample, text = Sample.of(params, want.prompt_token_ids, llm.get_tokenizer()), ""
+        async for (delta,) in client.submit(Add("a", want.prompt_token_ids, params)):
+            text += sample.append(delta.tokens, delta.finish_reason, delta.stop_reason)
+            if isinstance(sample.stop_reason, str):
+                client.finish("a", 0, sample.stop_reason)
+        assert text == want.outputs[0].text
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", params.stop)
+        assert await until(lambda: client.statistics.kv_usage == 0, 1) < 0.2
+
+    play(worker, scenario)
+
+
+@pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
+def test_an_abort_frees_the_pages_within_a_step_and_100_ms(worker: WorkerProcess, phase: str) -> None:
+    async def scenario(client: EngineClient) -> None:
+        if phase == "prefill":  # 15 steps
+            streams = [client.submit(Add("long", list(range(100, 1000)), replace(LONG, max_tokens=50)))]
+            await until(lambda: client.statistics.running == 1, 1)
+        else:
+            streams = [client.submit(Add(f"{i}", [i + 5] * 20, LONG)) for i in range(10)]
+            await until(lambda: (client.statistics.running, client.statistics.waiting) == (8, 2), 2)
+        if phase == "queued":
+            await streams.pop().aclose()
+            assert await until(lambda: client.statistics.waiting == 1, 1) < 0.2
+        for stream in streams:
+            await stream.aclose()
+        client.abort("0")
+        client.abort("never seen")
+        # A step of this model takes a few milliseconds.
+        assert await until(lambda: client.statistics.running == client.statistics.kv_usage == 0, 1) < 0.2
+
+    play(worker, scenario)
+
+
+def test_a_client_that_vanishes_leaves_nothing_behind(worker: WorkerProcess) -> None:
+    async def scenario(client: EngineClient) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(worker.address)
+        for message in (Hello(), *(Add(f"{i}", [i + 5] * 20, LONG) for i in range(10)), Embed("e", [1])):
+            socket.send(msgspec.msgpack.encode(message))
+        await until(lambda: client.statistics.running == 8, 2)
+        context.destroy(linger=0)
+        await until(lambda: client.statistics.running + client.statistics.waiting == 0, 1.5)
+
+    play(worker, scenario)
+
+
+def test_frames_that_are_no_messages_do_no_harm(worker: WorkerProcess) -> None:
+    async def scenario(client: EngineClient) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(worker.address)
+        socket.send(b"\xc1garbage")
+        socket.send_multipart([b"", b"several", b"parts"])
+        socket.send(msgspec.msgpack.encode(Hello()))
+        socket.send(b"\x91" * 50_000)
+        assert (await whole(client.submit(Add("a", [5, 6], replace(GREEDY, ignore_eos=True)))))[
+            0
+        ].finish_reason == "length"
+        context.destroy(linger=0)
+
+    play(worker, scenario)
+
+
+def test_what_can_never_run_is_refused(worker: WorkerProcess) -> None:
+    async def scenario(client: EngineClient) -> None:
+        with pytest.raises(EngineRefused, match="max_model_len is 1024"):
+            await anext(client.submit(Add("a", [5] * 1024, GREEDY)))
+        with pytest.raises(EngineRefused, match="out of range"):
+            await client.embed(Embed("e", [4096]))
+        assert (await whole(client.submit(Add("a", [5], GREEDY))))[0].tokens
+
+    play(worker, scenario)
+
+
+def test_embeddings_are_those_of_the_offline_api(worker: WorkerProcess, llm: LLM) -> None:
+    want = llm.embed(PROMPTS, pooling="mean", use_tqdm=False)
+
+    async def scenario(client: EngineClient) -> None:
+        stream = client.submit(Add("a", [5, 6], LONG))
+        got: list[Awaitable[list[float]]] = [
+            client.embed(Embed(f"{i}", output.prompt_token_ids, "mean")) for i, output in enumerate(want)
+        ]
+        assert await asyncio.gather(*got) == [output.outputs.embedding for output in want]
+        await stream.aclose()
+
+    play(worker, scenario)
+
+
+def test_it_tells_how_it_stands_while_nothing_happens(worker: WorkerProcess) -> None:
+    async def scenario(client: EngineClient) -> None:
+        for _ in range(2):
+            before = client.statistics
+            await until(lambda before=before: client.statistics is not before, 1)  # type: ignore[misc]
+
+    play(worker, scenario)
+
+
+def test_many_clients_that_leave_at_random(worker: WorkerProcess) -> None:
+    """Requests begin and are dropped at all moments; `play` sees that all pages come back, `check` that books agree."""
+
+    async def one(client: EngineClient, number: int) -> None:
+        for turn in range(4):
+            stream = client.submit(
+                Add(f"{number}-{turn}", [number % 7 + 5] * (1 + number * 3), replace(LONG, n=1 + turn % 3))
+            )
+            for _ in range(number % 4):
+                await anext(stream)
+            await asyncio.sleep(0.003 * (number % 5))
+            await stream.aclose()
+
+    async def scenario(client: EngineClient) -> None:
+        await asyncio.gather(*(one(client, number) for number in range(24)))
+
+    play(worker, scenario)
+
+
+class TestTheEnd:
+    @pytest.mark.parametrize("how", ["SIGTERM", "end of standard input", "SIGKILL"])
+    def test_is_heard_at_once(self, tmp_path: Path, how: str) -> None:
+        with WorkerProcess(tmp_path / "engine", num_pages=100) as worker:
+
+            async def scenario() -> None:
+                client = await EngineClient.connect(worker.address, timeout=60)
+                stream = client.submit(Add("a", [5, 6], LONG))
+                await anext(stream)
+                worker.process.send_signal(signal.SIGINT)  # Ctrl-C is for the parent to answer
+                await anext(stream)
+                if how == "end of standard input":
+                    assert worker.process.stdin is not None
+                    worker.process.stdin.close()
+                else:
+                    worker.process.send_signal(getattr(signal, how))
+                reason = await asyncio.wait_for(client.wait_dead(), 2)
+                assert reason == (
+                    "the engine process has ended" if how == "SIGKILL" else "the engine has been told to end"
+                )
+                with pytest.raises(EngineGone, match=reason):
+                    await whole(stream)
+                await client.close()
+
+            asyncio.run(scenario())
+            assert worker.ended(10) == (-signal.SIGKILL if how == "SIGKILL" else 0)
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells a child of its parent's death on Linux only")
+    def test_comes_with_the_parents(self, tmp_path: Path) -> None:
+        """The parent is killed, so it can tell nobody; what the engine reads from stays open."""
+        config = {"address": f"ipc://{tmp_path}/engine.sock", "model": str(BUILTIN), "device": "cpu", "num_pages": 100}
+        tmp_path.chmod(0o700)
+        reading, writing = os.pipe()
+        os.write(writing, json.dumps(config).encode() + b"\n")
+        start = (
+            "import subprocess, sys, time\n"
+            "child = subprocess.Popen([sys.executable, '-m', 'strata.engine.worker'])\n"
+            "print(child.pid, flush=True)\n"
+            "time.sleep(60)\n"
+        )
+        parent = subprocess.Popen([sys.executable, "-c", start], stdin=reading, stdout=subprocess.PIPE, text=True)
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+
+        async def scenario() -> None:
+            client = await EngineClient.connect(config["address"], timeout=60)
+            parent.kill()
+            await asyncio.wait_for(client.wait_dead(), 10)
+            await client.close()
+
+        asyncio.run(scenario())
+        parent.wait()
+        deadline = time.monotonic() + 10
+        while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+            assert time.monotonic() < deadline, "an orphan is left"
+            time.sleep(0.02)
+        for descriptor in (reading, writing):
+            os.close(descriptor)
+        parent.stdout.close()
+
+    @pytest.mark.parametrize(
+        ("error", "told"), [("EngineFault('out of memory')", "out of memory"), ("KeyError('bug')", "bug")]
+    )
+    def test_of_an_engine_that_breaks_down_is_told_to_all(self, tmp_path: Path, error: str, told: str) -> None:
+        script = (
+            "import sys\n"
+            "from strata.engine import loop, worker\n"
+            "from strata.engine.faults import EngineFault\n"
+            "step = loop.EngineLoop.step\n"
+            "def breaks(self):\n"
+            f"    if self.scheduler.running > 1: raise {error}\n"
+            "    return step(self)\n"
+            "loop.EngineLoop.step = breaks\n"
+            "sys.exit(worker.main())\n"
+        )
+        with WorkerProcess(tmp_path / "engine", script=script, num_pages=100) as worker:
+
+            async def scenario() -> None:
+                clients = [await EngineClient.connect(worker.address, timeout=60) for _ in range(2)]
+                streams = [client.submit(Add("a", [5, 6], LONG)) for client in clients]
+                for client, stream in zip(clients, streams, strict=True):
+                    with pytest.raises(EngineGone, match=told):
+                        await whole(stream)
+                    await client.close()
+
+            asyncio.run(scenario())
+            assert worker.ended(10) == 1
+            (line,) = [line for line in worker.errors if line.startswith("strata: error: ")]
+            assert told in line
+
+
+GOOD = {"model": str(BUILTIN), "device": "cpu"}
+BAD: dict[str, tuple[Any, str]] = {
+    "model": (GOOD | {"model": "/nowhere"}, "/nowhere"),
+    "length": (GOOD | {"max_model_len": 10**6}, "max_position_embeddings"),
+    "option": (GOOD | {"surprise": 1}, "unknown option 'surprise'"),
+    "open folder": (GOOD | {"address": "ipc:///tmp/engine.sock"}, "chmod 700"),
+    "no folder": (GOOD | {"address": "ipc:///nowhere/engine.sock"}, "'ipc:///nowhere/engine.sock'"),
+    "network": (GOOD | {"address": "tcp://127.0.0.1:5555"}, "'tcp://127.0.0.1:5555'"),
+    "long name": (GOOD | {"address": "{folder}/" + "x" * 200}, "cannot listen at"),
+    "no JSON": ("no JSON", "JSON"),
+}
+
+
+@pytest.mark.parametrize(("config", "words"), BAD.values(), ids=BAD.keys())
+def test_what_cannot_be_honoured_is_one_line(
+    config: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o700)
+    if isinstance(config, dict):
+        address = config.get("address", "{folder}/engine.sock").replace("{folder}", f"ipc://{tmp_path}")
+        config = json.dumps(config | {"address": address})
+    monkeypatch.setattr("strata.engine.worker.end_with_parent", lambda: None)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(config.encode() + b"\n")))
+    assert main() == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("strata: error: ")
+    assert errors.count("\n") == 1
+    assert words in errors
+
+
+def test_a_process_that_cannot_start_ends_with_code_1(tmp_path: Path) -> None:
+    with WorkerProcess(tmp_path / "engine", model="/nowhere") as worker:
+        assert worker.ended(60) == 1
+        assert [line.startswith("strata: error: ") for line in worker.errors] == [True]
