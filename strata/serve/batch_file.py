@@ -1,4 +1,4 @@
-"""Batch files in OpenAI's format: requests, one a line, and their results, to which a later run adds what is missing."""
+"""Batch files in OpenAI's format: requests, one a line, and results, to which a later run adds what is missing."""
 
 from __future__ import annotations
 

@@ -1,0 +1,212 @@
+"""Batch files: every line has its result once, whatever went wrong and however often the run was stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strata.engine.messages import Delta
+from strata.models.tokenizer import Tokenizer
+from strata.serve.batch_file import BatchResults, read_requests
+from strata.serve.client import EngineGone
+from strata.serve.run_batch import answer_all, post
+from tests.serve.scripted import EOS, Scripted, delta
+
+Serve = Callable[..., AbstractContextManager[Scripted]]
+
+
+def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body or {"prompt": "Hi"}})
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    return tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+
+@pytest.fixture
+def script(tokenizer: Tokenizer) -> list[Sequence[Delta]]:
+    ids = tokenizer.encode("It is 85.", add_special_tokens=False)
+    return [[delta(0, ids)], [delta(0, [EOS], "stop")]]
+
+
+def run(served: Scripted, files: tuple[Path, Path], at_once: int = 3) -> BatchResults:
+    app: Any = served.client.app
+    with BatchResults(files[1]) as results:
+        application, client = app._app, served.state.client  # behind the gate, as in a batch
+        asyncio.run(answer_all(application, client, read_requests(files[0]), results, at_once, lambda: None))
+    return results
+
+
+def results_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(one) for one in file.read_text().splitlines()]
+
+
+def test_every_line_gets_its_result(
+    serve_script: Serve, script: list[Sequence[Delta]], files: tuple[Path, Path]
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    asked = [
+        line("chat", "/v1/chat/completions", **chat),
+        line("completion"),
+        line("response", "/v1/responses", input="Hi"),
+        line("wrong", bogus=1, prompt="Hi"),
+        line("other model", prompt="Hi", model="gpt"),
+    ]
+    files[0].write_text("\n".join(asked) + "\n\n")
+    with serve_script(script) as served:
+        results = run(served, files)
+    found = {result["custom_id"]: result for result in results_of(files[1])}
+    assert (results.succeeded, results.failed, len(found)) == (3, 2, 5)
+    assert found["chat"]["response"]["body"]["choices"][0]["message"]["content"] == "It is 85."
+    assert found["completion"]["response"]["body"]["choices"][0]["text"] == "It is 85."
+    assert found["response"]["response"]["body"]["output"][0]["content"][0]["text"] == "It is 85."
+    assert [found[name]["response"]["status_code"] for name in ("chat", "wrong", "other model")] == [200, 400, 404]
+    assert found["wrong"]["response"]["body"]["error"]["param"] == "bogus"
+    for result in found.values():
+        assert set(result) == {"id", "custom_id", "response", "error"}
+        assert set(result["response"]) == {"status_code", "request_id", "body"}
+        assert result["error"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("not json", "invalid_json"),
+        ('{"custom_id": "a"', "invalid_json"),
+        ("[" * 5000, "invalid_json"),
+        ("\udcff", "invalid_json"),
+        ("5", "invalid_request"),
+        ("{}", "missing_custom_id"),
+        ('{"custom_id": 5}', "missing_custom_id"),
+        ('{"custom_id": "a", "method": "GET"}', "invalid_method"),
+        ('{"custom_id": "a", "method": "POST", "url": "/metrics"}', "invalid_url"),
+        ('{"custom_id": "a", "method": "POST", "url": ["/v1/completions"]}', "invalid_url"),
+        ('{"custom_id": "a", "method": "POST", "url": "/v1/completions"}', "invalid_request"),
+        (line("a", prompt="Hi", stream=True), "invalid_request"),
+        (line("a")[:-1] + ', "priority": 1}', "invalid_request"),
+        (line("first"), "duplicate_custom_id"),
+    ],
+)
+def test_a_line_that_is_no_request_is_an_error_of_its_own(
+    serve_script: Serve, script: list[Sequence[Delta]], files: tuple[Path, Path], text: str, code: str
+) -> None:
+    files[0].write_bytes("\n".join([line("first"), text, line("last")]).encode(errors="surrogateescape"))
+    with serve_script(script) as served:
+        run(served, files)
+        results = run(served, files)  # nothing is told twice
+    assert (results.succeeded, results.failed) == (2, 1)
+    (fault,) = [result["error"] for result in results_of(files[1]) if result["error"]]
+    assert (fault["code"], fault["line"]) == (code, 2)
+    assert fault["message"].startswith("line 2: ")
+
+
+def test_a_run_that_was_cut_off_anywhere_is_completed(
+    serve_script: Serve, script: list[Sequence[Delta]], files: tuple[Path, Path]
+) -> None:
+    files[0].write_text("\n".join(line(str(number), bogus=number) for number in range(3)))
+    with serve_script(script) as served:
+        run(served, files, at_once=1)
+        whole = files[1].read_bytes()
+        for kept in range(0, len(whole) + 1, 31):
+            files[1].write_bytes(whole[:kept])
+            assert run(served, files, at_once=1).failed == 3
+            assert [result["custom_id"] for result in results_of(files[1])] == ["0", "1", "2"]
+            untouched = whole[:kept].rpartition(b"\n")[0]
+            assert files[1].read_bytes().startswith(untouched)
+
+
+def test_so_many_are_answered_at_once_and_no_more(serve_script: Serve, files: tuple[Path, Path]) -> None:
+    files[0].write_text("\n".join(line(str(number)) for number in range(10)))
+    now = most = 0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.001)
+        now -= 1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    with serve_script([]) as served, BatchResults(files[1]) as results:
+        asyncio.run(answer_all(app, served.state.client, read_requests(files[0]), results, 4, lambda: None))
+    assert results.succeeded == 10
+    assert most == 4
+
+
+def test_what_an_engine_took_with_it_is_left_for_the_next_run(
+    serve_script: Serve, script: list[Sequence[Delta]], files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files[0].write_text("\n".join(line(str(number)) for number in range(5)))
+
+    async def wait_dead() -> str:
+        return "the engine process has ended"
+
+    with serve_script([EngineGone("killed")]) as served:
+        monkeypatch.setattr(served.engine, "alive", False)
+        monkeypatch.setattr(served.engine, "wait_dead", wait_dead, raising=False)
+        with pytest.raises(EngineGone, match="has ended"):
+            run(served, files)
+    assert files[1].read_text() == ""
+    with serve_script(script) as served:
+        assert run(served, files).succeeded == 5
+
+
+def test_a_fault_of_the_application_is_one_requests_error() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise RuntimeError("secret")
+
+    status, body = asyncio.run(post(app, "/v1/completions", b"{}"))
+    assert status == 500
+    assert json.loads(body)["error"]["code"] == "internal_error"
+    assert b"secret" not in body
+
+
+@pytest.mark.parametrize("content", [b"my diary\n", b'{"custom_id": "a"}\n', b"[1]\n{}\n"])
+def test_a_file_that_holds_no_results_is_left_alone(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "out.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="line 1"):
+        BatchResults(file)
+    assert file.read_bytes() == content
+
+
+def run_command(*arguments: Path | str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "strata", "run-batch", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_command_answers_and_goes_on(tmp_path: Path) -> None:
+    asked, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    question = {"messages": [{"role": "user", "content": "What is 47 + 38?"}], "max_completion_tokens": 2}
+    asked.write_text(line("chat", "/v1/chat/completions", **question) + "\n" + line("e", "/v1/embeddings", input="Hi"))
+    result = run_command(asked, answered, "--device", "cpu")
+    assert result.returncode == 0, result.stderr
+    assert "2 succeeded, 0 failed" in result.stderr
+    first = answered.read_text()
+    assert [json.loads(one)["response"]["status_code"] for one in first.splitlines()] == [200, 200]
+    with asked.open("a") as more:
+        more.write("\nnot json")
+    assert run_command(asked, answered, "--device", "cpu").returncode == 1
+    assert answered.read_text().startswith(first)
+
+
+def test_the_command_needs_two_files(tmp_path: Path) -> None:
+    asked = tmp_path / "in.jsonl"
+    asked.write_text(line("a"))
+    same = run_command(asked, asked)
+    missing = run_command(tmp_path / "none", tmp_path / "out")
+    assert (same.returncode, missing.returncode) == (1, 1)
+    assert "holds the requests" in same.stderr
+    assert "cannot be read" in missing.stderr
+    assert asked.read_text() == line("a")
