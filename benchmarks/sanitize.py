@@ -38,6 +38,7 @@ from strata.kernels.gemm_skinny_tiles import SkinnyTile
 from strata.kernels.kv_read import kv_read
 from strata.kernels.kv_write import kv_write
 from strata.kernels.linear_silu_mul import linear_silu_mul
+from strata.kernels.newest_tokens import newest_tokens
 from strata.kernels.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.paged import PagedKV
@@ -163,6 +164,7 @@ def _sampling(rows: int) -> Iterator[Call]:
     yield own(filter_bounds, logits, temperatures, top_k, top_p, min_p)
     yield own(gumbel_sample, logits, temperatures, seeds, steps)
     yield own(gumbel_sample, logits, temperatures, seeds, steps, *bounds)
+    yield own(newest_tokens, steps, steps - 1, torch.arange(rows, dtype=torch.int32) - 1)
     yield own(token_logprobs, logits.float(), torch.randint(VOCABULARY, (rows, 6)))
 
 

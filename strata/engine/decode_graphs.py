@@ -12,13 +12,14 @@ from strata.cache.pool import KVPool
 from strata.cache.tables import BlockTables, StepBuffer, StepShape
 from strata.engine.sampler import DrawInputs, draw_ids
 from strata.engine.step_graphs import StepGraphs
-from strata.graph.cudagraph import CudaGraphs
+from strata.graph.cudagraph import CudaGraphs, borrowed
+from strata.kernels.newest_tokens import newest_tokens
 
 
 def joined_tokens(buffer: StepBuffer, newest: Tensor) -> Tensor:
     """The ids of a step [tokens]: those the host sent, and those that only the device knows yet."""
-    sources = buffer.tensors["sources"]  # -1 reads the last row of `newest`, for nothing
-    return torch.where(sources >= 0, newest[sources], buffer.tensors["tokens"])
+    result: Tensor = newest_tokens(buffer.tensors["tokens"], buffer.tensors["sources"], newest)
+    return result
 
 
 def draw_inputs(buffer: StepBuffer, draws: int) -> DrawInputs:
@@ -41,7 +42,7 @@ class Recorded:
 class DecodeGraphs:
     """One CUDA graph for each decode batch size, from ids to ids, temperature and filters included.
 
-    All write their logits into one tensor, of which a step with penalties and the like samples anew.
+    Its logits, which the next recording may overwrite, are there for a step with penalties and the like to sample anew.
     """
 
     def __init__(
@@ -55,7 +56,6 @@ class DecodeGraphs:
         self._recordings = CudaGraphs()
         self._outputs: dict[int, Recorded] = {}
         self._buffers: dict[int, dict[int, StepBuffer]] = {}
-        self._logits: Tensor | None = None
 
     def bucket(self, sequences: int) -> int | None:
         """The smallest recorded batch size that holds so many sequences; None if all are smaller."""
@@ -78,18 +78,15 @@ class DecodeGraphs:
         buffer.place(BlockTables(0, width), self._pool.shape.page_size, nothing, nothing, nothing)
         buffer.pad_draws(0, len(self._newest) - 1)
         buffer.send()
-        ids = torch.zeros(bucket, dtype=torch.int32, device=self._newest.device)
-
         model = self._graphs.decode(bucket)
+        made: list[Tensor] = []
 
         def step() -> None:
             logits = model(buffer.batch(self._pool, joined_tokens(buffer, self._newest), 1, ()))
-            if self._logits is None:
-                self._logits = torch.empty_like(logits)
-            self._logits[:bucket].copy_(logits)
-            ids.copy_(draw_ids(logits, draw_inputs(buffer, bucket), filtered=True))
-            self._newest[buffer.tensors["draw_slots"]] = ids.clamp(min=0)
+            ids = draw_ids(logits, draw_inputs(buffer, bucket), filtered=True)
+            self._newest[buffer.tensors["draw_slots"]] = ids
+            made[:] = ids, logits
 
         self._recordings.record(bucket, step)
-        assert self._logits is not None
-        self._outputs[bucket] = Recorded(ids, self._logits)
+        ids, logits = made
+        self._outputs[bucket] = Recorded(ids, borrowed(logits))

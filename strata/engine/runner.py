@@ -252,7 +252,7 @@ class Runner:
                 ids, reported = self._sampler.draw(logits, rows, inputs, filtered, masks)
             else:
                 ids = draw_ids(logits, inputs, filtered)
-        self._newest[buffer.tensors["draw_slots"][: len(rows)]] = ids.clamp(min=0)
+        self._newest[buffer.tensors["draw_slots"][: len(rows)]] = ids
         return self._finish(step.plan, ids, reported, step.prompt_logprobs)
 
     def _finish(
