@@ -10,6 +10,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
 
+from strata.engine.number_bounds import with_inner_bounds
+
 # Between the tokens of JSON: a space, or a line break with its indentation. Bounded, or a model could write blanks
 # until its tokens run out.
 WHITESPACE = r" |\n[ ]{0,24}"
@@ -27,7 +29,8 @@ def json_part(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "x-guidance" in schema:
         raise ValueError("'x-guidance' is not a keyword of JSON Schema: leave it out")
-    return {"name": name, "json_schema": {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}}
+    repaired = with_inner_bounds(schema)
+    return {"name": name, "json_schema": {**repaired, "x-guidance": {"whitespace_pattern": WHITESPACE}}}
 
 
 def join_parts(*parts: Mapping[str, Any]) -> str:
