@@ -111,7 +111,7 @@ def main() -> int:
         code, last_words = 1, f"the engine has failed: {error!r}"
     if code:
         _log(f"strata: error: {last_words}")
-    service.fail(last_words)
+    service.fail(last_words.partition("\n")[0])
     wire.close()
     return code
 

@@ -123,6 +123,8 @@ class EngineClient:
     alive: whether requests can still be answered.
     """
 
+    ready: Ready
+
     def __init__(self, address: str) -> None:
         """Prepares the connection; `connect` makes one that is ready for use."""
         self._loop = asyncio.get_running_loop()
@@ -167,8 +169,6 @@ class EngineClient:
             raise EngineGone(client._dead.result())
         client.ready = ready
         return client
-
-    ready: Ready
 
     @property
     def alive(self) -> bool:
@@ -215,7 +215,8 @@ class EngineClient:
             raise
 
     def abort(self, id: str) -> None:
-        """End a request, wherever it is: its stream ends without a word. Unknown ids are ignored."""
+        """End a request, wherever it is: its stream ends without a word, its `embed` is cancelled. Unknown ids are
+        ignored."""
         stream = self._streams.pop(id, None)
         vector = self._vectors.pop(id, None)
         if stream is not None:

@@ -21,7 +21,7 @@ import pytest
 import zmq
 
 from strata import LLM, SamplingParams
-from strata.engine.messages import Add, Delta, Embed, Hello, TokenLogprobs
+from strata.engine.messages import Add, Delta, Embed, FromEngine, Hello, Step, TokenLogprobs
 from strata.engine.samples import Sample
 from strata.engine.worker import main
 from strata.serve.client import EngineClient, EngineGone, EngineRefused, Stream
@@ -203,6 +203,31 @@ def test_a_client_that_vanishes_leaves_nothing_behind(worker: WorkerProcess) -> 
     play(worker, scenario)
 
 
+def test_a_client_that_does_not_read_delays_nobody_and_loses_nothing(worker: WorkerProcess) -> None:
+    async def scenario(client: EngineClient) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.set_hwm(1)
+        socket.setsockopt(zmq.RCVBUF, 4096)
+        socket.connect(worker.address)
+        params = replace(LONG, max_tokens=300, logprobs=20)  # some 300 bytes a frame
+        for message in (Hello(), Add("slow", [5, 6], params)):
+            socket.send(msgspec.msgpack.encode(message))
+        told = await whole(client.submit(Add("a", [5, 6], params)))
+        assert len(told[0].tokens) == 300
+        await until(lambda: client.statistics.running == 0, 5)
+        tokens: list[int] = []
+        while len(tokens) < 300:
+            assert socket.poll(2000)
+            message = msgspec.msgpack.decode(socket.recv(), type=FromEngine)
+            if isinstance(message, Step):
+                tokens += [token for delta in message.deltas for token in delta.tokens]
+        assert tokens == told[0].tokens
+        context.destroy(linger=0)
+
+    play(worker, scenario)
+
+
 def test_frames_that_are_no_messages_do_no_harm(worker: WorkerProcess) -> None:
     async def scenario(client: EngineClient) -> None:
         context = zmq.Context()
@@ -282,10 +307,12 @@ class TestTheEnd:
                 client = await EngineClient.connect(worker.address, timeout=60)
                 stream = client.submit(Add("a", [5, 6], LONG))
                 await anext(stream)
+                assert worker.process.stdin is not None
+                worker.process.stdin.write(b"what a parent says here is not heard")
+                worker.process.stdin.flush()
                 worker.process.send_signal(signal.SIGINT)  # Ctrl-C is for the parent to answer
                 await anext(stream)
                 if how == "end of standard input":
-                    assert worker.process.stdin is not None
                     worker.process.stdin.close()
                 else:
                     worker.process.send_signal(getattr(signal, how))
@@ -334,7 +361,7 @@ class TestTheEnd:
         parent.stdout.close()
 
     @pytest.mark.parametrize(
-        ("error", "told"), [("EngineFault('out of memory')", "out of memory"), ("KeyError('bug')", "bug")]
+        ("error", "told"), [("EngineFault('out of memory\\nledger')", "out of memory"), ("KeyError('bug')", "bug")]
     )
     def test_of_an_engine_that_breaks_down_is_told_to_all(self, tmp_path: Path, error: str, told: str) -> None:
         script = (
@@ -354,8 +381,9 @@ class TestTheEnd:
                 clients = [await EngineClient.connect(worker.address, timeout=60) for _ in range(2)]
                 streams = [client.submit(Add("a", [5, 6], LONG)) for client in clients]
                 for client, stream in zip(clients, streams, strict=True):
-                    with pytest.raises(EngineGone, match=told):
+                    with pytest.raises(EngineGone, match=told) as caught:
                         await whole(stream)
+                    assert "\n" not in str(caught.value)
                     await client.close()
 
             asyncio.run(scenario())
