@@ -12,11 +12,13 @@ from strata.serve.errors import ApiError
 HEAD_LIMIT = 16 * 1024  # bytes of request line and headers
 HEAD_SECONDS = 10.0  # from a connection, or a request's first byte, to the end of its headers
 BODY_SECONDS = 30.0  # from there to the end of its body
+STALL_SECONDS = 60.0  # in which a client must take some of what waits for it
 _GRACE_SECONDS = 5.0  # by which the application may be late with its own answer to a body that stalls
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Closes a connection whose headers are too long, or whose request does not come to its end in time.
+    """Closes a connection whose headers are too long, whose request does not come to its end in time, or whose client
+    does not read.
 
     What is refused here, where there is no request yet that the application could answer, gets OpenAI's error body too.
     """
@@ -26,9 +28,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = True
         self._head_bytes = 0  # received since the last request was complete
         self._deadline = self.loop.call_later(HEAD_SECONDS, self._expire)
+        self._stall: asyncio.TimerHandle | None = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.cancel()
+        self._end_stall()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -51,6 +55,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._deadline.cancel()
         super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        """The client takes less than is written; whoever writes waits, and holds its place, but not forever."""
+        super().pause_writing()
+        self._stall = self.loop.call_later(STALL_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_stall()
+
+    def _end_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, "this is not a valid HTTP/1.1 request", code="invalid_http"))

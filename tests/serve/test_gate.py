@@ -8,7 +8,7 @@ from base64 import b64encode
 from typing import Any
 
 import pytest
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from strata.serve import gate as gate_module
 from strata.serve.drain import Drain
@@ -50,11 +50,11 @@ class Answer:
 class Server:
     """A gate to be asked in memory."""
 
-    def __init__(self, keys: KeyRing | None = None, **settings: Any) -> None:
+    def __init__(self, keys: KeyRing | None = None, app: ASGIApp = echo, **settings: Any) -> None:
         self.drain = Drain()
         self.rejections: list[str] = []
         self.gate = Gate(
-            echo, ServeSettings("m", ("m",), **settings), keys or KeyRing([]), self.drain, self.rejections.append
+            app, ServeSettings("m", ("m",), **settings), keys or KeyRing([]), self.drain, self.rejections.append
         )
 
     def ask(

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import uvicorn
+from starlette.types import Receive, Scope, Send
 
 from strata.serve import gate, http_protocol
 from tests.serve.test_gate import Server
@@ -97,3 +98,27 @@ def test_a_refused_body_is_thrown_away_and_the_connection_serves_on() -> None:
         _, whole = read_answer(connection)
         assert whole.count(b"HTTP/1.1 413") == 1
         assert whole.count(b"HTTP/1.1 200") == 1
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_only_a_client_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
+    monkeypatch.setattr(http_protocol, "STALL_SECONDS", 0.5)
+    size, ended = 12_000_000, threading.Event()
+
+    async def long_answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+        for _ in range(size // 50_000):
+            await send({"type": "http.response.body", "body": b"~" * 50_000, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        ended.set()
+
+    with listening(Server(app=long_answer)) as connect, connect() as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        if not reads:
+            assert ended.wait(10)
+        received = 0
+        with suppress(ConnectionResetError):
+            while piece := connection.recv(1_000_000):
+                received += piece.count(b"~")
+                time.sleep(0.05)
+        assert (received == size) is reads
