@@ -78,7 +78,7 @@ class StructuredOutputsParams:
         if len(given) != 1:
             names = ", ".join(field.name for field in fields(self))
             raise ValueError(f"structured outputs need exactly one of {names}, got {', '.join(given) or 'none'}")
-        if self.choice is not None and (isinstance(self.choice, str) or not all(self.choice)):
+        if self.choice is not None and (isinstance(self.choice, str) or not self.choice or not all(self.choice)):
             raise ValueError(f"choice must be a list of texts that are not empty, got {self.choice!r}")
 
     def to_grammar(self) -> str:

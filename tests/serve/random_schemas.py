@@ -1,4 +1,4 @@
-"""JSON schemas drawn by a seed: the keywords that grammars enforce, nested and combined. Their outputs are short."""
+"""JSON schemas drawn by a seed: the keywords that grammars enforce, nested and combined."""
 
 from __future__ import annotations
 
@@ -37,10 +37,19 @@ VALUES: tuple[Any, ...] = (
 )
 
 
-def random_schema(seed: int) -> Schema:
-    """An object, mostly; sometimes with definitions that refer to themselves."""
-    chance = random.Random(seed)
-    if chance.random() < 0.15:
+class _Chance(random.Random):
+    def __init__(self, seed: int, closed: bool) -> None:
+        super().__init__(seed)
+        self.closed = closed
+
+
+def random_schema(seed: int, closed: bool = False) -> Schema:
+    """An object, mostly; sometimes with definitions that refer to themselves.
+
+    closed: nothing has outputs without end but numbers with many decimals, so that any model comes to an end.
+    """
+    chance = _Chance(seed, closed)
+    if chance.random() < 0.15 and not closed:
         return _tree(chance)
     schema = _object(chance, 3) if chance.random() < 0.8 else _any(chance, 3)
     if chance.random() < 0.2:
@@ -49,19 +58,20 @@ def random_schema(seed: int) -> Schema:
     return schema
 
 
-def _any(chance: random.Random, depth: int) -> Schema:
-    leaves: list[Callable[[random.Random], Schema]] = [_string, _integer, _number, _constant, _plain]
+def _any(chance: _Chance, depth: int) -> Schema:
+    leaves: list[Callable[[_Chance], Schema]] = [_string, _integer, _number, _constant, _plain]
     if depth == 0 or chance.random() < 0.4:
         return chance.choice(leaves)(chance)
-    return chance.choice((_object, _array, _union, _merged))(chance, depth - 1)
+    inner = (_object, _array, _union) if chance.closed else (_object, _array, _union, _merged)
+    return chance.choice(inner)(chance, depth - 1)
 
 
-def _object(chance: random.Random, depth: int) -> Schema:
+def _object(chance: _Chance, depth: int) -> Schema:
     names = chance.sample(NAMES, chance.randint(0, 4))
     schema: Schema = {"type": "object", "properties": {name: _any(chance, depth) for name in names}}
     schema["required"] = [name for name in names if chance.random() < 0.6]
     kind = chance.random()
-    if kind < 0.7:
+    if kind < 0.7 or chance.closed:
         schema["additionalProperties"] = False
     elif kind < 0.85:
         schema["additionalProperties"] = _integer(chance)
@@ -71,7 +81,7 @@ def _object(chance: random.Random, depth: int) -> Schema:
     return schema
 
 
-def _array(chance: random.Random, depth: int) -> Schema:
+def _array(chance: _Chance, depth: int) -> Schema:
     least = chance.randint(0, 2)
     schema: Schema = {"type": "array", "items": _any(chance, depth), "minItems": least}
     schema["maxItems"] = least + chance.randint(0, 2)
@@ -81,11 +91,11 @@ def _array(chance: random.Random, depth: int) -> Schema:
     return schema
 
 
-def _union(chance: random.Random, depth: int) -> Schema:
+def _union(chance: _Chance, depth: int) -> Schema:
     return {"anyOf": [_any(chance, depth) for _ in range(chance.randint(1, 3))]}
 
 
-def _merged(chance: random.Random, depth: int) -> Schema:
+def _merged(chance: _Chance, depth: int) -> Schema:
     """Two objects at once, of different properties."""
     first, second = _object(chance, depth), _object(chance, depth)
     for one in (first, second):
@@ -97,48 +107,49 @@ def _merged(chance: random.Random, depth: int) -> Schema:
     return {"allOf": [first, second]}
 
 
-def _string(chance: random.Random) -> Schema:
+def _string(chance: _Chance) -> Schema:
     kind = chance.random()
     if kind < 0.3:
-        return {"type": "string", "pattern": chance.choice(PATTERNS)}
+        patterns = [pattern for pattern in PATTERNS if pattern.endswith("$") or not chance.closed]
+        return {"type": "string", "pattern": chance.choice(patterns)}
     if kind < 0.5:
         return {"type": "string", "format": chance.choice(FORMATS)}
     least = chance.randint(0, 5)
     return {"type": "string", "minLength": least, "maxLength": least + chance.randint(0, 12)}
 
 
-def _integer(chance: random.Random) -> Schema:
+def _integer(chance: _Chance) -> Schema:
     low = chance.randint(-1000, 1000)
     schema: Schema = {"type": "integer"}
-    if chance.random() < 0.7:
+    if chance.random() < 0.7 or chance.closed:
         schema[chance.choice(("minimum", "exclusiveMinimum"))] = low
-    if chance.random() < 0.7:
+    if chance.random() < 0.7 or chance.closed:
         schema[chance.choice(("maximum", "exclusiveMaximum"))] = low + chance.randint(12, 2000)
     if chance.random() < 0.15:
         schema["multipleOf"] = chance.choice((2, 3, 10))
     return schema
 
 
-def _number(chance: random.Random) -> Schema:
+def _number(chance: _Chance) -> Schema:
     """With a bound: one that has none may be written with an exponent that no float can hold."""
     low = round(chance.uniform(-50, 50), chance.randint(0, 3))
     lower = {chance.choice(("minimum", "exclusiveMinimum")): low}
     upper = {chance.choice(("maximum", "exclusiveMaximum")): low + chance.choice((0.5, 3.25, 100))}
-    return {"type": "number", **chance.choice((lower, upper, lower | upper))}
+    return {"type": "number", **(lower | upper if chance.closed else chance.choice((lower, upper, lower | upper)))}
 
 
-def _constant(chance: random.Random) -> Schema:
+def _constant(chance: _Chance) -> Schema:
     if chance.random() < 0.3:
         return {"const": chance.choice(VALUES)}
     return {"enum": chance.sample(VALUES, chance.randint(1, 4))}
 
 
-def _plain(chance: random.Random) -> Schema:
+def _plain(chance: _Chance) -> Schema:
     kind = chance.choice(("boolean", "null", ["string", "null"], ["integer", "boolean"]))
-    return {"type": kind, "maxLength": 8} if "string" in kind else {"type": kind}
+    return {"type": kind, "maxLength": 8, "minimum": -5, "maximum": 50}
 
 
-def _tree(chance: random.Random) -> Schema:
+def _tree(chance: _Chance) -> Schema:
     """A node whose children are such nodes."""
     node: Schema = {
         "type": "object",
