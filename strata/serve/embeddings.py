@@ -130,7 +130,7 @@ async def _all_vectors(
             except EngineRefused as error:
                 raise ApiError(400, f"input {number}: {error}", param="input") from None
             except EngineGone as error:
-                raise ApiError(503, f"the engine is gone: {error}", code="engine_dead") from None
+                raise state.engine_gone(str(error)) from None
 
     tasks = [asyncio.create_task(embed(number, prompt)) for number, prompt in enumerate(prompts)]
     try:

@@ -30,10 +30,10 @@ _TYPES = {
 
 
 _REJECTIONS: dict[str, Rejection] = {
-    "overloaded": "queue_full",
-    "concurrency_limit_exceeded": "concurrency",
-    "requests_limit_exceeded": "requests_per_minute",
-    "tokens_limit_exceeded": "tokens_per_minute",
+    "queue_full": "queue_full",
+    "concurrency": "concurrency",
+    "requests_per_minute": "requests_per_minute",
+    "tokens_per_minute": "tokens_per_minute",
     "draining": "draining",
     "engine_dead": "engine_gone",
     "timeout": "deadline",

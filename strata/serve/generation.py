@@ -164,7 +164,7 @@ class Generation:
         except EngineRefused as error:
             fault = ApiError(400, str(error))
         except EngineGone as error:
-            fault = ApiError(503, f"the engine is gone: {error}", code="engine_dead")
+            fault = self._state.engine_gone(str(error))
         self._reason = "error"
         await self.aclose()
         raise fault

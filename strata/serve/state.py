@@ -22,6 +22,7 @@ from strata.serve.settings import ServeSettings
 class ServerState:
     """draining: no new requests are taken, those under way finish.
 
+    engine_restarts: when the engine dies, another is started.
     created: when the server started (Unix time). template_thread: waits for the process that renders chat templates.
     """
 
@@ -32,6 +33,7 @@ class ServerState:
     metrics: Metrics
     grammars: GrammarChecker
     responses: ResponseStore
+    engine_restarts: bool = False
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     template_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "chat-template"))
@@ -47,7 +49,15 @@ class ServerState:
     def require_alive(self) -> None:
         """Raises ApiError (503) once the engine is dead."""
         if not self.client.alive:
-            raise ApiError(503, "the engine is dead; restart the server", code="engine_dead")
+            raise self.engine_gone("it has ended")
+
+    def engine_gone(self, reason: str) -> ApiError:
+        """What a request is answered with that the engine cannot finish, or begin, because it has ended."""
+        if self.draining:
+            message, code = "the server has shut down before this request was done", "draining"
+        else:
+            message, code = f"the engine is gone: {reason}", "engine_dead"
+        return ApiError(503, message, code=code, headers={"Retry-After": "5"} if self.engine_restarts else {})
 
     def model_name(self, asked: str | None) -> str:
         """The name to answer with; None asks for the model, whatever its name. Raises ApiError (404) if unknown."""

@@ -116,6 +116,7 @@ class ApiServer:
             metrics=Metrics(settings.served_model_names[0], Path(job.folder), job.number),
             grammars=GrammarChecker(),
             responses=ResponseStore(),
+            engine_restarts=job.restart_engine,
         )
 
     def _application(self, tracer: RequestTracer | None) -> uvicorn.Config:
