@@ -22,7 +22,7 @@ import uvloop
 
 from strata.serve.api_processes import ApiProcesses
 from strata.serve.child import Child, how_it_ended
-from strata.serve.client import EngineGone
+from strata.serve.client import EngineClient, EngineGone
 from strata.serve.keys import KeyHash
 from strata.serve.logs import configure_logging
 from strata.serve.settings import ServeSettings
@@ -32,8 +32,6 @@ ENGINE_MODULE = "strata.engine.worker"
 # After the engine's death, so that whoever asks for /health sees it before connections are refused.
 _NOTICE_SECONDS = 2.0
 _ENGINE_STOP_SECONDS = 5.0
-# An engine that ends so soon after its start would do so again.
-_SHORTEST_LIFE = 10.0
 
 _log = logging.getLogger("strata.serve")
 
@@ -132,7 +130,6 @@ class _Launcher:
 
     async def _start_engine(self) -> Child:
         job = {"address": engine_address(self._folder), **self._asked.engine}
-        self._engine_started = time.monotonic()
         return await Child.start(ENGINE_MODULE, msgspec.json.encode(job))
 
     async def _start_api(self) -> bool:
@@ -167,12 +164,24 @@ class _Launcher:
                 return 1
             self._engine.kill()  # what it may have started
             _log.error("the engine process %s", how_it_ended(self._engine.ended.result()))
-            if not self._asked.restart_engine or time.monotonic() - self._engine_started < _SHORTEST_LIFE:
-                await self._any_of(asyncio.create_task(asyncio.sleep(_NOTICE_SECONDS)))
-                await self._api.drain(_NOTICE_SECONDS)
-                return 1
-            _log.info("another engine is started")
-            self._engine = await self._start_engine()
+            if self._asked.restart_engine and await self._replace_engine():
+                continue
+            await self._any_of(asyncio.create_task(asyncio.sleep(_NOTICE_SECONDS)))
+            await self._api.drain(_NOTICE_SECONDS)
+            return 0 if self._told.is_set() else 1
+
+    async def _replace_engine(self) -> bool:
+        """Whether another engine is ready. One that dies before it is would do so again, and gets no successor."""
+        _log.info("another engine is started")
+        self._engine = await self._start_engine()
+        connecting = asyncio.create_task(EngineClient.connect(engine_address(self._folder)))
+        await self._any_of(connecting, self._engine.ended, self._api.ended)
+        if connecting.done() and connecting.exception() is None:
+            await connecting.result().close()
+            return True
+        connecting.cancel()
+        self._explain_engine()
+        return False
 
     async def _any_of(self, *tasks: asyncio.Task[Any]) -> None:
         """Wait until one of them is done, or the server is told to end."""

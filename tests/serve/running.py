@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 import httpx
 
 PATIENCE = 60.0  # seconds, for a machine that has more to do
+ENGINE = b"strata.engine.worker"
 LONG = {"temperature": 0, "ignore_eos": True, "stream": True}
 QUESTION = {"model": "builtin", "prompt": "Once upon a time"}
 
@@ -45,12 +47,13 @@ def refusal(*arguments: str, environment: Mapping[str, str] | None = None) -> tu
 
 
 class Running:
-    """url: where it serves. lines: what it has printed so far. pid: of the launcher."""
+    """url: where it serves. lines: what it has printed so far. pid: of the launcher. held: connections a test keeps."""
 
     def __init__(self, process: subprocess.Popen[str], key: str | None) -> None:
         self.process = process
         self.pid = process.pid
         self.lines: list[str] = []
+        self.held: list[socket.socket] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         greeting = wait_for(lambda: next((line for line in self.lines if "Strata serves" in line), None), self.output)
@@ -68,7 +71,8 @@ class Running:
 
     def engine(self) -> int:
         """The engine's process id."""
-        return next(pid for pid in self.children() if b"strata.engine.worker" in command_line(pid))
+        found: int = wait_for(lambda: next((one for one in self.children() if ENGINE in command_line(one)), 0))
+        return found
 
     def status(self, path: str) -> int:
         """HTTP status of a GET; 0 if nothing listens."""
@@ -96,6 +100,22 @@ class Running:
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
+
+    def send(self, path: str = "/v1/completions", **fields: Any) -> socket.socket:
+        """Send a request and leave its answer unread; whoever closes the connection has left."""
+        body = json.dumps({**QUESTION, **fields}).encode()
+        host, port = self.url.removeprefix("http://").split(":")
+        connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        return connection
+
+    def load(self) -> tuple[float, float, float]:
+        """Sequences that run, sequences that wait, share of the pages in use."""
+        names = ("strata_num_requests_running", "strata_num_requests_waiting", "strata_kv_cache_usage_perc")
+        text = self.http.get("/metrics").text
+        running, waiting, usage = (float(re.search(rf"^{name}{{.*}} (\S+)$", text, re.M)[1]) for name in names)  # type: ignore[index]
+        return running, waiting, usage
 
     def wait(self, seconds: float = PATIENCE) -> int:
         """The exit status, once it has one."""
