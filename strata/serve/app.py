@@ -8,9 +8,22 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import strata
-from strata.serve import chat, completions, embeddings, health, models_route, responses, tokens_route
+from strata.serve import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    metrics_route,
+    models_route,
+    page_route,
+    responses,
+    tokens_route,
+)
 from strata.serve.errors import ERROR_HANDLERS
 from strata.serve.openapi import describe
+from strata.serve.schema_chat_reply import ChatChunk
+from strata.serve.schema_completions import Completion
+from strata.serve.schema_responses_reply import ResponseStreamEvent
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
 
@@ -22,7 +35,10 @@ ROUTERS = (
     tokens_route.router,
     models_route.router,
     health.router,
+    metrics_route.router,
+    page_route.router,
 )
+STREAMED = (ChatChunk, Completion, ResponseStreamEvent)
 
 
 def build_app(settings: ServeSettings, connect: Callable[[], Awaitable[ServerState]]) -> FastAPI:
@@ -46,9 +62,10 @@ def build_app(settings: ServeSettings, connect: Callable[[], Awaitable[ServerSta
         exception_handlers=ERROR_HANDLERS,
         docs_url=None,  # FastAPI's pages load their scripts from a CDN
         redoc_url=None,
+        generate_unique_id_function=lambda route: route.name,
         redirect_slashes=False,  # a redirect would repeat whatever Host the client claims
     )
     for router in ROUTERS:
         app.include_router(router)
-    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    app.openapi = lambda: describe(app, STREAMED)  # type: ignore[method-assign]
     return app

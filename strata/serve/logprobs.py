@@ -50,9 +50,10 @@ class LegacyLogprobs:
     ) -> dict[str, Any]:
         texts = [_text(self._tokenizer, id) for id in ids]
         offsets = []
-        for text in texts:
+        for id, text in zip(ids, texts, strict=True):
             offsets.append(self._offset)
-            self._offset += len(text)
+            if id not in self._tokenizer.special_ids:  # those are not in the text
+                self._offset += len(text)
         return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
     def _likeliest(self, entry: TokenLogprobs) -> dict[str, float]:

@@ -9,8 +9,8 @@ from typing import Any
 from strata.serve.errors import ApiError
 from strata.serve.state import ServerState
 
-# Tokenizing this many characters takes less than a millisecond; to pass them to a thread costs a tenth of that.
-_SHORT = 2000
+# Tokenizing this many characters takes a millisecond or two; to hand them to a thread and back takes a tenth of one.
+_SHORT = 4000
 
 
 async def chat_text(

@@ -1,0 +1,120 @@
+"""A server that is whole but for the launcher: an engine process, and uvicorn in a thread of this one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from strata.models.tokenizer import Tokenizer
+from strata.serve.app import build_app
+from strata.serve.client import EngineClient
+from strata.serve.drain import Drain
+from strata.serve.gate import Gate
+from strata.serve.grammar import GrammarChecker
+from strata.serve.keys import KeyHash, KeyRing
+from strata.serve.limits import Limits
+from strata.serve.metrics import Metrics
+from strata.serve.response_store import ResponseStore
+from strata.serve.settings import ServeSettings
+from strata.serve.state import ServerState
+
+NAME = "builtin"
+
+
+class LiveServer:
+    """url: where it listens. state: what its handlers share; belongs to the server's thread."""
+
+    def __init__(self, url: str, state: ServerState, engine: subprocess.Popen[bytes]) -> None:
+        self.url = url
+        self.state = state
+        self.engine = engine
+        self.client = httpx.Client(base_url=url, timeout=60)
+
+    def post(self, path: str, **body: Any) -> Any:
+        response = self.client.post(path, json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    @property
+    def idle(self) -> bool:
+        """Whether the engine has nothing to do and holds no pages."""
+        statistics = self.state.client.statistics
+        return statistics.running == 0 and statistics.waiting == 0 and self.state.limits.in_flight == 0
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 10.0) -> float:
+        """Seconds until it held."""
+        start = time.monotonic()
+        while not condition():
+            assert time.monotonic() - start < seconds, "it did not come to pass"
+            time.sleep(0.01)
+        return time.monotonic() - start
+
+
+@contextmanager
+def live_server(folder: Path, keys: Sequence[KeyHash] = (), **settings: Any) -> Iterator[LiveServer]:
+    """Serves the model in `folder`."""
+    with tempfile.TemporaryDirectory(prefix="strata-") as private:
+        address = f"ipc://{private}/engine.sock"
+        job = {"address": address, "model": str(folder), "device": "cpu", "check": True}
+        with subprocess.Popen([sys.executable, "-m", "strata.engine.worker"], stdin=subprocess.PIPE) as engine:
+            assert engine.stdin is not None
+            engine.stdin.write(json.dumps(job).encode() + b"\n")
+            engine.stdin.flush()
+            try:
+                with _serving(ServeSettings(str(folder), (NAME,), **settings), address, keys) as (url, state):
+                    yield LiveServer(url, state, engine)
+            finally:
+                engine.kill()
+
+
+@contextmanager
+def _serving(settings: ServeSettings, address: str, keys: Sequence[KeyHash]) -> Iterator[tuple[str, ServerState]]:
+    states: list[ServerState] = []
+
+    async def connect() -> ServerState:
+        client = await EngineClient.connect(address, timeout=60)
+        states.append(
+            ServerState(
+                settings=settings,
+                client=client,
+                tokenizer=Tokenizer.load(settings.model),
+                limits=Limits(settings, client.ready.max_sequences),
+                metrics=Metrics(NAME),
+                grammars=GrammarChecker(),
+                responses=ResponseStore(),
+            )
+        )
+        return states[0]
+
+    async def serve() -> None:
+        gate = Gate(
+            build_app(settings, connect), settings, KeyRing(keys), Drain(), lambda why: states[0].metrics.rejected(why)
+        )
+        server = uvicorn.Server(uvicorn.Config(gate, log_level="warning", lifespan="on"))
+        stop.append(lambda: setattr(server, "should_exit", True))
+        await server.serve([listener])
+
+    stop: list[Callable[[], None]] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        thread.start()
+        try:
+            assert httpx.get(f"{url}/ready", timeout=60).status_code == 200
+            yield url, states[0]
+        finally:
+            stop[0]()
+            thread.join()
