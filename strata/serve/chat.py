@@ -109,7 +109,9 @@ async def _understand(body: ChatRequest, request: Request) -> _Understood:
             priority=body.priority or 0,
         ),
         [
-            ReplyParser(tools.tool_format, reasoning, in_reasoning=opens_reasoning(text)) if parsed else None
+            ReplyParser(tools.tool_format, reasoning, in_reasoning=opens_reasoning(text), parallel=tools.parallel)
+            if parsed
+            else None
             for _ in range(params.n)
         ],
         prompt if body.return_token_ids else None,

@@ -81,8 +81,7 @@ def use_tools(
     if tool_format is None:
         raise ApiError(
             400,
-            "this server takes no tools: start it with --tool-call-parser and one of "
-            f"{', '.join(sorted(TOOL_FORMATS))}, as the model writes its calls",
+            "this server takes no tools: start it with --tool-call-parser hermes or llama3_json, as the model needs",
             param=param,
             code="tools_not_supported",
         )

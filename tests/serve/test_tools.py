@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from strata.models.tokenizer import Tokenizer
 from strata.serve.errors import ApiError
 from strata.serve.json_reader import MOST_DEPTH, is_json_object
 from strata.serve.reply_parser import (
@@ -20,6 +23,7 @@ from strata.serve.reply_parser import (
     collect,
 )
 from strata.serve.tools import MOST_SCHEMA_BYTES, MOST_TOOLS, Function, Named, ToolChoice, ToolUse, use_tools
+from tests.serve.scripted import EOS, Scripted, delta
 
 FORMATS = ("hermes", "llama3")
 HERMES_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}\n</tool_call>'
@@ -309,3 +313,15 @@ def test_tools_that_cannot_be_used_are_refused(
         use_tools(functions, choice, parallel=True, tool_format=tool_format)
     assert caught.value.status == 400
     assert caught.value.param is not None
+
+
+def test_a_chat_that_wants_one_call_gets_one(
+    serve_script: Callable[..., AbstractContextManager[Scripted]], tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode(HERMES_CALL * 2, add_special_tokens=False)
+    tool = {"type": "function", "function": {"name": "add"}}
+    with serve_script([[delta(0, [*ids, EOS], "stop")]], settings={"tool_format": "hermes"}) as served:
+        for parallel, calls in ((True, 2), (False, 1)):
+            message = served.chat(tools=[tool], parallel_tool_calls=parallel)["choices"][0]["message"]
+            assert [call["function"]["arguments"] for call in message["tool_calls"]] == [ARGUMENTS] * calls
+            assert message["content"] is None
