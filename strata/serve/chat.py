@@ -16,7 +16,7 @@ from strata.serve.json_route import api_router
 from strata.serve.logs import note_prompt
 from strata.serve.prompts import chat_text, encode
 from strata.serve.reasoning import opens_reasoning
-from strata.serve.reply_parser import ReplyParser
+from strata.serve.reply_parser import ReplyParser, with_visible_tags
 from strata.serve.schema_base import json_response
 from strata.serve.schema_chat import ChatRequest, NamedTool
 from strata.serve.schema_chat_reply import ChatChunk, ChatCompletion
@@ -97,6 +97,7 @@ async def _understand(body: ChatRequest, request: Request) -> _Understood:
     note_prompt(request.scope, text)
     prompt = await encode(state, text, add_special_tokens=False, param="messages")
     reasoning = state.settings.reasoning and grammar is None  # a grammar leaves no room for it
+    params = with_visible_tags(params, state.tokenizer, tools.tool_format, reasoning)
     parsed = reasoning or tools.tool_format is not None
     return _Understood(
         ReplyHead.new("chatcmpl", model),

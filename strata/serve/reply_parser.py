@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from strata.serve.reasoning import ReasoningSplitter
+from strata.engine.sampling_params import SamplingParams
+from strata.models.tokenizer import Tokenizer
+from strata.serve.reasoning import CLOSING, OPENING, ReasoningSplitter
 from strata.serve.reply_events import (
     ContentDelta,
     ReasoningDelta,
@@ -27,6 +29,7 @@ __all__ = [
     "ToolCallArguments",
     "ToolCallStart",
     "collect",
+    "with_visible_tags",
 ]
 
 
@@ -70,6 +73,20 @@ class ReplyParser:
         if self._parallel:
             return events
         return [event for event in events if isinstance(event, (ContentDelta, ReasoningDelta)) or event.index == 0]
+
+
+def with_visible_tags(
+    params: SamplingParams, tokenizer: Tokenizer, tool_format: str | None, reasoning: bool
+) -> SamplingParams:
+    """The parameters with which the text holds the tags that the parser looks for.
+
+    Some tokenizers make special tokens of them, which the text would leave out.
+    """
+    tags = [OPENING, CLOSING] if reasoning else []
+    if tool_format is not None:
+        tags += [named_format(tool_format).opening, named_format(tool_format).closing]
+    hidden = any(tokenizer.id(tag) in tokenizer.special_ids for tag in tags)
+    return replace(params, skip_special_tokens=False) if hidden else params
 
 
 @dataclass

@@ -18,7 +18,7 @@ from strata.serve.grammar import Grammar, named_schema_grammar
 from strata.serve.json_route import api_router
 from strata.serve.logs import note_prompt
 from strata.serve.reasoning import opens_reasoning
-from strata.serve.reply_parser import ReplyParser, collect
+from strata.serve.reply_parser import ReplyParser, collect, with_visible_tags
 from strata.serve.response_store import StoredResponse
 from strata.serve.responses_input import assistant_message, input_messages
 from strata.serve.responses_prompt import response_prompt
@@ -132,9 +132,11 @@ async def _understand(body: ResponsesRequest, request: Request) -> _Understood:
         output_tokens=body.max_output_tokens or 1,
     )
     note_prompt(request.scope, prompt.text)
+    reasoning = state.settings.reasoning and grammar is None  # a grammar leaves no room for it
+    params = with_visible_tags(params, state.tokenizer, tools.tool_format, reasoning)
     parser = ReplyParser(
         tools.tool_format,
-        state.settings.reasoning and grammar is None,  # a grammar leaves no room for it
+        reasoning,
         in_reasoning=opens_reasoning(prompt.text),
         parallel=tools.parallel,
     )

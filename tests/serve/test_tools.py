@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +26,8 @@ from strata.serve.reply_parser import (
     collect,
 )
 from strata.serve.tools import MOST_SCHEMA_BYTES, MOST_TOOLS, Function, Named, ToolChoice, ToolUse, use_tools
-from tests.serve.scripted import EOS, Scripted, delta
+from tests.serve.conftest import BUILTIN
+from tests.serve.scripted import EOS, Scripted, delta, scripted_server
 
 FORMATS = ("hermes", "llama3")
 HERMES_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}\n</tool_call>'
@@ -325,3 +329,27 @@ def test_a_chat_that_wants_one_call_gets_one(
             message = served.chat(tools=[tool], parallel_tool_calls=parallel)["choices"][0]["message"]
             assert [call["function"]["arguments"] for call in message["tool_calls"]] == [ARGUMENTS] * calls
             assert message["content"] is None
+
+
+@pytest.fixture
+def marked(tmp_path: Path) -> Iterator[Tokenizer]:
+    """The built-in tokenizer with special tokens for the tags."""
+    shutil.copytree(BUILTIN, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["additional_special_tokens"] = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with Tokenizer.load(tmp_path) as tokenizer:
+        yield tokenizer
+
+
+def test_tags_that_are_special_tokens_are_seen(marked: Tokenizer) -> None:
+    ids = marked.encode(f"<think>hm</think>So.{HERMES_CALL}", add_special_tokens=False)
+    assert marked.special_ids & set(ids)
+    tool: dict[str, Any] = {"type": "function", "name": "add"}
+    settings = {"tool_format": "hermes", "reasoning": True}
+    with scripted_server(marked, [[delta(0, [*ids, EOS], "stop")]], settings=settings) as served:
+        message = served.chat(tools=[{"type": "function", "function": {"name": "add"}}])["choices"][0]["message"]
+        answer = served.client.post("/v1/responses", json={"input": "Hi", "tools": [tool]}).json()
+    assert (message["content"], message["reasoning_content"]) == ("So.", "hm")
+    assert message["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+    assert [item["type"] for item in answer["output"]] == ["reasoning", "message", "function_call"]
