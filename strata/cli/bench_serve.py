@@ -56,7 +56,9 @@ def serve(
     ] = 1.0,
     max_concurrency: Annotated[
         int | None,
-        typer.Option(min=1, help="Most requests under way; saturation is measured with this many, or 256."),
+        typer.Option(
+            min=1, help="Most requests under way; for rates in percent, while saturation is measured (256 if left out)."
+        ),
     ] = None,
     replay: Annotated[bool, typer.Option("--replay", help="Send a file's requests at their timestamps (ms).")] = False,
     goodput: Annotated[str, typer.Option(help="Most ms of ttft, tpot, e2e: 'ttft:200 tpot:15'.")] = "",

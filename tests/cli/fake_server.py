@@ -17,8 +17,8 @@ class FakeServer:
     """Use as a context manager; it serves on a thread of its own.
 
     failures: what goes wrong with which of the streamed requests, by their number from 0. key: what must be sent.
-    gap: seconds between two tokens. arrived: when each streamed request came (`time.perf_counter`). bodies: what each
-    asked.
+    gap: seconds between two tokens. arrived: when each streamed request came (`time.perf_counter`). under_way: how many
+    there were then, with it. bodies: what each asked.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class FakeServer:
         self.tokenizes = tokenizes
         self.arrived: list[float] = []
         self.bodies: list[dict[str, Any]] = []
-        self.most_under_way = 0
+        self.under_way: list[int] = []
         self._under_way = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -87,7 +87,7 @@ class FakeServer:
         self.arrived.append(time.perf_counter())
         self.bodies.append(body)
         self._under_way += 1
-        self.most_under_way = max(self.most_under_way, self._under_way)
+        self.under_way.append(self._under_way)
         try:
             await self._fail_or_stream(writer, path, body, self.failures.get(len(self.arrived) - 1))
         finally:

@@ -16,6 +16,7 @@ import numpy
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.plot_serve import newest_sweep
 from strata.cli.load import server
 from strata.cli.load.answer import Answer, EventParser, Fault
 from strata.cli.load.connection import Client
@@ -332,11 +333,20 @@ def test_shares_of_saturation_are_measured_and_offered_in_order(tmp_path: Path) 
     saturation = saturated["saturation"]
     assert 0 < saturation < 2 / (4 * 0.005)  # two at a time, four tokens each
     assert (half["request_rate"], whole["request_rate"]) == pytest.approx((saturation / 2, saturation))
-    assert fake.most_under_way == 2
+    assert max(fake.under_way[:7]) == 2  # one before the loads, and the six of the first
+    assert half["max_concurrency"] is None
     assert [result["goodput"]["share"] for result in results] == [1.0, 1.0, 1.0]
     assert [(result["completed"], result["lost"], result["faults"]) for result in results] == [(6, 0, {})] * 3
     prompts = [tuple(body["prompt"]) for body in fake.bodies]
     assert len(set(prompts)) == len(prompts) == 19  # no load repeats a prompt, which the prefix cache would hold
+
+
+def test_concurrency_bounds_a_load_that_comes_at_once() -> None:
+    with FakeServer(gap=0.005) as fake:
+        bench(fake.url, "--max-concurrency", "3")
+    with FakeServer(gap=0.005) as free:
+        bench(free.url)
+    assert (max(fake.under_way), max(free.under_way)) == (3, 6)
 
 
 def test_a_load_is_that_of_its_seed() -> None:
@@ -415,6 +425,33 @@ def test_what_the_server_has_against_the_first_request_is_told() -> None:
         bench(fake.url)
     with FakeServer(tokenizes=False) as fake, pytest.raises(ValueError, match="/tokenize answered HTTP 404"):
         bench(fake.url)
+
+
+def test_the_picture_has_a_point_a_rate_and_the_bounds(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "load.svg"
+    with FakeServer() as fake:
+        bench(fake.url, "--request-rate", "400,inf,200", "--goodput", "ttft:1000", "--plot", str(path))
+    picture = path.read_text()
+    assert "time to first token, ms" in picture
+    assert "objective" in picture
+
+
+def test_a_picture_without_finite_rates_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with FakeServer() as fake, pytest.raises(ValueError, match="give it finite rates"):
+        bench(fake.url, "--plot", str(tmp_path / "load.svg"))
+
+
+def test_the_newest_sweep_of_a_results_file_is_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    lines = [
+        {"started": "A", "request_rate": 1},
+        {"started": "B", "request_rate": 2},
+        {"started": "B", "request_rate": 3},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert newest_sweep(path) == lines[1:]
 
 
 def test_a_picture_needs_matplotlib_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

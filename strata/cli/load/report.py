@@ -23,11 +23,13 @@ MOST_LAG = 10.0
 class LoadResult:
     """One load and its figures.
 
-    model: as the server names it. data: the data set in words. request_rate: requests a second that were offered,
-    infinite if all came at once, None if a trace said when. saturation: requests a second that the server sustained
-    with `max_concurrency` (None: unbounded) of them under way, if that was measured.
+    started: when the sweep that it belongs to began (UTC). model: as the server names it. data: the data set in words.
+    request_rate: requests a second that were offered, infinite if all came at once, None if a trace said when.
+    saturation: requests a second that the server sustained in a closed loop, if the rate is a share of it.
+    max_concurrency: most requests under way, None for no bound.
     """
 
+    started: str
     model: str
     data: str
     request_rate: float | None
@@ -46,14 +48,13 @@ class LoadResult:
         return {**values, **figures, **provenance()}
 
     def offered(self) -> str:
-        """The load in words."""
-        bound = "" if self.max_concurrency is None else f", at most {self.max_concurrency} under way"
+        """Requests a second, and the share of saturation."""
         if self.request_rate is None:
-            return f"as the trace says{bound}"
+            return "replay"
         if math.isinf(self.request_rate):
-            return f"all at once{bound}"
-        share = "" if self.saturation is None else f" ({self.request_rate / self.saturation:.0%} of saturation)"
-        return f"{number(self.request_rate)} requests/s{share}{bound}"
+            return "all at once"
+        share = "" if self.saturation is None else f" ({self.request_rate / self.saturation:.0%})"
+        return f"{number(self.request_rate)}{share}"
 
     def shown(self) -> Group:
         """Latencies, and around them load, throughput, goodput and what went wrong."""
@@ -62,7 +63,8 @@ class LoadResult:
             table.add_column(name, justify="right")
         for field, name in LATENCIES.items():
             table.add_row(name, *_cells(getattr(self.figures, field)))
-        return Group(f"{self.model}, {self.data}: {self.offered()}", table, *self._lines())
+        bound = "" if self.max_concurrency is None else f", at most {self.max_concurrency} under way"
+        return Group(f"{self.model}, {self.data}", f"offered/s: {self.offered()}{bound}", table, *self._lines())
 
     def _lines(self) -> Iterator[str]:
         figures = self.figures
@@ -81,10 +83,9 @@ class LoadResult:
 
 def sweep_table(results: Sequence[LoadResult]) -> Table:
     """Latencies of several rates, one row each."""
-    table = Table(title="Latency (ms) against load")
-    table.title_justify = "left"
-    for name in ("offered", "requests/s", "output tok/s", "TTFT p50", "p99", "TPOT p50", "p99", "goodput", "failed"):
-        table.add_column(name, justify="left" if name == "offered" else "right")
+    table = Table(title="Latency (ms) against load", title_justify="left")
+    for name in ("offered/s", "done/s", "tok/s", "TTFT p50", "p99", "TPOT p50", "p99", "goodput", "failed"):
+        table.add_column(name, justify="right", no_wrap=True)
     for result in results:
         figures = result.figures
         table.add_row(
@@ -93,7 +94,7 @@ def sweep_table(results: Sequence[LoadResult]) -> Table:
             number(figures.output_tokens_per_second),
             *_ends(figures.ttft_ms),
             *_ends(figures.tpot_ms),
-            "" if figures.goodput is None else f"{figures.goodput.share:.1%}",
+            "-" if figures.goodput is None else f"{figures.goodput.share:.1%}",
             str(figures.requests - figures.completed),
         )
     return table

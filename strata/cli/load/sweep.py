@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -41,7 +42,8 @@ class Plan:
 
     dataset: one of DRAWN, or a file. chat: prompts become chats. requests: of each load; None for 1000, or all of the
     file. rates: of the loads; None to send the file's requests at their timestamps. burstiness: see `arrivals`.
-    max_concurrency: most requests under way, None for no bound. objectives: milliseconds by name, of the goodput.
+    max_concurrency: most requests under way, None for no bound; if rates are shares of saturation, while that is
+    measured. objectives: milliseconds by name, of the goodput.
     timeout: seconds after which a request is given up.
     """
 
@@ -75,7 +77,7 @@ async def measure(
         await sweep.replay()
     saturation = await sweep.saturate() if plan.saturating else None
     for rate in plan.rates or ():
-        await sweep.offer(rate.per_second(saturation), saturation if rate.of_saturation else None)
+        await sweep.offer(rate, saturation)
     return sweep.results
 
 
@@ -86,6 +88,7 @@ class Sweep:
 
     def __init__(self, client: Client, model: str, plan: Plan, asked: RequestSet, show: Show) -> None:
         self.results: list[LoadResult] = []
+        self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._client = client
         self._model = model
         self._plan = plan
@@ -114,13 +117,15 @@ class Sweep:
         self._add(outcomes, math.inf, rate, concurrency)
         return rate
 
-    async def offer(self, rate: float, saturation: float | None) -> None:
-        """Requests at a rate (a second), which is told as a share of the saturation if that is given."""
+    async def offer(self, rate: Rate, saturation: float | None) -> None:
+        """Requests at a rate. One that is a share of saturation is an open loop: no bound hides how long they wait."""
         seed = self._seeds.getrandbits(64)
         asks = await self._asks(self._requests, seed)
-        due = arrivals(len(asks), rate, self._plan.burstiness, seed)
-        outcomes = await self._send(asks, due, self._plan.max_concurrency, f"{rate:.3g} requests/s")
-        self._add(outcomes, rate, saturation, self._plan.max_concurrency)
+        per_second = rate.per_second(saturation)
+        concurrency = None if rate.of_saturation else self._plan.max_concurrency
+        due = arrivals(len(asks), per_second, self._plan.burstiness, seed)
+        outcomes = await self._send(asks, due, concurrency, f"{per_second:.3g} requests/s")
+        self._add(outcomes, per_second, saturation if rate.of_saturation else None, concurrency)
 
     async def _asks(self, count: int, seed: int) -> list[Ask]:
         asks = self._asked.asks(count, seed)
@@ -145,6 +150,7 @@ class Sweep:
         self, outcomes: list[Outcome], rate: float | None, saturation: float | None, concurrency: int | None
     ) -> None:
         result = LoadResult(
+            started=self._started,
             model=self._model,
             data=_in_words(self._plan),
             request_rate=rate,
