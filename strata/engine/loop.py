@@ -36,8 +36,12 @@ class StepOutput:
 class EngineLoop:
     """Launches the next step before it reads the ids of the step before, if `run_ahead`.
 
-    On a CPU there is nothing to overlap, so its engine reads each step's ids at once. If the device runs out of memory,
-    all requests end, and `step` and from then on `add` raise EngineFault.
+    On a CPU there is nothing to overlap, so its engine reads each step's ids at once.
+
+    What grammars allow in a step follows from the ids of the step before. Such a step is launched like any other and
+    drawn last, when the next one has been planned: so its masks are computed beside the device and the host.
+
+    If the device runs out of memory, all requests end, and `step` and from then on `add` raise EngineFault.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, run_ahead: bool, ledger: Ledger) -> None:
@@ -45,7 +49,7 @@ class EngineLoop:
         self._runner = runner
         self._run_ahead = run_ahead
         self._ledger = ledger
-        self._outstanding: Launched | None = None
+        self._outstanding: Launched | Undrawn | None = None
         self._fault: str | None = None
 
     @property
@@ -76,18 +80,16 @@ class EngineLoop:
 
     def step(self) -> StepOutput | None:
         """Launch what is ready and return what the step before brought; None if there was none."""
-        before = self._outstanding
+        before, self._outstanding = self._outstanding, None
         if before is not None and self.scheduler.needs_known_ids:
-            self._outstanding = None
-            return self._complete(before)
+            return self._complete(self._drawn(before))
         plan = self.scheduler.schedule()
+        drawn = self._drawn(before) if before is not None else None
         after = self._launch(plan) if plan is not None else None
-        output = self._complete(before) if before is not None else None
-        if isinstance(after, Undrawn):  # its masks follow from the ids that `before` brought
-            after = self._draw(after)
         if not self._run_ahead and after is not None:
-            output, after = self._complete(after), None
-        self._outstanding = after
+            drawn, after = self._drawn(self._masked(after)), None
+        output = self._complete(drawn) if drawn is not None else None
+        self._outstanding = self._masked(after) if after is not None else None
         return output
 
     def outputs(self) -> Iterator[StepOutput]:
@@ -101,7 +103,13 @@ class EngineLoop:
         with self._memory_explained(plan):
             return self._runner.launch(plan)
 
-    def _draw(self, step: Undrawn) -> Launched:
+    def _masked(self, step: Launched | Undrawn) -> Launched | Undrawn:
+        """Begin with the masks of a step that needs some: they are computed while the caller goes on."""
+        return self._runner.mask(step) if isinstance(step, Undrawn) else step
+
+    def _drawn(self, step: Launched | Undrawn) -> Launched:
+        if isinstance(step, Launched):
+            return step
         with self._memory_explained(step.plan):
             return self._runner.draw(step)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from strata.cache.pool import KVPool
 from strata.cache.tables import BlockTables, StepBuffer, StepShape
 from strata.engine.decode_graphs import DecodeGraphs, draw_inputs, joined_tokens
-from strata.engine.grammar import Masks
+from strata.engine.grammar import Masks, MasksUnderWay
 from strata.engine.plan import StepPlan
 from strata.engine.request import Sequence
 from strata.engine.sampler import (
@@ -83,13 +83,16 @@ class Launched:
 
 @dataclass(frozen=True)
 class Undrawn:
-    """A step whose logits are under way; `Runner.draw` samples once the matchers of its rows know all ids before it."""
+    """A step whose logits are under way. Once the matchers of its rows know all ids before it come `Runner.mask` and
+    then `Runner.draw`."""
 
     plan: StepPlan
     rows: list[DrawRow]
     buffer: StepBuffer
     logits: Tensor
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    constrained: tuple[Sequence, ...] = ()
+    masks: MasksUnderWay | None = None
 
 
 class StepObserver(Protocol):
@@ -179,16 +182,22 @@ class Runner:
             self.observer.end()
         return launched
 
+    def mask(self, step: Undrawn) -> Undrawn:
+        """Begin with the masks of a step; its matchers must be left alone until it is drawn."""
+        sequences = [row.sequence for row in step.rows]
+        matchers = [None if sequence.finished else sequence.matcher for sequence in sequences]
+        held = zip(sequences, matchers, strict=True)
+        constrained = tuple(sequence for sequence, matcher in held if matcher is not None)
+        return replace(step, constrained=constrained, masks=self._masks.start(matchers))
+
     @torch.inference_mode()
     def draw(self, step: Undrawn) -> Launched:
-        """Sample a step whose matchers have followed all ids before it."""
-        matchers = [None if row.sequence.finished else row.sequence.matcher for row in step.rows]
-        launched = self._draw(step, self._masks.send(matchers))
-        held = zip(step.rows, matchers, strict=True)
-        constrained = tuple(row.sequence for row, matcher in held if matcher is not None)
+        """Sample a step that has its masks."""
+        assert step.masks is not None
+        launched = self._draw(step, step.masks.send(self._device))
         if self.observer is not None:
             self.observer.end()
-        return replace(launched, constrained=constrained)
+        return replace(launched, constrained=step.constrained)
 
     def _send(self, buffer: StepBuffer) -> None:
         if self.observer is not None:

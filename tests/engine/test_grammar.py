@@ -87,7 +87,7 @@ def tiny() -> Tokenizer:
 
 
 def allowed(masks: Masks, matchers: Sequence[LLMatcher | None], size: int) -> list[set[int] | None]:
-    sent = masks.send(matchers)
+    sent = masks.start(matchers).send(torch.device("cpu"))
     assert sent is not None
     bits = np.unpackbits(sent[0].numpy().view(np.uint8), axis=1, bitorder="little")
     assert not bits[:, size:].any()

@@ -41,7 +41,7 @@ class Writer:
         self._masks = Masks(self._size, 1, torch.device("cpu"))
 
     def allowed(self, matcher: LLMatcher) -> list[int]:
-        sent = self._masks.send([matcher])
+        sent = self._masks.start([matcher]).send(torch.device("cpu"))
         assert sent is not None
         assert not matcher.is_error()
         bits = np.unpackbits(sent[0][0].numpy().view(np.uint8), bitorder="little")[: self._size]
