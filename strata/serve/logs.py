@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from strata.serve.metrics import RequestRecord
 from strata.serve.tracing import RequestTracer
 
-# Asked for every second or so by machines: their lines would bury all others.
-_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
+# Asked for every second or so by machines, or by the dozen when a page is opened: they would bury all other lines.
+_QUIET_PATHS = ("/health", "/ready", "/metrics", "/page/")
 
 _access = logging.getLogger("strata.access")
 
@@ -117,7 +117,7 @@ class AccessLog:
         log_event(
             _access,
             f"{scope['method']} {scope['path']}",
-            level=logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO,
+            level=logging.DEBUG if scope["path"].startswith(_QUIET_PATHS) else logging.INFO,
             status=start.get("status", "none"),  # the client left before there was one
             ms=round(seconds * 1e3, 1),
             request_id=request_id,

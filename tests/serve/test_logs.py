@@ -110,9 +110,9 @@ def test_a_path_cannot_forge_a_line(as_json: bool) -> None:
     assert len(line.splitlines()) == 1
 
 
-def test_polled_paths_leave_no_line() -> None:
-    assert logged(True, answers, path="/health") == ""
-    assert logged(True, answers, path="/metrics") == ""
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/page/chat.js"])
+def test_what_machines_ask_for_leaves_no_line(path: str) -> None:
+    assert logged(True, answers, path=path) == ""
 
 
 def test_a_client_that_left_before_the_answer_has_a_line() -> None:

@@ -162,6 +162,8 @@ class Chat {
       changed: () => this.changed(conversation, reply),
     });
     this.replies.delete(conversation);
+    cancelAnimationFrame(this.frame);
+    this.frame = null;
     if (this.conversations.includes(conversation)) this.save(conversation);
     this.showReply(conversation, reply);
     this.render();

@@ -132,7 +132,7 @@ class Live {
         "div",
         { class: "tile" },
         element("dt", {}, label),
-        element("dd", { class: "value" }, value, unit ? element("span", { class: "unit" }, unit) : null),
+        element("dd", { class: "value" }, value, ...(unit ? [" ", element("span", { class: "unit" }, unit)] : [])),
         element("dd", { class: "beside" }, known ? beside(point, this.readings) : "nothing yet"),
       );
     });

@@ -97,10 +97,10 @@ const BOUNDS = {
   exclusiveMinimum: (value) => `over ${value}`,
   maximum: (value) => `at most ${value}`,
   exclusiveMaximum: (value) => `under ${value}`,
-  minItems: (value) => `at least ${value} items`,
-  maxItems: (value) => `at most ${value} items`,
-  minLength: (value) => `at least ${value} characters`,
-  maxLength: (value) => `at most ${value} characters`,
+  minItems: (value) => `${value} or more items`,
+  maxItems: (value) => `up to ${value} items`,
+  minLength: (value) => `${value} or more characters`,
+  maxLength: (value) => `up to ${value} characters`,
   pattern: (value) => `matches ${value}`,
 };
 

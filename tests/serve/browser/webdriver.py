@@ -102,9 +102,15 @@ class Browser:
         self._do("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": strokes}]})
 
     def text(self, selector: str) -> str:
-        """What can be read there."""
-        text: str = self._do("GET", f"/element/{self.find(selector)}/text")
+        """What can be read there, in one look: between two the page may have changed."""
+        text: str = self.run("return document.querySelector(arguments[0]).innerText", selector)
         return text
+
+    def sees(self, selector: str) -> bool:
+        """Whether it is there and visible."""
+        script = "return document.querySelector(arguments[0])?.checkVisibility({visibilityProperty: true}) ?? false"
+        seen: bool = self.run(script, selector)
+        return seen
 
     def run(self, script: str, *arguments: object) -> Any:
         """What a function body in JavaScript returns; a promise is awaited."""

@@ -1,0 +1,137 @@
+"""The live page in Chromium: what it draws, and that its figures are those of the metrics."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+
+import httpx
+import pytest
+
+from strata.engine.messages import Statistics
+from strata.serve.metrics import Metrics
+from tests.serve.browser.conftest import Server
+from tests.serve.browser.webdriver import Browser
+
+# How many pixels of each chart have the colour of its first series, however thin the colour lies there.
+PIXELS = """
+    const probe = document.body.appendChild(document.createElement('i'));
+    const wanted = arguments[0].map((name) => {
+      probe.style.color = `var(--${name})`;
+      return getComputedStyle(probe).color.match(/\\d+/g).map(Number);
+    });
+    probe.remove();
+    return [...document.querySelectorAll('.chart canvas')].map((canvas, chart) => {
+      const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+      let count = 0;
+      for (let at = 0; at < data.length; at += 4) {
+        count += data[at + 3] > 20 && wanted[chart].every((value, part) => Math.abs(value - data[at + part]) < 16);
+      }
+      return count;
+    });
+"""
+FIRST_SERIES = ["accent", "moss", "accent", "accent", "slate", "moss"]
+
+
+def tile(browser: Browser, label: str) -> str:
+    script = """
+        const tiles = [...document.querySelectorAll('.tile')];
+        const tile = tiles.find((one) => one.querySelector('dt').innerText === arguments[0]);
+        return tile?.querySelector('.value').innerText ?? '';
+    """
+    text: str = browser.run(script, label)
+    return text
+
+
+def number(shown: str) -> float:
+    """Of "92 tokens/s" or "9.8 ms"; not a number while there is none."""
+    return float(shown.split()[0]) if shown[:1].isdigit() else math.nan
+
+
+def generate(server: Server, tokens: int) -> threading.Thread:
+    """A request under way in another thread: a hundred tokens a second."""
+    body = {"messages": [{"role": "user", "content": "Go on"}], "max_tokens": tokens}
+    thread = threading.Thread(target=lambda: httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60))
+    thread.start()
+    return thread
+
+
+def test_it_draws_what_the_server_does(browser: Browser, server: Server) -> None:
+    request = generate(server, 350)
+    browser.open(f"{server.url}/live")
+    browser.wait(lambda: tile(browser, "Running") == "1", "the request that runs")
+    generate(server, 1).join()
+    browser.wait(lambda: 70 <= number(tile(browser, "Generated")) <= 110, "its hundred tokens a second")
+    browser.wait(lambda: 5 <= number(tile(browser, "Between tokens")) <= 20, "ten milliseconds, within their bucket")
+    browser.wait(lambda: min(browser.run(PIXELS, FIRST_SERIES)[:4]) > 20, "lines in the first four charts")
+    *_, prefix_cache = browser.run(PIXELS, FIRST_SERIES)
+    assert prefix_cache == 0, "the stub has none, so there is nothing to draw"
+    request.join()
+    browser.wait(lambda: tile(browser, "Running") == "0", "the end of the request")
+
+
+def test_it_rests_while_it_is_not_seen_or_paused(browser: Browser, server: Server) -> None:
+    browser.open(f"{server.url}/live")
+    reads = "return performance.getEntriesByType('resource').filter(({name}) => name.endsWith('/metrics')).length"
+    browser.wait(lambda: browser.run(reads) >= 2, "two readings")
+    hide = "Object.defineProperty(document, 'hidden', {value: arguments[0], configurable: true});"
+    tell = "document.dispatchEvent(new Event('visibilitychange'));"
+    for stop, start in [
+        (lambda: browser.run(hide + tell, True), lambda: browser.run(hide + tell, False)),
+        (lambda: browser.click("#pause"), lambda: browser.click("#pause")),
+    ]:
+        stop()
+        assert browser.text("#state") == "Paused"
+        before = browser.run(f"await new Promise((done) => setTimeout(done, 100)); {reads}")
+        after = browser.run(f"await new Promise((done) => setTimeout(done, 1600)); {reads}")
+        assert after == before
+        start()
+        browser.wait(lambda before=before: browser.run(reads) > before, "the next reading")
+
+
+def test_it_says_when_the_server_does_not_answer_and_goes_on(browser: Browser, server: Server) -> None:
+    browser.open(f"{server.url}/live")
+    browser.run("window.real = window.fetch; window.fetch = async () => { throw new TypeError('Failed to fetch') }")
+    browser.wait(lambda: browser.sees("#fault"), "the fault")
+    assert "does not answer" in browser.text("#fault")
+    browser.run("window.fetch = window.real")
+    browser.wait(lambda: not browser.sees("#fault"), "the next reading")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_percentiles_are_those_of_the_observations(browser: Browser, seed: int) -> None:
+    """Read from buckets of two /metrics texts, they are within a bucket of the exact ones of what came in between."""
+    chance = random.Random(seed)
+    metrics = Metrics("m")
+    for _ in range(500):
+        metrics.first_token(chance.lognormvariate(2, 1))  # before the first reading: to be left out
+    before = metrics.render(Statistics()).decode()
+    seconds = sorted(chance.lognormvariate(-3, 0.8) for _ in range(1000))
+    for one in seconds:
+        metrics.first_token(one)
+    script = """
+        const { parseMetrics, histogram, percentile } = await import("/page/prometheus.js");
+        const read = (text) => histogram(parseMetrics(text), "strata_time_to_first_token_seconds");
+        const [before, after] = [read(arguments[0]), read(arguments[1])];
+        return [0.5, 0.9, 0.99].map((q) => percentile(q, before, after)).concat(percentile(0.5, after, after));
+    """
+    *found, nothing = browser.run(script, before, metrics.render(Statistics()).decode())
+    assert nothing is None
+    for share, value in zip((0.5, 0.9, 0.99), found, strict=True):
+        exact = seconds[int(share * len(seconds)) - 1]
+        assert exact / 1.7 < value < exact * 1.7, "no bucket is wider"
+
+
+def test_labels_may_hold_anything(browser: Browser) -> None:
+    name = 'we"ird \\ {model},x="y"'
+    script = """
+        const { parseMetrics, total } = await import("/page/prometheus.js");
+        const samples = parseMetrics(arguments[0]);
+        return [samples.get("strata_requests_total")[0].labels, total(samples, "strata_requests_total")];
+    """
+    metrics = Metrics(name)
+    metrics.received("chat")
+    labels, total = browser.run(script, metrics.render(Statistics()).decode())
+    assert labels == {"endpoint": "chat", "model_name": name}
+    assert total == 1
