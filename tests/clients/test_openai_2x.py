@@ -1,0 +1,23 @@
+"""The suite of OpenAI's Python client once more, with version 2 of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+INSTALLED = HERE / "openai2"
+
+
+@pytest.mark.skipif(not INSTALLED.exists(), reason="version 2 of OpenAI's client is not installed: make clients")
+def test_the_suite_passes_with_version_2() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(INSTALLED)}
+    version = [sys.executable, "-c", "import openai; print(openai.__version__)"]
+    assert subprocess.run(version, env=environment, capture_output=True, text=True).stdout.startswith("2.")
+    suite = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", HERE / "test_openai.py"]
+    result = subprocess.run(suite, env=environment, capture_output=True, text=True, timeout=300, cwd=HERE.parent.parent)
+    assert result.returncode == 0, result.stdout + result.stderr
