@@ -112,6 +112,7 @@ class ChatRequest(SamplingFields):
     prediction: Annotated[Any, Refused("leave it out; the answer is the same without")] = None
     reasoning_effort: Annotated[Any, Refused("models here take no such setting; say it in a message")] = None
     verbosity: Annotated[Any, Refused("models here take no such setting; say it in a message", "medium")] = None
+    prompt_cache_options: Annotated[Any, Refused("prefixes are cached by themselves")] = None
     web_search_options: Annotated[Any, Refused("this server fetches nothing")] = None
     moderation: Annotated[Any, Refused("this server does not moderate")] = None
     functions: Annotated[Any, Refused(_OLD_TOOLS)] = None

@@ -147,8 +147,9 @@ def events(text: str) -> list[Any]:
 
 @contextmanager
 def scripted_server(tokenizer: Tokenizer, script: Sequence[Batch], **options: Any) -> Iterator[Scripted]:
-    """options: of ScriptedEngine, and under `settings` those of ServeSettings."""
+    """options: of ScriptedEngine; `settings`: those of ServeSettings; `keys`: of the server."""
     settings = ServeSettings("unused", (NAME,), **options.pop("settings", {}))
+    keys = KeyRing(options.pop("keys", ()))
     engine = ScriptedEngine(tokenizer, script, **options)
     state = ServerState(
         settings=settings,
@@ -164,6 +165,6 @@ def scripted_server(tokenizer: Tokenizer, script: Sequence[Batch], **options: An
         return state
 
     app = build_app(settings, connect)
-    gate = Gate(app, settings, KeyRing([]), Drain(), state.metrics.rejected)
+    gate = Gate(app, settings, keys, Drain(), state.metrics.rejected)
     with TestClient(gate, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
         yield Scripted(client, engine, state)

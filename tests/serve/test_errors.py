@@ -125,6 +125,7 @@ CHAT = [
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"verbosity": "high"}, "verbosity"),
+    ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"moderation": {"model": "x"}}, "moderation"),
     ({"service_tier": "flex"}, "service_tier"),

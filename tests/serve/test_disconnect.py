@@ -1,0 +1,97 @@
+"""Clients that leave: whatever their request was at, the engine ends it and has its pages back."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.live import LiveServer
+from tests.serve.scripted import Scripted
+
+LONG = {"ignore_eos": True, "max_tokens": 900, "prompt": "47 + 38"}
+
+
+def ask(live: LiveServer, **body: Any) -> socket.socket:
+    """Send a request and leave the answer unread."""
+    host, port = live.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    data = json.dumps(body).encode()
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (len(data), data)
+    )
+    return connection
+
+
+def aborts(live: LiveServer) -> float:
+    text = live.client.get("/metrics").text
+    return float(next(line.split()[-1] for line in text.splitlines() if line.startswith("strata_aborts_total{")))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 4])
+def test_in_decode(live: LiveServer, stream: bool, n: int) -> None:
+    before = aborts(live)
+    connection = ask(live, **LONG, stream=stream, n=n)
+    live.wait_until(lambda: live.state.client.statistics.running == n)
+    assert not live.idle
+    connection.close()
+    live.wait_until(lambda: live.state.limits.in_flight == 0, 1.0)
+    assert live.wait_until(lambda: live.idle) < 1.0  # the engine tells of itself twice a second
+    assert aborts(live) == before + 1
+
+
+def test_in_the_queue(live: LiveServer) -> None:
+    """More sequences than the engine runs at once: those that wait are gone as soon as those that run."""
+    most = live.state.client.ready.max_sequences
+    connections = [ask(live, **LONG, n=16) for _ in range(most // 16 + 1)]
+    live.wait_until(lambda: live.state.client.statistics.waiting > 0)
+    for connection in reversed(connections):
+        connection.close()
+    live.wait_until(lambda: live.idle, 5.0)
+
+
+def test_before_the_first_token(live: LiveServer) -> None:
+    for _ in range(5):
+        ask(live, **{**LONG, "prompt": [5] * 900, "max_tokens": 100}, stream=True).close()
+    live.wait_until(lambda: live.idle, 5.0)
+
+
+def test_what_is_asked_meanwhile_is_answered(live: LiveServer) -> None:
+    alone = live.post("/v1/completions", prompt="47 + 38", max_tokens=30)["choices"][0]["text"]
+    connections = [ask(live, **LONG, stream=True) for _ in range(4)]
+    live.wait_until(lambda: live.state.client.statistics.running == 4)
+    connections[0].close()
+    assert live.post("/v1/completions", prompt="47 + 38", max_tokens=30)["choices"][0]["text"] == alone
+    for connection in connections:
+        connection.close()
+    live.wait_until(lambda: live.idle, 5.0)
+
+
+def test_a_stream_given_up_half_way(live: LiveServer) -> None:
+    with httpx.stream("POST", f"{live.url}/v1/completions", json={**LONG, "stream": True}) as response:
+        for number, _ in enumerate(response.iter_lines()):
+            if number == 10:
+                break
+    live.wait_until(lambda: live.idle, 5.0)
+
+
+def test_a_failed_request_of_several_prompts_ends_the_others(
+    serve_script: Callable[..., AbstractContextManager[Scripted]],
+) -> None:
+    """All or none: the second is refused for want of room, so the first is aborted."""
+    with serve_script([], hangs=True, settings={"concurrency": 1}) as server:
+        start = time.monotonic()
+        response = server.client.post("/v1/completions", json={"prompt": ["a", "b"]})
+        assert response.status_code == 429
+        assert int(response.headers["retry-after"]) >= 1
+        assert [stream.closed for stream in server.engine.streams] == [True]
+        assert server.state.limits.in_flight == 0
+        assert time.monotonic() - start < 5
