@@ -98,16 +98,18 @@ class Masks:
         self._executor: LLExecutor | None = None
         self._host: Tensor | None = None
 
-    def start(self, matchers: Sequence[LLMatcher | None]) -> MasksUnderWay:
-        """Begin with the masks of a step's rows; None for a row that is free.
+    def start(self, matchers: Sequence[LLMatcher | None]) -> MasksUnderWay | None:
+        """Begin with the masks of a step's rows; a row that is free has no matcher. None if all are.
 
         The matchers must be left alone meanwhile. One that cannot tell goes into its error state.
         """
+        constrained = [matcher for matcher in matchers if matcher is not None]
+        if not constrained:
+            return None
         if self._executor is None or self._host is None:
             size = self._rows * (self._words + 1)
             self._host = torch.zeros(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
             self._executor = LLExecutor()
-        constrained = [matcher for matcher in matchers if matcher is not None]
         end = len(constrained) * self._words
         held = np.array([matcher is not None for matcher in matchers])
         self._host[end : end + len(matchers)].numpy()[:] = np.where(held, held.cumsum() - 1, -1)
@@ -131,10 +133,8 @@ class MasksUnderWay:
     count: int
     words: int
 
-    def send(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Wait for them: masks and rows as `apply_bitmask` takes them. None if all rows are free."""
-        if not self.count:
-            return None
+    def send(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Wait for them: masks and rows as `apply_bitmask` takes them."""
         self.computed.result()
         end = self.count * self.words
         sent = self.buffer.to(device, non_blocking=True)

@@ -192,9 +192,8 @@ class Runner:
 
     @torch.inference_mode()
     def draw(self, step: Undrawn) -> Launched:
-        """Sample a step that has its masks."""
-        assert step.masks is not None
-        launched = self._draw(step, step.masks.send(self._device))
+        """Sample a step that has its masks; it has none if all that needed them have ended."""
+        launched = self._draw(step, step.masks.send(self._device) if step.masks is not None else None)
         if self.observer is not None:
             self.observer.end()
         return replace(launched, constrained=step.constrained)

@@ -87,8 +87,9 @@ def tiny() -> Tokenizer:
 
 
 def allowed(masks: Masks, matchers: Sequence[LLMatcher | None], size: int) -> list[set[int] | None]:
-    sent = masks.start(matchers).send(torch.device("cpu"))
-    assert sent is not None
+    under_way = masks.start(matchers)
+    assert under_way is not None
+    sent = under_way.send(torch.device("cpu"))
     bits = np.unpackbits(sent[0].numpy().view(np.uint8), axis=1, bitorder="little")
     assert not bits[:, size:].any()
     return [None if which < 0 else set(np.flatnonzero(bits[which]).tolist()) for which in sent[1].tolist()]

@@ -41,8 +41,9 @@ class Writer:
         self._masks = Masks(self._size, 1, torch.device("cpu"))
 
     def allowed(self, matcher: LLMatcher) -> list[int]:
-        sent = self._masks.start([matcher]).send(torch.device("cpu"))
-        assert sent is not None
+        under_way = self._masks.start([matcher])
+        assert under_way is not None
+        sent = under_way.send(torch.device("cpu"))
         assert not matcher.is_error()
         bits = np.unpackbits(sent[0][0].numpy().view(np.uint8), bitorder="little")[: self._size]
         return np.flatnonzero(bits).tolist()
