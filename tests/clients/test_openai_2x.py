@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 INSTALLED = ROOT / "tests" / "clients" / "openai2"
+SUITE = ("tests/serve/test_openai_client.py", "tests/serve/test_openai_errors.py")
 
 
 @pytest.mark.skipif(not INSTALLED.exists(), reason="version 2 of OpenAI's client is not installed: make clients")
@@ -18,7 +19,7 @@ def test_the_suite_passes_with_version_2() -> None:
     environment = {**os.environ, "PYTHONPATH": str(INSTALLED)}
     version = [sys.executable, "-c", "import openai; print(openai.__version__)"]
     assert subprocess.run(version, env=environment, capture_output=True, text=True).stdout.startswith("2.")
-    suite = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/serve/test_openai_client.py"]
+    suite = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SUITE]
     result = subprocess.run(suite, env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "skipped" not in result.stdout
