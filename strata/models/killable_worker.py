@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 _START_SECONDS = 30.0
+_READ_BYTES = 1 << 16
 _ROOT = Path(__file__).resolve().parents[2]
 
 # What Python needs to start, and the time zone. Foreign code that broke out would find no keys here.
@@ -37,7 +40,7 @@ class KillableWorker:
     def __init__(self, module: str, deadline: float, most_answer: int) -> None:
         self._module, self._deadline, self._most_answer = module, deadline, most_answer
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._end_process: Callable[[], Any] = lambda: None
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,10 +75,11 @@ class KillableWorker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            encoding="ascii",
+            bufsize=0,
             env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
             start_new_session=True,  # Ctrl-C in the terminal is for the parent
         )
+        os.set_blocking(_pipe(self._process.stdin).fileno(), False)
         self._end_process = weakref.finalize(self, _end, self._process)
         ready, _ = self._exchange("", _START_SECONDS)
         if ready is None:
@@ -87,29 +91,38 @@ class KillableWorker:
         self._process = None
 
     def _exchange(self, line: str, seconds: float) -> tuple[dict[str, Any] | None, bool]:
-        """Send a line (none if empty) and read one answer. None if the process died; then, whether time ran out."""
+        """Send a line (none if empty) and read one answer. None if there is none; then, whether time ran out.
+
+        One thread does all: to start another for the deadline would take longer than most answers.
+        """
         assert self._process is not None
-        process, expired = self._process, threading.Event()
-
-        def expire() -> None:
-            expired.set()
-            process.kill()
-
-        # A kill ends a blocked write as well as a blocked read, so neither needs a timeout of its own.
-        timer = threading.Timer(seconds, expire)
-        timer.start()
-        answer = ""
+        deadline = time.monotonic() + seconds
+        writing, reading = _pipe(self._process.stdin).fileno(), _pipe(self._process.stdout).fileno()
+        unsent = memoryview(f"{line}\n".encode("ascii") if line else b"")
+        answer = bytearray()
+        poll = select.poll()
+        poll.register(reading, select.POLLIN)
         try:
-            if line:
-                _pipe(process.stdin).write(line + "\n")
-                _pipe(process.stdin).flush()
-            answer = _pipe(process.stdout).readline(self._most_answer)
+            unsent = unsent[_write(writing, unsent) :]
+            if unsent:
+                poll.register(writing, select.POLLOUT)
+            while not answer.endswith(b"\n"):
+                ready = poll.poll(max(0.0, 1e3 * (deadline - time.monotonic())))
+                if not ready:
+                    return None, True
+                for pipe, _ in ready:
+                    if pipe == reading:
+                        part = os.read(reading, _READ_BYTES)
+                        answer += part
+                        if not part or len(answer) > self._most_answer:
+                            return None, False
+                    else:
+                        unsent = unsent[_write(writing, unsent) :]
+                        if not unsent:
+                            poll.unregister(writing)
         except OSError:  # the pipe broke
-            pass
-        finally:
-            timer.cancel()
-            timer.join()
-        return json.loads(answer) if answer.endswith("\n") else None, expired.is_set()
+            return None, False
+        return json.loads(answer), False
 
 
 def serve_answers(answer: Callable[[dict[str, Any]], dict[str, Any]], memory_bytes: int) -> None:
@@ -126,13 +139,20 @@ def serve_answers(answer: Callable[[dict[str, Any]], dict[str, Any]], memory_byt
         print(reply, flush=True)
 
 
-def _pipe(stream: IO[str] | None) -> IO[str]:
-    return cast(IO[str], stream)
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    return cast(IO[bytes], stream)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _write(pipe: int, line: memoryview) -> int:
+    """How many bytes of a line the pipe has room for, which are written."""
+    try:
+        return os.write(pipe, line) if line else 0
+    except BlockingIOError:
+        return 0
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):  # closing flushes what was never read
-            _pipe(pipe).close()
+        _pipe(pipe).close()

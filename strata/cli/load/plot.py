@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 PANELS = {"ttft_ms": "time to first token", "tpot_ms": "time per output token"}
+TICKS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
 LINES = {"p50": "#2a6fb0", "p90": "#8fb7dc", "p99": "#c05a3c"}
 
 
@@ -18,7 +19,7 @@ def draw(results: Sequence[Mapping[str, Any]], picture: Path) -> None:
     """
     try:
         import matplotlib
-        from matplotlib import pyplot
+        from matplotlib import pyplot, ticker
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
     points = sorted((one for one in results if _drawable(one)), key=lambda one: float(one["request_rate"]))
@@ -33,8 +34,9 @@ def draw(results: Sequence[Mapping[str, Any]], picture: Path) -> None:
             panel.plot(rates, [one[field][line] for one in points], marker="o", markersize=3, color=color, label=line)
         _bounds(panel, points[0], field.removesuffix("_ms"))
         panel.set_yscale("log")
+        panel.yaxis.set_major_locator(ticker.LogLocator(subs=TICKS))
         panel.yaxis.set_major_formatter("{x:g}")
-        panel.yaxis.set_minor_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter("")
         panel.set_xlim(left=0)
         panel.set_xlabel("requests/s")
         panel.set_title(f"{name}, ms")
