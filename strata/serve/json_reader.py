@@ -151,6 +151,7 @@ class JsonReader:
 
 
 def is_json_object(text: str) -> bool:
+    """Whether a whole text is one JSON object, nested no deeper than `MOST_DEPTH`."""
     reading = JsonReader(lambda _: None).whole_object()
     next(reading)
     try:

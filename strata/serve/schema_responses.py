@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from strata.serve.errors import ApiError
 from strata.serve.schema_base import Refused, RequestModel, said_as
-from strata.serve.schema_chat import FunctionName
+from strata.serve.schema_chat import Function, FunctionName
 from strata.serve.schema_sampling import Count, SamplingFields, StopStrings, TopLogprobs
 
 LOGPROBS = "message.output_text.logprobs"
@@ -104,14 +104,8 @@ def _kind_of_input(value: Any) -> str | None:
     return "text" if isinstance(value, str) else "items" if isinstance(value, list) else None
 
 
-class FunctionTool(RequestModel):
+class FunctionTool(Function):
     type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments, an object; absent for a function without any."""
-    strict: bool | None = None
-    """Has no effect: arguments follow their schema wherever a call is forced, and only there."""
 
 
 class NamedTool(RequestModel):
@@ -227,10 +221,6 @@ class ResponsesRequest(RequestModel):
     access_programs: Annotated[Any, Refused("there are none here")] = None
     image: Annotated[Any, Refused(_TEXT_ONLY)] = None
     prompt_cache_options: Annotated[Any, Refused("prefixes are cached by themselves")] = None
-
-    @property
-    def stored(self) -> bool:
-        return self.store is not False
 
     @property
     def reported_logprobs(self) -> int | None:
