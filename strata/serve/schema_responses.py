@@ -104,8 +104,12 @@ def _kind_of_input(value: Any) -> str | None:
     return "text" if isinstance(value, str) else "items" if isinstance(value, list) else None
 
 
-class FunctionTool(Function):
+class _Kind(RequestModel):
     type: Literal["function"]
+
+
+class FunctionTool(Function, _Kind):
+    """`type` is its first field, so a tool of another type is told as that, not as one without a name."""
 
 
 class NamedTool(RequestModel):
