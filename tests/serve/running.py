@@ -101,13 +101,15 @@ class Running:
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
-    def send(self, path: str = "/v1/completions", **fields: Any) -> socket.socket:
-        """Send a request and leave its answer unread; whoever closes the connection has left."""
-        body = json.dumps({**QUESTION, **fields}).encode()
+    @property
+    def address(self) -> tuple[str, int]:
         host, port = self.url.removeprefix("http://").split(":")
-        connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
-        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        return host, int(port)
+
+    def send(self, **fields: Any) -> socket.socket:
+        """Send a completion and leave its answer unread; whoever closes the connection has left."""
+        connection = socket.create_connection(self.address, timeout=PATIENCE)
+        connection.sendall(http_request("/v1/completions", {**QUESTION, **fields}))
         return connection
 
     def load(self) -> tuple[float, float, float]:
@@ -133,6 +135,13 @@ class Running:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
+
+
+def http_request(path: str, body: Any) -> bytes:
+    """A request as it goes over the wire."""
+    text = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text
 
 
 @contextmanager
