@@ -15,23 +15,21 @@ from typing import TYPE_CHECKING
 from strata.serve.metrics import RequestRecord
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.sdk.trace import SpanProcessor
 
 _PACKAGES = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 
 
 class RequestTracer:
-    """Sends spans to `exporter`, in batches from a thread of its own."""
+    """Makes spans for `processor`. What it has not sent when Python exits is sent then."""
 
-    def __init__(self, exporter: SpanExporter, model_name: str) -> None:
+    def __init__(self, processor: SpanProcessor, model_name: str) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        resource = Resource.create({"service.name": "strata"})
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("strata.serve")
+        provider = TracerProvider(resource=Resource.create({"service.name": "strata"}))
+        provider.add_span_processor(processor)
+        self._tracer = provider.get_tracer("strata.serve")
         self._model_name = model_name
 
     def trace(self, record: RequestRecord, request_id: str | None, traceparent: str | None) -> None:
@@ -61,13 +59,9 @@ class RequestTracer:
             phase.end(ahead + _nanoseconds(end))
         span.end(ahead + _nanoseconds(record.ended))
 
-    def close(self) -> None:
-        """Send what has not been sent yet."""
-        self._provider.shutdown()
-
 
 def make_tracer(endpoint: str | None, model_name: str) -> RequestTracer | None:
-    """A tracer that sends OTLP over HTTP to `endpoint`; None without one.
+    """A tracer that sends OTLP over HTTP to `endpoint`, in batches from a thread of its own; None without one.
 
     Raises ValueError if OpenTelemetry's packages are not installed.
     """
@@ -75,9 +69,10 @@ def make_tracer(endpoint: str | None, model_name: str) -> RequestTracer | None:
         return None
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ValueError(f"--otlp-traces-endpoint {endpoint}: install {_PACKAGES} to send traces ({error})") from error
-    return RequestTracer(OTLPSpanExporter(endpoint), model_name)
+    return RequestTracer(BatchSpanProcessor(OTLPSpanExporter(endpoint)), model_name)
 
 
 def _phases(record: RequestRecord) -> list[tuple[str, float, float]]:

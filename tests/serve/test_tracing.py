@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import gzip
+import subprocess
+import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -31,13 +36,11 @@ def test_without_the_packages_the_flag_is_one_clear_error(monkeypatch: pytest.Mo
 
 def traced(record: RequestRecord, traceparent: str | None = None) -> dict[str, Any]:
     """The spans of one request by name."""
-    memory = pytest.importorskip(
-        "opentelemetry.sdk.trace.export.in_memory_span_exporter", reason="opentelemetry-sdk is not installed"
-    )
-    exporter = memory.InMemorySpanExporter()
-    tracer = RequestTracer(exporter, "m")
-    tracer.trace(record, "req-1", traceparent)
-    tracer.close()
+    export = pytest.importorskip("opentelemetry.sdk.trace.export", reason="opentelemetry-sdk is not installed")
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    RequestTracer(export.SimpleSpanProcessor(exporter), "m").trace(record, "req-1", traceparent)
     return {span.name: span for span in exporter.get_finished_spans()}
 
 
@@ -68,3 +71,33 @@ def test_a_request_is_part_of_its_callers_trace() -> None:
     assert spans["chat"].context.trace_id == 0x0AF7651916CD43DD8448EB211C80319C
     assert spans["chat"].parent.span_id == 0xB7AD6B7169203331
     assert traced(record, "nonsense")["chat"].parent is None
+
+
+def test_spans_reach_a_collector_before_the_process_ends() -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="OpenTelemetry's exporter is not installed")
+    received: list[tuple[str, bytes]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    code = """
+import sys, time
+from strata.serve.metrics import RequestRecord
+from strata.serve.tracing import make_tracer
+now = time.monotonic()
+make_tracer(sys.argv[1], "m").trace(RequestRecord("chat", "stop", now - 1, now, now, now, 12, 8, 40), "req-42", None)
+"""
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_port}/v1/traces"
+        subprocess.run([sys.executable, "-c", code, endpoint], check=True, timeout=60)
+        server.shutdown()
+    assert [path for path, _ in received] == ["/v1/traces"]
+    sent = gzip.decompress(received[0][1]) if received[0][1][:2] == b"\x1f\x8b" else received[0][1]
+    assert all(word in sent for word in (b"strata.serve", b"prefill", b"req-42"))
