@@ -5,6 +5,7 @@ The automata are llguidance's: a lexer of regular-expression derivatives under a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -120,6 +121,8 @@ class Masks:
             4 * self._words,
             len(constrained),
         )
+        while not (computed.running() or computed.done()):
+            time.sleep(0)  # the thread needs the interpreter's lock to begin, and from then on does without
         return MasksUnderWay(computed, self._host[: end + len(matchers)], len(constrained), self._words)
 
 
