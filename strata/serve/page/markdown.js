@@ -7,6 +7,7 @@ const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;
 const RULE = /^ {0,3}([-*_])( *\1){2,}\s*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])\s+(.*)$/;
+const DEEPEST = 20; // lists and quotes inside each other; what is deeper stays as it was written
 const TABLE_RULE = /^ *\|? *:?-+:? *(\| *:?-+:? *)*\|? *$/;
 
 /**
@@ -30,18 +31,18 @@ export function renderMarkdown(container, text) {
 }
 
 /** Blocks as plain values: {kind, ...}. An unfinished code block reaches to the end. */
-export function splitBlocks(lines) {
+export function splitBlocks(lines, depth = 0) {
   const blocks = [];
   let at = 0;
   while (at < lines.length) {
-    const [block, next] = takeBlock(lines, at);
+    const [block, next] = takeBlock(lines, at, depth);
     if (block) blocks.push(block);
     at = next;
   }
   return blocks;
 }
 
-function takeBlock(lines, at) {
+function takeBlock(lines, at, depth) {
   const line = lines[at];
   if (!line.trim()) return [null, at + 1];
   const fence = FENCE.exec(line);
@@ -49,11 +50,8 @@ function takeBlock(lines, at) {
   const heading = HEADING.exec(line);
   if (heading) return [{ kind: "heading", level: heading[1].length, text: heading[2] }, at + 1];
   if (RULE.test(line)) return [{ kind: "rule" }, at + 1];
-  if (QUOTE.test(line)) {
-    const end = endOf(lines, at, (one) => QUOTE.test(one));
-    return [{ kind: "quote", blocks: splitBlocks(lines.slice(at, end).map((one) => one.replace(QUOTE, ""))) }, end];
-  }
-  if (ITEM.test(line)) return takeList(lines, at);
+  if (depth < DEEPEST && QUOTE.test(line)) return takeQuote(lines, at, depth);
+  if (depth < DEEPEST && ITEM.test(line)) return takeList(lines, at, depth);
   if (line.includes("|") && TABLE_RULE.test(lines[at + 1] ?? "") && lines[at + 1].includes("-")) return takeTable(lines, at);
   const end = endOf(lines, at + 1, (one) => one.trim() && !startsBlock(one));
   return [{ kind: "paragraph", text: lines.slice(at, end).join("\n") }, end];
@@ -75,8 +73,14 @@ function takeFence(lines, at, [, marks, language]) {
   return [{ kind: "code", language, code: lines.slice(at + 1, end).join("\n") }, end + 1];
 }
 
+function takeQuote(lines, at, depth) {
+  const end = endOf(lines, at, (line) => QUOTE.test(line));
+  const inner = lines.slice(at, end).map((line) => line.replace(QUOTE, ""));
+  return [{ kind: "quote", blocks: splitBlocks(inner, depth + 1) }, end];
+}
+
 /** Items of one depth; what is indented below an item is inside it. */
-function takeList(lines, at) {
+function takeList(lines, at, depth) {
   const [, indent, mark] = ITEM.exec(lines[at]);
   const ordered = /\d/.test(mark);
   const items = [];
@@ -90,7 +94,7 @@ function takeList(lines, at) {
       inner.push(lines[end].replace(new RegExp(`^ {0,${indent.length + item[2].length + 1}}`), ""));
       end += 1;
     }
-    items.push(splitBlocks(inner));
+    items.push(splitBlocks(inner, depth + 1));
     const next = endOf(lines, end, (line) => !line.trim());
     if (ITEM.test(lines[next] ?? "")) end = next;
   }
