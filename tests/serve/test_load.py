@@ -62,9 +62,9 @@ async def saturate(client: httpx.AsyncClient, clients: int, seconds: float) -> l
     return outcomes
 
 
-async def arrive(client: httpx.AsyncClient, rate: float, seconds: float) -> list[Outcome]:
+async def arrive(client: httpx.AsyncClient, rate: float, seconds: float, seed: int) -> list[Outcome]:
     """Requests at exponential distances, whether or not those before were answered."""
-    draw = random.Random(0)
+    draw = random.Random(seed)
     due, sent = time.perf_counter(), []
     end = due + seconds
     while due < end:
@@ -80,30 +80,31 @@ def percentile(outcomes: list[Outcome], share: float) -> float:
 
 
 def test_twice_the_load_it_can_bear_is_refused_at_once_or_served_as_without_it() -> None:
-    saturated, overload = (20, 60) if FULL else (2, 5)  # seconds
+    turns, seconds = (6, 10.0) if FULL else (4, 1.5)
+    full: list[Outcome] = []
+    overloaded: list[Outcome] = []
+
+    async def scenario(url: str) -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+            await saturate(client, 8, 1)
+            for turn in range(turns):  # in turns, since this machine has more to do at one time than at another
+                served = await saturate(client, 8, seconds / 2)
+                full.extend(served)
+                overloaded.extend(await arrive(client, 2 * len(served) / (seconds / 2), seconds, seed=turn))
+
     with running("--max-num-seqs", "4", "--max-queue", "4") as server:
-
-        async def scenario() -> list[list[Outcome]]:
-            limits = httpx.Limits(max_connections=None)
-            async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
-                await saturate(client, 8, 1)
-                before = await saturate(client, 8, saturated)
-                during = await arrive(client, 2 * len(before) / saturated, overload)
-                return [before, during, await saturate(client, 8, saturated)]
-
-        before, during, after = asyncio.run(scenario())
-        admitted = [outcome for outcome in during if outcome.status == 200]
-        refused = [outcome for outcome in during if outcome.status != 200]
-        assert all(outcome.tokens == 60 for outcome in (*before, *admitted, *after))
+        asyncio.run(scenario(server.url))
+        admitted = [outcome for outcome in overloaded if outcome.status == 200]
+        refused = [outcome for outcome in overloaded if outcome.status != 200]
+        assert all(outcome.tokens == 60 for outcome in (*full, *admitted))
         assert {outcome.status for outcome in refused} == {503}
         assert all(int(outcome.retry_after or 0) >= 1 for outcome in refused)
-        assert len(refused) > 0.25 * len(during)
+        assert 0.25 < len(refused) / len(overloaded) < 0.75
         assert percentile(refused, 0.5) < 0.05
         assert server.metric("strata_rejects_total") == len(refused)
-        # This machine may have had more to do at one time than at another, and a short run's tail is a few requests.
-        slowest, share, slack = min(len(before), len(after)) / saturated, *((0.99, 1.2) if FULL else (0.9, 1.4))
-        assert len(admitted) / overload > 0.8 * slowest
-        assert percentile(admitted, share) < slack * max(percentile(before, share), percentile(after, share))
+        share, slack = (0.99, 1.2) if FULL else (0.9, 1.5)  # a short run's tail is a few requests
+        assert percentile(admitted, share) < slack * percentile(full, share)
         wait_for(lambda: server.load() == IDLE)
 
 
