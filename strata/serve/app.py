@@ -19,6 +19,7 @@ from strata.serve import (
     responses,
     tokens_route,
 )
+from strata.serve.direct_routes import DirectRoutes
 from strata.serve.errors import ERROR_HANDLERS
 from strata.serve.openapi import describe
 from strata.serve.schema_chat_reply import ChatChunk
@@ -67,5 +68,6 @@ def build_app(settings: ServeSettings, connect: Callable[[], Awaitable[ServerSta
     )
     for router in ROUTERS:
         app.include_router(router)
+    app.add_middleware(DirectRoutes, routers=ROUTERS)
     app.openapi = lambda: describe(app, STREAMED)  # type: ignore[method-assign]
     return app
