@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: from each sequence's newest id to its next one, without the host."""
+"""Decode steps as CUDA graphs: from each sequence's newest id to its logits, and from those to its next id."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ class Recorded:
 
 
 class DecodeGraphs:
-    """One CUDA graph for each decode batch size, from ids to ids, temperature and filters included.
+    """Two CUDA graphs for each decode batch size: the model's, and that of drawing, temperature and filters included.
 
-    Its logits, which the next recording may overwrite, are there for a step with penalties and the like to sample anew.
+    The logits between them, which the next recording may overwrite, are there for a step to change before it draws, or
+    to draw from in another way (penalties and the like).
     """
 
     def __init__(
@@ -65,9 +66,15 @@ class DecodeGraphs:
         """The inputs of a bucket, with `staging` as their host side."""
         return self._buffers[bucket][staging.data_ptr()]
 
-    def replay(self, bucket: int) -> Recorded:
-        self._recordings.replay(bucket)
-        return self._outputs[bucket]
+    def run(self, bucket: int) -> Tensor:
+        """The logits [bucket, vocabulary] of the inputs that have been sent."""
+        self._recordings.replay((bucket, "run"))
+        return self._outputs[bucket].logits
+
+    def draw(self, bucket: int) -> Tensor:
+        """The ids [bucket] int32 drawn from what `run` left, which the next step may read."""
+        self._recordings.replay((bucket, "draw"))
+        return self._outputs[bucket].ids
 
     def record(self, bucket: int, width: int) -> None:
         shape = StepShape(bucket, bucket, width, bucket)
@@ -81,12 +88,15 @@ class DecodeGraphs:
         model = self._graphs.decode(bucket)
         made: list[Tensor] = []
 
-        def step() -> None:
-            logits = model(buffer.batch(self._pool, joined_tokens(buffer, self._newest), 1, ()))
-            ids = draw_ids(logits, draw_inputs(buffer, bucket), filtered=True)
-            self._newest[buffer.tensors["draw_slots"]] = ids
-            made[:] = ids, logits
+        def run() -> None:
+            made[:] = [model(buffer.batch(self._pool, joined_tokens(buffer, self._newest), 1, ()))]
 
-        self._recordings.record(bucket, step)
-        ids, logits = made
+        def draw() -> None:
+            ids = draw_ids(made[0], draw_inputs(buffer, bucket), filtered=True)
+            self._newest[buffer.tensors["draw_slots"]] = ids
+            made[1:] = [ids]
+
+        self._recordings.record((bucket, "run"), run)
+        self._recordings.record((bucket, "draw"), draw)
+        logits, ids = made
         self._outputs[bucket] = Recorded(ids, borrowed(logits))

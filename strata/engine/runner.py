@@ -84,12 +84,16 @@ class Launched:
 @dataclass(frozen=True)
 class Undrawn:
     """A step whose logits are under way. Once the matchers of its rows know all ids before it come `Runner.mask` and
-    then `Runner.draw`."""
+    then `Runner.draw`.
+
+    bucket: whose recorded graph draws from the logits, None if none does.
+    """
 
     plan: StepPlan
     rows: list[DrawRow]
     buffer: StepBuffer
     logits: Tensor
+    bucket: int | None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     constrained: tuple[Sequence, ...] = ()
     masks: MasksUnderWay | None = None
@@ -208,13 +212,10 @@ class Runner:
         buffer = self._decode.buffer(bucket, self._staging[0])
         self._fill(buffer, plan, rows)
         self._send(buffer)
-        recorded = self._decode.replay(bucket)
-        undrawn = Undrawn(plan, rows, buffer, recorded.logits[: len(rows)])
-        if any(self._slots.constrained[row.slot] for row in rows):
-            return undrawn
-        if any(self._slots.special[row.slot] for row in rows):
-            return self._draw(undrawn)
-        return self._finish(plan, recorded.ids[: len(rows)])
+        logits = self._decode.run(bucket)
+        special = any(self._slots.special[row.slot] for row in rows)
+        undrawn = Undrawn(plan, rows, buffer, logits[: len(rows)], None if special else bucket)
+        return undrawn if any(self._slots.constrained[row.slot] for row in rows) else self._draw(undrawn)
 
     def _launch_eager(self, plan: StepPlan, rows: list[DrawRow]) -> Launched | Undrawn:
         most = max(chunk.start + chunk.count for chunk in plan.chunks)
@@ -241,7 +242,7 @@ class Runner:
             logits = self._graphs.logits(batch, buffer.tensors["rows"])
         if not rows:
             return Launched(plan, torch.empty(0, dtype=torch.int32), prompt_logprobs=prompt_logprobs)
-        undrawn = Undrawn(plan, rows, buffer, logits, prompt_logprobs)
+        undrawn = Undrawn(plan, rows, buffer, logits, None, prompt_logprobs)
         return undrawn if any(self._slots.constrained[row.slot] for row in rows) else self._draw(undrawn)
 
     def _draw(self, step: Undrawn, masks: tuple[Tensor, Tensor] | None = None) -> Launched:
@@ -250,7 +251,10 @@ class Runner:
         reported = None
         special = any(self._slots.special[row.slot] for row in rows)
         if masks is not None and not special:
-            logits = apply_bitmask(logits, *masks)
+            apply_bitmask(logits, *masks)
+        if step.bucket is not None:
+            assert self._decode is not None
+            return self._finish(step.plan, self._decode.draw(step.bucket)[: len(rows)])
         if not special and self._device.type == "cpu" and all(row.params.greedy for row in rows):
             ids = likeliest(logits)
         else:

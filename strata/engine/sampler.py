@@ -144,7 +144,7 @@ class Sampler:
         raw = logits.float()
         penalized = [(index, row) for index, row in enumerate(rows) if penalizes(row.params)]
         sent = send(self._device, **_edits(rows), **_penalties(penalized))
-        edited = raw if masks is None else apply_bitmask(raw, *masks)
+        edited = raw if masks is None else apply_bitmask(raw.clone(), *masks)
         if len(sent["edited_ids"]):
             where = (sent["edited_rows"].long(), sent["edited_ids"].long())
             edited = edited.index_put(where, sent["added"], accumulate=True)

@@ -17,17 +17,17 @@ WORD = 32
 
 
 def _cost(logits: Tensor, masks: Tensor, which: Tensor, *, workload: Workload) -> Cost:
-    # A shift and an and find the bit of an id.
-    return Cost(flops=2 * logits.numel(), read=logits.nbytes + masks.nbytes + which.nbytes, written=logits.nbytes)
+    # A shift and an and find the bit of an id. At most all logits are ruled out.
+    return Cost(flops=2 * logits.numel(), read=masks.nbytes + which.nbytes, written=logits.nbytes)
 
 
 def _meta(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
     return logits.new_empty(logits.shape, device="meta")
 
 
-@operation(_cost, meta=_meta)
+@operation(_cost, meta=_meta, mutates=("logits",))
 def apply_bitmask(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
-    """Logits with `-inf` for the ids that a row's mask rules out: [rows, vocab] of any float dtype -> the same.
+    """Write `-inf` over the ids that a row's mask rules out: logits [rows, vocab] of any float dtype, given back.
 
     masks [any, words] int32: bit `i % 32` of word `i // 32` is 1 where id i is allowed; at least vocab / 32 words.
     which [rows] int32: the mask of each row, -1 where nothing is ruled out.
@@ -35,7 +35,7 @@ def apply_bitmask(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     words = masks[which.clamp(min=0).long()][:, (ids // WORD).long()]
     ruled_out = ((words >> (ids % WORD)) & 1 == 0) & (which >= 0)[:, None]
-    return logits.masked_fill(ruled_out, -torch.inf)
+    return logits.masked_fill_(ruled_out, -torch.inf)
 
 
 apply_bitmask.implement("torch", "cpu", invariant=True)(apply_bitmask.reference)
@@ -46,25 +46,22 @@ _BLOCK = 4096
 
 # The masks of a step are views of one buffer, at any address.
 @partial(jit, unspecialized=("masks", "which"))
-def apply_bitmask_kernel(logits, masks, which, result, vocab, words, row_stride, BLOCK: tl.constexpr):
+def apply_bitmask_kernel(logits, masks, which, vocab, words, row_stride, BLOCK: tl.constexpr):
     """A block of one row."""
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = ids < vocab
     mask = tl.load(which + row).to(tl.int64)
-    word = tl.load(masks + mask * words + (ids >> 5), mask=inside & (mask >= 0), other=-1)
-    values = tl.load(logits + row * row_stride + ids, mask=inside)
-    tl.store(result + row * vocab + ids, tl.where((word >> (ids & 31)) & 1 != 0, values, -float("inf")), mask=inside)
+    word = tl.load(masks + mask * words + (ids >> 5), mask=(ids < vocab) & (mask >= 0), other=-1)
+    tl.store(logits + row * row_stride + ids, -float("inf"), mask=(ids < vocab) & ((word >> (ids & 31)) & 1 == 0))
 
 
 def _triton(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
     rows, vocab = logits.shape
-    result = torch.empty((rows, vocab), dtype=logits.dtype, device=logits.device)
     if rows:
         apply_bitmask_kernel[(rows, triton.cdiv(vocab, _BLOCK))](
-            logits, masks, which, result, vocab, masks.shape[1], logits.stride(0), BLOCK=_BLOCK, num_warps=4
+            logits, masks, which, vocab, masks.shape[1], logits.stride(0), BLOCK=_BLOCK, num_warps=4
         )
-    return result
+    return logits
 
 
 if HAS_TRITON:
@@ -72,6 +69,6 @@ if HAS_TRITON:
 
 
 def compile_cases() -> list[CompileCase]:
-    signature = {"logits": "*bf16:16", "masks": "*i32", "which": "*i32", "result": "*bf16:16"}
+    signature = {"logits": "*bf16:16", "masks": "*i32", "which": "*i32"}
     signature |= dict.fromkeys(("vocab", "words", "row_stride"), "i32")
     return [CompileCase("apply bitmask", apply_bitmask_kernel, signature, {"BLOCK": _BLOCK}, 4, 2)]

@@ -27,11 +27,12 @@ def test_only_allowed_ids_keep_their_logits(vocab: int) -> None:
     masks = torch.tensor([packed(allowed, words) for allowed in sets], dtype=torch.int32)
     which = [2, -1, 0, 1, 0]
     logits = torch.randn(5, vocab, generator=generator)
-    found = apply_bitmask(logits, masks, torch.tensor(which, dtype=torch.int32)).tolist()
+    before = logits.tolist()
+    assert apply_bitmask(logits, masks, torch.tensor(which, dtype=torch.int32)) is logits
     for row, mask in enumerate(which):
         allowed = set(range(vocab)) if mask < 0 else sets[mask]
-        kept = logits[row].tolist()
-        assert found[row] == [kept[id] if id in allowed else -math.inf for id in range(vocab)]
+        kept = before[row]
+        assert logits[row].tolist() == [kept[id] if id in allowed else -math.inf for id in range(vocab)]
 
 
 def test_nan_stays_where_it_is_allowed() -> None:
@@ -43,7 +44,7 @@ def test_nan_stays_where_it_is_allowed() -> None:
     assert found[0, 2] == 1
 
 
-def test_it_reads_and_writes_logits_once_and_reads_masks() -> None:
+def test_it_reads_masks_and_writes_at_most_all_logits() -> None:
     with torch.device("meta"):
         arguments = (
             torch.empty(3, 64, dtype=BF16),
@@ -53,4 +54,4 @@ def test_it_reads_and_writes_logits_once_and_reads_masks() -> None:
         made = apply_bitmask.meta(*arguments)
         cost = apply_bitmask.cost(*arguments, workload=Workload((1, 1, 1), (1, 1, 1)))
     assert (made.shape, made.dtype) == ((3, 64), BF16)
-    assert (cost.read, cost.written) == (3 * 64 * 2 + 2 * 2 * 4 + 3 * 4, 3 * 64 * 2)
+    assert (cost.read, cost.written) == (2 * 2 * 4 + 3 * 4, 3 * 64 * 2)
