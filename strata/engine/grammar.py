@@ -67,6 +67,10 @@ class GrammarCompiler:
             raise ValueError(f"the grammar cannot be followed: {explain(matcher.get_error())}")
         return matcher
 
+    def compile_all(self, grammars: Iterable[str | None]) -> list[LLMatcher | None]:
+        """Matchers of several grammars, compiled side by side; None for None. Raises ValueError as `compile` does."""
+        return list(self._threads.map(lambda grammar: None if grammar is None else self.compile(grammar), grammars))
+
     def start(self, request_id: str, grammar: str) -> None:
         """Begin to compile; `ready` tells when it is done."""
         self._started[request_id] = self._threads.submit(self.compile, grammar)

@@ -200,10 +200,10 @@ class LLM:
     def _add_all(self, collectors: list[Collector]) -> None:
         """Queue all or none."""
         added: list[str] = []
+        grammars = [collector.request.grammar for collector in collectors]
+        matchers = self._grammars.compile_all(grammars) if any(grammars) else [None] * len(collectors)
         try:
-            for collector in collectors:
-                grammar = collector.request.grammar
-                matcher = self._grammars.compile(grammar) if grammar is not None else None
+            for collector, matcher in zip(collectors, matchers, strict=True):
                 self._engine.loop.add(collector.request, matcher)
                 added.append(collector.request.id)
         except ValueError:
