@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -155,7 +157,8 @@ def main() -> None:
     result = measure(llm, asked.requests, asked.output, asked.repeat, asked.bounded)
     free, constrained = number(result["free"]), number(result["constrained"])
     print(f"{asked.requests} requests: free {free} tok/s, constrained {constrained} tok/s: {result['ratio']:.1%}")
-    line = json.dumps(result | dict(provenance()))
+    command = shlex.join(["python", "benchmarks/structured_output.py", *sys.argv[1:]])
+    line = json.dumps(result | dict(provenance()) | {"command": command})
     print(line)
     if asked.save is not None:
         with asked.save.open("a", encoding="utf-8") as file:
