@@ -37,9 +37,10 @@ class DirectRoutes:
         request = Request(scope, receive)
         try:
             response = await route.answer(request)
+            await response(scope, receive, send)  # a stream that fails before its first event has sent nothing yet
         except (ApiError, RequestValidationError) as error:
             response = await ERROR_HANDLERS[type(error)](request, error)
-        await response(scope, receive, send)
+            await response(scope, receive, send)
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ def test_a_row_of_nan_ends_its_request_alone_and_spoils_no_cached_page(broken: P
             rest = list(events)
         for response in (lost, lost_stream):
             assert response.status_code == 500
-            assert "NaN" in response.json()["error"]["message"]
+            assert "NaN" in response.json()["error"]["message"], server.output()
         assert rest[-1] == {"done": True}
         assert not any("error" in event for event in rest)
         assert text()["choices"] == before
