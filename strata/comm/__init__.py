@@ -1,0 +1,1 @@
+"""Ranks, named axes over them, and the collectives along an axis."""

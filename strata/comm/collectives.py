@@ -1,0 +1,205 @@
+"""Collectives along an axis: those with gradients, for the forward pass, and those without, which can be awaited.
+
+Along an axis of one rank each is the identity. All ranks of the axis call the same ones in the same order.
+"""
+
+# The apply of an autograd function is untyped in torch.
+# mypy: disable-error-code="no-any-return, no-untyped-call"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from strata.comm.mesh import Axis
+
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over the ranks. Backward: the identity, for a result that all ranks go on with alike."""
+    return x if axis.group is None else _AllReduce.apply(x, axis)
+
+
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """The identity, for a tensor that all ranks hold alike and use differently. Backward: the sum over the ranks."""
+    return x if axis.group is None else _CopyTo.apply(x, axis)
+
+
+def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The tensors of all ranks, of one shape, one after another along `dim`. Backward: `reduce_scatter`."""
+    return x if axis.group is None else _Gather.apply(x, axis, dim)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's part along `dim`, of as many as there are ranks, of the sum over the ranks. Backward: `gather`.
+
+    Raises ValueError if the size of `dim` is no multiple of the number of ranks.
+    """
+    return x if axis.group is None else _ReduceScatter.apply(x, axis, dim)
+
+
+def all_to_all(
+    x: Tensor, axis: Axis, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+) -> Tensor:
+    """Rows for each rank out, rows from each rank in, both in the order of the ranks. Backward: the way back.
+
+    sent, received: how many rows (of dimension 0) go to and come from each rank; None for equal parts.
+    """
+    return x if axis.group is None else _AllToAll.apply(x, axis, sent, received)
+
+
+def shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
+    """The tensor of the rank `by` places before, around the ring; all of one shape. Backward: shift by -`by`."""
+    return x if axis.group is None else _Shift.apply(x, axis, by)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective under way. Neither its result nor its inputs may be touched before `wait`."""
+
+    result: Tensor
+    works: tuple[dist.Work, ...] = ()
+
+    def wait(self) -> Tensor:
+        """The result. On a GPU the stream waits, not the host."""
+        for work in self.works:
+            work.wait()
+        return self.result
+
+
+def start_all_reduce(x: Tensor, axis: Axis, reduction: Literal["sum", "max", "min"] = "sum") -> Pending:
+    """Reduce over the ranks in place, without gradients. x: contiguous."""
+    if axis.group is None:
+        return Pending(x)
+    return Pending(x, _works(dist.all_reduce(x, _REDUCTIONS[reduction], axis.group, async_op=True)))
+
+
+def start_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
+    """The tensors of all ranks one after another along dimension 0, into `out` if given, without gradients.
+
+    `x` may be this rank's part of `out`.
+    """
+    if axis.group is None:
+        return Pending(x if out is None else out.copy_(x))
+    if out is None:
+        out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    return Pending(out, _works(dist.all_gather_into_tensor(out, x.contiguous(), axis.group, async_op=True)))
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
+    """This rank's part along dimension 0 of the sum over the ranks, into `out` if given, without gradients."""
+    if axis.group is None:
+        return Pending(x if out is None else out.copy_(x))
+    if out is None:
+        out = x.new_empty((_part(x.shape[0], axis), *x.shape[1:]))
+    work = dist.reduce_scatter_tensor(out, x.contiguous(), group=axis.group, async_op=True)
+    return Pending(out, _works(work))
+
+
+def start_all_to_all(
+    x: Tensor, axis: Axis, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+) -> Pending:
+    """`all_to_all` without gradients."""
+    if axis.group is None:
+        return Pending(x)
+    if (sent is None) != (received is None):
+        raise ValueError("all_to_all wants both counts of rows, sent and received, or neither")
+    rows = x.shape[0] if received is None else sum(received)
+    out = x.new_empty((rows, *x.shape[1:]))
+    outgoing, incoming = (None if counts is None else list(counts) for counts in (sent, received))
+    work = dist.all_to_all_single(out, x.contiguous(), incoming, outgoing, axis.group, async_op=True)
+    return Pending(out, _works(work))
+
+
+def start_shift(x: Tensor, axis: Axis, by: int = 1) -> Pending:
+    """`shift` without gradients."""
+    if axis.group is None or by % axis.size == 0:
+        return Pending(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    to, source = (axis.ranks[(axis.index + step) % axis.size] for step in (by, -by))
+    transfers = [
+        dist.P2POp(dist.isend, x.contiguous(), to, axis.group),
+        dist.P2POp(dist.irecv, out, source, axis.group),
+    ]
+    return Pending(out, tuple(dist.batch_isend_irecv(transfers)))
+
+
+def _works(work: dist.Work | None) -> tuple[dist.Work, ...]:
+    return () if work is None else (work,)
+
+
+def _part(size: int, axis: Axis) -> int:
+    if size % axis.size:
+        raise ValueError(f"{size} rows do not divide into {axis.size} parts along axis {axis.name}; pad them")
+    return size // axis.size
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return start_all_reduce(x.clone(memory_format=torch.contiguous_format), axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return start_all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.axis).wait(), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return start_gather(x.movedim(dim, 0), axis).wait().movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return start_reduce_scatter(grads[0].movedim(ctx.dim, 0), ctx.axis).wait().movedim(0, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return start_reduce_scatter(x.movedim(dim, 0), axis).wait().movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return start_gather(grads[0].movedim(ctx.dim, 0), ctx.axis).wait().movedim(0, ctx.dim), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, sent: Sequence[int] | None, received: Sequence[int] | None) -> Tensor:
+        ctx.axis, ctx.sent, ctx.received = axis, sent, received
+        return start_all_to_all(x, axis, sent, received).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return start_all_to_all(grads[0], ctx.axis, ctx.received, ctx.sent).wait(), None, None, None
+
+
+class _Shift(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, by: int) -> Tensor:
+        ctx.axis, ctx.by = axis, by
+        return start_shift(x, axis, by).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return start_shift(grads[0], ctx.axis, -ctx.by).wait(), None, None

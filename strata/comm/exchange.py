@@ -1,0 +1,27 @@
+"""Small values from every rank to every rank, as JSON: nothing that is received is ever executed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from strata.comm.collectives import start_gather
+from strata.comm.mesh import Axis
+
+
+def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
+    """The values of all ranks along the axis, in their order. Waits for them.
+
+    value: what JSON can hold. device: of the run (`World.device`). Every rank calls this.
+    """
+    encoded = json.dumps(value).encode()
+    if axis.group is None:
+        return [json.loads(encoded)]
+    own = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
+    sizes = start_gather(torch.tensor([len(encoded)], device=device), axis).wait().tolist()
+    padded = own.new_zeros(max(sizes))
+    padded[: len(own)] = own
+    rows = start_gather(padded[None], axis).wait().cpu()
+    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]

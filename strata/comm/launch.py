@@ -1,0 +1,100 @@
+"""Which rank this process is: from the environment variables of torchrun, or one process alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class World:
+    """All processes of a run and the place of this one among them.
+
+    rank: from 0 to size - 1. local_rank: the same among the processes of this machine. device: where this process
+    computes. backend: what torch.distributed was started with; None for one process alone, which starts nothing.
+    """
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+    backend: str | None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that speaks for all: it writes the log and prints."""
+        return self.rank == 0
+
+
+@contextmanager
+def join_world(device: str = "auto", *, timeout_seconds: float = 600.0) -> Iterator[World]:
+    """Join the processes that torchrun started; leave them at the end. Without torchrun the world is this process.
+
+    device: "cpu" (gloo), "cuda" (NCCL, and gloo for what lies on the host), or "auto", which is "cuda" where there is
+    one. timeout_seconds: how long a collective waits for the other ranks before it fails.
+
+    Raises ValueError, before any connection, if the environment or the device cannot be used.
+    """
+    rank, local_rank, size = _place(os.environ)
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    chosen = _device(kind, local_rank)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if size == 1:
+        yield World(0, local_rank, 1, chosen, None)
+        return
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    # With its device known, NCCL connects now and not in the middle of the first step.
+    bound = chosen if chosen.type == "cuda" else None
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), device_id=bound)
+    try:
+        yield World(rank, local_rank, size, chosen, backend)
+    finally:
+        dist.destroy_process_group()
+
+
+def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
+    """Rank, local rank, world size."""
+    present = [name for name in _VARIABLES if name in environment]
+    if "WORLD_SIZE" not in present or "RANK" not in present:
+        if "WORLD_SIZE" in present or "RANK" in present:
+            missing = "RANK" if "WORLD_SIZE" in present else "WORLD_SIZE"
+            raise ValueError(f"{', '.join(present)} are set, but not {missing}; start the processes with torchrun")
+        return 0, 0, 1
+    if missing_names := [name for name in _VARIABLES if name not in present]:
+        raise ValueError(f"RANK and WORLD_SIZE are set, but not {missing_names[0]}; start the processes with torchrun")
+    rank, local_rank, size = (_count(environment, name) for name in _VARIABLES[:3])
+    if not 0 <= rank < size:
+        raise ValueError(f"RANK = {rank} does not lie below WORLD_SIZE = {size}; start the processes with torchrun")
+    return rank, local_rank, size
+
+
+def _count(environment: Mapping[str, str], name: str) -> int:
+    value = environment[name]
+    if not value.isdecimal():
+        raise ValueError(f"{name} = {value!r} is not a whole number; start the processes with torchrun")
+    return int(value)
+
+
+def _device(kind: str, local_rank: int) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind != "cuda":
+        raise ValueError(f"device {kind!r}: accepted are 'auto', 'cpu' and 'cuda'")
+    if not torch.cuda.is_available():
+        raise ValueError("device 'cuda': this machine has no CUDA device; use 'cpu' or 'auto'")
+    if local_rank >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ValueError(
+            f"process {local_rank} of this machine has no GPU of its own, there are {count}; "
+            f"start at most {count} here (torchrun --nproc-per-node {count})"
+        )
+    return torch.device("cuda", local_rank)
