@@ -12,7 +12,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,9 +109,9 @@ class _Launcher:
 
     async def run(self) -> int:
         start = time.monotonic()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, self._tell, number)
+        self._on_signals(lambda _: self._told.set())
         self._engine = await self._start_engine()
+        self._on_signals(self._tell)
         try:
             if not await self._start_api():
                 return 0 if self._told.is_set() else 1
@@ -119,6 +119,10 @@ class _Launcher:
             return await self._watch()
         finally:
             await self._engine.stop(_ENGINE_STOP_SECONDS)
+
+    def _on_signals(self, tell: Callable[[int], None]) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, tell, number)
 
     def _tell(self, number: int) -> None:
         """The first signal ends the server in good order, the second at once; API processes end with this one."""
