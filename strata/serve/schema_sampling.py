@@ -14,6 +14,9 @@ from strata.serve.schema_base import Refused, RequestModel, said_as
 
 MOST_STOPS = 16
 _MOST_INTEGER = 2**31 - 1
+_LEAST_TEMPERATURE = 1e-4
+_LEAST_TOP_P = 1e-6
+_LEAST_REPETITION_PENALTY = 0.01
 
 Count = Annotated[int, Field(ge=1, le=_MOST_INTEGER)]
 TokenId = Annotated[int, Field(ge=0, le=_MOST_INTEGER)]
@@ -73,7 +76,7 @@ class SamplingFields(RequestModel):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Draw from tokens at least this likely relative to the likeliest."""
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    """Above 1 discourages tokens of the prompt and the output."""
+    """Above 1 discourages tokens of the prompt and the output; from 0.01 to 100."""
     min_tokens: Annotated[int, Field(ge=0, le=_MOST_INTEGER)] | None = None
     """Nothing ends the output before this many tokens."""
     ignore_eos: bool | None = None
@@ -131,6 +134,7 @@ def sampling_params(
         given["logit_bias"] = {int(id): bias for id, bias in asked.logit_bias.items()}
         check_ids(given["logit_bias"], ready.vocab_size, "logit_bias")
     check_ids(asked.stop_token_ids or (), ready.vocab_size, "stop_token_ids")
+    _keep_in_range(given)
     given.update(n=asked.samples, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     try:
         return replace(ready.default_params, **given)
@@ -138,9 +142,21 @@ def sampling_params(
         raise ApiError(400, str(error), param="min_tokens") from None
 
 
+def _keep_in_range(given: dict[str, Any]) -> None:
+    """Values so small that logits divided by them overflow float32: taken for what they come to, or refused."""
+    if given.get("temperature", 1.0) < _LEAST_TEMPERATURE:
+        given["temperature"] = 0.0
+    if "top_p" in given:
+        given["top_p"] = max(given["top_p"], _LEAST_TOP_P)
+    penalty = given.get("repetition_penalty", 1.0)
+    if penalty < _LEAST_REPETITION_PENALTY:
+        message = f"repetition_penalty must be at least {_LEAST_REPETITION_PENALTY}, got {penalty}"
+        raise ApiError(400, message, param="repetition_penalty", code="invalid_value")
+
+
 def check_ids(ids: Any, vocab_size: int, param: str) -> None:
     """Raises ApiError (400) for a token id that the model does not have."""
     wrong = next((id for id in ids if id >= vocab_size), None)
     if wrong is not None:
         message = f"{param}: token id {wrong} is out of range: this model's ids are 0 to {vocab_size - 1}"
-        raise ApiError(400, message, param=param)
+        raise ApiError(400, message, param=param, code="invalid_value")

@@ -71,17 +71,17 @@ class EventStream(Response):
 
 def streams(chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """For the `responses` of a route that answers, where `stream` asks for it, with events of `chunk`."""
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"$ref": f"#/components/schemas/{chunk.__name__}"},
+    }
+    fault = {**data, "contentSchema": {"$ref": "#/components/schemas/ErrorBody"}}
     event = {
         "type": "object",
         "required": ["data"],
-        "properties": {
-            "data": {
-                "type": "string",
-                "description": 'One chunk, or [DONE] in the end; `{"error": ...}` if the request fails meanwhile.',
-                "contentMediaType": "application/json",
-                "contentSchema": {"$ref": f"#/components/schemas/{chunk.__name__}"},
-            }
-        },
+        "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}, fault]}},
+        "description": "Chunks, then [DONE]; where the request fails half-way, the error instead, as the last event.",
     }
     return {200: {"content": {"text/event-stream": {"itemSchema": event}}}}
 

@@ -214,6 +214,20 @@ def test_penalties_and_filters_reach_the_engine(live: LiveServer, llm: LLM) -> N
     assert expected != content(chat(live))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 5e-324},
+        {"temperature": 1e-40, "n": 2},
+        {"temperature": 1.0, "top_p": 5e-324},
+        {"temperature": 1.0, "min_p": 1.0},
+    ],
+)
+def test_extreme_values_leave_the_likeliest_token(live: LiveServer, fields: dict[str, Any]) -> None:
+    """In float32 the logits divided by such numbers are infinite, and such a sum of probabilities is none."""
+    assert content(chat(live, **fields)) == content(chat(live, temperature=0))
+
+
 def test_special_tokens_are_shown_on_request(live: LiveServer) -> None:
     assert content(chat(live, skip_special_tokens=False, include_stop_str_in_output=True)).endswith("85<|end|>")
 

@@ -54,6 +54,7 @@ BOTH = [
     ({"top_k": 1.5}, "top_k"),
     ({"min_p": 1.01}, "min_p"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-30}, "repetition_penalty"),
     ({"presence_penalty": 2.5}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"seed": 2**63}, "seed"),
