@@ -1,0 +1,1 @@
+"""A model becomes its shard."""

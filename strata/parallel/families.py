@@ -1,0 +1,92 @@
+"""Sharding as data: for every family, how ranks divide each parameter. Training and serving read one table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Placement(Enum):
+    """How the ranks of a tensor-parallel axis hold a parameter, and where its gradient comes from.
+
+    COLUMN: rows of [outputs, inputs] or of a bias are divided; the input is whole, the output a part (Shoeybi et al.
+        2019).
+    ROW: columns of [outputs, inputs] are divided; the input is a part, the output a sum over the ranks.
+    VOCABULARY: rows are divided, by token ids.
+    PER_TOKEN: held whole and applied to each token: with sequence parallelism a rank sees a part of the tokens
+        (Korthikanti et al. 2022), so its gradient is a part of the sum; without, it is complete.
+    PER_HEAD: held whole and applied to each head: a rank sees its own heads, so its gradient is a part of the sum.
+    EXPERT: whole along the tensor axis, and divided along the expert axis by the first dimension.
+    """
+
+    COLUMN = "column"
+    ROW = "row"
+    VOCABULARY = "vocabulary"
+    PER_TOKEN = "per token"
+    PER_HEAD = "per head"
+    EXPERT = "expert"
+
+    @property
+    def divided_dim(self) -> int | None:
+        """The dimension that the tensor axis divides; None for a parameter that each rank holds whole."""
+        if self in (Placement.COLUMN, Placement.VOCABULARY):
+            return 0
+        return 1 if self is Placement.ROW else None
+
+    def gradient_is_part(self, sequence_parallel: bool) -> bool:
+        """Whether the gradient is whole only after a sum over the tensor axis."""
+        return self is Placement.PER_HEAD or (sequence_parallel and self in (Placement.PER_TOKEN, Placement.EXPERT))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The placement of all parameters whose whole name matches the regular expression `pattern`."""
+
+    pattern: str
+    placement: Placement
+
+
+Table = Sequence[Rule]
+
+_ATTENTION_AND_ENDS = (
+    Rule(r"(model\.embed_tokens|lm_head)\.weight", Placement.VOCABULARY),
+    Rule(r"model\.layers\.\d+\.self_attn\.[qkv]_proj\.(weight|bias)", Placement.COLUMN),
+    Rule(r"model\.layers\.\d+\.self_attn\.o_proj\.weight", Placement.ROW),
+    # Added once, after the sum.
+    Rule(r"model\.layers\.\d+\.self_attn\.o_proj\.bias", Placement.PER_TOKEN),
+    Rule(r"(model\.norm|model\.layers\.\d+\.(input|post_attention)_layernorm)\.weight", Placement.PER_TOKEN),
+)
+_HEAD_NORMS = (Rule(r"model\.layers\.\d+\.self_attn\.[qk]_norm\.weight", Placement.PER_HEAD),)
+_MLP = (
+    Rule(r"model\.layers\.\d+\.mlp\.(gate|up)_proj\.(weight|bias)", Placement.COLUMN),
+    Rule(r"model\.layers\.\d+\.mlp\.down_proj\.weight", Placement.ROW),
+    Rule(r"model\.layers\.\d+\.mlp\.down_proj\.bias", Placement.PER_TOKEN),
+)
+
+TABLES: Mapping[str, Table] = {
+    "LlamaForCausalLM": _ATTENTION_AND_ENDS + _MLP,
+    "MistralForCausalLM": _ATTENTION_AND_ENDS + _MLP,
+    "Qwen2ForCausalLM": _ATTENTION_AND_ENDS + _MLP,
+    "Qwen3ForCausalLM": _ATTENTION_AND_ENDS + _HEAD_NORMS + _MLP,
+}
+
+
+def placements(names: Iterable[str], table: Table) -> dict[str, Placement]:
+    """The placement of every parameter. Raises ValueError for a name that not exactly one rule of the table matches."""
+    found = {}
+    for name in names:
+        matching = [rule for rule in table if re.fullmatch(rule.pattern, name)]
+        if len(matching) != 1:
+            which = "no rule" if not matching else f"{len(matching)} rules"
+            raise ValueError(
+                f"{which} of the sharding table for parameter {name!r}; give it one in parallel/families.py"
+            )
+        found[name] = matching[0].placement
+    return found
+
+
+def span(size: int, parts: int, index: int) -> tuple[int, int]:
+    """First and end of part `index` when `size` rows are divided into `parts` that differ by at most one row."""
+    return size * index // parts, size * (index + 1) // parts

@@ -1,0 +1,170 @@
+"""How many ranks a run puts along each axis, checked against model and world before anything starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from strata.comm.launch import World
+from strata.comm.mesh import AXES, Mesh
+from strata.models.config import ModelConfig
+from strata.models.families import build
+from strata.parallel.families import TABLES, Placement, placements
+
+SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes (see `strata.comm.mesh`) and how they are used.
+
+    pp: pipeline stages. dp: replicas of everything. shard: ranks of a replica that each take other documents and divide
+    among them what `zero` says. cp: ranks that divide each sequence. tp: ranks that divide each matrix. ep: ranks of
+    shard * cp that share the experts out.
+
+    zero: 0 divides nothing, 1 optimizer state, 2 also gradients, 3 also weights (ZeRO, Rajbhandari et al. 2020; 3 is
+    FSDP). What is divided, is divided over shard * cp; a rank of "dp" repeats it (hybrid sharding).
+
+    sequence_parallel: what lies between the matrices is divided by tokens over tp (Korthikanti et al. 2022).
+    schedule: of the pipeline, one of `SCHEDULES`. micro_batches: into how many a replica splits its step.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    zero: Literal[0, 1, 2, 3] = 0
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    micro_batches: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(getattr(self, name) for name in AXES)
+
+    def mesh(self, world: World) -> Mesh:
+        """The mesh of these sizes over all ranks of the world."""
+        return Mesh.of(world, {name: getattr(self, name) for name in (*AXES, "ep")})
+
+    def check(self, config: ModelConfig, world_size: int) -> None:
+        """Raise ValueError, saying what to change, if the world or the model does not fit."""
+        for name in (*AXES, "ep", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        if self.ranks != world_size:
+            shown = " * ".join(f"{name} {getattr(self, name)}" for name in AXES)
+            raise ValueError(f"{shown} = {self.ranks} ranks, but {world_size} run; change one of them or the ranks")
+        self._check_use()
+        self._check_tensor(config)
+        self._check_pipeline(config)
+        self._check_experts(config)
+
+    def _check_use(self) -> None:
+        """An axis or a switch that would do nothing, or something else than its name says."""
+        if self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"zero = {self.zero} is unknown; accepted are 0, 1, 2 and 3 (FSDP)")
+        if self.zero == 0 and self.shard > 1:
+            raise ValueError(f"zero = 0 divides nothing among shard = {self.shard} ranks; use dp, or zero = 1, 2 or 3")
+        if self.zero > 0 and self.shard * self.cp == 1:
+            raise ValueError(f"zero = {self.zero} has one rank to divide among; set shard above 1, or zero = 0")
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence_parallel divides tokens over tp, and tp = 1; set tp above 1, or leave it out")
+
+    def _check_tensor(self, config: ModelConfig) -> None:
+        for what, size in (("num_attention_heads", config.num_heads), ("num_key_value_heads", config.num_kv_heads)):
+            if size % self.tp:
+                accepted = _common_divisors(config.num_heads, config.num_kv_heads)
+                raise ValueError(f"tp = {self.tp} does not divide {what} = {size}; for this model tp may be {accepted}")
+        for what, size in (("vocab_size", config.vocab_size), ("intermediate_size", config.intermediate_size)):
+            if size < self.tp:
+                raise ValueError(f"tp = {self.tp} exceeds {what} = {size}; choose a smaller tp")
+
+    def _check_pipeline(self, config: ModelConfig) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule {self.schedule!r} is unknown; known are {', '.join(SCHEDULES)}")
+        if self.pp > config.num_layers:
+            raise ValueError(
+                f"pp = {self.pp} stages exceed the {config.num_layers} layers of the model; choose pp of at most that"
+            )
+
+    def _check_experts(self, config: ModelConfig) -> None:
+        experts = _experts(config)
+        if self.ep > 1 and not experts:
+            raise ValueError(f"ep = {self.ep}, and {config.architecture} has no experts; leave ep out")
+        if experts % self.ep:
+            raise ValueError(f"ep = {self.ep} does not divide the {experts} experts; choose ep among their divisors")
+        if self.shard * self.cp % self.ep:
+            held = self.shard * self.cp
+            raise ValueError(f"ep = {self.ep} does not divide shard * cp = {held}; choose ep among its divisors")
+
+
+def auto_layout(config: ModelConfig, world_size: int, memory: int) -> tuple[Layout, str]:
+    """A layout for training with AdamW in bfloat16, and in one line why it was chosen.
+
+    memory: bytes of one device. Weights, gradients and optimizer state may take a third of it; the rest is for
+    activations. Documents are divided, never matrices: within a machine that is the fastest as long as it fits. Of the
+    ways to do so the one that divides least is taken. Raises ValueError if none fits.
+    """
+    if world_size == 1:
+        return Layout(), "one rank: nothing to divide"
+    dense, experts = _parameters(config)
+    tried = [(layout, _state_bytes(layout, dense, experts)) for layout in _candidates(config, world_size)]
+    for layout, needed in tried:
+        if needed <= memory / 3:
+            shown = ", ".join(
+                f"{name} {getattr(layout, name)}" for name in ("dp", "shard", "ep") if getattr(layout, name) > 1
+            )
+            return layout, (
+                f"ZeRO-{layout.zero} with {shown}: the least divided layout whose weights, gradients and optimizer "
+                f"state ({needed / 2**30:.1f} GiB a device) fill at most a third of {memory / 2**30:.0f} GiB"
+            )
+    raise ValueError(
+        f"the weights, gradients and optimizer state take {tried[-1][1] / 2**30:.1f} GiB a device even when all "
+        f"{world_size} ranks divide them, more than a third of {memory / 2**30:.0f} GiB; use more ranks"
+    )
+
+
+_NODE = 8  # GPUs that reach each other by NVLink in a common machine
+
+
+def _candidates(config: ModelConfig, world_size: int) -> list[Layout]:
+    """From the least divided on. Ranks of one machine divide, machines repeat, unless only all together suffice."""
+    near = _NODE if world_size % _NODE == 0 else world_size
+    found = []
+    for zero, shard in ((1, near), (2, near), (3, near), (3, world_size)):
+        ep = math.gcd(shard, _experts(config)) if _experts(config) else 1
+        found.append(Layout(dp=world_size // shard, shard=shard, ep=ep, zero=zero))  # type: ignore[arg-type]
+    return found
+
+
+def _state_bytes(layout: Layout, dense: int, experts: int) -> float:
+    """Of one device. Weights are bfloat16 (2 bytes), gradients, masters and two moments float32 (4 bytes each)."""
+    held = dense + experts / layout.ep
+    divided = (dense + experts) / layout.shard
+    if layout.zero == 1:
+        return 6 * held + 12 * divided
+    return 2 * held + 16 * divided if layout.zero == 2 else 16 * divided
+
+
+def _parameters(config: ModelConfig) -> tuple[int, int]:
+    """How many the model has outside its experts, and in them."""
+    with torch.device("meta"):
+        sizes = {name: parameter.numel() for name, parameter in build(config).named_parameters()}
+    placed = placements(sizes, TABLES[config.architecture])
+    experts = sum(size for name, size in sizes.items() if placed[name] is Placement.EXPERT)
+    return sum(sizes.values()) - experts, experts
+
+
+def _experts(config: ModelConfig) -> int:
+    """0 in a family without experts."""
+    return int(getattr(config, "num_experts", 0))
+
+
+def _common_divisors(first: int, second: int) -> str:
+    most = math.gcd(first, second)
+    return ", ".join(str(divisor) for divisor in range(1, most + 1) if most % divisor == 0)
