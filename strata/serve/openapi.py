@@ -34,6 +34,7 @@ def describe(app: FastAPI, streamed: Sequence[type[BaseModel]]) -> dict[str, Any
     for name in ("HTTPValidationError", "ValidationError"):
         components["schemas"].pop(name, None)
     _add_schemas(components["schemas"], streamed)
+    _write_integers_whole(document)
     app.openapi_schema = document
     return document
 
@@ -46,3 +47,14 @@ def _add_schemas(schemas: dict[str, Any], models: Sequence[type[BaseModel]]) -> 
         known = schemas.setdefault(name, schema)
         if known.get("properties", {}).keys() != schema.get("properties", {}).keys():
             raise ValueError(f"two models are called {name}: give one of them another name")
+
+
+def _write_integers_whole(value: Any) -> None:
+    """FastAPI writes the bounds of integers as floats."""
+    if isinstance(value, dict):
+        if value.get("type") == "integer":
+            value.update({name: int(value[name]) for name in ("minimum", "maximum") if name in value})
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            _write_integers_whole(one)

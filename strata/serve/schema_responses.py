@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 from strata.serve.errors import ApiError
 from strata.serve.schema_base import Refused, RequestModel, said_as
 from strata.serve.schema_chat import Function, FunctionName
-from strata.serve.schema_sampling import Count, SamplingFields, StopStrings, TopLogprobs
+from strata.serve.schema_sampling import Count, RepetitionPenalty, SamplingFields, Seed, StopStrings, TopLogprobs
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -198,9 +198,9 @@ class ResponsesRequest(RequestModel):
 
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     """Draw from this many most likely tokens; 0 or -1 for all. (This and what follows are vLLM's extensions.)"""
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     """Above 1 discourages tokens of the prompt and the output."""
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Seed | None = None
     """The same seed draws the same tokens, whatever else runs."""
     stop: StopStrings | None = None
     """Strings that end the output, which leaves them out."""

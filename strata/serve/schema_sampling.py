@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, WithJsonSchema
 
 from strata.engine.messages import Ready
 from strata.engine.sampling_params import MOST_LOGPROBS, MOST_SAMPLES, SamplingParams
@@ -16,12 +16,19 @@ MOST_STOPS = 16
 _MOST_INTEGER = 2**31 - 1
 _LEAST_TEMPERATURE = 1e-4
 _LEAST_TOP_P = 1e-6
-_LEAST_REPETITION_PENALTY = 0.01
 
 Count = Annotated[int, Field(ge=1, le=_MOST_INTEGER)]
 TokenId = Annotated[int, Field(ge=0, le=_MOST_INTEGER)]
 TokenText = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+LogitBias = Annotated[
+    dict[TokenText, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=1024, json_schema_extra={"additionalProperties": False}),
+]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+# Smaller ones make logits infinite in float32.
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+# As bounds, these numbers are beyond what a JSON number holds in most languages.
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WithJsonSchema({"type": "integer", "format": "int64"})]
 # A stop string is compared with every beginning of itself, so its length costs squared.
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 StopStrings = Annotated[
@@ -56,11 +63,9 @@ class SamplingFields(RequestModel):
     """Subtracted from the logit of a token for each time that it is in the output."""
     presence_penalty: Penalty | None = None
     """Subtracted from the logit of a token once it is in the output."""
-    logit_bias: Annotated[dict[TokenText, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = (
-        None
-    )
+    logit_bias: LogitBias | None = None
     """Token ids, as strings, to what is added to their logits."""
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Seed | None = None
     """The same seed draws the same tokens, whatever else runs."""
     stop: StopStrings | None = None
     """Strings that end the output, which leaves them out."""
@@ -75,8 +80,8 @@ class SamplingFields(RequestModel):
     """Draw from this many most likely tokens; 0 or -1 for all. (This and what follows are vLLM's extensions.)"""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Draw from tokens at least this likely relative to the likeliest."""
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    """Above 1 discourages tokens of the prompt and the output; from 0.01 to 100."""
+    repetition_penalty: RepetitionPenalty | None = None
+    """Above 1 discourages tokens of the prompt and the output."""
     min_tokens: Annotated[int, Field(ge=0, le=_MOST_INTEGER)] | None = None
     """Nothing ends the output before this many tokens."""
     ignore_eos: bool | None = None
@@ -134,7 +139,7 @@ def sampling_params(
         given["logit_bias"] = {int(id): bias for id, bias in asked.logit_bias.items()}
         check_ids(given["logit_bias"], ready.vocab_size, "logit_bias")
     check_ids(asked.stop_token_ids or (), ready.vocab_size, "stop_token_ids")
-    _keep_in_range(given)
+    _take_for_limits(given)
     given.update(n=asked.samples, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     try:
         return replace(ready.default_params, **given)
@@ -142,16 +147,12 @@ def sampling_params(
         raise ApiError(400, str(error), param="min_tokens") from None
 
 
-def _keep_in_range(given: dict[str, Any]) -> None:
-    """Values so small that logits divided by them overflow float32: taken for what they come to, or refused."""
+def _take_for_limits(given: dict[str, Any]) -> None:
+    """Values too small for float32, where logits divided by them are infinite, are taken for what they come to."""
     if given.get("temperature", 1.0) < _LEAST_TEMPERATURE:
         given["temperature"] = 0.0
     if "top_p" in given:
         given["top_p"] = max(given["top_p"], _LEAST_TOP_P)
-    penalty = given.get("repetition_penalty", 1.0)
-    if penalty < _LEAST_REPETITION_PENALTY:
-        message = f"repetition_penalty must be at least {_LEAST_REPETITION_PENALTY}, got {penalty}"
-        raise ApiError(400, message, param="repetition_penalty", code="invalid_value")
 
 
 def check_ids(ids: Any, vocab_size: int, param: str) -> None:

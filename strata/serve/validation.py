@@ -42,6 +42,8 @@ def explain_fault(error: RequestValidationError) -> Explanation:
 def field_path(keys: Sequence[str | int], body: Any) -> str:
     """The path of a field, without what pydantic puts between keys to say which kind of a union it tried."""
     path, value = "", body
+    if keys and keys[-1] == "[key]":  # the key before it is the wrong one
+        keys = keys[:-1]
     for number, key in enumerate(keys):
         if isinstance(key, int) and isinstance(value, list):
             path, value = f"{path}[{key}]", value[key] if key < len(value) else None

@@ -67,6 +67,7 @@ BOTH = [
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
     ({"stop_token_ids": [4096]}, "stop_token_ids"),
     ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+    ({"logit_bias": {"x": {}}}, "logit_bias.x"),
     ({"logit_bias": {"1": 101}}, "logit_bias.1"),
     ({"logit_bias": {"4096": 1}}, "logit_bias"),
     ({"logit_bias": [1]}, "logit_bias"),
