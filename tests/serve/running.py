@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -36,18 +38,29 @@ def serve(*arguments: str, environment: Mapping[str, str] | None = None) -> subp
 
 
 def refusal(*arguments: str, environment: Mapping[str, str] | None = None) -> tuple[int, str, float]:
-    """Exit status, output, and seconds of a `strata serve` that does not come to serve."""
-    start = time.monotonic()
+    """Exit status, output, and CPU seconds of a `strata serve` that does not come to serve.
+
+    CPU seconds, since other tests run beside this one; alone, it takes no longer than that.
+    """
+    before = _cpu_seconds_of_children()
     process = serve(*arguments, environment=environment)
     try:
         output, _ = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
-    return process.returncode, output, time.monotonic() - start
+    return process.returncode, output, _cpu_seconds_of_children() - before
+
+
+def _cpu_seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 class Running:
-    """url: where it serves. lines: what it has printed so far. pid: of the launcher. held: connections a test keeps."""
+    """url: where it serves. folder: its private one. pid: of the launcher.
+
+    lines: what it has printed so far. held: connections that a test keeps.
+    """
 
     def __init__(self, process: subprocess.Popen[str], key: str | None) -> None:
         self.process = process
@@ -60,7 +73,7 @@ class Running:
         self.url = re.search(r"http://\S+", greeting).group()  # type: ignore[union-attr]
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self.http = httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE)
-        self.folder = Path(re.search(r"strata-\w+", self._engine_socket()).group())  # type: ignore[union-attr]
+        self.folder = Path(self._engine_socket().split()[-1]).parent
 
     def output(self) -> str:
         return "".join(self.lines)
@@ -148,6 +161,7 @@ def http_request(path: str, body: Any) -> bytes:
 def running(*arguments: str, key: str | None = None, environment: Mapping[str, str] | None = None) -> Iterator[Running]:
     """A server on a free port, from when it is ready; whatever is left of it in the end is killed."""
     process = serve("--port", "0", *arguments, environment=environment)
+    server = None
     children: list[int] = []
     try:
         server = Running(process, key)
@@ -155,11 +169,15 @@ def running(*arguments: str, key: str | None = None, environment: Mapping[str, s
         yield server
         children += server.children()
     finally:
-        process.kill()
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):  # the second one ends it at once
+            process.send_signal(number)
+            time.sleep(0.05)
         process.wait()
         for pid in children:
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
+        if server is not None:
+            shutil.rmtree(server.folder, ignore_errors=True)  # after a kill nobody else does
 
 
 def wait_for(condition: Callable[[], Any], explain: Callable[[], str] = str, seconds: float = PATIENCE) -> Any:

@@ -26,7 +26,7 @@ from tests.serve.running import Running, command_line, descendants, is_alive, re
 
 def assert_nothing_is_left(server: Running, children: list[int]) -> None:
     wait_for(lambda: not any(map(is_alive, [server.pid, *children])), seconds=10)
-    assert not (Path("/tmp") / server.folder).exists()
+    assert not server.folder.exists()
 
 
 # ---- the command line ----
@@ -131,7 +131,7 @@ def test_the_api_process_has_not_loaded_torch(server: Running) -> None:
 
 
 def test_what_the_server_keeps_on_disk_is_its_users_alone(server: Running) -> None:
-    assert (Path("/tmp") / server.folder).stat().st_mode & 0o777 == 0o700
+    assert server.folder.stat().st_mode & 0o777 == 0o700
 
 
 # ---- each with a server of its own ----
@@ -285,8 +285,6 @@ def lose_tokenizer(folder: Path) -> str:
 def test_a_folder_that_cannot_be_served_is_one_line_and_soon(copied: Path, breaking: Any) -> None:
     what = breaking(copied)
     status, output, seconds = refusal(str(copied), "--port", "0")
-    if seconds > 5:  # nearly all of it is the import of torch, beside what else this machine does
-        status, output, seconds = refusal(str(copied), "--port", "0")
     assert status == 1
     errors = [line for line in output.splitlines() if line.startswith("strata: error: ")]
     assert len(errors) == 1

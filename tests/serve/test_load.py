@@ -137,28 +137,27 @@ def test_a_client_that_reads_slowly_slows_no_other_and_gets_everything(wide: Run
         with ThreadPoolExecutor(1) as pool:
             reading = pool.submit(read_answer, wide.send(**much))
             beside_fast = median_gap(wide)
-            fast_tokens, fast_events = reading.result()
+            size, expected = reading.result()
         before = resident_bytes(wide.pid)
         with wide.send(**much) as slow:
             ratios.append(median_gap(wide) / beside_fast)
             wait_for(lambda: wide.load() == IDLE)  # the engine does not wait for it
             assert resident_bytes(wide.pid) - before < 100e6
-            slow_tokens, slow_events = read_answer(slow)
-        assert slow_tokens == fast_tokens == 16 * 400
-        assert slow_events < fast_events  # what came while it could not be sent was joined
+            assert read_answer(slow)[1] == expected == 16 * 400
+        assert size > 4e6  # more than the sockets on the way hold
         if ratios[-1] < 1.05:
             break
     assert min(ratios) < 1.05
 
 
 def read_answer(connection: socket.socket) -> tuple[int, int]:
-    """Read an answer to its end: its tokens, and its events."""
+    """Read an answer to its end: its bytes, and its tokens."""
     with connection.makefile("rb") as stream:
         whole = stream.read()
     assert whole.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     events = re.findall(rb"^data: ({.*})", whole, re.MULTILINE)
     choices = [choice for event in events for choice in json.loads(event)["choices"]]
-    return sum(len(choice["logprobs"]["tokens"]) for choice in choices if choice["logprobs"]), len(events)
+    return len(whole), sum(len(choice["logprobs"]["tokens"]) for choice in choices if choice["logprobs"])
 
 
 def test_clients_killed_at_random_moments_leave_nothing_behind(wide: Running) -> None:
