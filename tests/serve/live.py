@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,11 +64,13 @@ class LiveServer:
 
 
 @contextmanager
-def live_server(folder: Path, keys: Sequence[KeyHash] = (), **settings: Any) -> Iterator[LiveServer]:
-    """Serves the model in `folder`."""
+def live_server(
+    folder: Path, keys: Sequence[KeyHash] = (), engine_options: Mapping[str, Any] | None = None, **settings: Any
+) -> Iterator[LiveServer]:
+    """Serves the model in `folder`. engine_options: of EngineConfig; settings: of ServeSettings."""
     with tempfile.TemporaryDirectory(prefix="strata-") as private:
         address = f"ipc://{private}/engine.sock"
-        job = {"address": address, "model": str(folder), "device": "cpu", "check": True}
+        job = {"address": address, "model": str(folder), "device": "cpu", "check": True, **(engine_options or {})}
         with subprocess.Popen([sys.executable, "-m", "strata.engine.worker"], stdin=subprocess.PIPE) as engine:
             assert engine.stdin is not None
             engine.stdin.write(json.dumps(job).encode() + b"\n")
