@@ -1,33 +1,14 @@
-"""The OpenAPI document: complete, true to what the server answers, and no input that it describes brings a 5xx."""
+"""The OpenAPI document: complete, and with all that it refers to."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
-import schemathesis
-from hypothesis import HealthCheck, settings
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
-
-import strata
 from strata.serve.app import build_app
 from strata.serve.schema_chat import ChatRequest
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
-from tests.serve.live import LiveServer, live_server
-
-EXAMPLES = 25
-CHECKS = [not_a_server_error, response_schema_conformance, content_type_conformance, status_code_conformance]
-
-
-BUILTIN = Path(strata.__file__).parent / "models" / "builtin"
 
 
 async def _never() -> ServerState:
@@ -35,30 +16,6 @@ async def _never() -> ServerState:
 
 
 DOCUMENT = build_app(ServeSettings("", ("",)), _never).openapi()
-
-api = schemathesis.openapi.from_dict(DOCUMENT)
-api.config.generation.modes = list(schemathesis.GenerationMode)  # what the document allows, and what it forbids
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    """Its answers are short, unless they are asked for otherwise."""
-    with live_server(BUILTIN, engine_options={"max_model_len": 128}, tool_format="hermes") as server:
-        yield server
-
-
-@api.parametrize()
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-def test_answers_are_as_documented(case: schemathesis.Case, server: LiveServer) -> None:
-    case.call_and_validate(base_url=server.url, checks=CHECKS)
-
-
-def test_the_server_has_nothing_left_to_do(server: LiveServer) -> None:
-    server.wait_until(lambda: server.idle)
-
-
-def test_the_document_is_the_one_that_is_served(server: LiveServer) -> None:
-    assert server.client.get("/openapi.json").json() == DOCUMENT
 
 
 def operations() -> Iterator[tuple[str, Any]]:
