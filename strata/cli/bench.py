@@ -18,11 +18,13 @@ from strata.cli.bench_kernels import kernels
 from strata.cli.bench_result import make_result, report
 from strata.cli.bench_run import AsJson, LoadFormat, Model, Save, Setup, call, device_name, floor_on, started
 from strata.cli.bench_serve import serve
+from strata.cli.bench_train import train
 
 bench = typer.Typer(no_args_is_help=True, help="Measure inference: T0 to T5 of benchmarks/README.md.")
 bench.command()(gaps)
 bench.command()(kernels)
 bench.command()(serve)
+bench.command()(train)
 
 Repeat = Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")]
 

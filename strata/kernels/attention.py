@@ -139,5 +139,8 @@ if HAS_TRITON:
     attention.implement("triton fixed", "cuda", invariant=True, supports=attention_fixed.supports)(
         attention_fixed.attend
     )
+attention.implement("cudnn", "cuda", differentiable=True, supports=attention_train.dense_supports)(
+    attention_train.dense
+)
 attention.implement("flash", "cuda", differentiable=True, supports=attention_train.supports)(attention_train.flash)
 attention.implement("packed", "cuda", differentiable=True, supports=_packed)(attention_train.packed)

@@ -1,4 +1,4 @@
-"""Attention of packed sequences with gradients, by PyTorch's kernels (on CUDA FlashAttention-2, Dao 2023)."""
+"""Attention of packed sequences with gradients, by libraries: cuDNN, or PyTorch's FlashAttention-2 (Dao 2023)."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ def _library() -> tuple[Callable[..., Any], dict[str, bool]] | None:
 
 
 _LIBRARY = _library()
+# cuDNN builds a graph for each new shape, 27 ms: only lengths that recur go there.
+DENSE_MULTIPLE = 512
 
 
 def supports(
@@ -66,6 +68,52 @@ def flash(
     left = -1 if window is None else window - 1
     out: Tensor = run(q, k, v, offsets, offsets, longest, longest, scale=scale, window_size=(left, 0), **grouped)
     return out
+
+
+def dense_supports(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> bool:
+    """Sequences of one length that fill the batch; as many tokens as that cannot be divided otherwise.
+
+    cuDNN's backward pass adds queries' gradients up in no fixed order, so deterministic runs go without it.
+    """
+    return (
+        pages is None
+        and (window is None or window >= longest)
+        and (offsets.shape[0] - 1) * longest == q.shape[0] > 0
+        and longest % DENSE_MULTIPLE == 0
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[2] % 8 == 0
+        and q.shape[2] <= 128
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """cuDNN over [sequences, heads, longest, head_dim]. Differentiable."""
+    batched = (x.unflatten(0, (-1, longest)).transpose(1, 2) for x in (q, k, v))
+    out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *batched, None, True, 0.0, True, False, scale=scale
+    )[0]
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def packed(

@@ -1,0 +1,37 @@
+"""`strata bench train`: T6, tokens per second of training steps on one GPU, beside their floor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from strata.cli.bench_result import report
+from strata.cli.bench_run import AsJson, Save
+
+
+def train(
+    shape: Annotated[str, typer.Option(help="A shape (1B) with random weights, or a config.json.")] = "1B",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 2,
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 8192,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a repetition.")] = 10,
+    repeat: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 3,
+    variant: Annotated[str, typer.Option(help="How the step is made: see strata/cli/train_speed.py.")] = "recorded",
+    losses: Annotated[
+        Path | None, typer.Option(help="Write the loss of every step to this file.", show_default=False)
+    ] = None,
+    kernels: Annotated[bool, typer.Option(help="Trace one more step: milliseconds of each kernel, in --json.")] = False,
+    as_json: AsJson = False,
+    save: Save = None,
+) -> None:
+    """T6: training tokens per second on one GPU in bfloat16 with float32 masters and AdamW; MFU and memory beside.
+
+    Example: strata bench train --shape 1B --batch 2 --sequence 8192
+    """
+    from strata.cli.train_speed import measure
+
+    values, text = measure(
+        shape, batch, sequence, steps=steps, repeat=repeat, variant=variant, losses=losses, kernels=kernels
+    )
+    report(values, text, as_json=as_json, save=save)

@@ -1,0 +1,69 @@
+"""The training test T6: what it trains on, its arithmetic and the least time that a device can take for a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, floor
+from strata.hardware.specs import Device
+from strata.models.config import ModelConfig
+
+# Tokens walk along one cycle of so many ids and jump to another place of it with this probability.
+CYCLE = 512
+JUMP = 0.1
+PEAK_RATE = 3e-4
+WARMUP = 20
+
+
+def synthetic_tokens(step: int, sequences: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of a step, [sequences * length] int64 on the CPU, the same in every run.
+
+    A sequence follows a fixed cycle of `CYCLE` random ids, and jumps to a random place of it one time in ten: about
+    0.95 nats a token once the cycle is learned.
+    """
+    cycle = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))[:CYCLE]
+    draw = torch.Generator().manual_seed(1 + step)
+    jumps = torch.rand(sequences, length + 1, generator=draw) < JUMP
+    jumps[:, 0] = True
+    places = torch.randint(len(cycle), (sequences, length + 1), generator=draw)
+    at = torch.arange(length + 1).expand(sequences, -1)
+    last = torch.where(jumps, at, 0).cummax(1).values
+    walk = cycle[(places.gather(1, last) + at - last) % len(cycle)]
+    return walk[:, :-1].flatten(), walk[:, 1:].flatten()
+
+
+def learning_rate(step: int) -> float:
+    """Linear warm-up, then constant."""
+    return PEAK_RATE * min(1.0, (step + 1) / WARMUP)
+
+
+@dataclass(frozen=True)
+class TrainingWork:
+    """What a step of `tokens` tokens in sequences of `length` has to compute, and to move for its update.
+
+    weights: parameters that are multiplied by (all but the embedding). parameters: all of them.
+    """
+
+    config: ModelConfig
+    tokens: int
+    length: int
+    weights: int
+    parameters: int
+
+    @property
+    def flops_per_token(self) -> int:
+        """6 * non-embedding parameters + 6 * layers * heads * head_dim * length: causal pairs, nothing twice."""
+        config = self.config
+        return 6 * self.weights + 6 * config.num_layers * config.num_heads * config.head_dim * self.length
+
+    def floor(self, device: Device, dtype: str) -> float:
+        """Seconds: products and attention at the measured rate, then AdamW, which has to wait for the norm.
+
+        AdamW reads and writes master and moments (float32), reads the gradient and writes the weight (2 bytes each).
+        """
+        compute = floor(Cost(self.tokens * self.flops_per_token), device, dtype)
+        update = floor(Cost(read=14 * self.parameters, written=14 * self.parameters), device, dtype)
+        return compute.seconds + update.seconds

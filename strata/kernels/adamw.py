@@ -1,0 +1,134 @@
+"""AdamW (Loshchilov and Hutter 2019) in one pass: masters, both moments, and the weights that the model uses."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.op import operation
+from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+
+
+def _cost(
+    weight: Tensor,
+    master: Tensor,
+    first: Tensor,
+    second: Tensor,
+    gradient: Tensor,
+    step: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+    *,
+    workload: Workload,
+) -> Cost:
+    state = master.nbytes + first.nbytes + second.nbytes
+    return Cost(16 * master.numel(), state + gradient.nbytes, state + weight.nbytes, master.nbytes)
+
+
+def _meta(weight: Tensor, *others: object) -> Tensor:
+    return weight.new_empty(weight.shape, device="meta")
+
+
+@operation(_cost, meta=_meta, mutates=("weight", "master", "first", "second"))
+def adamw(
+    weight: Tensor,
+    master: Tensor,
+    first: Tensor,
+    second: Tensor,
+    gradient: Tensor,
+    step: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+) -> Tensor:
+    """One update, in place. Returns `weight`, which is `master` rounded afterwards.
+
+    weight: what the model computes with, of any floating dtype. master, first, second: the weights and the two moments,
+    float32 and of one shape with weight and gradient; all contiguous. step [4] float32: learning rate,
+    1 - beta1^t, 1 - beta2^t, and what the gradient is multiplied by (clipping); on the device, so that a recorded step
+    reads them anew.
+    """
+    rate, correction1, correction2, factor = step.unbind()
+    given = gradient.to(master.dtype) * factor
+    master.mul_(1 - rate * decay)
+    first.add_((given - first) * (1 - beta1))
+    second.mul_(beta2).add_(given.square() * (1 - beta2))
+    master.sub_(rate / correction1 * first / ((second / correction2).sqrt() + eps))
+    return weight.copy_(master)
+
+
+@jit
+def adamw_kernel(weight, master, first, second, gradient, step, count, beta1, beta2, eps, decay, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    held = place < count
+    rate = tl.load(step)
+    correction1, correction2 = tl.load(step + 1), tl.load(step + 2)
+    given = tl.load(gradient + place, mask=held).to(tl.float32) * tl.load(step + 3)
+    value = tl.load(master + place, mask=held)
+    mean = tl.load(first + place, mask=held)
+    square = tl.load(second + place, mask=held)
+    mean += (given - mean) * (1 - beta1)
+    square = square * beta2 + given * given * (1 - beta2)
+    value = value * (1 - rate * decay) - rate / correction1 * mean / (tl.sqrt(square / correction2) + eps)
+    tl.store(first + place, mean, mask=held)
+    tl.store(second + place, square, mask=held)
+    tl.store(master + place, value, mask=held)
+    tl.store(weight + place, value.to(weight.dtype.element_ty), mask=held)
+
+
+_BLOCK = 1024
+_WARPS = 8
+
+
+def _triton(
+    weight: Tensor,
+    master: Tensor,
+    first: Tensor,
+    second: Tensor,
+    gradient: Tensor,
+    step: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+) -> Tensor:
+    count = weight.numel()
+    adamw_kernel[(triton.cdiv(count, _BLOCK),)](
+        weight,
+        master,
+        first,
+        second,
+        gradient,
+        step,
+        count,
+        beta1,
+        beta2,
+        eps,
+        decay,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+    )
+    return weight
+
+
+def _fits(
+    weight: Tensor, master: Tensor, first: Tensor, second: Tensor, gradient: Tensor, step: Tensor, *others: float
+) -> bool:
+    wide = all(state.dtype == torch.float32 for state in (master, first, second))
+    return wide and all(one.is_contiguous() for one in (weight, master, first, second, gradient))
+
+
+if HAS_TRITON:
+    adamw.implement("triton", "cuda", supports=_fits)(_triton)
+
+
+def compile_cases() -> list[CompileCase]:
+    signature = dict.fromkeys(("weight", "gradient"), "*bf16:16")
+    signature |= dict.fromkeys(("master", "first", "second", "step"), "*fp32:16") | {"count": "i32:16"}
+    signature |= dict.fromkeys(("beta1", "beta2", "eps", "decay"), "fp32")
+    return [CompileCase("adamw", adamw_kernel, signature, {"BLOCK": _BLOCK}, _WARPS, 2)]

@@ -1,0 +1,159 @@
+"""The loss of a language model and its gradients in one pass: the logits are computed once and become their gradient.
+
+A backward pass of its own would need every logit again, which is a third more products of the head (the pass is that of
+Liger Kernel, Hsu et al. 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.loss import IGNORED, linear_cross_entropy
+from strata.kernels.op import operation
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
+
+
+def _cost(
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int, *, workload: Workload
+) -> Cost:
+    forward = linear_cross_entropy.cost(hidden, weight, targets, workload=workload)
+    # Two more products, and for every logit a division by the sum and the scale.
+    flops = forward.flops + 4 * hidden.shape[0] * weight.numel() + 2 * hidden.shape[0] * weight.shape[0]
+    return Cost(flops, forward.read, 4 + hidden.nbytes + weight.nbytes, forward.weights)
+
+
+def _meta(
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32), device="meta")
+    return loss, hidden.new_empty(hidden.shape, device="meta"), weight.new_empty(weight.shape, device="meta")
+
+
+@operation(_cost, meta=_meta)
+def cross_entropy_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`scale` times the sum of `linear_cross_entropy`, and its gradients with respect to `hidden` and `weight`.
+
+    hidden [tokens, width] and weight [vocab, width] of one dtype, targets [tokens] int32 or int64, -100 where a token
+    has no loss; scale [] float32. logits_bytes: what the logits that exist at once may take.
+    Returns the loss [] float32 (float64 for float64 input) and gradients like hidden and weight.
+    """
+    with torch.enable_grad():
+        leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        loss = linear_cross_entropy.reference(*leaves, targets).sum() * scale
+        of_hidden, of_weight = torch.autograd.grad(loss, leaves)
+    return loss.detach(), of_hidden, of_weight
+
+
+@jit
+def softmax_gradient_kernel(logits, targets, scale, losses, vocab, stride, IGNORED: tl.constexpr, BLOCK: tl.constexpr):
+    """A program a row: its cross-entropy, and the logits' gradient in the place of the logits.
+
+    Each place of a block keeps a maximum and a sum of its own, so that nothing is reduced until the row is read.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    target = tl.load(targets + row)
+    factor = tl.load(scale)
+    column = tl.arange(0, BLOCK)
+    largest = tl.full((BLOCK,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, vocab, BLOCK):
+        held = first + column < vocab
+        value = tl.load(logits + first + column, mask=held, other=-float("inf")).to(tl.float32) * 1.4426950408889634
+        larger = tl.maximum(largest, value)
+        # A place that has seen nothing finite has no sum; -inf less -inf would be NaN.
+        base = tl.where(larger == -float("inf"), 0.0, larger)
+        total = total * tl.exp2(largest - base) + tl.exp2(value - base)
+        largest = larger
+    highest = tl.max(largest, 0)
+    log_sum = highest + tl.log2(tl.sum(total * tl.exp2(largest - highest), 0))
+    counted = target != IGNORED
+    at_target = tl.load(logits + tl.where(counted, target, 0)).to(tl.float32)
+    tl.store(losses + row, tl.where(counted, factor * (log_sum / 1.4426950408889634 - at_target), 0.0))
+    factor = tl.where(counted, factor, 0.0)
+    tl.debug_barrier()  # every thread has read the target's logit
+    for first in range(0, vocab, BLOCK):
+        held = first + column < vocab
+        value = tl.load(logits + first + column, mask=held, other=-float("inf")).to(tl.float32)
+        slope = tl.exp2(value * 1.4426950408889634 - log_sum) - tl.where(first + column == target, 1.0, 0.0)
+        tl.store(logits + first + column, (slope * factor).to(logits.dtype.element_ty), mask=held)
+
+
+# All of a multiprocessor for one row, so that the rows under way are still in the L2 cache when they are read again.
+_BLOCK = 16384
+_WARPS = 32
+
+
+def _supports(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int) -> bool:
+    return hidden.dtype == weight.dtype == torch.bfloat16  # float16 has no room for gradients of a mean over tokens
+
+
+def _triton(
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, vocab = targets.numel(), weight.shape[0]
+    losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+    of_hidden = torch.empty_like(hidden)
+    of_weight: Tensor | None = None
+    targets = targets.contiguous()
+    chunks = list(_row_chunks(tokens, logits_bytes // (vocab * hidden.element_size())))
+    for rows in chunks:
+        logits = F.linear(hidden[rows], weight)
+        softmax_gradient_kernel[(logits.shape[0],)](
+            logits,
+            targets[rows],
+            scale,
+            losses[rows],
+            vocab,
+            logits.stride(0),
+            IGNORED=IGNORED,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+        )
+        torch.mm(logits, weight, out=of_hidden[rows])
+        if len(chunks) == 1:
+            of_weight = logits.t() @ hidden
+        elif of_weight is None:
+            of_weight = torch.mm(logits.t(), hidden[rows], out_dtype=torch.float32)
+        else:  # sums over chunks are kept wide: the weight's gradient is a sum over all tokens
+            torch.addmm(of_weight, logits.t(), hidden[rows], out_dtype=torch.float32, out=of_weight)
+        del logits  # before the next chunk's
+    if of_weight is None:
+        return losses.sum(), of_hidden, torch.zeros_like(weight)
+    return losses.sum(), of_hidden, of_weight.to(weight.dtype)
+
+
+def _row_chunks(tokens: int, most: int) -> Iterator[slice]:
+    """As few chunks as `most` rows at once allow, of equal size up to a multiple of 256 rows (a product's tile)."""
+    if not tokens:
+        return
+    count = -(-tokens // max(1, most))
+    even = -(-tokens // count)
+    rows = min(max(1, most), -(-even // 256) * 256)
+    for start in range(0, tokens, rows):
+        yield slice(start, min(start + rows, tokens))
+
+
+if HAS_TRITON:
+    cross_entropy_gradients.implement("triton", "cuda", supports=_supports)(_triton)
+
+
+def compile_cases() -> list[CompileCase]:
+    signature = {
+        "logits": "*bf16:16",
+        "targets": "*i64:16",
+        "scale": "*fp32:16",
+        "losses": "*fp32:16",
+        "vocab": "i32:16",
+        "stride": "i32:16",
+    }
+    constants = {"IGNORED": IGNORED, "BLOCK": _BLOCK}
+    return [CompileCase("gradient of softmax", softmax_gradient_kernel, signature, constants, _WARPS, 2)]

@@ -1,0 +1,229 @@
+"""Operations with gradients on CUDA against float64, and the fixed step, recorded and not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strata.kernels import activation_grad, norm_grad, rope_grad  # noqa: F401  registers what is tested
+from strata.kernels.activation import silu_mul
+from strata.kernels.adamw import adamw
+from strata.kernels.attention import attention
+from strata.kernels.linear_silu_mul import linear_silu_mul
+from strata.kernels.loss_grad import cross_entropy_gradients
+from strata.kernels.norm import add_rms_norm, rms_norm
+from strata.kernels.op import Operation
+from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
+from strata.kernels.rope import rope, rope_angles
+from strata.models.config import config_from_dict
+from strata.models.families import build
+from strata.models.initialize import initialize
+from strata.train.config import OptimizerConfig
+from strata.train.fixed_step import FixedStep
+from strata.train.fused_adamw import FusedAdamW
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def check(operation: Operation, implementation: str, *args: Any, narrow: float = 8e-3) -> None:
+    """Results and the gradients of what wants them, by the named implementation, against float64.
+
+    narrow: the error that bfloat16 may have, of the norm.
+    """
+    leaves = [_leaf(argument) for argument in args]
+    assert operation.bind("cuda", differentiable=True).choose(*leaves).name == implementation
+    exact_leaves = [_leaf(argument, torch.float64) for argument in args]
+    results = _tuple(operation(*leaves))
+    exact = _tuple(operation.reference(*exact_leaves))
+    upstream = [draw(*result.shape, dtype=result.dtype) for result in results]
+    torch.autograd.backward(results, upstream)
+    torch.autograd.backward(exact, [one.double() for one in upstream])
+    tolerance = narrow if results[0].dtype == torch.bfloat16 else 3e-5
+    for found, wanted in zip(results, exact, strict=True):
+        assert_near(found, wanted, tolerance)
+    for found, wanted in zip(leaves, exact_leaves, strict=True):
+        if isinstance(found, Tensor) and found.requires_grad:
+            assert found.grad.dtype == found.dtype
+            assert_near(found.grad, wanted.grad, tolerance)
+
+
+def _leaf(argument: Any, dtype: torch.dtype | None = None) -> Any:
+    if not isinstance(argument, Tensor) or not argument.is_floating_point():
+        return argument
+    kept = argument.detach().clone(memory_format=torch.preserve_format)
+    return kept.to(dtype or argument.dtype).requires_grad_(argument.requires_grad)
+
+
+def _tuple(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def assert_near(found: Tensor, exact: Tensor, tolerance: float) -> None:
+    assert found.isfinite().all()
+    assert (found.double() - exact).norm() <= tolerance * exact.norm()
+
+
+def wanting(tensor: Tensor) -> Tensor:
+    return tensor.requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(3, 64), (2100, 80), (1030, 2048), (37, 5000), (2, 16384)])
+def test_norms(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, residual, weight = (wanting(draw(*shape, dtype=dtype)) for shape in ((rows, width), (rows, width), (width,)))
+    check(rms_norm, "triton with gradients", x, weight, 1e-5)
+    check(add_rms_norm, "triton with gradients", x, residual, weight, 1e-5)
+
+
+def test_a_norm_whose_sum_nobody_reads() -> None:
+    x, residual, weight = (wanting(draw(*shape)) for shape in ((40, 256), (40, 256), (256,)))
+    _, normed = add_rms_norm(x, residual, weight, 1e-5)
+    upstream = draw(40, 256)
+    normed.backward(upstream)
+    wide = (x.detach() + residual.detach()).double().requires_grad_()
+    rms_norm.reference(wide, weight.detach().double(), 1e-5).backward(upstream.double())
+    assert_near(x.grad, wide.grad, 8e-3)
+    assert torch.equal(x.grad, residual.grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [8, 1024, 8192, 1500])
+def test_gating(width: int, dtype: torch.dtype) -> None:
+    check(
+        silu_mul, "triton with gradients", wanting(draw(70, width, dtype=dtype)), wanting(draw(70, width, dtype=dtype))
+    )
+
+
+def test_gated_product() -> None:
+    x, weight = wanting(draw(300, 64)), wanting(draw(2 * 96, 64))
+    check(linear_silu_mul, "linear, silu_mul with gradients", x, weight)
+
+
+def angles(tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    wide = torch.rand(tokens, head_dim // 2, device="cuda") * 6
+    table = torch.cat((wide.cos(), wide.sin()), -1)
+    cos, sin = rope_angles(torch.arange(tokens, dtype=torch.int32, device="cuda"), table)
+    return cos, sin
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+def test_rotation(head_dim: int) -> None:
+    cos, sin = angles(50, head_dim)
+    check(rope, "triton with gradients", wanting(draw(50, 6, head_dim)), cos, sin)
+    product = wanting(draw(50, 10 * head_dim))
+    check(qk_rope_kv_write, "triton with gradients", product, 6, 2, None, None, 0.0, cos, sin, None, 0)
+
+
+@pytest.mark.parametrize(("sequences", "length", "head_dim"), [(1, 1024, 128), (2, 512, 64), (3, 1024, 64)])
+def test_attention_of_equal_lengths(sequences: int, length: int, head_dim: int) -> None:
+    tokens = sequences * length
+    offsets = torch.arange(0, tokens + 1, length, dtype=torch.int32, device="cuda")
+    q, k, v = (wanting(draw(tokens, heads, head_dim)) for heads in (8, 2, 2))
+    check(attention, "cudnn", q, k, v, offsets, length, None, 0, head_dim**-0.5, None, narrow=2e-2)
+
+
+def test_deterministic_runs_go_without_cudnn() -> None:
+    offsets = torch.tensor([0, 512, 1024], dtype=torch.int32, device="cuda")
+    q, k, v = (draw(1024, heads, 64) for heads in (8, 2, 2))
+    bound = attention.bind("cuda", differentiable=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert bound.choose(q, k, v, offsets, 512, None, 0, 0.125, None).name == "flash"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert bound.choose(q, k, v, offsets, 512, None, 0, 0.125, None).name == "cudnn"
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(700, 50), (300, 16384), (70, 128256), (0, 100)])
+def test_loss_with_gradients(tokens: int, vocabulary: int, index: torch.dtype) -> None:
+    hidden, weight = draw(tokens, 64), draw(vocabulary, 64) / 4
+    targets = torch.randint(0, vocabulary, (tokens,), device="cuda", dtype=index)
+    targets[1::5] = -100
+    scale = torch.full((), 1 / max(tokens, 1), device="cuda")
+    exact = cross_entropy_gradients.reference(hidden.double(), weight.double(), targets, scale.double(), 0)
+    for logits_bytes in (1 << 40, 260 * vocabulary * 2):
+        args = (hidden, weight, targets, scale, logits_bytes)
+        assert cross_entropy_gradients.bind("cuda").choose(*args).name == "triton"
+        found = cross_entropy_gradients(*args)
+        torch.testing.assert_close(found[0].double(), exact[0], rtol=5e-3, atol=1e-6)
+        for mine, wanted in zip(found[1:], exact[1:], strict=True):
+            assert mine.dtype == torch.bfloat16
+            assert_near(mine, wanted, 2e-2)
+        assert not found[1][1::5].any()
+
+
+def test_loss_of_logits_far_apart() -> None:
+    """Columns of -inf's size beside large ones neither overflow nor turn into NaN."""
+    hidden, weight = draw(64, 64) * 30, draw(20000, 64) * 30
+    targets = torch.randint(0, 20000, (64,), device="cuda")
+    scale = torch.ones((), device="cuda")
+    logits = (hidden @ weight.t()).double()
+    wanted = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    found = cross_entropy_gradients(hidden, weight, targets, scale, 1 << 40)
+    torch.testing.assert_close(found[0].double(), wanted, rtol=1e-4, atol=0)
+    assert all(one.isfinite().all() for one in found)
+
+
+@pytest.mark.parametrize("count", [1, 777, 100_000])
+def test_adamw(count: int) -> None:
+    weight = draw(count)
+    state = [weight.float(), draw(count, dtype=torch.float32), draw(count, dtype=torch.float32).square()]
+    gradient = draw(count)
+    step = torch.tensor([0.01, 0.5, 0.3, 0.7], device="cuda")
+    assert adamw.bind("cuda").choose(weight, *state, gradient, step, 0.9, 0.95, 1e-8, 0.1).name == "triton"
+    exact = [one.double() for one in state]
+    adamw.reference(weight.clone(), *exact, gradient, step.double(), 0.9, 0.95, 1e-8, 0.1)
+    adamw(weight, *state, gradient, step, 0.9, 0.95, 1e-8, 0.1)
+    for found, wanted in zip(state, exact, strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+    assert torch.equal(weight, state[0].bfloat16())
+
+
+def steps(make: Callable[..., FixedStep], device: str, count: int = 6) -> list[list[float]]:
+    """Loss and gradient norm of each step of a small model from the same weights on the same tokens."""
+    values = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 1000,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "tie_word_embeddings": False,
+    }
+    model = build(config_from_dict(values), 512)
+    initialize(model, 0)
+    masters = {name: parameter.detach().clone().to(device) for name, parameter in model.named_parameters()}
+    model = model.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    step = make(model, FusedAdamW(model, OptimizerConfig(learning_rate=1e-3), masters))
+    found = []
+    for i in range(count):
+        tokens = torch.randint(0, 50, (2 * 513,), generator=torch.Generator().manual_seed(i)).view(2, 513)
+        loss, norm = step(tokens[:, :-1].flatten(), tokens[:, 1:].flatten(), 1e-3)
+        found.append([loss.item(), norm.item()])
+    return found
+
+
+def test_recorded_steps_are_the_steps() -> None:
+    """Against float32 on the CPU; cuDNN's backward adds up in no fixed order, so bits may differ."""
+
+    def make(recorded: bool) -> Callable[..., FixedStep]:
+        return lambda *parts: FixedStep(*parts, 2, 512, logits_bytes=1 << 20, recorded=recorded)
+
+    exact = torch.tensor(steps(make(False), "cpu"))
+    plain, recorded = (torch.tensor(steps(make(recorded), "cuda")) for recorded in (False, True))
+    torch.testing.assert_close(plain, exact, rtol=3e-2, atol=0)
+    torch.testing.assert_close(recorded, plain, rtol=5e-3, atol=0)
+    assert recorded[-1, 0] < 0.9 * recorded[0, 0]

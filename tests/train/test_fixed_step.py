@@ -1,0 +1,131 @@
+"""The step over merged graphs and fused updates against the modules with PyTorch's optimizer, on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strata.models.batch import Batch
+from strata.models.config import config_from_dict
+from strata.models.families import build
+from strata.models.initialize import initialize
+from strata.models.layers import CausalLM
+from strata.train.compile import TrainingGraph
+from strata.train.config import OptimizerConfig
+from strata.train.fixed_step import FixedStep
+from strata.train.fused_adamw import FusedAdamW
+from strata.train.optim import Optimizer, masters_of
+
+CONFIG = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, clip=0.5)
+SHAPE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 60,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+}
+FAMILIES = {
+    "llama": {"tie_word_embeddings": False},
+    "llama, tied": {"tie_word_embeddings": True},
+    "llama, biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False},
+}
+
+
+def fresh(family: str) -> CausalLM:
+    model = build(config_from_dict(SHAPE | FAMILIES[family]))
+    initialize(model, 0)
+    return model
+
+
+def tokens_and_targets(seed: int) -> tuple[Tensor, Tensor]:
+    draw = torch.randint(0, 60, (2, 13), generator=torch.Generator().manual_seed(seed))
+    return draw[:, :-1].flatten(), draw[:, 1:].flatten()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_the_graph_are_those_of_the_modules(family: str) -> None:
+    lengths = (5, 1, 9)
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    positions = torch.cat([torch.arange(length) for length in lengths]).int()
+    batch = Batch(torch.randint(0, 60, (15,)).int(), positions, offsets, max(lengths))
+    modules, other = fresh(family).double(), fresh(family).double()
+    graph = TrainingGraph(other)
+    upstream = torch.randn(15, 16, dtype=torch.float64)
+    for run in (modules, graph):
+        run(batch).backward(upstream)
+    graph.hand_out_gradients()
+    for name, parameter in modules.model.named_parameters():
+        found = other.model.get_parameter(name).grad
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+    graph.clear_gradients()
+    other.zero_grad()
+    graph.hand_out_gradients()
+    assert all(parameter.grad is None for parameter in other.parameters())
+
+
+@pytest.mark.parametrize("family", ["llama", "llama, tied"])
+def test_steps_follow_the_modules_with_pytorchs_adamw(family: str) -> None:
+    """Plain cross-entropy of full logits, autograd through the modules, torch.optim.AdamW."""
+    plain, model = fresh(family), fresh(family)
+    theirs = Optimizer(plain, CONFIG)
+    masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    step = FixedStep(model, FusedAdamW(model, CONFIG, masters), 2, 12, logits_bytes=1 << 20, recorded=False)
+    positions, offsets = torch.arange(12).repeat(2).int(), torch.tensor([0, 12, 24]).int()
+    for i in range(4):
+        tokens, targets = tokens_and_targets(i)
+        logits = plain.head(plain(Batch(tokens.int(), positions, offsets, 12)))
+        wanted = torch.nn.functional.cross_entropy(logits, targets)
+        wanted.backward()
+        norm = theirs.step(1e-2 / (i + 1))
+        loss, found_norm = step(tokens, targets, 1e-2 / (i + 1))
+        torch.testing.assert_close(loss, wanted.detach(), rtol=1e-4, atol=0)
+        torch.testing.assert_close(found_norm, norm, rtol=1e-4, atol=0)
+    for name, parameter in plain.named_parameters():
+        close = torch.isclose(model.get_parameter(name), parameter, rtol=1e-3, atol=1e-4)
+        assert close.double().mean() > 0.99, name
+
+
+def test_targets_that_do_not_count_add_nothing() -> None:
+    model = fresh("llama")
+    masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    step = FixedStep(model, FusedAdamW(model, CONFIG, masters), 2, 12, logits_bytes=1 << 20, recorded=False)
+    tokens, targets = tokens_and_targets(0)
+    loss, norm = step(tokens, torch.full_like(targets, -100), 1e-2)
+    assert loss == norm == 0
+
+
+def test_optimizer_state_is_that_of_the_other_and_continues() -> None:
+    model = fresh("llama").bfloat16()
+    optimizer = FusedAdamW(model, CONFIG, masters_of(fresh("llama")))
+    other = Optimizer(fresh("llama").bfloat16(), CONFIG)
+    assert optimizer.state().keys() == other.state().keys()
+    gradients = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
+
+    def apply(optimizer: FusedAdamW, model: CausalLM) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name].clone()
+        optimizer.step(1e-2)
+
+    apply(optimizer, model)
+    saved = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    apply(optimizer, model)
+    resumed = fresh("llama").bfloat16()
+    second = FusedAdamW(resumed, CONFIG, masters_of(resumed))
+    second.load_state(saved, 1)
+    assert torch.equal(resumed.model.norm.weight, saved["master.model.norm.weight"].bfloat16())
+    apply(second, resumed)
+    for name, tensor in optimizer.state().items():
+        assert torch.equal(second.state()[name], tensor), name
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, resumed.get_parameter(name))
+        assert parameter.grad is None
+    with pytest.raises(ValueError, match="another model"):
+        second.load_state({"master.x": torch.zeros(1)}, 1)
