@@ -47,8 +47,8 @@ class Stream:
     """What one request brings: an async iterator that ends when all samples have ended.
 
     Each item is all that has come since the last one, at most one Delta a sample; so a reader that falls behind gets
-    fewer, longer ones, and what waits for it is never more than the request's output. Raises EngineRefused or
-    EngineGone. Whoever stops reading early calls `aclose`.
+    fewer, longer ones, and what waits for it is never more than the request's output. Raises EngineRefused, EngineGone,
+    or TimeoutError after `expire`. Whoever stops reading early calls `aclose`.
 
     prompt_logprobs: of the prompt's tokens from the second on, complete when the first item is there; empty unless
         asked for.
@@ -60,7 +60,7 @@ class Stream:
         self._client = client
         self._running = set(range(samples))
         self._held: dict[int, Delta] = {}
-        self._failure: EngineRefused | EngineGone | None = None
+        self._failure: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
 
     def __aiter__(self) -> Stream:
@@ -76,6 +76,11 @@ class Stream:
             await self._reader
         held, self._held = self._held, {}
         return list(held.values())
+
+    def expire(self) -> None:
+        """Its time is over: what has come may still be read, and nothing more comes."""
+        self._running.clear()
+        self._fail(TimeoutError())
 
     async def aclose(self) -> None:
         """Abort what has not ended. Safe to call at any time, also twice."""
@@ -99,7 +104,7 @@ class Stream:
         self._held.pop(index, None)
         self._wake()
 
-    def _fail(self, failure: EngineRefused | EngineGone) -> None:
+    def _fail(self, failure: Exception) -> None:
         self._failure = failure
         self._wake()
 

@@ -112,7 +112,9 @@ class Generation:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, Exception):  # being cancelled is none
+            self._reason = "error"
         await self.aclose()
 
     def __aiter__(self) -> Self:
@@ -137,11 +139,13 @@ class Generation:
         """Give back what the request holds; if it has not ended, it is aborted. A second call has no effect."""
         self._running = 0
         admission, self._admission = self._admission, None
-        if admission is None or self._stream is None:
+        if admission is None:
             return
         admission.release(self.completion_tokens)
         self._record()
-        await self._stream.aclose()
+        if self._stream is not None:
+            self._timer.cancel()
+            await self._stream.aclose()
 
     def _start(self) -> Stream:
         params, limit = self._add.params, self._state.client.ready.max_model_len
@@ -153,25 +157,23 @@ class Generation:
             raise _too_long(self.prompt_tokens, params.max_tokens, limit)
         most = room if params.max_tokens is None else params.max_tokens
         self._admission = self._state.limits.admit(self._caller, self.prompt_tokens, most, params.n)
-        return self._state.client.submit(self._add)
+        stream = self._state.client.submit(self._add)
+        # One timer for all tokens: `asyncio.timeout` around each would take a quarter of what a stream costs.
+        self._timer = asyncio.get_running_loop().call_later(self._deadline - time.monotonic(), stream.expire)
+        return stream
 
     async def _next_deltas(self, stream: Stream) -> list[Delta]:
         try:
-            async with asyncio.timeout(self._deadline - time.monotonic()):
-                return await anext(stream)
+            return await anext(stream)
         except TimeoutError:
-            fault = self._timed_out()
+            raise self._timed_out() from None
         except EngineRefused as error:
-            fault = ApiError(400, str(error))
+            raise ApiError(400, str(error)) from None
         except EngineGone as error:
-            fault = self._state.engine_gone(str(error))
-        self._reason = "error"
-        await self.aclose()
-        raise fault
+            raise self._state.engine_gone(str(error)) from None
 
     def _piece(self, delta: Delta, now: float) -> Piece:
         if delta.error is not None:
-            self._reason = "error"
             raise ApiError(500, delta.error, code="generation_failed")
         sample = self._samples[delta.index]
         before = sample.count

@@ -45,17 +45,22 @@ class ScriptedStream:
         self._id = id
         self._script = iter(script)
         self._hangs = hangs
+        self._expired = asyncio.Event()
 
     async def __anext__(self) -> list[Delta]:
         batch = next(self._script, None)
         if batch is None and self._hangs:
-            await asyncio.Event().wait()
+            await self._expired.wait()
+            raise TimeoutError
         if batch is None:
             raise StopAsyncIteration
         if isinstance(batch, Exception):
             raise batch
         names = Delta.__struct_fields__[1:]
         return [Delta(self._id, *(getattr(one, name) for name in names)) for one in batch]
+
+    def expire(self) -> None:
+        self._expired.set()
 
     async def aclose(self) -> None:
         self.closed = True

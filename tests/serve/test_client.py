@@ -263,6 +263,41 @@ def test_a_cancelled_reader_loses_nothing(engine: ScriptedEngine, address: str) 
     play(scenario())
 
 
+def test_an_expired_stream_gives_what_has_come_and_no_more(engine: ScriptedEngine, address: str) -> None:
+    async def scenario() -> None:
+        async with connected(engine, address) as client:
+            stream = client.submit(add())
+            other = client.submit(add("b"))
+            await engine.heard()
+            await engine.heard()
+            await engine.tell(Delta("a", 0, [1]), Delta("b", 0, [2]))
+            assert await anext(other) == [Delta("b", 0, [2])]
+            stream.expire()
+            await engine.tell(Delta("a", 0, [3]), Delta("b", 0, [4]))
+            assert await anext(other) == [Delta("b", 0, [4])]
+            assert await anext(stream) == [Delta("a", 0, [1])]
+            with pytest.raises(TimeoutError):
+                await anext(stream)
+            await stream.aclose()
+            assert await engine.heard() == Abort(["a"])
+
+    play(scenario())
+
+
+def test_expiry_wakes_a_reader_that_waits(engine: ScriptedEngine, address: str) -> None:
+    async def scenario() -> None:
+        async with connected(engine, address) as client:
+            stream = client.submit(add())
+            reading = asyncio.create_task(anext(stream))  # type: ignore[arg-type]
+            await asyncio.sleep(0.01)
+            assert not reading.done()
+            stream.expire()
+            done, _ = await asyncio.wait((reading,), timeout=5)
+            assert [type(task.exception()) for task in done] == [TimeoutError]
+
+    play(scenario())
+
+
 def test_a_refused_request_raises_the_reason(engine: ScriptedEngine, address: str) -> None:
     async def scenario() -> None:
         async with connected(engine, address) as client:
