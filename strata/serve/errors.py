@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from strata.serve.metrics import Rejection
 from strata.serve.validation import explain_fault
@@ -28,7 +29,7 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 
-
+_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _REJECTIONS: dict[str, Rejection] = {
     "queue_full": "queue_full",
     "concurrency": "concurrency",
@@ -131,7 +132,15 @@ async def _answer_http_exception(request: Request, error: HTTPException) -> JSON
     }
     message = messages.get(error.status_code, str(error.detail))
     codes = {404: "unknown_url", 405: "method_not_allowed"}
-    return ApiError(error.status_code, message, code=codes.get(error.status_code), headers=error.headers).response()
+    headers = {"allow": _methods_of_path(request)} if error.status_code == 405 else error.headers
+    return ApiError(error.status_code, message, code=codes.get(error.status_code), headers=headers).response()
+
+
+def _methods_of_path(request: Request) -> str:
+    """All of them; what Starlette tells are those of the first route with this path."""
+    routes = request.app.routes
+    scopes = ({**request.scope, "method": method} for method in _METHODS)
+    return ", ".join(one["method"] for one in scopes if any(route.matches(one)[0] is Match.FULL for route in routes))
 
 
 async def _answer_anything(request: Request, error: Exception) -> JSONResponse:

@@ -47,27 +47,35 @@ ToolChoice = Annotated[
     said_as('"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
 ]
 
+_NAMED_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "description": {"type": ["string", "null"]},
+        "schema": {"type": "object"},
+        "strict": {"type": ["boolean", "null"]},
+    },
+    "required": ["name", "schema"],
+    "additionalProperties": False,
+}
 ResponseFormat = Annotated[
     dict[str, Any],
     WithJsonSchema(
         {
-            "type": "object",
-            "properties": {
-                "type": {"enum": ["text", "json_object", "json_schema"]},
-                "json_schema": {
+            "oneOf": [
+                {
                     "type": "object",
-                    "properties": {
-                        "name": {"type": "string"},
-                        "description": {"type": "string"},
-                        "schema": {"type": "object"},
-                        "strict": {"type": ["boolean", "null"]},
-                    },
-                    "required": ["name", "schema"],
+                    "properties": {"type": {"enum": ["text", "json_object"]}},
+                    "required": ["type"],
                     "additionalProperties": False,
                 },
-            },
-            "required": ["type"],
-            "additionalProperties": False,
+                {
+                    "type": "object",
+                    "properties": {"type": {"const": "json_schema"}, "json_schema": _NAMED_SCHEMA},
+                    "required": ["type", "json_schema"],
+                    "additionalProperties": False,
+                },
+            ]
         }
     ),
 ]

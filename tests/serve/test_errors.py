@@ -236,6 +236,7 @@ def test_unknown_paths_and_methods(server: Scripted) -> None:
     refused = server.client.get("/v1/chat/completions")
     assert error_of(refused, 405)["code"] == "method_not_allowed"
     assert refused.headers["allow"] == "POST"
+    assert server.client.put("/v1/responses/resp_1").headers["allow"] == "DELETE, GET"  # two routes
 
 
 def test_a_fault_of_our_own_leaks_nothing(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +249,7 @@ def test_a_fault_of_our_own_leaks_nothing(server: Scripted, monkeypatch: pytest.
         error = error_of(response, 500)
         assert error["type"] == "server_error"
         assert "1234" not in response.text
+        assert server.state.limits.in_flight == 0
 
 
 def test_null_is_as_absent(server: Scripted) -> None:
