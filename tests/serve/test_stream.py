@@ -182,6 +182,9 @@ def test_a_fault_half_way_is_told_in_the_stream(
         stream = server.stream_chat() if kind == "chat" else server.stream_completion()
         assert server.engine.streams[0].closed
         assert server.state.limits.in_flight == 0
+        metrics = server.client.get("/metrics").text
+    assert 'finished_reason="error",model_name="scripted"} 1.0' in metrics
+    assert 'strata_aborts_total{model_name="scripted"} 0.0' in metrics
     assert set(stream[-1]) == {"error"}
     error = stream[-1]["error"]
     assert set(error) == {"message", "type", "param", "code"}
