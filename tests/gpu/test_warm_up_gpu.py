@@ -1,0 +1,21 @@
+"""The engine before its first request: prompts have run, and nothing tells of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from strata.engine.build import EngineConfig, build_engine
+from strata.engine.scheduler import Statistics
+from strata.engine.warm_up import warm_up
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("longest", [8, 4096])
+def test_prompts_run_and_are_forgotten(longest: int) -> None:
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": longest, "num_pages": 2000}
+    engine = build_engine(EngineConfig.from_options("0.6B", options), log=lambda _: None)
+    warm_up(engine)
+    assert engine.loop.idle
+    assert engine.loop.scheduler.statistics == Statistics()
+    engine.loop.scheduler.check()
