@@ -250,7 +250,6 @@ def test_a_fault_of_our_own_leaks_nothing(server: Scripted, monkeypatch: pytest.
         assert error["type"] == "server_error"
         assert "1234" not in response.text
         assert server.state.limits.in_flight == 0
-        assert server.state.limits.in_flight == 0
 
 
 def test_null_is_as_absent(server: Scripted) -> None:
