@@ -16,14 +16,15 @@ _OUTPUTS = 3
 def warm_up(engine: Engine) -> None:
     """Run prompts as clients would send them; their pages are shared with nobody, and the statistics forget them.
 
-    On a fresh machine it takes seconds, on one with compiled kernels on its disk a few tenths. On a CPU there is nothing
-    to compile.
+    On a fresh machine it takes seconds, on one with compiled kernels on its disk a few tenths. On a CPU nothing is to be
+    compiled.
     """
     if engine.device.type == "cpu":
         return
     params = SamplingParams(max_tokens=_OUTPUTS, ignore_eos=True)
+    longest = min(engine.max_model_len, engine.pages.num_pages * engine.pages.page_size) - _OUTPUTS
     for number, length in enumerate(_PROMPTS):
-        ids = range(number, number + min(length, engine.max_model_len - _OUTPUTS))
+        ids = range(number, number + min(length, longest))
         prompt = tuple(id % engine.config.vocab_size for id in ids)
         engine.loop.add(Request(f"warm-up {number}", prompt, params, salt="warm-up"))
     for _ in engine.loop.outputs():

@@ -11,9 +11,9 @@ from strata.engine.warm_up import warm_up
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("longest", [8, 4096])
-def test_prompts_run_and_are_forgotten(longest: int) -> None:
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": longest, "num_pages": 2000}
+@pytest.mark.parametrize(("longest", "pages"), [(8, 2000), (4096, 2), (4096, 2000)])
+def test_prompts_run_and_are_forgotten(longest: int, pages: int) -> None:
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": longest, "num_pages": pages}
     engine = build_engine(EngineConfig.from_options("0.6B", options), log=lambda _: None)
     warm_up(engine)
     assert engine.loop.idle
