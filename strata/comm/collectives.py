@@ -108,13 +108,9 @@ def start_all_to_all(
     """`all_to_all` without gradients."""
     if axis.group is None:
         return Pending(x)
-    if (sent is None) != (received is None):
-        raise ValueError("all_to_all wants both counts of rows, sent and received, or neither")
-    rows = x.shape[0] if received is None else sum(received)
-    out = x.new_empty((rows, *x.shape[1:]))
-    outgoing, incoming = (None if counts is None else list(counts) for counts in (sent, received))
-    work = dist.all_to_all_single(out, x.contiguous(), incoming, outgoing, axis.group, async_op=True)
-    return Pending(out, _works(work))
+    out = x.new_empty((x.shape[0] if received is None else sum(received), *x.shape[1:]))
+    counts = _list(received), _list(sent)
+    return Pending(out, _works(dist.all_to_all_single(out, x.contiguous(), *counts, axis.group, async_op=True)))
 
 
 def start_shift(x: Tensor, axis: Axis, by: int = 1) -> Pending:
@@ -140,10 +136,43 @@ def _part(size: int, axis: Axis) -> int:
     return size // axis.size
 
 
+# The collectives below wait at once and so are asked of torch in the form that torch.compile can trace.
+
+
+def _summed(x: Tensor, axis: Axis) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=axis.group)
+    return out
+
+
+def _gathered(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    rows = x.movedim(dim, 0).contiguous()
+    out = rows.new_empty((axis.size * rows.shape[0], *rows.shape[1:]))
+    dist.all_gather_into_tensor(out, rows, axis.group)
+    return out.movedim(0, dim)
+
+
+def _scattered(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    rows = x.movedim(dim, 0).contiguous()
+    out = rows.new_empty((_part(rows.shape[0], axis), *rows.shape[1:]))
+    dist.reduce_scatter_tensor(out, rows, group=axis.group)
+    return out.movedim(0, dim)
+
+
+def _exchanged(x: Tensor, axis: Axis, sent: Sequence[int] | None, received: Sequence[int] | None) -> Tensor:
+    out = x.new_empty((x.shape[0] if received is None else sum(received), *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), _list(received), _list(sent), axis.group)
+    return out
+
+
+def _list(counts: Sequence[int] | None) -> list[int] | None:
+    return None if counts is None else list(counts)
+
+
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return start_all_reduce(x.clone(memory_format=torch.contiguous_format), axis).wait()
+        return _summed(x, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -158,40 +187,40 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return start_all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.axis).wait(), None
+        return _summed(grads[0], ctx.axis), None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return start_gather(x.movedim(dim, 0), axis).wait().movedim(0, dim)
+        return _gathered(x, axis, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return start_reduce_scatter(grads[0].movedim(ctx.dim, 0), ctx.axis).wait().movedim(0, ctx.dim), None, None
+        return _scattered(grads[0], ctx.axis, ctx.dim), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return start_reduce_scatter(x.movedim(dim, 0), axis).wait().movedim(0, dim)
+        return _scattered(x, axis, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return start_gather(grads[0].movedim(ctx.dim, 0), ctx.axis).wait().movedim(0, ctx.dim), None, None
+        return _gathered(grads[0], ctx.axis, ctx.dim), None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, sent: Sequence[int] | None, received: Sequence[int] | None) -> Tensor:
         ctx.axis, ctx.sent, ctx.received = axis, sent, received
-        return start_all_to_all(x, axis, sent, received).wait()
+        return _exchanged(x, axis, sent, received)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return start_all_to_all(grads[0], ctx.axis, ctx.received, ctx.sent).wait(), None, None, None
+        return _exchanged(grads[0], ctx.axis, ctx.received, ctx.sent), None, None, None
 
 
 class _Shift(torch.autograd.Function):

@@ -1,0 +1,84 @@
+"""Cross-entropy over a vocabulary that the tensor axis divides: no rank ever holds all logits of a token."""
+
+# The apply of an autograd function is untyped in torch.
+# mypy: disable-error-code="no-any-return, no-untyped-call"
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strata.comm.collectives import start_all_reduce
+from strata.comm.mesh import Axis
+from strata.kernels.loss import IGNORED, linear_cross_entropy
+from strata.parallel.families import span
+
+# Logits that exist at once on a rank: 256 MiB in float32.
+_CHUNK_ELEMENTS = 1 << 26
+
+
+def vocabulary_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, axis: Axis, vocab_size: int) -> Tensor:
+    """`linear_cross_entropy` with the rows of the head divided over `axis` as `strata.parallel.families.span` divides
+    them.
+
+    hidden [tokens, width], alike on all ranks; weight [this rank's rows, width]; targets [tokens] of the whole
+    vocabulary, -100 where a token has no loss -> [tokens] float32 (float64 for float64 input), alike on all ranks.
+
+    The gradient of `hidden` is this rank's part of a sum over the axis: the boundary after the last norm, which
+    `shard_model` makes, adds the parts up.
+    """
+    if axis.group is None:
+        loss: Tensor = linear_cross_entropy(hidden, weight, targets)
+        return loss
+    return _VocabularyCrossEntropy.apply(hidden, weight, targets, axis, vocab_size)
+
+
+class _VocabularyCrossEntropy(torch.autograd.Function):
+    """Keeps only the log of each token's normalizer; the backward pass computes this rank's logits once more."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, axis: Axis, vocab_size: int) -> Tensor:
+        first, end = span(vocab_size, axis.size, axis.index)
+        counted = targets != IGNORED
+        own = (targets >= first) & (targets < end)
+        columns = torch.where(own, targets - first, 0).long()
+        normalizers = hidden.new_empty(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        at_target = torch.empty_like(normalizers)
+        for rows in _row_chunks(targets.numel(), weight.shape[0]):
+            logits = F.linear(hidden[rows], weight).to(normalizers.dtype)
+            normalizers[rows] = torch.logsumexp(logits, -1)
+            at_target[rows] = logits.gather(1, columns[rows, None]).squeeze(1) * own[rows]
+        largest = start_all_reduce(normalizers.clone(), axis, "max").wait()
+        sums = torch.stack([(normalizers - largest).exp(), at_target])
+        shares, at_target = start_all_reduce(sums, axis).wait()
+        normalizers = largest + shares.log()
+        ctx.save_for_backward(hidden, weight, columns, own, counted, normalizers)
+        return (normalizers - at_target) * counted
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, columns, own, counted, normalizers = ctx.saved_tensors
+        scale = grads[0] * counted
+        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        # Sums over chunks are kept wide: the weight's gradient is a sum over all tokens.
+        of_weight = torch.zeros_like(weight, dtype=normalizers.dtype) if ctx.needs_input_grad[1] else None
+        for rows in _row_chunks(columns.numel(), weight.shape[0]):
+            # The gradient of the logits: softmax less one at the target, times the gradient of the token's loss.
+            slope = F.linear(hidden[rows], weight).to(normalizers.dtype).sub_(normalizers[rows, None]).exp_()
+            slope.scatter_add_(1, columns[rows, None], -own[rows, None].to(slope.dtype))
+            narrow = slope.mul_(scale[rows, None]).to(hidden.dtype)
+            if of_hidden is not None:
+                torch.mm(narrow, weight, out=of_hidden[rows])
+            if of_weight is not None:
+                of_weight += narrow.t() @ hidden[rows]
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None
+
+
+def _row_chunks(tokens: int, vocab: int) -> Iterator[slice]:
+    rows = max(1, _CHUNK_ELEMENTS // vocab)
+    for start in range(0, tokens, rows):
+        yield slice(start, min(start + rows, tokens))

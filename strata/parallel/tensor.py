@@ -1,0 +1,183 @@
+"""Tensor parallelism (Shoeybi et al. 2019), with sequence parallelism (Korthikanti et al. 2022) if asked for.
+
+A model becomes one rank's shard: its parameters are cut as the table of its family says, and tensors are converted at
+the boundaries of modules. Parameters stay plain tensors under the checkpoint's names, so every kernel runs on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strata.comm.collectives import all_reduce, copy_to, gather, reduce_scatter, start_all_reduce
+from strata.comm.mesh import Axis
+from strata.kernels.embedding import embedding
+from strata.kernels.gemm import linear
+from strata.models.batch import Batch
+from strata.models.layers import Embedding, Linear
+from strata.parallel.families import Placement, Table, placements, span
+
+_DECODER, _LAST_NORM = "model", "model.norm"
+
+
+@dataclass(frozen=True)
+class TensorSharding:
+    """How the ranks of a tensor axis hold the parameters of a model, by name."""
+
+    axis: Axis
+    sequence_parallel: bool
+    placements: Mapping[str, Placement]
+
+    def is_repeated(self, name: str) -> bool:
+        """Whether all ranks of the axis hold the same parameter, rather than parts of it."""
+        return self.placements[name].divided_dim is None
+
+    def part(self, name: str, full: Tensor) -> Tensor:
+        """This rank's part, a view, of a parameter that is given whole."""
+        return cut(full, self.placements[name], self.axis)
+
+    @torch.no_grad()
+    def complete(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add up, in place and in one message, those gradients that are parts of a sum over the axis.
+
+        gradients: by parameter, of any shape (a data-parallel rank may hold a part of each), on every rank of the axis
+        alike. Call it once a step, after the last backward pass.
+        """
+        parts = [
+            gradient
+            for name, gradient in gradients.items()
+            if self.placements[name].gradient_is_part(self.sequence_parallel)
+        ]
+        if self.axis.group is None or not parts:
+            return
+        total = start_all_reduce(torch.cat([part.flatten() for part in parts]), self.axis).wait()
+        for part, summed in zip(parts, total.split([part.numel() for part in parts]), strict=True):
+            part.copy_(summed.view_as(part))
+
+
+def shard_model(model: nn.Module, axis: Axis, table: Table, *, sequence_parallel: bool = False) -> TensorSharding:
+    """Make `model`, in place, the shard of this rank along `axis`.
+
+    model: a `CausalLM`, whole, or a part of one whose parameters keep their full names (a pipeline stage). table: of
+    its family, from `strata.parallel.families.TABLES`. The layout must have been checked (`Layout.check`).
+
+    Every rank calls the model with the same batch. Hidden states between the layers are alike on all ranks; with
+    `sequence_parallel` a rank holds a part of the tokens, which are padded with rows of zeros to a multiple of the
+    ranks. The model's result is whole again; its gradient is summed over the ranks, for each has a part of the
+    vocabulary. `head` gives the logits of that part: use `strata.parallel.loss.vocabulary_cross_entropy`.
+    """
+    placed = placements((name for name, _ in model.named_parameters()), table)
+    sharding = TensorSharding(axis, sequence_parallel, placed)
+    if axis.group is None:
+        return sharding
+    entrances = set()
+    for name, parameter in list(model.named_parameters()):
+        owner, _, own = name.rpartition(".")
+        if not sharding.is_repeated(name):
+            part = sharding.part(name, parameter.detach()).clone(memory_format=torch.contiguous_format)
+            setattr(model.get_submodule(owner), own, nn.Parameter(part, parameter.requires_grad))
+        if own == "weight":
+            _replace_module(model, owner, sharding, parameter.shape[0])
+        if placed[name] is Placement.COLUMN:
+            entrances.add(owner.rpartition(".")[0])
+    for owner in entrances:
+        model.get_submodule(owner).register_forward_pre_hook(_entrance(axis, sequence_parallel))
+    if f"{_LAST_NORM}.weight" in placed:
+        model.get_submodule(_LAST_NORM).register_forward_hook(_exit(axis, sequence_parallel))
+        if sequence_parallel:
+            model.get_submodule(_DECODER).register_forward_hook(_without_padding)
+    return sharding
+
+
+def cut(full: Tensor, placement: Placement, axis: Axis) -> Tensor:
+    """This rank's part, a view, of a parameter of that placement."""
+    dim = placement.divided_dim
+    if dim is None:
+        return full
+    first, end = span(full.shape[dim], axis.size, axis.index)
+    return full.narrow(dim, first, end - first)
+
+
+class RowLinear(nn.Module):
+    """A `Linear` whose inputs are divided: the products of all ranks are added up, then the bias, once."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, part: Linear, axis: Axis, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.weight = part.weight
+        self.register_parameter("bias", part.bias)
+        self.axis, self.sequence_parallel = axis, sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = linear(x, self.weight, None)
+        total = _add_up(product, self.axis, self.sequence_parallel)
+        return total if self.bias is None else total + self.bias
+
+
+class VocabularyEmbedding(nn.Module):
+    """An `Embedding` of which this rank has the rows from `first` on: others give zero, and the ranks are added up."""
+
+    def __init__(self, part: Embedding, first: int, axis: Axis, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.weight = part.weight
+        self.first, self.axis, self.sequence_parallel = first, axis, sequence_parallel
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        own = (tokens >= self.first) & (tokens < self.first + self.weight.shape[0])
+        rows: Tensor = embedding(torch.where(own, tokens - self.first, 0), self.weight)
+        return _add_up(torch.where(own[:, None], rows, 0), self.axis, self.sequence_parallel)
+
+
+def _replace_module(model: nn.Module, name: str, sharding: TensorSharding, rows: int) -> None:
+    """Put the sharded module in place of one whose mathematics changes. rows: of its weight before it was cut."""
+    module, placement = model.get_submodule(name), sharding.placements[f"{name}.weight"]
+    parent, _, child = name.rpartition(".")
+    arguments = sharding.axis, sharding.sequence_parallel
+    if placement is Placement.ROW and isinstance(module, Linear):
+        setattr(model.get_submodule(parent), child, RowLinear(module, *arguments))
+    if placement is Placement.VOCABULARY and isinstance(module, Embedding):
+        first, _ = span(rows, sharding.axis.size, sharding.axis.index)
+        setattr(model.get_submodule(parent), child, VocabularyEmbedding(module, first, *arguments))
+
+
+def _entrance(axis: Axis, sequence_parallel: bool) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    """Before a module whose first matrices have divided outputs: it wants all tokens, and each rank's part of their
+    gradient is added up. Padding is cut off where the module is told how many tokens there are.
+    """
+
+    def enter(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *others = arguments
+        if not sequence_parallel:
+            return copy_to(x, axis), *others
+        x = gather(x, axis, 0)
+        batch = next((one for one in others if isinstance(one, Batch)), None)
+        return x if batch is None else x[: batch.tokens.shape[0]], *others
+
+    return enter
+
+
+def _exit(axis: Axis, sequence_parallel: bool) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+    """After the last norm: the head, of which each rank has a part of the rows, wants all tokens."""
+
+    def leave(module: nn.Module, arguments: Any, hidden: Tensor) -> Tensor:
+        return gather(hidden, axis, 0) if sequence_parallel else copy_to(hidden, axis)
+
+    return leave
+
+
+def _without_padding(module: nn.Module, arguments: tuple[Batch], hidden: Tensor) -> Tensor:
+    return hidden[: arguments[0].tokens.shape[0]]
+
+
+def _add_up(x: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
+    """The sum of the parts that the ranks hold; with sequence parallelism, this rank's tokens of it."""
+    if not sequence_parallel:
+        return all_reduce(x, axis)
+    padding = -x.shape[0] % axis.size
+    return reduce_scatter(F.pad(x, (0, 0, 0, padding)) if padding else x, axis, 0)

@@ -1,0 +1,89 @@
+"""Small models of every family whose heads two and four ranks divide, with batches and the loss of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.kernels.loss import linear_cross_entropy
+from strata.models.batch import Batch
+from strata.models.config import ModelConfig, config_from_dict
+from strata.models.families import build
+from strata.models.layers import CausalLM
+
+# Odd sizes: no number of ranks divides the vocabulary, the width of the MLP or the number of tokens.
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 37,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "llama-biases-tied": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 5},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3-biases-tied": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def config_of(name: str, **changes: Any) -> ModelConfig:
+    return config_from_dict(SIZES | CONFIGS[name] | changes)
+
+
+def random_model(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> CausalLM:
+    """All parameters random, norms and biases too, so that a gradient that is missing shows."""
+    model = build(config).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, dtype=torch.float64, generator=generator) * 0.3
+            parameter.copy_(drawn + (parameter.dim() == 1))
+    return model
+
+
+def random_batch(config: ModelConfig, lengths: list[int], seed: int = 0) -> tuple[Batch, Tensor]:
+    """A packed batch, and the targets of its tokens, [tokens] int64: the next token, or -100 for the last of each
+    sequence.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, config.vocab_size, (sum(lengths),), generator=generator, dtype=torch.int32)
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    positions = torch.cat([torch.arange(length) for length in lengths]).int()
+    targets = tokens.roll(-1).long()
+    targets[offsets[1:].long() - 1] = -100
+    return Batch(tokens, positions, offsets, max(lengths)), targets
+
+
+def head_weight(model: CausalLM) -> Tensor:
+    return model.model.embed_tokens.weight if model.lm_head is None else model.lm_head.weight
+
+
+def loss_of(model: CausalLM, batch: Batch, targets: Tensor) -> Tensor:
+    """The sum of the losses of all tokens."""
+    loss: Tensor = linear_cross_entropy(model(batch), head_weight(model), targets).sum()
+    return loss
+
+
+def gradients_of(model: CausalLM) -> dict[str, Tensor]:
+    """By name; an error for a parameter that has none."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad
+    return found

@@ -1,0 +1,132 @@
+"""Tensor parallelism, with and without sequence parallelism, against one process in float64: loss, gradients, bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from strata.comm.launch import World
+from strata.comm.mesh import Mesh
+from strata.parallel import loss as parallel_loss
+from strata.parallel.families import TABLES
+from strata.parallel.loss import vocabulary_cross_entropy
+from strata.parallel.tensor import shard_model
+from tests.parallel.models import CONFIGS, config_of, gradients_of, head_weight, loss_of, random_batch, random_model
+from tests.parallel.ranks import relative_error, run_ranks
+
+LENGTHS = [9, 1, 13]  # 23 tokens: no number of ranks divides them
+
+
+class LogitsSeen(TorchDispatchMode):
+    """Whether any tensor had a whole row of logits."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size, self.seen = vocab_size, False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dim() > 1:
+            self.seen |= result.shape[-1] == self.vocab_size
+        return result
+
+
+def matrices(model: torch.nn.Module) -> int:
+    """How many elements its matrices have."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
+
+
+def equal_to_one_process(world: World, folder: Path) -> dict[str, Any]:
+    """Of every family, with and without sequence parallelism: the largest relative errors, and what stays small."""
+    parallel_loss._CHUNK_ELEMENTS = 100  # several chunks of logits
+    axis = Mesh.of(world, {"tp": world.size}).axis("tp")
+    found: dict[str, Any] = {}
+    for name in CONFIGS:
+        config = config_of(name)
+        batch, targets = random_batch(config, LENGTHS)
+        whole = random_model(config)
+        wanted_hidden, wanted_loss = whole(batch), loss_of(whole, batch, targets)
+        wanted_loss.backward()
+        for sequence_parallel in (False, True):
+            model = random_model(config)
+            sharding = shard_model(model, axis, TABLES[config.architecture], sequence_parallel=sequence_parallel)
+            hidden = model(batch)
+            with LogitsSeen(config.vocab_size) as logits:
+                losses = vocabulary_cross_entropy(hidden, head_weight(model), targets, axis, config.vocab_size)
+                losses.sum().backward()
+            gradients = gradients_of(model)
+            sharding.complete(gradients)
+            errors = {
+                "hidden": relative_error(hidden, wanted_hidden),
+                "loss": relative_error(losses.sum(), wanted_loss),
+            }
+            for parameter, gradient in gradients.items():
+                errors[parameter] = relative_error(
+                    gradient, sharding.part(parameter, whole.get_parameter(parameter).grad)
+                )
+            worst = max(errors, key=errors.__getitem__)
+            found[f"{name} {sequence_parallel}"] = {
+                "worst": [worst, errors[worst]],
+                "logits": logits.seen,
+                "matrices": matrices(model),
+                "names": [parameter for parameter, _ in model.named_parameters()]
+                == [parameter for parameter, _ in whole.named_parameters()],
+            }
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_loss_and_every_gradient_equal_one_process(world: int, tmp_path: Path) -> None:
+    ranks = run_ranks(equal_to_one_process, world, tmp_path, timeout=120)
+    for name in CONFIGS:
+        for sequence_parallel in (False, True):
+            found = [rank[f"{name} {sequence_parallel}"] for rank in ranks]
+            assert max(one["worst"][1] for one in found) < 1e-9, (name, sequence_parallel, found)
+            assert not any(one["logits"] for one in found)
+            assert all(one["names"] for one in found)
+            assert sum(one["matrices"] for one in found) == matrices(random_model(config_of(name)))
+
+
+def compiled_layers(world: World, folder: Path) -> dict[str, Any]:
+    """Largest difference between eager and traced layers, each one whole graph."""
+    axis = Mesh.of(world, {"tp": world.size}).axis("tp")
+    config = config_of("qwen3-biases-tied")
+    batch, targets = random_batch(config, LENGTHS)
+    found = {}
+    for sequence_parallel in (False, True):
+        models = random_model(config), random_model(config)
+        for model in models:
+            shard_model(model, axis, TABLES[config.architecture], sequence_parallel=sequence_parallel)
+        for layer in models[1].model.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+        for model in models:
+            losses = vocabulary_cross_entropy(model(batch), head_weight(model), targets, axis, config.vocab_size)
+            losses.sum().backward()
+        eager, traced = map(gradients_of, models)
+        found[str(sequence_parallel)] = max(relative_error(traced[name], eager[name]) for name in eager)
+    return found
+
+
+def test_layers_compile_whole(tmp_path: Path) -> None:
+    for rank in run_ranks(compiled_layers, 2, tmp_path, timeout=120):
+        assert max(rank.values()) < 1e-12
+
+
+def test_one_rank_is_left_as_it_is() -> None:
+    config = config_of("qwen3-biases-tied")
+    axis = Mesh.of(World(0, 0, 1, torch.device("cpu"), None), {}).axis("tp")
+    batch, targets = random_batch(config, LENGTHS)
+    whole, model = random_model(config), random_model(config)
+    sharding = shard_model(model, axis, TABLES[config.architecture], sequence_parallel=True)
+    wanted = loss_of(whole, batch, targets)
+    losses = vocabulary_cross_entropy(model(batch), head_weight(model), targets, axis, config.vocab_size)
+    wanted.backward()
+    losses.sum().backward()
+    sharding.complete(gradients_of(model))
+    assert torch.equal(losses.sum(), wanted)
+    for name, gradient in gradients_of(model).items():
+        assert torch.equal(gradient, whole.get_parameter(name).grad), name
