@@ -16,8 +16,8 @@ _OUTPUTS = 3
 def warm_up(engine: Engine) -> None:
     """Run prompts as clients would send them; their pages are shared with nobody, and the statistics forget them.
 
-    On a fresh machine it takes seconds, on one with compiled kernels on its disk a few tenths. On a CPU nothing is to be
-    compiled.
+    On a fresh machine it takes seconds, on one with compiled kernels on its disk a few tenths. A CPU has nothing to
+    compile.
     """
     if engine.device.type == "cpu":
         return
