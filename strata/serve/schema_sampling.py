@@ -157,7 +157,7 @@ def _take_for_limits(given: dict[str, Any]) -> None:
 
 def check_ids(ids: Any, vocab_size: int, param: str) -> None:
     """Raises ApiError (400) for a token id that the model does not have."""
-    wrong = next((id for id in ids if id >= vocab_size), None)
-    if wrong is not None:
-        message = f"{param}: token id {wrong} is out of range: this model's ids are 0 to {vocab_size - 1}"
+    largest = max(ids, default=0)
+    if largest >= vocab_size:
+        message = f"{param}: token id {largest} is out of range: this model's ids are 0 to {vocab_size - 1}"
         raise ApiError(400, message, param=param, code="invalid_value")
