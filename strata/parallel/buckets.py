@@ -1,0 +1,184 @@
+"""Parameters side by side in flat memory, so that one message carries many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from strata.comm.collectives import Pending, start_all_reduce, start_gather, start_reduce_scatter
+from strata.parallel.data_parallel import GradientAxes, Part
+
+# Elements that the part of a rank is a multiple of, so that vector loads of any kernel are aligned.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter lies in a bucket: elements `first` to `end` - 1."""
+
+    name: str
+    parameter: nn.Parameter
+    first: int
+    end: int
+
+
+class Bucket:
+    """Some parameters of a model, flat and without gaps, and what this rank keeps of them for the optimizer.
+
+    The parameters are views of `weights` from the moment the bucket is made: what is gathered there is theirs without
+    a copy. Assigning other memory to one of them breaks that tie.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        axes: GradientAxes,
+        compute_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+    ) -> None:
+        """compute_dtype: of the model from now on; masters keep the dtype that the parameters have."""
+        self.axes, self.reduce_dtype = axes, reduce_dtype
+        self.slots: dict[str, Slot] = {}
+        end = 0
+        for name, parameter in parameters.items():
+            self.slots[name] = Slot(name, parameter, end, end + parameter.numel())
+            end += parameter.numel()
+        ranks, index = axes.divided.size, axes.divided.index
+        self.size = -(-end // (ranks * _ALIGNMENT)) * ranks * _ALIGNMENT
+        self._first = self.size // ranks * index
+        self._end = self.size // ranks * (index + 1)
+        self._place(compute_dtype)
+        self.parts = list(self._make_parts())
+        self._gradients: Tensor | None = None
+        self._taken: set[str] = set()
+        self._reduced: Tensor | None = None
+        self._gathering: Pending | None = None
+
+    def _place(self, compute_dtype: torch.dtype) -> None:
+        """Move the parameters into flat memory, this rank's part of their values into the master."""
+        example = next(iter(self.slots.values())).parameter
+        self.master = example.new_zeros(self._end - self._first, requires_grad=False)
+        self.weights = example.new_zeros(self.size, dtype=compute_dtype, requires_grad=False)
+        for slot in self.slots.values():
+            flat = slot.parameter.detach().flatten()
+            first, end = max(slot.first, self._first), min(slot.end, self._end)
+            if first < end:
+                self.master[first - self._first : end - self._first] = flat[first - slot.first : end - slot.first]
+            place = self.weights[slot.first : slot.end]
+            slot.parameter.data = place.copy_(flat).view(slot.parameter.shape)
+        if compute_dtype == self.master.dtype:
+            self.master = self.own_weights
+
+    @property
+    def own_weights(self) -> Tensor:
+        """This rank's part of the weights, a view."""
+        return self.weights[self._first : self._end]
+
+    def _make_parts(self) -> Iterator[Part]:
+        for slot in self.slots.values():
+            first, end = max(slot.first, self._first), min(slot.end, self._end)
+            if first < end:
+                held = slice(first - self._first, end - self._first)
+                master = nn.Parameter(self.master[held])
+                yield Part(slot.name, slot.parameter.shape, first - slot.first, self.own_weights[held], master)
+
+    def take(self, name: str, gradient: Tensor) -> set[str]:
+        """Add to the gradient of one parameter, or of several that lie side by side, the first of them `name`.
+
+        Returns their names.
+        """
+        first = self.slots[name].first
+        end = first + gradient.numel()
+        if self._gradients is None:
+            self._gradients = self.weights.new_empty(self.size, dtype=self.reduce_dtype)
+            last = max(slot.end for slot in self.slots.values())
+            self._gradients[last:] = 0
+        place = self._gradients[first:end]
+        covered = {slot.name for slot in self.slots.values() if first <= slot.first < end}
+        if covered <= self._taken:
+            place.add_(gradient.flatten())
+        else:
+            place.copy_(gradient.flatten())
+        self._taken |= covered
+        return covered
+
+    def reduction(self) -> Iterator[None]:
+        """Sum over the ranks. Each step waits for a message and sends the next; between them others can be sent."""
+        if self._gradients is None:
+            self._gradients = self.weights.new_zeros(self.size, dtype=self.reduce_dtype)
+        else:
+            for name in self.slots.keys() - self._taken:
+                self._gradients[self.slots[name].first : self.slots[name].end] = 0
+        given, self._gradients, self._taken = self._gradients, None, set()
+        pending = start_reduce_scatter(given, self.axes.divided)
+        for axis in self.axes.added:
+            yield
+            pending = start_all_reduce(pending.wait(), axis)
+        yield
+        total = pending.wait()
+        self._reduced = total if self._reduced is None else self._reduced.add_(total)
+
+    @property
+    def gradient(self) -> Tensor:
+        """This rank's part of the gradient of the step so far, flat and with zeros for padding."""
+        assert self._reduced is not None
+        return self._reduced
+
+    def hand_out(self) -> None:
+        """Set the gradients of the parts' masters, as views of what was reduced."""
+        assert self._reduced is not None
+        self._reduced = gradient = self._reduced.to(self.master.dtype)
+        for part in self.parts:
+            first = self.slots[part.name].first + part.start - self._first
+            part.master.grad = gradient[first : first + part.master.numel()]
+
+    def start_gather(self) -> None:
+        """Round the masters into this rank's part of the weights, and send it to the others."""
+        self._check_place()
+        for part in self.parts:
+            part.master.grad = None
+        self._reduced = None
+        if self.master.data_ptr() != self.own_weights.data_ptr():
+            self.own_weights.copy_(self.master)
+        self._gathering = start_gather(self.own_weights, self.axes.divided, self.weights)
+
+    def wait(self) -> None:
+        """Until the weights are those of the last `start_gather`."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def _check_place(self) -> None:
+        start, width = self.weights.data_ptr(), self.weights.element_size()
+        for slot in self.slots.values():
+            if slot.parameter.data_ptr() != start + width * slot.first:
+                raise RuntimeError(
+                    f"parameter {slot.name} was moved away from the memory that its updates go to; "
+                    f"move, cast or merge a model before its gradients are divided"
+                )
+
+
+def divide_into_buckets(names: Sequence[str], sizes: Mapping[str, int], least: int) -> list[list[str]]:
+    """Runs of whole layers of `least` elements or more, the last one maybe less.
+
+    Within a layer the biases come last, so that parameters that may be merged into one matrix lie side by side.
+    """
+    runs: list[list[str]] = []
+    held = least
+    for _, block in groupby(names, _block):
+        if held >= least:
+            runs.append([])
+            held = 0
+        layer = sorted(block, key=lambda name: name.endswith(".bias"))
+        runs[-1] += layer
+        held += sum(sizes[name] for name in layer)
+    return runs
+
+
+def _block(name: str) -> list[str]:
+    """model.layers.7 of model.layers.7.mlp.up_proj.weight."""
+    return name.split(".")[:3]

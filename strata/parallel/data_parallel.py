@@ -1,0 +1,127 @@
+"""What every way of data parallelism shares: over which ranks gradients are summed, and what an optimizer is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from strata.comm.collectives import start_all_reduce
+from strata.comm.mesh import AXES, Axis, Mesh
+from strata.parallel.families import Placement
+from strata.parallel.tensor import TensorSharding
+
+
+@dataclass(frozen=True)
+class GradientAxes:
+    """The way from the gradient that a backward pass leaves on a rank to the part of the sum that the rank keeps.
+
+    divided: the sum over these ranks is divided among them, and so is the optimizer's state. added: the axes over which
+    the sum goes on afterwards. repeated: the axes along which ranks end up with the same part.
+    """
+
+    divided: Axis
+    added: tuple[Axis, ...]
+    repeated: tuple[Axis, ...]
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank is the one that counts its part in a sum over all ranks."""
+        return all(axis.index == 0 for axis in self.repeated)
+
+
+def gradient_axes(mesh: Mesh, sharding: TensorSharding, zero: int) -> dict[str, GradientAxes]:
+    """By parameter. zero: the stage (see `Layout`); 0 divides nothing. A collective call, as `Mesh.flattened` is.
+
+    Every rank along ("dp", "shard", "cp") sees other tokens. An expert is held by the ranks along "ep_shard" and gets
+    the tokens of all ranks along "ep" by itself.
+    """
+    alone = mesh.flattened()
+    dense: tuple[Axis, tuple[Axis, ...]]
+    expert: tuple[Axis, tuple[Axis, ...]]
+    if zero:
+        dense = mesh.flattened("shard", "cp"), (mesh.axis("dp"),)
+        expert = mesh.axis("ep_shard"), (mesh.axis("dp"),)
+    else:
+        dense = alone, (mesh.flattened("dp", "shard", "cp"),)
+        expert = alone, (mesh.axis("dp"), mesh.axis("ep_shard"))
+    found = {}
+    for name, placement in sharding.placements.items():
+        divided, data = expert if placement is Placement.EXPERT else dense
+        repeated = (*data, sharding.axis) if sharding.is_repeated(name) else data
+        added = (*data, sharding.axis) if placement.gradient_is_part(sharding.sequence_parallel) else data
+        found[name] = GradientAxes(divided, _several(added), _several(repeated))
+    return found
+
+
+def _several(axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    return tuple(axis for axis in axes if axis.size > 1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank keeps of one parameter for the optimizer to change.
+
+    name: of the parameter. shape: of the whole parameter on this rank of the tensor axis; decay and the like are
+    decided by it. start: the index of the part's first element in the flattened parameter.
+    weight: the part of what the model computes with. master: the same in the precision that updates add up in, which
+    is `weight` itself where the model has that precision; its `.grad` is set by `Gradients.reduce`.
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    weight: Tensor
+    master: nn.Parameter
+
+
+class Gradients(Protocol):
+    """The gradients of a step, and the weights that it changes, however they are divided among ranks.
+
+    A step: for each micro-batch a backward pass and `accumulate`, with `announce_last` before the last pass; `reduce`,
+    `norm`, `clip`; the optimizer changes the masters of `parts`; `publish`. All ranks call these alike. The loss whose
+    gradients are added up is each rank's share of the loss of the whole step: nothing is averaged.
+    """
+
+    parts: Sequence[Part]
+
+    def announce_last(self) -> None:
+        """The next backward pass is the last of the step: its gradients may be reduced while it still runs."""
+
+    def accumulate(self) -> None:
+        """Take the gradients that a backward pass left. Call it after every one."""
+
+    def reduce(self) -> None:
+        """Sum over all ranks; then every master has its part of the step's gradient."""
+
+    def norm(self) -> Tensor:
+        """The Euclidean norm of the whole gradient, [] on the device, alike on all ranks; does not wait for it."""
+
+    def clip(self, norm: Tensor, most: float) -> None:
+        """Scale the gradient to a norm of at most `most`. norm: what `norm` returned."""
+
+    def publish(self) -> None:
+        """Give every rank the weights that the masters now say, and forget the gradients."""
+
+
+def all_ranks(mesh: Mesh) -> Axis:
+    """All ranks of the mesh as one axis."""
+    return mesh.flattened(*AXES)
+
+
+def global_norm(gradients: Sequence[Tensor], zero: Tensor, everyone: Axis) -> Tensor:
+    """The norm of the whole gradient, [].
+
+    gradients: the parts of it that this rank counts (`GradientAxes.is_counted`). zero: 0, [], of the result's dtype and
+    device. everyone: see `all_ranks`.
+    """
+    squares = [norm.to(zero.dtype).square() for norm in torch._foreach_norm(list(gradients))] if gradients else []
+    return start_all_reduce(torch.stack([zero, *squares]).sum(), everyone).wait().sqrt()
+
+
+def clip_factor(norm: Tensor, most: float) -> Tensor:
+    """What a gradient of that norm is multiplied by, as in `torch.nn.utils.clip_grad_norm_`."""
+    return (most / (norm + 1e-6)).clamp(max=1.0)

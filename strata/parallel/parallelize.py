@@ -1,0 +1,62 @@
+"""From a whole model and a layout to this rank's shard of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from strata.comm.mesh import Mesh
+from strata.models.config import ModelConfig
+from strata.models.layers import CausalLM
+from strata.parallel.data_parallel import Gradients, all_ranks, gradient_axes
+from strata.parallel.families import TABLES
+from strata.parallel.fsdp import FsdpGradients
+from strata.parallel.layout import Layout
+from strata.parallel.tensor import TensorSharding, shard_model
+from strata.parallel.zero import ZeroGradients
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How a model was divided: along the tensor axis, and what its optimizer is given."""
+
+    sharding: TensorSharding
+    gradients: Gradients
+
+
+def parallelize(
+    model: CausalLM,
+    config: ModelConfig,
+    layout: Layout,
+    mesh: Mesh,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    bucket_elements: int = 1 << 25,
+) -> Parallel:
+    """Divide `model`, in place, along "tp" and over the data-parallel axes.
+
+    model: on its device, alike on all ranks, in the precision of its masters. layout: checked, and that of the mesh.
+    compute_dtype, reduce_dtype, bucket_elements: see `ZeroGradients`; FSDP2 sends a layer at a time.
+    """
+    sharding = shard_model(
+        model, mesh.axis("tp"), TABLES[config.architecture], sequence_parallel=layout.sequence_parallel
+    )
+    axes, everyone = gradient_axes(mesh, sharding, layout.zero), all_ranks(mesh)
+    gradients: Gradients
+    if layout.zero == 3:
+        gradients = FsdpGradients(
+            model, mesh, sharding, axes, everyone, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype
+        )
+    else:
+        gradients = ZeroGradients(
+            model,
+            axes,
+            everyone,
+            reduce_every_pass=layout.zero == 2,
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            bucket_elements=bucket_elements,
+        )
+    return Parallel(sharding, gradients)

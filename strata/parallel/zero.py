@@ -1,0 +1,171 @@
+"""Data parallelism in buckets: plain, and ZeRO stages 1 and 2 (Rajbhandari et al. 2020).
+
+The ranks sum a bucket while the backward pass goes on with the layers before it. A rank keeps master weights and
+optimizer state for its part of each bucket (all of it without ZeRO), and the updated parts are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from strata.comm.mesh import Axis
+from strata.parallel.buckets import Bucket, divide_into_buckets
+from strata.parallel.data_parallel import GradientAxes, Part, clip_factor, global_norm
+
+
+class ZeroGradients:
+    """`Gradients` of a model of which every rank computes with all weights (of its shard along other axes)."""
+
+    parts: Sequence[Part]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        axes: Mapping[str, GradientAxes],
+        everyone: Axis,
+        *,
+        reduce_every_pass: bool,
+        compute_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        bucket_elements: int,
+    ) -> None:
+        """Divide the parameters of `model`, which become views of flat memory.
+
+        model: alike on all ranks that `axes` (see `gradient_axes`) sums over; its parameters, in float32 or more, are
+        what the masters begin with. everyone: see `all_ranks`.
+        reduce_every_pass: ZeRO-2, which keeps no more than a part of the gradient between two micro-batches; otherwise
+        a rank adds its gradients up and reduces them once a step.
+        compute_dtype: of the model from now on; None leaves it. reduce_dtype: of gradients while they are added up and
+        sent; None is float32, or the parameters' dtype if that is wider.
+        bucket_elements: the least number in a message, unless all are fewer; a message never ends within a layer.
+        """
+        self._everyone, self._reduces_every_pass = everyone, reduce_every_pass
+        self._buckets = _make_buckets(model, axes, compute_dtype, reduce_dtype, bucket_elements)
+        self.parts = [part for bucket in self._buckets for part in bucket.parts]
+        self._home = {name: bucket for bucket in self._buckets for name in bucket.slots}
+        self._first_name: dict[Tensor, str] = {}
+        self._missing = [set(bucket.slots) for bucket in self._buckets]
+        self._sent = 0
+        self._reduces_this_pass = reduce_every_pass
+        self._is_reduced = False
+        self._under_way: list[Iterator[None]] = []
+        for name, parameter in model.named_parameters():
+            self.watch(parameter, [name])
+
+    def watch(self, leaf: Tensor, names: Sequence[str]) -> None:
+        """Take the gradient of `leaf` as soon as autograd has it. Done for every parameter already.
+
+        leaf: for a matrix that was merged from several parameters of the model, `names`, which lie side by side.
+        """
+        slots = [self._home[name].slots[name] for name in names]
+        for before, after in pairwise(slots):
+            if before.end != after.first or self._home[before.name] is not self._home[after.name]:
+                raise ValueError(f"{before.name} and {after.name} do not lie side by side; merge other parameters")
+        self._first_name[leaf] = names[0]
+        leaf.register_post_accumulate_grad_hook(self.take)
+
+    def take(self, leaf: Tensor) -> None:
+        """The gradient of a watched tensor is complete for this pass. For one that autograd does not tell of."""
+        if leaf.grad is None:
+            return
+        name = self._first_name[leaf]
+        bucket = self._home[name]
+        place = self._buckets.index(bucket)
+        if place < self._sent:
+            raise RuntimeError(f"a second gradient of {name} came after the first was sent; use the parameter once")
+        self._missing[place] -= bucket.take(name, leaf.grad)
+        leaf.grad = None
+        if self._reduces_this_pass:
+            while self._sent < len(self._buckets) and not self._missing[self._sent]:
+                self._send()
+
+    def announce_last(self) -> None:
+        self._reduces_this_pass = True
+
+    def accumulate(self) -> None:
+        for leaf in self._first_name:
+            self.take(leaf)
+        if self._reduces_this_pass:
+            self._send_rest()
+        self._missing = [set(bucket.slots) for bucket in self._buckets]
+        self._reduces_this_pass = self._reduces_every_pass
+        self._sent = 0
+
+    def reduce(self) -> None:
+        if not self._is_reduced:
+            self._send_rest()
+            self._sent = 0
+        while self._under_way:
+            self._advance()
+        for bucket in self._buckets:
+            bucket.hand_out()
+        self._is_reduced = False
+
+    def norm(self) -> Tensor:
+        counted = [bucket.gradient for bucket in self._buckets if bucket.axes.is_counted]
+        return global_norm(counted, self._buckets[0].master.new_zeros(()), self._everyone)
+
+    def clip(self, norm: Tensor, most: float) -> None:
+        torch._foreach_mul_([bucket.gradient for bucket in self._buckets], clip_factor(norm, most))
+
+    def publish(self) -> None:
+        self.start_publishing()
+        self.wait()
+
+    @torch.no_grad()
+    def start_publishing(self) -> None:
+        """`publish` without its end: parameters hold neither old nor new weights until `wait`."""
+        for bucket in reversed(self._buckets):
+            bucket.start_gather()
+
+    def wait(self, names: Sequence[str] | None = None) -> None:
+        """Until the weights of these parameters, or of all, are there. On a GPU the stream waits, not the host."""
+        for bucket in self._buckets if names is None else dict.fromkeys(self._home[name] for name in names):
+            bucket.wait()
+
+    def _send_rest(self) -> None:
+        while self._sent < len(self._buckets):
+            self._send()
+        self._is_reduced = True
+
+    def _send(self) -> None:
+        """Begin to reduce the next bucket. All ranks send the buckets in one order, whatever came first."""
+        self._advance()
+        reduction = self._buckets[self._sent].reduction()
+        next(reduction)
+        self._under_way.append(reduction)
+        self._sent += 1
+
+    def _advance(self) -> None:
+        """One step further with every reduction under way: by now its message has probably arrived."""
+        ended = object()
+        self._under_way = [one for one in self._under_way if next(one, ended) is not ended]
+
+
+def _make_buckets(
+    model: nn.Module,
+    axes: Mapping[str, GradientAxes],
+    compute_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    least: int,
+) -> list[Bucket]:
+    """In the order in which a backward pass completes them."""
+    parameters = dict(model.named_parameters())
+    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+    place = {name: index for index, name in enumerate(parameters)}
+    runs = []
+    for kind in dict.fromkeys(axes[name] for name in parameters):
+        alike = [name for name in parameters if axes[name] == kind]
+        runs += divide_into_buckets(alike, sizes, least)
+    runs.sort(key=lambda run: place[run[0]], reverse=True)
+    buckets = []
+    for run in runs:
+        dtype = parameters[run[0]].dtype
+        wide = reduce_dtype or torch.promote_types(dtype, torch.float32)
+        held = {name: parameters[name] for name in run}
+        buckets.append(Bucket(held, axes[run[0]], compute_dtype or dtype, wide))
+    return buckets

@@ -1,0 +1,100 @@
+"""Some optimizer steps with micro-batches and clipping: of one process, and of the ranks of a layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.comm.collectives import start_all_reduce
+from strata.comm.launch import World
+from strata.models.batch import Batch
+from strata.models.config import ModelConfig
+from strata.models.layers import CausalLM
+from strata.parallel.layout import Layout
+from strata.parallel.loss import vocabulary_cross_entropy
+from strata.parallel.parallelize import parallelize
+from tests.parallel.models import head_weight, loss_of, random_batch, random_model
+from tests.parallel.ranks import relative_error
+
+STEPS = 5
+CLIP = 0.05  # far below the norms, so that clipping acts
+ADAMW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def batches(config: ModelConfig, step: int, replicas: int) -> list[list[tuple[Batch, Tensor]]]:
+    """Two micro-batches for each data-parallel rank, of different numbers of tokens."""
+    return [
+        [random_batch(config, [5 + rank, 1 + micro, 7], seed=100 * step + 10 * rank + micro) for micro in range(2)]
+        for rank in range(replicas)
+    ]
+
+
+def counted_tokens(work: list[list[tuple[Batch, Tensor]]]) -> int:
+    return sum(int((targets >= 0).sum()) for row in work for _, targets in row)
+
+
+def steps_of_one_process(config: ModelConfig, replicas: int) -> tuple[CausalLM, list[float], list[float]]:
+    """The model after the steps; losses and gradient norms before clipping. Plain PyTorch throughout."""
+    model = random_model(config)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    losses, norms = [], []
+    for step in range(STEPS):
+        work = batches(config, step, replicas)
+        total = sum(loss_of(model, *one) for row in work for one in row) / counted_tokens(work)
+        total.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    return model, losses, norms
+
+
+def steps_of_ranks(world: World, config: ModelConfig, layout: Layout) -> dict[str, Any]:
+    """The same on this rank of the layout, against one process: largest relative errors; elements of its parts."""
+    layout.check(config, world.size)
+    mesh = layout.mesh(world)
+    data = mesh.flattened("dp", "shard", "cp")
+    model = random_model(config)
+    parallel = parallelize(model, config, layout, mesh, bucket_elements=1)  # a bucket a layer
+    gradients, sharding = parallel.gradients, parallel.sharding
+    optimizer = torch.optim.AdamW([part.master for part in gradients.parts], **ADAMW)
+    wanted, losses, norms = steps_of_one_process(config, data.size)
+    errors: dict[str, float] = {}
+    for step in range(STEPS):
+        work = batches(config, step, data.size)
+        counted = counted_tokens(work)
+        own = work[data.index]
+        shares: list[Tensor] = []
+        for micro, (batch, targets) in enumerate(own):
+            if micro == len(own) - 1:
+                gradients.announce_last()
+            hidden = model(batch)
+            each = vocabulary_cross_entropy(hidden, head_weight(model), targets, sharding.axis, config.vocab_size)
+            shares.append(each.detach().sum() / counted)
+            (each.sum() / counted).backward()
+            gradients.accumulate()
+        gradients.reduce()
+        norm = gradients.norm()
+        errors[f"norm {step}"] = abs(float(norm) / norms[step] - 1)
+        total = start_all_reduce(torch.stack(shares).sum(), data).wait()
+        errors[f"loss {step}"] = abs(float(total) / losses[step] - 1)
+        gradients.clip(norm, CLIP)
+        optimizer.step()
+        gradients.publish()
+    for part in gradients.parts:
+        full = sharding.part(part.name, wanted.get_parameter(part.name).detach())
+        assert part.shape == full.shape
+        held = full.flatten()[part.start : part.start + part.master.numel()]
+        errors[f"{part.name} master"] = relative_error(part.master.detach().flatten(), held)
+    if layout.zero < 3:
+        for name, parameter in model.named_parameters():
+            errors[name] = relative_error(parameter, sharding.part(name, wanted.get_parameter(name)))
+    batch, targets = random_batch(config, [6, 11], seed=7)
+    with torch.no_grad():
+        found, truth = model(batch), wanted(batch)
+    errors["hidden"] = relative_error(found, truth)
+    worst = max(errors, key=errors.__getitem__)
+    elements = sum(part.master.numel() for part in gradients.parts)
+    return {"worst": [worst, errors[worst]], "elements": elements, "smallest norm": min(norms)}
