@@ -17,7 +17,6 @@ def train(
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 8192,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a repetition.")] = 10,
     repeat: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 3,
-    variant: Annotated[str, typer.Option(help="How the step is made: see strata/cli/train_speed.py.")] = "recorded",
     losses: Annotated[
         Path | None, typer.Option(help="Write the loss of every step to this file.", show_default=False)
     ] = None,
@@ -31,7 +30,5 @@ def train(
     """
     from strata.cli.train_speed import measure
 
-    values, text = measure(
-        shape, batch, sequence, steps=steps, repeat=repeat, variant=variant, losses=losses, kernels=kernels
-    )
+    values, text = measure(shape, batch, sequence, steps=steps, repeat=repeat, losses=losses, kernels=kernels)
     report(values, text, as_json=as_json, save=save)

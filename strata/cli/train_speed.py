@@ -17,36 +17,23 @@ from torch.profiler import ProfilerActivity, profile
 from strata.cli.bench_result import make_result, number
 from strata.cli.costing import find_config
 from strata.cli.trace import kind_of
-from strata.cli.train_workload import TrainingWork, learning_rate, synthetic_tokens
+from strata.cli.train_workload import TrainingWork, learning_rate, synthetic_batch
 from strata.hardware.specs import recognize
 from strata.models.families import build
 from strata.models.initialize import randomize
 from strata.train.config import OptimizerConfig
-from strata.train.fixed_step import FixedStep
 from strata.train.fused_adamw import FusedAdamW
+from strata.train.graph_step import GraphStep
 
-WARMUP_STEPS = 2
+WARMUP_STEPS = 2  # the second records
 SEED = 0
 GIB = 2**30
-
-# What a variant of the step is made of: the merged graph or the modules (compiled or not), recorded or not, and how
-# many bytes of logits exist at once.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "recorded": {"graph": True, "recorded": True, "logits_bytes": 5 * GIB},
-    "recorded-2g": {"graph": True, "recorded": True, "logits_bytes": int(2.2 * GIB)},
-    "recorded-1g": {"graph": True, "recorded": True, "logits_bytes": int(1.1 * GIB)},
-    "graph": {"graph": True, "recorded": False, "logits_bytes": 5 * GIB},
-    "modules": {"graph": False, "recorded": False, "logits_bytes": 5 * GIB},
-    "compiled": {"graph": False, "recorded": False, "logits_bytes": 5 * GIB, "compiled": True},
-    "compiled-recorded": {"graph": False, "recorded": True, "logits_bytes": 5 * GIB, "compiled": True},
-}
-
 
 MFU = "(6 * non-embedding parameters + 6 * layers * heads * head_dim * sequence) * tokens/s / peak"
 
 
 def measure(
-    shape: str, batch: int, sequence: int, *, steps: int, repeat: int, variant: str, losses: Path | None, kernels: bool
+    shape: str, batch: int, sequence: int, *, steps: int, repeat: int, losses: Path | None, kernels: bool
 ) -> tuple[dict[str, Any], str]:
     """The figures of T6 as a line of a results file holds them, and as text. Raises ValueError without a GPU.
 
@@ -54,7 +41,7 @@ def measure(
     """
     if not torch.cuda.is_available():
         raise ValueError("strata bench train measures a GPU, and this machine has no CUDA device")
-    step, work = prepared(shape, batch, sequence, variant)
+    step, work = prepared(shape, batch, sequence)
     every: list[Tensor] = []
 
     def run(count: int) -> float:
@@ -62,8 +49,8 @@ def measure(
         start = time.perf_counter()
         for _ in range(count):
             done = len(every)
-            tokens, targets = synthetic_tokens(done, batch, sequence, work.config.vocab_size)
-            every.append(step(tokens.int().pin_memory(), targets.pin_memory(), learning_rate(done))[0])
+            packed = synthetic_batch(done, batch, sequence, work.config.vocab_size)
+            every.append(step([packed], learning_rate(done))[0])
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
@@ -75,7 +62,7 @@ def measure(
     floor = None if device is None else work.tokens / work.floor(device, "bfloat16")
     result = make_result("T6" if shape == "1B" else "train", shape, "bfloat16", speeds, "tok/s", name, floor)
     memory = torch.cuda.max_memory_allocated() / GIB
-    values: dict[str, Any] = asdict(result) | {"batch": batch, "sequence": sequence, "variant": variant}
+    values: dict[str, Any] = asdict(result) | {"batch": batch, "sequence": sequence}
     values |= {"memory_gib": round(memory, 2), "reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 2)}
     values |= {"loss_first": every[0].item(), "loss_last": every[-1].item()}
     text = f"{result.text()}; {memory:.1f} GiB"
@@ -90,7 +77,7 @@ def measure(
     return values, text
 
 
-def prepared(shape: str, batch: int, sequence: int, variant: str) -> tuple[FixedStep, TrainingWork]:
+def prepared(shape: str, batch: int, sequence: int) -> tuple[GraphStep, TrainingWork]:
     """A model with random weights on the GPU and the step that trains it."""
     config = find_config(shape)
     with torch.device("cuda"):
@@ -101,24 +88,8 @@ def prepared(shape: str, batch: int, sequence: int, variant: str) -> tuple[Fixed
     parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding = 0 if config.tied else config.vocab_size * config.hidden_size
     work = TrainingWork(config, batch * sequence, sequence, parameters - embedding, parameters)
-    chosen = dict(VARIANTS[variant])
-    if chosen.pop("compiled", False):
-        _compile_layers(model)
     optimizer = FusedAdamW(model, OptimizerConfig(learning_rate=learning_rate(0)), masters)
-    return FixedStep(model, optimizer, batch, sequence, **chosen), work
-
-
-def _compile_layers(model: Any) -> None:
-    """Each decoder layer by itself, from the operations' references."""
-    from strata.kernels.activation import silu_mul
-    from strata.kernels.norm import rms_norm
-    from strata.kernels.rope import rope
-
-    for operation in (silu_mul, rms_norm, rope):
-        operation.implementations[:] = [one for one in operation.implementations if not one.differentiable]
-    for layer in model.model.layers:
-        layer.self_attn.layer = 0  # one compiled code for all
-        layer.compile(fullgraph=True, dynamic=False)
+    return GraphStep(model, optimizer), work
 
 
 def traced(run: Callable[[], object]) -> dict[str, list[float]]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, floor
 from strata.hardware.specs import Device
 from strata.models.config import ModelConfig
+from strata.train.pack import PackedBatch
 
 # Tokens walk along one cycle of so many ids and jump to another place of it with this probability.
 CYCLE = 512
@@ -33,6 +35,20 @@ def synthetic_tokens(step: int, sequences: int, length: int, vocabulary: int) ->
     last = torch.where(jumps, at, 0).cummax(1).values
     walk = cycle[(places.gather(1, last) + at - last) % len(cycle)]
     return walk[:, :-1].flatten(), walk[:, 1:].flatten()
+
+
+def synthetic_batch(step: int, sequences: int, length: int, vocabulary: int) -> PackedBatch:
+    """The same as a batch in which every token has a target."""
+    tokens, targets = synthetic_tokens(step, sequences, length, vocabulary)
+    count = sequences * length
+    return PackedBatch(
+        tokens=tokens.int().numpy(),
+        positions=np.tile(np.arange(length, dtype=np.int32), sequences),
+        offsets=np.arange(0, count + 1, length, dtype=np.int32),
+        rows=np.arange(count),
+        targets=targets.numpy(),
+        next_document=0,
+    )
 
 
 def learning_rate(step: int) -> float:

@@ -8,16 +8,16 @@ import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
 from strata.models.save import save
 from strata.models.weights import load
-from strata.train.optim import Optimizer
 
 _NAME = re.compile(r"step-(\d{8})")
 
@@ -31,6 +31,14 @@ class Position:
     tokens: int = 0
 
 
+class HasState(Protocol):
+    """An optimizer: float32 masters and moments by name, the same names on every device."""
+
+    def state(self) -> dict[str, Tensor]: ...
+
+    def load_state(self, tensors: dict[str, Tensor], steps: int) -> None: ...
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, oldest first."""
     return sorted(path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
@@ -41,7 +49,7 @@ def save_checkpoint(
     model: CausalLM,
     config: ModelConfig,
     tokenizer: Path,
-    optimizer: Optimizer,
+    optimizer: HasState,
     position: Position,
     recipe: dict[str, Any],
 ) -> Path:
@@ -68,7 +76,7 @@ def remove_old(folder: Path, keep: int) -> None:
         shutil.rmtree(path)
 
 
-def load_checkpoint(path: Path, model: CausalLM, optimizer: Optimizer, recipe: dict[str, Any]) -> Position:
+def load_checkpoint(path: Path, model: CausalLM, optimizer: HasState, recipe: dict[str, Any]) -> Position:
     """Put a checkpoint into `model` and `optimizer`. Raises ValueError if it is corrupt or of another recipe."""
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))

@@ -11,12 +11,16 @@ from typing import Any, get_type_hints
 
 @dataclass(frozen=True)
 class RunConfig:
-    """out: the folder that receives log, data, checkpoints and model. Intervals are in steps."""
+    """out: the folder that receives log, data, checkpoints and model. Intervals are in steps.
+
+    deterministic: a resumed run repeats every bit; a GPU then goes without cuDNN's attention.
+    """
 
     out: str
     steps: int
     seed: int = 0
     device: str = "auto"
+    deterministic: bool = True
     log_every: int = 10
     checkpoint_every: int = 500
     keep_checkpoints: int = 2

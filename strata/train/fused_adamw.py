@@ -13,8 +13,8 @@ from strata.train.optim import EMBEDDING
 class FusedAdamW:
     """Holds masters and moments, reads the model's own gradients, and writes the model's weights as it updates.
 
-    Gradients stay in the model's dtype and are not copied, so all of a step must be in them. Weight decay applies to
-    matrices except the embedding.
+    The gradients of a step with one backward pass stay in the model's dtype and are not copied; those of several add up
+    in float32 (`accumulate`). Weight decay applies to matrices except the embedding.
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, masters: dict[str, Tensor]) -> None:
@@ -24,6 +24,7 @@ class FusedAdamW:
         self.masters = {name: masters[name] for name in self._parameters}
         self._first = {name: torch.zeros_like(master) for name, master in self.masters.items()}
         self._second = {name: torch.zeros_like(master) for name, master in self.masters.items()}
+        self._sums: dict[str, Tensor] = {}
         device = next(iter(self.masters.values())).device
         # Learning rate, both bias corrections, what gradients are multiplied by: see `adamw`.
         self._step = torch.zeros(4, dtype=torch.float32, device=device)
@@ -42,11 +43,20 @@ class FusedAdamW:
         self._step[1].fill_(1 - self._config.beta1**self._steps)
         self._step[2].fill_(1 - self._config.beta2**self._steps)
 
+    def accumulate(self) -> None:
+        """Add the model's gradients to the float32 sums that the next update uses, and clear them."""
+        for name, gradient in self._gradients().items():
+            if name in self._sums:
+                self._sums[name].add_(gradient)
+            else:
+                self._sums[name] = gradient.to(torch.float32, copy=True)
+            self._parameters[name].grad = None
+
     @torch.no_grad()
     def update(self) -> Tensor:
         """The part that the device does, with the same launches in every step. Returns the norm before clipping."""
         config = self._config
-        gradients = {name: one.grad for name, one in self._parameters.items() if one.grad is not None}
+        gradients = self._sums or self._gradients()
         norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32)
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         self._step[3].copy_((config.clip / (norm + 1e-6)).clamp(max=1.0))
@@ -66,7 +76,11 @@ class FusedAdamW:
                 decay,
             )
             parameter.grad = None
+        self._sums = {}
         return norm
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: one.grad for name, one in self._parameters.items() if one.grad is not None}
 
     def state(self) -> dict[str, Tensor]:
         """Masters and moments by name, as a checkpoint stores them."""

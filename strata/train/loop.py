@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import math
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from strata.models.save import save
 from strata.train.checkpoint import Position, checkpoints, load_checkpoint, remove_old, save_checkpoint
 from strata.train.config import TrainConfig
 from strata.train.flops import step_flops
+from strata.train.fused_adamw import FusedAdamW
+from strata.train.graph_step import GraphStep
 from strata.train.optim import Optimizer, masters_of
 from strata.train.pack import PackedBatch, Packer
 from strata.train.schedule import learning_rate
@@ -86,7 +90,7 @@ class Run:
             config.run.seed,
             config.data.documents_per_shard,
         )
-        self.model, self.optimizer = _fresh(self.model_config, config, self.device)
+        self.model, self.optimizer, self._step = _fresh(self.model_config, config, self.device)
         self.position = Position()
         if existing:
             self.position = load_checkpoint(existing[-1], self.model, self.optimizer, self.recipe)
@@ -125,7 +129,8 @@ class Run:
         log = _Log(self.folder / "log.jsonl", self.position.step)
         clock = _Clock(self.position.tokens)
         losses: list[Tensor] = []
-        with self.shards, _deterministic(), _ahead(self._steps()) as steps:
+        exact = _deterministic() if config.run.deterministic else contextlib.nullcontext()
+        with self.shards, exact, _collected_between_steps(), _ahead(self._steps()) as steps:
             for batches in steps:
                 rate = learning_rate(
                     self.position.step,
@@ -134,7 +139,7 @@ class Run:
                     warmup=config.schedule.warmup,
                     decay=config.schedule.decay,
                 )
-                loss, norm = train_step(self.model, self.optimizer, batches, rate)
+                loss, norm = self._step(batches, rate)
                 losses.append(loss)
                 clock.flops += step_flops(self.model, self.model_config, batches)
                 self.position = Position(
@@ -150,6 +155,7 @@ class Run:
                     losses.clear()
                 if self.position.step % config.run.checkpoint_every == 0 or done:
                     self._save_checkpoint()
+                    gc.collect()
                     clock.restart(self.position.tokens)
         return Trained(self._save_model(), self.folder / "log.jsonl", self.position, self.device)
 
@@ -213,16 +219,23 @@ def model_config(config: TrainConfig, tokenizer: tokenizers.Tokenizer) -> ModelC
     return config_from_dict(config.model | derived, "model")
 
 
-def _fresh(config: ModelConfig, run: TrainConfig, device: torch.device) -> tuple[CausalLM, Optimizer]:
-    """The initialized model, float32 on the CPU and bfloat16 on a GPU, and its optimizer."""
+Step = Callable[[Sequence[PackedBatch], float], tuple[Tensor, Tensor]]
+
+
+def _fresh(
+    config: ModelConfig, run: TrainConfig, device: torch.device
+) -> tuple[CausalLM, Optimizer | FusedAdamW, Step]:
+    """The initialized model, float32 on the CPU and bfloat16 on a GPU, its optimizer, and the step over batches."""
     model = build(config)
     initialize(model, run.run.seed)
     model = model.to(device)
     if device.type == "cpu":
-        return model, Optimizer(model, run.optimizer)
+        optimizer = Optimizer(model, run.optimizer)
+        return model, optimizer, partial(train_step, model, optimizer)
     masters = masters_of(model)
     model = model.to(torch.bfloat16)
-    return model, Optimizer(model, run.optimizer, masters)
+    fused = FusedAdamW(model, run.optimizer, masters)
+    return model, fused, GraphStep(model, fused)
 
 
 def _device(name: str) -> torch.device:
@@ -300,12 +313,29 @@ def _deterministic() -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     # Not warn_only: FlashAttention's backward takes its deterministic path only when determinism is demanded.
     torch.use_deterministic_algorithms(True)
+    # Results are written whole before they are read; filling them first would cost a pass over memory each.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+@contextlib.contextmanager
+def _collected_between_steps() -> Iterator[None]:
+    """No garbage collection of its own accord, which can hold a step up for hundreds of milliseconds."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import torch
 from benchmarks import train_plain
 from strata.cli import train_workload
 from strata.cli.costing import find_config
-from strata.cli.train_workload import TrainingWork, learning_rate, synthetic_tokens
+from strata.cli.train_workload import TrainingWork, learning_rate, synthetic_batch, synthetic_tokens
 from strata.hardware.specs import device
 from strata.models.families import build
 
@@ -22,6 +22,17 @@ def test_tokens_are_those_of_the_plain_script() -> None:
         assert torch.equal(tokens, others[0].flatten())
         assert torch.equal(targets, others[1].flatten())
     assert not torch.equal(tokens, synthetic_tokens(8, 2, 300, 128256)[0])
+
+
+def test_batch_holds_these_tokens_in_equal_sequences() -> None:
+    packed = synthetic_batch(7, 2, 300, 128256)
+    batch, rows, targets = packed.to(torch.device("cpu"))
+    tokens, wanted = synthetic_tokens(7, 2, 300, 128256)
+    assert torch.equal(batch.tokens, tokens.int())
+    assert torch.equal(targets, wanted)
+    assert rows.tolist() == list(range(600))
+    assert batch.positions.tolist() == [*range(300), *range(300)]
+    assert batch.offsets.tolist() == [0, 300, 600]
 
 
 def test_nine_tokens_in_ten_follow_from_the_one_before() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from strata.models.batch import Batch
 from strata.models.config import config_from_dict
@@ -15,9 +15,11 @@ from strata.models.initialize import initialize
 from strata.models.layers import CausalLM
 from strata.train.compile import TrainingGraph
 from strata.train.config import OptimizerConfig
-from strata.train.fixed_step import FixedStep
 from strata.train.fused_adamw import FusedAdamW
+from strata.train.graph_step import GraphStep
 from strata.train.optim import Optimizer, masters_of
+from strata.train.pack import PackedBatch
+from strata.train.step import train_step
 
 CONFIG = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, clip=0.5)
 SHAPE: dict[str, Any] = {
@@ -45,9 +47,20 @@ def fresh(family: str) -> CausalLM:
     return model
 
 
-def tokens_and_targets(seed: int) -> tuple[Tensor, Tensor]:
-    draw = torch.randint(0, 60, (2, 13), generator=torch.Generator().manual_seed(seed))
-    return draw[:, :-1].flatten(), draw[:, 1:].flatten()
+def packed(seed: int, *lengths: int, counted: float = 1.0) -> PackedBatch:
+    """Random tokens; a share of those that have a successor in their sequence count."""
+    draw = np.random.default_rng(seed)
+    offsets = np.array([0, *np.cumsum(lengths)], dtype=np.int32)
+    tokens = draw.integers(0, 60, offsets[-1], dtype=np.int32)
+    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+    inner = np.setdiff1d(np.arange(offsets[-1]), offsets[1:] - 1)
+    rows = inner[draw.random(len(inner)) < counted]
+    return PackedBatch(tokens, positions, offsets, rows, tokens[rows + 1].astype(np.int64), 0)
+
+
+def step_of(model: CausalLM) -> GraphStep:
+    masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return GraphStep(model, FusedAdamW(model, CONFIG, masters))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -73,32 +86,43 @@ def test_gradients_of_the_graph_are_those_of_the_modules(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "llama, tied"])
 def test_steps_follow_the_modules_with_pytorchs_adamw(family: str) -> None:
-    """Plain cross-entropy of full logits, autograd through the modules, torch.optim.AdamW."""
+    """One batch and several, of one length and of many, against autograd through the modules and torch.optim.AdamW."""
     plain, model = fresh(family), fresh(family)
-    theirs = Optimizer(plain, CONFIG)
-    masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    step = FixedStep(model, FusedAdamW(model, CONFIG, masters), 2, 12, logits_bytes=1 << 20, recorded=False)
-    positions, offsets = torch.arange(12).repeat(2).int(), torch.tensor([0, 12, 24]).int()
-    for i in range(4):
-        tokens, targets = tokens_and_targets(i)
-        logits = plain.head(plain(Batch(tokens.int(), positions, offsets, 12)))
-        wanted = torch.nn.functional.cross_entropy(logits, targets)
-        wanted.backward()
-        norm = theirs.step(1e-2 / (i + 1))
-        loss, found_norm = step(tokens, targets, 1e-2 / (i + 1))
-        torch.testing.assert_close(loss, wanted.detach(), rtol=1e-4, atol=0)
+    theirs, ours = Optimizer(plain, CONFIG), step_of(model)
+    steps = [
+        [packed(0, 12, 12)],
+        [packed(1, 12, 12)],
+        [packed(2, 3, 9, 1, 6, counted=0.5)],
+        [packed(3, 5, 7, counted=0.7), packed(4, 12, 12), packed(5, 2)],
+    ]
+    for i, batches in enumerate(steps):
+        rate = 1e-2 / (i + 1)
+        wanted, norm = train_step(plain, theirs, batches, rate)
+        loss, found_norm = ours(batches, rate)
+        torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=0)
         torch.testing.assert_close(found_norm, norm, rtol=1e-4, atol=0)
     for name, parameter in plain.named_parameters():
         close = torch.isclose(model.get_parameter(name), parameter, rtol=1e-3, atol=1e-4)
         assert close.double().mean() > 0.99, name
 
 
-def test_targets_that_do_not_count_add_nothing() -> None:
-    model = fresh("llama")
-    masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    step = FixedStep(model, FusedAdamW(model, CONFIG, masters), 2, 12, logits_bytes=1 << 20, recorded=False)
-    tokens, targets = tokens_and_targets(0)
-    loss, norm = step(tokens, torch.full_like(targets, -100), 1e-2)
+def test_gradients_of_several_batches_add_up_in_float32() -> None:
+    model = fresh("llama").bfloat16()
+    optimizer = FusedAdamW(model, CONFIG, masters_of(model))
+    norm_weight = model.model.norm.weight
+    for value in (1.0, 2**-9):  # whose sum bfloat16 cannot hold
+        norm_weight.grad = torch.full_like(norm_weight, value)
+        optimizer.accumulate()
+        assert norm_weight.grad is None
+    optimizer.begin(1e-3)
+    assert optimizer.update().item() == pytest.approx(4 * (1 + 2**-9), rel=1e-6)  # 16 elements
+    optimizer.begin(1e-3)
+    norm_weight.grad = torch.ones_like(norm_weight)
+    assert optimizer.update() == 4  # the sums are used once
+
+
+def test_a_batch_without_counted_tokens_adds_nothing() -> None:
+    loss, norm = step_of(fresh("llama"))([packed(0, 12, 12, counted=0)], 1e-2)
     assert loss == norm == 0
 
 
