@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from strata.models.expert_config import ExpertsConfig, mixtral_fields, qwen3_moe_fields, read_mixtral, read_qwen3_moe
 from strata.models.fields import Fields
 from strata.models.rotary import DynamicRope, RopeConfig, read_rope
 
@@ -22,6 +24,7 @@ class ModelConfig:
     windows: for each layer, how many of the latest tokens a query sees (itself included); None means all.
     attention_bias, mlp_bias: the fields of that name; false in families without them.
     tied: whether the head is the embedding matrix.
+    experts: None in families without them.
     max_length: max_position_embeddings, the longest sequence that the checkpoint was made for.
     dtype: of the checkpoint; None when config.json does not say.
     """
@@ -45,6 +48,12 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
+    experts: ExpertsConfig | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """Of a layer that has some; 0 in families without them."""
+        return 0 if self.experts is None else self.experts.count
 
     def to_dict(self) -> dict[str, Any]:
         """A config.json that transformers 4 and 5 and vLLM read; `config_from_dict` gives this config again."""
@@ -74,6 +83,10 @@ class ModelConfig:
         return values | _FAMILIES[self.architecture].own_fields(self)
 
 
+_ReadExperts = Callable[[Fields, int, int], ExpertsConfig]
+_WriteExperts = Callable[[ExpertsConfig], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class _Family:
     """What an absent field means in a family, and which fields are its own. The values are transformers'."""
@@ -84,18 +97,27 @@ class _Family:
     head_dim: int | None = None
     bos_id: int | None = None
     eos_id: int | None = None
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    window: int | None = 4096
     biases: tuple[str, ...] = ()
-    # Which layers have a sliding window: none, all, or those that `layer_types` or `max_window_layers` name.
-    sliding: Literal["none", "all", "some"] = "none"
+    # Which layers have a sliding window: none, all, all if `use_sliding_window` says so ("switched"), or those that
+    # `layer_types` or `max_window_layers` name.
+    sliding: Literal["none", "all", "switched", "some"] = "none"
+    # Reads the fields of experts from layers and intermediate_size, and writes them.
+    experts: tuple[_ReadExperts, _WriteExperts] | None = None
 
     def own_fields(self, config: ModelConfig) -> dict[str, Any]:
         values: dict[str, Any] = {key: getattr(config, key) for key in self.biases}
         window = next((window for window in config.windows if window is not None), None)
         if self.sliding != "none":
             values["sliding_window"] = window
-        if self.sliding == "some":
+        if self.sliding in ("switched", "some"):
             values["use_sliding_window"] = window is not None
+        if self.sliding == "some":
             values["layer_types"] = [_FULL if one is None else _SLIDING for one in config.windows]
+        if self.experts is not None and config.experts is not None:
+            values |= self.experts[1](config.experts)
         return values
 
 
@@ -105,6 +127,26 @@ _FAMILIES = {
     "Qwen2ForCausalLM": _Family("qwen2", 32768, num_kv_heads=32, sliding="some"),
     "Qwen3ForCausalLM": _Family(
         "qwen3", 32768, num_kv_heads=32, head_dim=128, sliding="some", biases=("attention_bias",)
+    ),
+    "MixtralForCausalLM": _Family(
+        "mixtral",
+        131072,
+        num_kv_heads=8,
+        bos_id=1,
+        eos_id=2,
+        norm_eps=1e-5,
+        rope_theta=1000000.0,
+        window=None,
+        sliding="all",
+        experts=(read_mixtral, mixtral_fields),
+    ),
+    "Qwen3MoeForCausalLM": _Family(
+        "qwen3_moe",
+        32768,
+        num_kv_heads=4,
+        sliding="switched",
+        biases=("attention_bias",),
+        experts=(read_qwen3_moe, qwen3_moe_fields),
     ),
 }
 
@@ -158,18 +200,19 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
     hidden_size = fields.count("hidden_size")
     num_heads, num_kv_heads, head_dim = _read_heads(fields, family, hidden_size)
     max_length = fields.count("max_position_embeddings", family.max_length)
+    intermediate_size = fields.count("intermediate_size")
     config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.count("intermediate_size"),
+        intermediate_size=intermediate_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.number("rms_norm_eps", family.norm_eps),
         max_length=max_length,
-        rope=_read_rope(fields, head_dim, max_length),
+        rope=_read_rope(fields, family, head_dim, max_length),
         windows=_read_windows(fields, family, num_layers),
         attention_bias=_read_bias(fields, family, "attention_bias"),
         mlp_bias=_read_bias(fields, family, "mlp_bias"),
@@ -178,6 +221,7 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
         bos_id=_read_id(fields, "bos_token_id", family.bos_id),
         eos_ids=_read_ids(fields, "eos_token_id", family.eos_id),
         pad_id=_read_id(fields, "pad_token_id", None),
+        experts=None if family.experts is None else family.experts[0](fields, num_layers, intermediate_size),
     )
     _refuse_changed_mathematics(fields)
     fields.finish(_WITHOUT_EFFECT)
@@ -221,9 +265,9 @@ def _read_bias(fields: Fields, family: _Family, key: str) -> bool:
     return False
 
 
-def _read_rope(fields: Fields, head_dim: int, max_length: int) -> RopeConfig:
+def _read_rope(fields: Fields, family: _Family, head_dim: int, max_length: int) -> RopeConfig:
     """From `rope_theta` and `rope_scaling` (classic) or `rope_parameters` (transformers 5)."""
-    theta = fields.number("rope_theta", 10000.0)
+    theta = fields.number("rope_theta", family.rope_theta)
     original = fields.take("original_max_position_embeddings", None)
     key = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
     scaling, parameters = fields.take("rope_scaling", None), fields.take("rope_parameters", None)
@@ -260,17 +304,23 @@ def _read_windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int
         fields.only("sliding_window", None, "this family attends to the whole sequence")
         windows: tuple[int | None, ...] = (None,) * num_layers
     elif family.sliding == "all":
-        windows = (_read_window(fields),) * num_layers
+        windows = (_read_window(fields, family),) * num_layers
+    elif family.sliding == "switched":
+        used, window = fields.flag("use_sliding_window", False), _read_window(fields, family)
+        fields.count("max_window_layers", 0, least=0)  # transformers gives all layers the window
+        windows = (window if used else None,) * num_layers
     else:
-        windows = _read_windows_by_layer(fields, types, num_layers)
+        windows = _read_windows_by_layer(fields, family, types, num_layers)
     if types is not None and [kind == _SLIDING for kind in types] != [window is not None for window in windows]:
         expected = "what sliding_window (and use_sliding_window) say of this family's layers"
         raise fields.wrong("layer_types", types, expected)
     return windows
 
 
-def _read_windows_by_layer(fields: Fields, types: list[str] | None, num_layers: int) -> tuple[int | None, ...]:
-    used, window = fields.flag("use_sliding_window", False), _read_window(fields)
+def _read_windows_by_layer(
+    fields: Fields, family: _Family, types: list[str] | None, num_layers: int
+) -> tuple[int | None, ...]:
+    used, window = fields.flag("use_sliding_window", False), _read_window(fields, family)
     first = fields.count("max_window_layers", 28, least=0)
     if not used or window is None:
         return (None,) * num_layers
@@ -290,12 +340,12 @@ def _read_layer_types(fields: Fields, num_layers: int) -> list[str] | None:
     return types
 
 
-def _read_window(fields: Fields) -> int | None:
-    # An explicit null means no window, an absent field the default of the families that have one.
-    if fields.is_null("sliding_window"):
-        fields.take("sliding_window")
+def _read_window(fields: Fields, family: _Family) -> int | None:
+    # An explicit null means no window, an absent field the default of the family.
+    if not fields.has("sliding_window") and (fields.is_null("sliding_window") or family.window is None):
+        fields.take("sliding_window", None)
         return None
-    return fields.count("sliding_window", 4096)
+    return fields.count("sliding_window", family.window)
 
 
 def _read_dtype(fields: Fields) -> torch.dtype | None:

@@ -6,14 +6,18 @@ from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
 from strata.models.llama import Llama
 from strata.models.mistral import Mistral
+from strata.models.mixtral import Mixtral
 from strata.models.qwen2 import Qwen2
 from strata.models.qwen3 import Qwen3
+from strata.models.qwen3_moe import Qwen3MoE
 
 FAMILIES: dict[str, type[CausalLM]] = {
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
+    "MixtralForCausalLM": Mixtral,
+    "Qwen3MoeForCausalLM": Qwen3MoE,
 }
 
 

@@ -64,12 +64,18 @@ _MLP = (
     Rule(r"model\.layers\.\d+\.mlp\.down_proj\.weight", Placement.ROW),
     Rule(r"model\.layers\.\d+\.mlp\.down_proj\.bias", Placement.PER_TOKEN),
 )
+_EXPERTS = (
+    Rule(r"model\.layers\.\d+\.mlp\.gate\.weight", Placement.PER_TOKEN),
+    Rule(r"model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj", Placement.EXPERT),
+)
 
 TABLES: Mapping[str, Table] = {
     "LlamaForCausalLM": _ATTENTION_AND_ENDS + _MLP,
     "MistralForCausalLM": _ATTENTION_AND_ENDS + _MLP,
     "Qwen2ForCausalLM": _ATTENTION_AND_ENDS + _MLP,
     "Qwen3ForCausalLM": _ATTENTION_AND_ENDS + _HEAD_NORMS + _MLP,
+    "MixtralForCausalLM": _ATTENTION_AND_ENDS + _EXPERTS,
+    "Qwen3MoeForCausalLM": _ATTENTION_AND_ENDS + _HEAD_NORMS + _MLP + _EXPERTS,
 }
 
 

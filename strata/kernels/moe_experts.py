@@ -1,0 +1,154 @@
+"""Expert MLPs of a mixture (Shazeer et al. 2017): tokens are sorted by expert, and each expert multiplies its own."""
+
+# The apply of an autograd function is untyped in torch.
+# mypy: disable-error-code="no-any-return, no-untyped-call"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.activation import silu_mul
+from strata.kernels.gemm import linear
+from strata.kernels.op import operation
+
+
+def _cost(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, workload: Workload) -> Cost:
+    count, hidden, width = down.shape
+    rows = chosen.numel()
+    # Three products, the activation's five operations, and the weighted sum.
+    flops = 6 * rows * width * hidden + 5 * rows * width + 2 * rows * hidden
+    # As many experts as can be: routing spreads tokens out.
+    used = min(rows, count) * (gate_up[0].nbytes + down[0].nbytes)
+    return Cost(flops, x.nbytes + weights.nbytes + chosen.nbytes + used, x.nbytes, used)
+
+
+def _meta(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return x.new_empty(x.shape, device="meta")
+
+
+@operation(_cost, meta=_meta)
+def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """For each token the sum over its experts e of `weight * down[e](silu(gate[e](x)) * up[e](x))`.
+
+    x: [tokens, hidden]. weights: [tokens, per_token] of x's dtype or wider; chosen: [tokens, per_token] int64.
+    gate_up: [experts, 2 * width, hidden], the rows of gate before those of up; down: [experts, hidden, width]; both of
+    x's dtype. Returns [tokens, hidden] in x's dtype; the sum is of the dtype of the weights. An expert without a token
+    has a gradient of zeros.
+    """
+    return _by_expert(x, weights, chosen, gate_up, down, F.linear, silu_mul.reference)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Rows, one for each token and expert of it, sorted by expert.
+
+    source: [rows] which row, counted token by token, stands at each place. place: [rows] the inverse.
+    ends: [experts] int32, where the rows of each expert end.
+    """
+
+    source: Tensor
+    place: Tensor
+    ends: Tensor
+
+    @staticmethod
+    def of(chosen: Tensor, count: int) -> Order:
+        """chosen: [tokens, per_token] below `count`. Nothing waits for the device."""
+        expert, source = chosen.flatten().sort(stable=True)
+        place = torch.empty_like(source).scatter_(0, source, torch.arange(len(source), device=source.device))
+        ends = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True, out_int32=True)
+        return Order(source, place, ends)
+
+
+def take_rows(x: Tensor, order: Order) -> Tensor:
+    """x [tokens, hidden] -> at each place the row of its token, [rows, hidden]. Its gradient is summed in fixed order."""
+    return _TakeRows.apply(x, order.source, order.place)
+
+
+def give_back(rows: Tensor, order: Order, weights: Tensor) -> Tensor:
+    """rows [places, hidden] and weights [tokens, per_token] -> weighted sums [tokens, hidden] in the dtype of rows."""
+    own = _Permute.apply(rows, order.place, order.source).unflatten(0, weights.shape)
+    return (own * weights[..., None]).sum(1).to(rows.dtype)
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.tokens = x.shape[0]
+        return x.index_select(0, source // (source.shape[0] // max(1, x.shape[0])))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        own = grads[0].index_select(0, place)
+        return own.view(ctx.tokens, -1 if ctx.tokens else 1, own.shape[-1]).sum(1), None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order; the gradient goes the inverse way, and nothing is added up."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grads[0].index_select(0, inverse), None, None
+
+
+def _by_expert(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    product: Callable[[Tensor, Tensor], Tensor],
+    activation: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """One product after another. Waits for the device, which has to tell how many rows each expert has."""
+    order = Order.of(chosen, down.shape[0])
+    ends = order.ends.tolist()
+    rows = take_rows(x, order).split([end - start for start, end in zip([0, *ends], ends, strict=False)])
+    parts = []
+    # Experts without rows too: every parameter takes part, so each has a gradient.
+    for own, into, out_of in zip(rows, gate_up, down, strict=True):
+        gate, up = product(own, into).chunk(2, -1)
+        parts.append(product(activation(gate, up), out_of))
+    return give_back(torch.cat(parts), order, weights)
+
+
+@experts.implement("an expert at a time", "cpu", differentiable=True)
+def _loop(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return _by_expert(x, weights, chosen, gate_up, down, F.linear, silu_mul.reference)
+
+
+@experts.implement("fixed tiles", "cpu", invariant=True)
+def _fixed(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    product = linear.bind("cpu", deterministic=True)
+    activation = silu_mul.bind("cpu", deterministic=True)
+    return _by_expert(x, weights, chosen, gate_up, down, product, activation)
+
+
+def _grouped_supports(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> bool:
+    """What the library takes: bfloat16, and rows that begin at multiples of 16 bytes."""
+    aligned = x.shape[-1] % 8 == 0 and down.shape[-1] % 8 == 0
+    return x.dtype == torch.bfloat16 and aligned and gate_up.is_contiguous() and down.is_contiguous()
+
+
+@experts.implement("grouped", "cuda", differentiable=True, supports=_grouped_supports)
+def grouped(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """One product over all experts; how many rows each has stays on the device."""
+    order = Order.of(chosen, down.shape[0])
+    rows = take_rows(x, order)
+    gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=order.ends).chunk(2, -1)
+    rows = torch._grouped_mm(silu_mul(gate, up), down.transpose(1, 2), offs=order.ends)
+    return give_back(rows, order, weights)

@@ -1,0 +1,15 @@
+"""Mixtral (Jiang et al. 2024): Mistral with experts in every layer."""
+
+from __future__ import annotations
+
+from strata.models.config import ModelConfig
+from strata.models.experts import SparseCausalLM
+from strata.models.layers import Attention
+
+
+class Mixtral(SparseCausalLM):
+    """No biases; one sliding window for all layers, or none."""
+
+    @staticmethod
+    def attention(config: ModelConfig, layer: int) -> Attention:
+        return Attention(config, layer, qkv_bias=False, output_bias=False)

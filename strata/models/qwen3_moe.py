@@ -1,0 +1,16 @@
+"""Qwen3-MoE (Yang et al. 2025): Qwen3 with experts in all or some layers."""
+
+from __future__ import annotations
+
+from strata.models.config import ModelConfig
+from strata.models.experts import SparseCausalLM
+from strata.models.layers import Attention
+from strata.models.qwen3 import Qwen3Attention
+
+
+class Qwen3MoE(SparseCausalLM):
+    """The attention of Qwen3; one sliding window for all layers, or none."""
+
+    @staticmethod
+    def attention(config: ModelConfig, layer: int) -> Attention:
+        return Qwen3Attention(config, layer)
