@@ -1,0 +1,1 @@
+"""From files of text, chats and preferences to the packed batches of any step on any rank."""

@@ -1,0 +1,182 @@
+"""Which samples a step has: a function of seed and place, whatever the ranks and wherever the run was stopped."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strata.models.config import config_from_dict
+from strata.models.tokenizer import Tokenizer
+from strata.train.data.loader import Loader, Place, Step, check_data
+from strata.train.data.mixture import BLOCK, Mixture
+from strata.train.data.packing import best_fit
+from strata.train.data.permutation import mixed, permuted
+from strata.train.data.shards import TokenDataset
+from strata.train.data.tokenize import tokenize
+from tests.train.conftest import SMALL
+
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "lazy",
+    "dogs",
+    "and",
+    "packs",
+    "my",
+    "box",
+    "with",
+    "five",
+    "dozen",
+    "jugs",
+]
+
+
+@pytest.fixture(scope="module")
+def datasets(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[TokenDataset]:
+    """Two of texts of 1 to 15 words, 90 and 40 samples, in shards of a few samples."""
+    made = []
+    for seed, count in ((0, 90), (1, 40)):
+        draw = np.random.default_rng(seed)
+        out = tmp_path_factory.mktemp("data")
+        lines = [{"text": " ".join(draw.choice(WORDS, draw.integers(1, 16)))} for _ in range(count)]
+        (out / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        tokenize([out / "a.jsonl"], folder, out / "shards", bytes_per_shard=700)
+        made.append(TokenDataset(out / "shards"))
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(count=st.integers(1, 5000), key=st.integers(0, 2**40))
+def test_permutation_is_one(count: int, key: int) -> None:
+    images = permuted(np.arange(count), count, mixed(key))
+    assert np.array_equal(np.sort(images), np.arange(count))
+
+
+def test_permutation_is_random_enough() -> None:
+    """Mean displacement of n/3, about one fixed point, no correlation between neighbours or between keys."""
+    count = 20_000
+    one, other = (permuted(np.arange(count), count, mixed(7, epoch)) for epoch in (0, 1))
+    assert abs(np.abs(one - np.arange(count)).mean() / count - 1 / 3) < 0.01
+    assert (one == np.arange(count)).sum() < 8
+    assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 0.03
+    assert abs(np.corrcoef(one, other)[0, 1]) < 0.03
+
+
+def test_an_epoch_has_every_sample_once(datasets: list[TokenDataset]) -> None:
+    mixture = Mixture(datasets[:1], [1.0], seed=5)
+    epochs = [mixture.locate(np.arange(90 * epoch, 90 * (epoch + 1)))[1].tolist() for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(90)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert Mixture(datasets[:1], [1.0], seed=6).locate(np.arange(90))[1].tolist() != epochs[0]
+
+
+def test_weights_are_shares_of_tokens(datasets: list[TokenDataset]) -> None:
+    mixture = Mixture(datasets, [3.0, 1.0], seed=5)
+    positions = np.arange(3 * BLOCK)
+    sources, numbers = mixture.locate(positions)
+    lengths = mixture.lengths(positions)
+    assert lengths[sources == 0].sum() / lengths.sum() == pytest.approx(0.75, abs=0.005)
+    for source, dataset in enumerate(datasets):
+        seen = Counter(numbers[sources == source].tolist())
+        assert set(seen) == set(range(dataset.samples))
+        assert max(seen.values()) - min(seen.values()) <= 1
+    # Any positions, asked for in any order, are the same.
+    asked = np.random.default_rng(0).permutation(positions)[:500]
+    assert np.array_equal(mixture.locate(asked)[1], numbers[asked])
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=200))
+def test_packing_cuts_nothing_and_leaves_no_two_packs_that_fit_one(lengths: list[int]) -> None:
+    packs = best_fit(lengths, 50)
+    assert sorted(index for pack in packs for index in pack) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in pack) <= 50 for pack in packs)
+    # A pack is begun only for what fits no other, so no two packs could be one.
+    filled = sorted(sum(lengths[index] for index in pack) for pack in packs)
+    assert len(packs) == 1 or filled[0] + filled[1] > 50
+    assert [pack[0] for pack in packs] == sorted(pack[0] for pack in packs)
+
+
+def steps(datasets: list[TokenDataset], count: int, rank: int, ranks: int, place: Place = Place()) -> list[Step]:  # noqa: B008
+    loader = Loader(Mixture(datasets, [1.0, 1.0], seed=2), 64, 8, 50, rank=rank, ranks=ranks)
+    made = []
+    for _ in range(count):
+        made.append(loader.step(place))
+        place = made[-1].next
+    return made
+
+
+def test_ranks_and_resuming_do_not_change_what_a_step_has(datasets: list[TokenDataset]) -> None:
+    alone = steps(datasets, 12, 0, 1)
+    for ranks in (2, 4):
+        per_rank = [steps(datasets, 12, rank, ranks) for rank in range(ranks)]
+        for number, whole in enumerate(alone):
+            parts = [per_rank[rank][number] for rank in range(ranks)]
+            assert all(part.next == whole.next for part in parts)
+            assert all(part.utilisation == whole.utilisation for part in parts)
+            interleaved = [pack for packs in zip(*(part.samples for part in parts), strict=True) for pack in packs]
+            assert interleaved == whole.samples
+    # Stopped anywhere and continued on another number of ranks, from nothing but the place.
+    for stopped in range(1, 12):
+        for ranks, rank in ((1, 0), (2, 1), (4, 2)):
+            resumed = steps(datasets, 12 - stopped, rank, ranks, alone[stopped - 1].next)
+            for step, whole in zip(resumed, alone[stopped:], strict=True):
+                assert step.samples == whole.samples[rank::ranks]
+                for batch, expected in zip(step.batches, whole.batches[rank::ranks], strict=True):
+                    assert np.array_equal(batch.tokens, expected.tokens)
+    # Together the windows leave out no position and have none twice.
+    seen = sorted(id.position for step in alone for pack in step.samples for id in pack)
+    done = alone[-1].next.window * 50
+    assert seen[:done] == list(range(done))
+    assert len(set(seen)) == len(seen)
+    assert np.mean([step.utilisation for step in alone]) > 0.9
+
+
+def test_a_batch_is_its_documents_apart(datasets: list[TokenDataset]) -> None:
+    (step,) = steps(datasets, 1, 0, 1)
+    for batch, samples in zip(step.batches, step.samples, strict=True):
+        documents = [datasets[id.dataset].sample(id.number)[0] for id in samples]
+        assert len(batch.tokens) <= 64
+        assert batch.lengths.tolist() == [len(document.tokens) for document in documents]
+        assert batch.positions.tolist() == [at for document in documents for at in range(len(document.tokens))]
+        assert batch.targets.tolist() == [id for document in documents for id in document.tokens[1:]]
+        assert np.array_equal(batch.tokens[batch.rows + 1], batch.targets)
+        # No row predicts the first token of the document after it.
+        assert not np.isin(batch.rows + 1, batch.offsets).any()
+
+
+def test_data_that_does_not_fit_is_refused_before_training(
+    datasets: list[TokenDataset], folder: Path, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    mixture = Mixture(datasets, [1.0, 1.0], 0)
+    with pytest.raises(ValueError, match="packs_per_step = 8 is not divisible by the 3 data-parallel ranks"):
+        Loader(mixture, 64, 8, 50, ranks=3)
+    with pytest.raises(ValueError, match=r"a sample of \d+ tokens, but a pack has room for 16"):
+        Loader(mixture, 16, 8, 50)
+    with pytest.raises(ValueError, match=r"weight = 0\.0 of .* must be positive"):
+        Mixture(datasets, [1.0, 0.0], 0)
+    with pytest.raises(ValueError, match="is too small"):
+        Mixture(datasets, [1.0, 1e-9], 0)
+    with Tokenizer.load(folder) as own, Tokenizer.load(tokenizer_folder) as other:
+        config = config_from_dict(SMALL["model"] | {"vocab_size": own.vocab_size}, "model")
+        check_data(datasets, "text", config, own)
+        with pytest.raises(ValueError, match="holds data of the kind 'text'; this run needs 'chat'"):
+            check_data(datasets, "chat", config, own)
+        with pytest.raises(ValueError, match="with another tokenizer than the model's"):
+            check_data(datasets, "text", config, other)
+        smaller = config_from_dict(SMALL["model"] | {"vocab_size": 100}, "model")
+        with pytest.raises(ValueError, match=r"with a vocabulary of \d+, but the model has 100"):
+            check_data(datasets, "text", smaller, own)
+        short = SMALL["model"] | {"vocab_size": own.vocab_size, "max_position_embeddings": 8}
+        with pytest.raises(ValueError, match=r"a document of \d+ tokens, but the model reads at most 8"):
+            check_data(datasets, "text", config_from_dict(short, "model"), own)

@@ -1,0 +1,160 @@
+"""Files become shards: formats, several processes, stopped and damaged runs, bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from strata.models.tokenizer import Tokenizer
+from strata.train.data.encoding import encode_text
+from strata.train.data.shards import TokenDataset
+from strata.train.data.tokenize import tokenize
+
+WORDS = ["one two", "three", "größer 東京 🙂", "a much longer text with many more words " * 5, "end"]
+
+
+def jsonl(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def texts(dataset: TokenDataset, tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.decode(dataset.sample(number)[0].tokens.tolist()) for number in range(dataset.samples)]
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> Tokenizer:
+    return Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("bytes_per_shard", [1, 30, 100, 10**6])
+def test_every_line_is_in_exactly_one_shard(
+    folder: Path, loaded: Tokenizer, tmp_path: Path, bytes_per_shard: int
+) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
+    index = tokenize([file], folder, tmp_path / "out", bytes_per_shard=bytes_per_shard)
+    dataset = TokenDataset(tmp_path / "out")
+    assert texts(dataset, loaded) == WORDS
+    expected = [encode_text(loaded, text) for text in WORDS]
+    for number, document in enumerate(expected):
+        (read,) = dataset.sample(number)
+        assert np.array_equal(read.tokens, document.tokens)
+        assert np.array_equal(read.wanted, document.wanted)
+        assert read.tokens[-1] == loaded.eos_ids[0]
+    lengths = [len(document.tokens) for document in expected]
+    assert dataset.lengths(np.arange(dataset.samples)).tolist() == lengths
+    assert (dataset.tokens, dataset.longest) == (sum(lengths), max(lengths))
+    assert len(index.shards) == -(-file.stat().st_size // bytes_per_shard)
+
+
+def test_parquet_and_text_give_what_jsonl_gives(folder: Path, loaded: Tokenizer, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": WORDS}), tmp_path / "a.parquet", row_group_size=2)
+    tokenize([tmp_path / "a.parquet"], folder, tmp_path / "rows", bytes_per_shard=1)
+    assert texts(TokenDataset(tmp_path / "rows"), loaded) == WORDS
+    (tmp_path / "raw").mkdir()
+    for number, text in enumerate(WORDS):
+        (tmp_path / f"raw/{number}.txt").write_text(text, encoding="utf-8")
+    tokenize([tmp_path / "raw"], folder, tmp_path / "files")
+    assert texts(TokenDataset(tmp_path / "files"), loaded) == WORDS
+
+
+def test_parquet_without_pyarrow_says_what_to_install(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"needs pyarrow: pip install 'strata-llm\[parquet\]'"):
+        tokenize([tmp_path / "a.parquet"], folder, tmp_path / "out")
+
+
+def test_processes_and_a_stopped_run_change_nothing(folder: Path, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
+    alone = tokenize([file], folder, tmp_path / "alone", bytes_per_shard=100)
+    seen: list[tuple[int, int]] = []
+    together = tokenize(
+        [file], folder, tmp_path / "two", bytes_per_shard=100, workers=2, report=lambda *at: seen.append(at)
+    )
+    assert together == alone
+    assert seen == [(done, len(alone.shards)) for done in range(len(alone.shards) + 1)]
+    # Stopped: no index and one shard without its entry, which alone is written again.
+    out = tmp_path / "alone"
+    (out / "index.json").unlink()
+    (out / "shard-00001.json").unlink()
+    times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.npy")}
+    assert tokenize([file], folder, out, bytes_per_shard=100) == alone
+    changed = {path.name for path in out.glob("*.npy") if path.stat().st_mtime_ns != times[path.name]}
+    assert changed == {"shard-00001.tokens.npy", "shard-00001.offsets.npy"}
+    with pytest.raises(ValueError, match="made with other longest; choose another folder"):
+        tokenize([file], folder, out, bytes_per_shard=100, longest=8)
+
+
+def test_a_damaged_shard_is_named_and_skipped_only_if_asked(folder: Path, loaded: Tokenizer, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
+    tokenize([file], folder, tmp_path / "out", bytes_per_shard=30)
+    whole = TokenDataset(tmp_path / "out")
+    path = tmp_path / "out/shard-00000.tokens.npy"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"shard-00000\.tokens\.npy does not have the checksum"):
+        TokenDataset(tmp_path / "out")
+    rest = TokenDataset(tmp_path / "out", skip_corrupt=True)
+    assert rest.skipped == ["shard-00000"]
+    assert texts(rest, loaded) == WORDS[-rest.samples :]
+    assert rest.samples < len(WORDS)
+    assert rest.fingerprint != whole.fingerprint
+    path.unlink()
+    with pytest.raises(ValueError, match=r"shard-00000\.tokens\.npy is missing"):
+        TokenDataset(tmp_path / "out")
+
+
+def test_long_text_is_split_and_long_chats_are_left_out(folder: Path, loaded: Tokenizer, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
+    tokenize([file], folder, tmp_path / "text", longest=16)
+    dataset = TokenDataset(tmp_path / "text")
+    parts = [dataset.sample(number)[0] for number in range(dataset.samples)]
+    assert max(len(part.tokens) for part in parts) == 16 == dataset.longest
+    whole = [id for text in WORDS for id in encode_text(loaded, text).tokens]
+    assert [id for part in parts for id in part.tokens] == whole
+    assert all(part.wanted[1:].all() and not part.wanted[0] for part in parts)
+    chats = [
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]}
+        for text in ("yes", "no " * 40)
+    ]
+    index = tokenize([jsonl(tmp_path / "c.jsonl", chats)], folder, tmp_path / "chat", longest=16)
+    assert (index.kind, index.shards[0].documents, index.shards[0].left_out) == ("chat", 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "every file is empty"),
+        ("\n\n", "no records"),
+        ('{"text": "a"}\n{"text": 3}\n', r"byte 14: the record needs 'text' as data of the kind 'text', got 3"),
+        ('{"text": "a"}\n[1]\n', "byte 14: the line must be a JSON object"),
+        ('{"text": "a"}\n{"text\n', "byte 14: the line is not JSON"),
+        ('{"body": "a"}\n', r"byte 0: the record has the fields body; accepted are: text; messages; prompt, chosen"),
+        ('{"messages": [{"role": "user", "content": "a"}]}\n', "no assistant turn"),
+    ],
+)
+def test_bad_input_names_its_place(folder: Path, tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        tokenize([tmp_path / "a.jsonl"], folder, tmp_path / "out")
+    with pytest.raises(ValueError, match="holds no tokenized data"):
+        TokenDataset(tmp_path / "out")
+
+
+def test_unknown_and_missing_files(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a")
+    with pytest.raises(ValueError, match=r"the ending '\.csv' is unknown"):
+        tokenize([tmp_path / "a.csv"], folder, tmp_path / "out")
+    with pytest.raises(ValueError, match="does not exist"):
+        tokenize([tmp_path / "b.txt"], folder, tmp_path / "out")
