@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
+
+from strata.train.tables import read_table, read_toml
 
 
 @dataclass(frozen=True)
@@ -142,45 +142,9 @@ class TrainConfig:
 
 def read_train_config(path: Path) -> TrainConfig:
     """The run that a TOML file describes. Raises ValueError for a missing file, an unknown key or a wrong value."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"training config {path} does not exist") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as TOML: {error}") from None
-    return train_config_from_dict(values, str(path))
+    return train_config_from_dict(read_toml(path), str(path))
 
 
 def train_config_from_dict(values: dict[str, Any], where: str) -> TrainConfig:
     """The same from a parsed document; `where` names it in errors."""
-    made: TrainConfig = _read(TrainConfig, values, where)
-    return made
-
-
-def _read(cls: Any, values: Any, where: str) -> Any:
-    """A dataclass from a table: every key known, every value of its type, nothing missing."""
-    if not isinstance(values, dict):
-        raise ValueError(f"{where} must be a table, got {values!r}")
-    fields = {one.name: one for one in dataclasses.fields(cls)}
-    if unknown := sorted(values.keys() - fields.keys()):
-        raise ValueError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(fields)}")
-    hints = get_type_hints(cls)
-    arguments = {}
-    for name, one in fields.items():
-        if name in values:
-            arguments[name] = _value(hints[name], values[name], f"{where}: {name}")
-        elif one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{where}: {name!r} is missing")
-    return cls(**arguments)
-
-
-def _value(kind: Any, value: Any, where: str) -> Any:
-    options = [one for one in getattr(kind, "__args__", (kind,)) if dataclasses.is_dataclass(one)]
-    if options:
-        return _read(options[0], value, where)
-    if kind is float and type(value) is int:
-        return float(value)
-    expected = dict if getattr(kind, "__origin__", None) is dict else kind
-    if type(value) is not expected:
-        raise ValueError(f"{where} must be of type {expected.__name__}, got {value!r}")
-    return value
+    return read_table(TrainConfig, values, where)

@@ -21,24 +21,7 @@ from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize
 from tests.train.conftest import SMALL
 
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "lazy",
-    "dogs",
-    "and",
-    "packs",
-    "my",
-    "box",
-    "with",
-    "five",
-    "dozen",
-    "jugs",
-]
+WORDS = ["quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "packs", "five", "dozen", "jugs"]
 
 
 @pytest.fixture(scope="module")
