@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from strata.engine.build import Engine
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduler import Statistics
 
-# Long and short prompts, some of which the library's attention takes and some the own one; together more than one step
-# takes, so that one step has decodes beside prompts.
-_PROMPTS = (1024, 512, 700, 700, 700, 700, 700, 700, 700, 700, 700, 700, 5)
-_OUTPUTS = 3
+# Lengths of prompts that fill a step and more, of which the library's attention takes some and our own the others; and
+# of prompts that sum up to no round number, for which kernels are compiled apart.
+_PROMPTS = ((1024, 512, *(700,) * 10), (*(700,) * 7, 101))
+# How many sequences decode beside a prompt: kernels have tiles for numbers of rows. Steps without prompts are recorded.
+_DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_SHORT, _BESIDE = 8, 21
+_OUTPUTS = 4
 
 
 def warm_up(engine: Engine) -> None:
     """Run prompts as clients would send them; their pages are shared with nobody, and the statistics forget them.
 
-    On a fresh machine it takes seconds, on one with compiled kernels on its disk a few tenths. A CPU has nothing to
+    On a fresh machine it takes seconds, on one with compiled kernels on its disk tenths of one. A CPU has nothing to
     compile.
     """
     if engine.device.type == "cpu":
         return
-    params = SamplingParams(max_tokens=_OUTPUTS, ignore_eos=True)
+    for lengths in _PROMPTS:
+        _add(engine, "long", lengths)
+        _drain(engine)
+    for count in _DECODING:
+        if count < engine.loop.scheduler.config.max_sequences:
+            _add(engine, "short", (_SHORT,) * count)
+            engine.loop.step()
+            engine.loop.step()
+            _add(engine, "beside", (_BESIDE,))
+            _drain(engine)
+    engine.loop.scheduler.statistics = Statistics()
+
+
+def _add(engine: Engine, name: str, lengths: Sequence[int]) -> None:
     longest = min(engine.max_model_len, engine.pages.num_pages * engine.pages.page_size) - _OUTPUTS
-    for number, length in enumerate(_PROMPTS):
-        ids = range(number, number + min(length, longest))
-        prompt = tuple(id % engine.config.vocab_size for id in ids)
-        engine.loop.add(Request(f"warm-up {number}", prompt, params, salt="warm-up"))
+    params = SamplingParams(max_tokens=_OUTPUTS, ignore_eos=True)
+    for number, length in enumerate(lengths):
+        prompt = tuple(id % engine.config.vocab_size for id in range(number, number + min(length, longest)))
+        engine.loop.add(Request(f"warm-up: {name} {number}", prompt, params, salt="warm-up"))
+
+
+def _drain(engine: Engine) -> None:
     for _ in engine.loop.outputs():
         pass
-    engine.loop.scheduler.statistics = Statistics()
