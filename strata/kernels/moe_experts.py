@@ -67,7 +67,7 @@ class Order:
 
 
 def take_rows(x: Tensor, order: Order) -> Tensor:
-    """x [tokens, hidden] -> at each place the row of its token, [rows, hidden]. Its gradient is summed in fixed order."""
+    """x [tokens, hidden] -> at each place the row of its token, [rows, hidden]; gradients are added in fixed order."""
     return _TakeRows.apply(x, order.source, order.place)
 
 
