@@ -17,6 +17,7 @@ def train(
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 8192,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a repetition.")] = 10,
     repeat: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 3,
+    precision: Annotated[str, typer.Option(help="Of the layers' products: bf16, fp8-tensor, fp8-row.")] = "bf16",
     losses: Annotated[
         Path | None, typer.Option(help="Write the loss of every step to this file.", show_default=False)
     ] = None,
@@ -24,11 +25,16 @@ def train(
     as_json: AsJson = False,
     save: Save = None,
 ) -> None:
-    """T6: training tokens per second on one GPU in bfloat16 with float32 masters and AdamW; MFU and memory beside.
+    """T6: tokens per second of training on one GPU with float32 masters and AdamW; MFU and memory beside.
 
     Example: strata bench train --shape 1B --batch 2 --sequence 8192
     """
     from strata.cli.train_speed import measure
+    from strata.train.config import PRECISIONS
 
-    values, text = measure(shape, batch, sequence, steps=steps, repeat=repeat, losses=losses, kernels=kernels)
+    if precision not in PRECISIONS:
+        raise ValueError(f"--precision {precision} is not one of {', '.join(PRECISIONS)}")
+    values, text = measure(
+        shape, batch, sequence, precision, steps=steps, repeat=repeat, losses=losses, kernels=kernels
+    )
     report(values, text, as_json=as_json, save=save)

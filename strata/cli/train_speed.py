@@ -33,7 +33,15 @@ MFU = "(6 * non-embedding parameters + 6 * layers * heads * head_dim * sequence)
 
 
 def measure(
-    shape: str, batch: int, sequence: int, *, steps: int, repeat: int, losses: Path | None, kernels: bool
+    shape: str,
+    batch: int,
+    sequence: int,
+    precision: str,
+    *,
+    steps: int,
+    repeat: int,
+    losses: Path | None,
+    kernels: bool,
 ) -> tuple[dict[str, Any], str]:
     """The figures of T6 as a line of a results file holds them, and as text. Raises ValueError without a GPU.
 
@@ -41,7 +49,7 @@ def measure(
     """
     if not torch.cuda.is_available():
         raise ValueError("strata bench train measures a GPU, and this machine has no CUDA device")
-    step, work = prepared(shape, batch, sequence)
+    step, work = prepared(shape, batch, sequence, precision)
     every: list[Tensor] = []
 
     def run(count: int) -> float:
@@ -59,10 +67,12 @@ def measure(
     speeds = [steps * work.tokens / run(steps) for _ in range(repeat)]
     name = torch.cuda.get_device_name()
     device = recognize(name)
-    floor = None if device is None else work.tokens / work.floor(device, "bfloat16")
-    result = make_result("T6" if shape == "1B" else "train", shape, "bfloat16", speeds, "tok/s", name, floor)
+    floor = None if device is None else work.tokens / work.floor(device, precision)
+    result = make_result(
+        "T6" if shape == "1B" else "train", shape, precision.partition("-")[0], speeds, "tok/s", name, floor
+    )
     memory = torch.cuda.max_memory_allocated() / GIB
-    values: dict[str, Any] = asdict(result) | {"batch": batch, "sequence": sequence}
+    values: dict[str, Any] = asdict(result) | {"batch": batch, "sequence": sequence, "precision": precision}
     values |= {"memory_gib": round(memory, 2), "reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 2)}
     values |= {"loss_first": every[0].item(), "loss_last": every[-1].item()}
     text = f"{result.text()}; {memory:.1f} GiB"
@@ -77,7 +87,7 @@ def measure(
     return values, text
 
 
-def prepared(shape: str, batch: int, sequence: int) -> tuple[GraphStep, TrainingWork]:
+def prepared(shape: str, batch: int, sequence: int, precision: str) -> tuple[GraphStep, TrainingWork]:
     """A model with random weights on the GPU and the step that trains it."""
     config = find_config(shape)
     with torch.device("cuda"):
@@ -89,7 +99,7 @@ def prepared(shape: str, batch: int, sequence: int) -> tuple[GraphStep, Training
     embedding = 0 if config.tied else config.vocab_size * config.hidden_size
     work = TrainingWork(config, batch * sequence, sequence, parameters - embedding, parameters)
     optimizer = FusedAdamW(model, OptimizerConfig(learning_rate=learning_rate(0)), masters)
-    return GraphStep(model, optimizer), work
+    return GraphStep(model, optimizer, precision), work
 
 
 def traced(run: Callable[[], object]) -> dict[str, list[float]]:

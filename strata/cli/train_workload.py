@@ -75,11 +75,14 @@ class TrainingWork:
         config = self.config
         return 6 * self.weights + 6 * config.num_layers * config.num_heads * config.head_dim * self.length
 
-    def floor(self, device: Device, dtype: str) -> float:
-        """Seconds: products and attention at the measured rate, then AdamW, which has to wait for the norm.
+    def floor(self, device: Device, precision: str) -> float:
+        """Seconds: products and attention at the measured rates, then AdamW, which has to wait for the norm.
 
-        AdamW reads and writes master and moments (float32), reads the gradient and writes the weight (2 bytes each).
+        precision: of the layers' products; the head and attention stay bfloat16. AdamW reads and writes master and
+        moments (float32), reads the gradient and writes the weight (2 bytes each).
         """
-        compute = floor(Cost(self.tokens * self.flops_per_token), device, dtype)
-        update = floor(Cost(read=14 * self.parameters, written=14 * self.parameters), device, dtype)
-        return compute.seconds + update.seconds
+        narrow = 0 if precision == "bf16" else self.weights - self.config.vocab_size * self.config.hidden_size
+        wide = floor(Cost(self.tokens * (self.flops_per_token - 6 * narrow)), device, "bfloat16")
+        narrow_seconds = floor(Cost(self.tokens * 6 * narrow), device, "float8").seconds if narrow else 0.0
+        update = floor(Cost(read=14 * self.parameters, written=14 * self.parameters), device, "bfloat16")
+        return wide.seconds + narrow_seconds + update.seconds

@@ -1,6 +1,6 @@
-"""SwiGLU with gradients on CUDA: `silu_mul` of two tensors, and of the halves of one product (`linear_silu_mul`).
+"""SwiGLU with gradients on CUDA: `silu_mul` of two tensors, and of the halves of one product, in 8 bits or not.
 
-Importing this file registers both.
+Importing this file registers them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from strata.kernels.activation import silu_mul
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.linear_fp8 import linear_fp8, linear_silu_mul_fp8
 from strata.kernels.linear_silu_mul import linear_silu_mul
 from strata.kernels.plain_tensor import all_plain
 from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
@@ -111,6 +112,12 @@ if HAS_TRITON:
     @linear_silu_mul.implement("linear, silu_mul with gradients", "cuda", differentiable=True, supports=_product_fits)
     def _differentiable_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _SiluMulOfHalves.apply(F.linear(x, weight, bias))  # type: ignore[no-any-return]
+
+    @linear_silu_mul_fp8.implement(
+        "linear_fp8, silu_mul with gradients", "cuda", differentiable=True, supports=lambda x, *_: all_plain(x)
+    )
+    def _differentiable_fp8_product(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) -> Tensor:
+        return _SiluMulOfHalves.apply(linear_fp8(x, weight, bias, per_row))  # type: ignore[no-any-return]
 
 
 def compile_cases() -> list[CompileCase]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import cast
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from strata.graph.capture import capture
 from strata.graph.fuse import fuse, fuse_gated_products
@@ -14,6 +14,9 @@ from strata.graph.merge import merge
 
 # Imported for what they register: gradients of operations on CUDA.
 from strata.kernels import activation_grad, norm_grad, rope_grad  # noqa: F401
+from strata.kernels.gemm import linear
+from strata.kernels.linear_fp8 import fits_fp8, linear_fp8, linear_silu_mul_fp8
+from strata.kernels.linear_silu_mul import linear_silu_mul
 from strata.models.batch import Batch
 from strata.models.layers import CausalLM
 
@@ -24,8 +27,11 @@ class TrainingGraph:
     The model's parameters are views of the merged weights from now on. Move or cast the model before, not after.
     """
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: CausalLM, precision: str = "bf16") -> None:
+        """precision: of the layers' products, one of `PRECISIONS`; all else stays as the model has it."""
         self._graph = fuse_gated_products(fuse(merge(capture(model))))
+        if precision != "bf16":
+            _use_fp8(self._graph, per_row=precision == "fp8-row")
         self._merged: list[tuple[Tensor, Sequence[nn.Parameter]]] = []
         for node in self._graph.graph.find_nodes(op="get_attr"):
             names = node.meta["parameters"]
@@ -50,3 +56,14 @@ class TrainingGraph:
         """Let go of the merged weights' gradients; the parameters' are the optimizer's to clear."""
         for whole, _ in self._merged:
             whole.grad = None
+
+
+def _use_fp8(graph: fx.GraphModule, per_row: bool) -> None:
+    """Dense layers whose sizes allow it compute in 8 bits, in place."""
+    replaced = {linear: linear_fp8, linear_silu_mul: linear_silu_mul_fp8}
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target in replaced:
+            x, weight, bias = (*node.args, None)[:3]
+            if weight.op == "get_attr" and fits_fp8(attrgetter(str(weight.target))(graph)):
+                node.target, node.args = replaced[node.target], (x, weight, bias, per_row)
+    graph.recompile()

@@ -8,11 +8,15 @@ from typing import Any
 
 from strata.train.tables import read_table, read_toml
 
+# Of the products of the layers on a GPU: "fp8-tensor" and "fp8-row" have a scale for each tensor or for each row.
+PRECISIONS = ("bf16", "fp8-tensor", "fp8-row")
+
 
 @dataclass(frozen=True)
 class RunConfig:
     """out: the folder that receives log, data, checkpoints and model. Intervals are in steps.
 
+    precision: of the products of the layers, one of `PRECISIONS`; a CPU computes in float32 and takes "bf16" alone.
     deterministic: a resumed run repeats every bit; a GPU then goes without cuDNN's attention.
     """
 
@@ -20,6 +24,7 @@ class RunConfig:
     steps: int
     seed: int = 0
     device: str = "auto"
+    precision: str = "bf16"
     deterministic: bool = True
     log_every: int = 10
     checkpoint_every: int = 500
@@ -127,6 +132,8 @@ class TrainConfig:
         for name, beta in (("optimizer.beta1", optimizer.beta1), ("optimizer.beta2", optimizer.beta2)):
             if not 0 <= beta < 1:
                 raise ValueError(f"{name} = {beta} must lie in [0, 1)")
+        if run.precision not in PRECISIONS:
+            raise ValueError(f"run.precision = {run.precision!r} must be one of {', '.join(PRECISIONS)}")
         if run.checkpoint_every % run.log_every:
             # So that a log line never spans the point where a run may resume.
             raise ValueError(

@@ -29,9 +29,10 @@ class GraphStep:
     else runs through the same graph without a recording.
     """
 
-    def __init__(self, model: CausalLM, optimizer: FusedAdamW) -> None:
+    def __init__(self, model: CausalLM, optimizer: FusedAdamW, precision: str = "bf16") -> None:
+        """precision: of the layers' products, one of `strata.train.config.PRECISIONS`."""
         self._model, self._optimizer = model, optimizer
-        self._graph = TrainingGraph(model)
+        self._graph = TrainingGraph(model, precision)
         self._device = head_weight(model).device
         self._before: tuple[int, int] | None = None
         self._fixed: FixedStep | None = None

@@ -74,7 +74,7 @@ class Run:
         """peak_flops: the device's dense peak for the model's dtype, FLOP/s, for MFU."""
         self.config = config
         self.folder = Path(config.run.out)
-        self.device = _device(config.run.device)
+        self.device = _device(config.run.device, config.run.precision)
         self.peak_flops = peak_flops
         existing = checkpoints(self.folder / "checkpoints")
         if existing and not resume:
@@ -100,7 +100,7 @@ class Run:
         """What decides the numbers of a run, by section; the length of a run may change when it is resumed."""
         config = self.config
         return {
-            "run": {"seed": config.run.seed, "device": self.device.type},
+            "run": {"seed": config.run.seed, "device": self.device.type, "precision": config.run.precision},
             "model": config.model,
             "tokenizer": asdict(config.tokenizer),
             "data": {
@@ -235,15 +235,20 @@ def _fresh(
     masters = masters_of(model)
     model = model.to(torch.bfloat16)
     fused = FusedAdamW(model, run.optimizer, masters)
-    return model, fused, GraphStep(model, fused)
+    return model, fused, GraphStep(model, fused, run.run.precision)
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, precision: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {name!r}: this machine has no CUDA device; use 'cpu' or 'auto'")
+    if precision != "bf16" and (device.type == "cpu" or torch.cuda.get_device_capability(device) < (8, 9)):
+        raise ValueError(
+            f"run.precision = {precision!r} needs a GPU that multiplies 8-bit floating point (compute capability 8.9 "
+            f"or higher); use 'bf16' on this {device.type}"
+        )
     return device
 
 

@@ -21,7 +21,15 @@ pytest.importorskip("triton")
 
 from strata.cli.products import products
 
-TRAINING = {"linear_cross_entropy"}
+TRAINING = {
+    "linear_cross_entropy",
+    "cross_entropy_gradients",
+    "adamw",
+    "quantize",
+    "scaled_product",
+    "linear_fp8",
+    "linear_silu_mul_fp8",
+}
 
 
 def all_cases(config: ModelConfig) -> list[Case]:

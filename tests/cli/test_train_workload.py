@@ -57,6 +57,9 @@ def test_flops_and_floor_by_hand() -> None:
     work = TrainingWork(config, 16384, 8192, parameters - 128256 * 2048, parameters)
     assert work.flops_per_token == 6 * 1_235_814_400 + 6 * 16 * 2048 * 8192
     seconds = 16384 * work.flops_per_token / 800e12 + 28 * parameters / 4.28e12
-    assert math.isclose(work.floor(device("h200"), "bfloat16"), seconds)
+    assert math.isclose(work.floor(device("h200"), "bf16"), seconds)
+    layers = 1_235_814_400 - 128256 * 2048
+    saved = 16384 * 6 * layers * (1 / 800e12 - 1 / 1470e12)
+    assert math.isclose(work.floor(device("h200"), "fp8-row"), seconds - saved)
     # The figure of the peers: 54,138 tokens a second are 49.41 % of 989 TFLOP/s.
     assert 54138.2 * work.flops_per_token / 989e12 == pytest.approx(0.4941, abs=1e-4)

@@ -191,7 +191,7 @@ def test_adamw(count: int) -> None:
     assert torch.equal(weight, state[0].bfloat16())
 
 
-def steps(device: str, lengths: tuple[int, ...], count: int = 6) -> list[list[float]]:
+def steps(device: str, lengths: tuple[int, ...], precision: str = "bf16", count: int = 6) -> list[list[float]]:
     """Loss and gradient norm of each step of a small model from the same weights on the same tokens."""
     values = {
         "architectures": ["LlamaForCausalLM"],
@@ -208,7 +208,7 @@ def steps(device: str, lengths: tuple[int, ...], count: int = 6) -> list[list[fl
     initialize(model, 0)
     masters = {name: parameter.detach().clone().to(device) for name, parameter in model.named_parameters()}
     model = model.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
-    step = GraphStep(model, FusedAdamW(model, OptimizerConfig(learning_rate=1e-3), masters))
+    step = GraphStep(model, FusedAdamW(model, OptimizerConfig(learning_rate=1e-3), masters), precision)
     return [[value.item() for value in step([packed(i, lengths)], 1e-3)] for i in range(count)]
 
 
@@ -227,3 +227,10 @@ def test_steps_follow_the_cpu(lengths: tuple[int, ...]) -> None:
     exact, found = (torch.tensor(steps(device, lengths)) for device in ("cpu", "cuda"))
     torch.testing.assert_close(found, exact, rtol=3e-2, atol=0)
     assert found[-1, 0] < 0.95 * found[0, 0]
+
+
+@pytest.mark.parametrize("precision", ["fp8-tensor", "fp8-row"])
+def test_steps_in_eight_bits_follow_the_cpu(precision: str) -> None:
+    exact, found = (torch.tensor(steps(*given)) for given in (("cpu", (512, 512)), ("cuda", (512, 512), precision)))
+    torch.testing.assert_close(found[:, 0], exact[:, 0], rtol=3e-2, atol=0)
+    torch.testing.assert_close(found[:, 1], exact[:, 1], rtol=1e-1, atol=0)

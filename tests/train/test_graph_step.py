@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from strata.kernels.gemm import linear
+from strata.kernels.linear_fp8 import linear_fp8, linear_silu_mul_fp8
 from strata.models.batch import Batch
 from strata.models.config import config_from_dict
 from strata.models.families import build
@@ -104,6 +106,25 @@ def test_steps_follow_the_modules_with_pytorchs_adamw(family: str) -> None:
     for name, parameter in plain.named_parameters():
         close = torch.isclose(model.get_parameter(name), parameter, rtol=1e-3, atol=1e-4)
         assert close.double().mean() > 0.99, name
+
+
+@pytest.mark.parametrize("precision", ["fp8-tensor", "fp8-row"])
+def test_steps_in_eight_bits_follow_the_exact_ones(precision: str) -> None:
+    exact, narrow = fresh("qwen3"), fresh("qwen3")
+    masters = {name: parameter.detach().clone() for name, parameter in narrow.named_parameters()}
+    wide, other = step_of(exact), GraphStep(narrow, FusedAdamW(narrow, CONFIG, masters), precision)
+    for i in range(3):
+        batches = [packed(i, 7, 12, 12)]
+        (loss, norm), (found, found_norm) = wide(batches, 1e-3), other(batches, 1e-3)
+        assert found != loss
+        torch.testing.assert_close(found, loss, rtol=2e-3, atol=0)
+        torch.testing.assert_close(found_norm, norm, rtol=5e-2, atol=0)
+
+
+def test_layers_of_sizes_that_eight_bits_do_not_fit_stay_as_they_are() -> None:
+    graph = TrainingGraph(fresh("llama"), "fp8-tensor")._graph  # 24 is no multiple of 16, so `down_proj` stays
+    called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert (called.count(linear), called.count(linear_fp8), called.count(linear_silu_mul_fp8)) == (2, 4, 2)
 
 
 def test_gradients_of_several_batches_add_up_in_float32() -> None:

@@ -128,6 +128,7 @@ def test_same_seed_same_run_other_seed_another(small: Small, tmp_path: Path) -> 
         ("run", {"stepz": 3}, r"run: unknown key 'stepz'"),
         ("run", {"steps": "6"}, r"run: steps must be of type int, got '6'"),
         ("run", {"steps": True}, r"run: steps must be of type int, got True"),
+        ("run", {"precision": "fp4"}, r"run\.precision = 'fp4' must be one of bf16, fp8-tensor, fp8-row"),
         ("run", {"steps": 0}, r"run\.steps = 0 must be positive"),
         ("run", {"log_every": 2}, r"checkpoint_every = 3 must be a multiple"),
         ("schedule", {"warmup": 5}, r"exceeds run\.steps = 6"),
@@ -141,6 +142,11 @@ def test_same_seed_same_run_other_seed_another(small: Small, tmp_path: Path) -> 
 def test_wrong_configs_are_refused(small: Small, section: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         small(**{section: changes})
+
+
+def test_eight_bits_need_a_gpu(small: Small) -> None:
+    with pytest.raises(ValueError, match=r"'fp8-row' needs a GPU .* use 'bf16' on this cpu"):
+        Run(small(run={"precision": "fp8-row"}))
 
 
 def test_missing_section_and_missing_file(small_table: dict[str, Any], tmp_path: Path) -> None:

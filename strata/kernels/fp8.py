@@ -1,0 +1,219 @@
+"""Matrices in 8-bit floating point with scales, and their products (Micikevicius et al. 2022).
+
+A scale belongs to a whole matrix or to each of its rows. Tensor cores of Hopper want both operands with the summed
+dimension last, and training sums over each dimension of a matrix once, so that it is stored both ways.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.op import operation
+from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+
+# Scales are finite for matrices of zeros, too.
+LEAST = 1e-12
+# cuBLAS takes summed dimensions and rows of the second operand in multiples of this.
+ALIGNMENT = 16
+
+Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _quantize_cost(x: Tensor, dtype: torch.dtype, per_row: bool, *, workload: Workload) -> Cost:
+    scales = sum(x.shape) if per_row else 1
+    # The largest magnitude, then a multiplication (two with two scales).
+    return Cost((4 if per_row else 3) * x.numel(), x.nbytes, 2 * x.numel() + 4 * scales)
+
+
+def _quantize_meta(x: Tensor, dtype: torch.dtype, per_row: bool) -> Quantized:
+    (rows, columns), scales = x.shape, x.shape if per_row else (1, 1)
+    values = x.new_empty((rows, columns), dtype=dtype, device="meta")
+    turned = x.new_empty((columns, padded(rows)), dtype=dtype, device="meta")
+    row_scale, column_scale = (x.new_empty((count, 1), dtype=torch.float32, device="meta") for count in scales)
+    return values, turned, row_scale, column_scale
+
+
+@operation(_quantize_cost, meta=_quantize_meta)
+def quantize(x: Tensor, dtype: torch.dtype, per_row: bool) -> Quantized:
+    """x in 8 bits as it is and transposed, each as values and what they have to be multiplied by.
+
+    x [rows, columns] -> values [rows, columns], turned [columns, rows up to a multiple of 16, zeros there], both of
+    `dtype` (an 8-bit floating type); scales float32 [rows, 1] and [columns, 1], or [1, 1] unless per_row. The largest
+    magnitude that a scale serves becomes the largest of the type; nothing overflows.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    values, row_scale = _scaled(wide, dtype, per_row)
+    turned, column_scale = _scaled(F.pad(wide.t(), (0, padded(len(x)) - len(x))), dtype, per_row)
+    return values, turned, row_scale, column_scale
+
+
+def _scaled(x: Tensor, dtype: torch.dtype, per_row: bool) -> tuple[Tensor, Tensor]:
+    most = torch.finfo(dtype).max
+    largest = x.abs().amax(1, keepdim=True) if per_row else x.abs().amax().view(1, 1)
+    scale = largest.clamp(min=LEAST) / most
+    return (x / scale).clamp(-most, most).to(dtype), scale.float()
+
+
+def padded(rows: int) -> int:
+    """Rows up to the next multiple that products can sum over."""
+    return -(-rows // ALIGNMENT) * ALIGNMENT
+
+
+@jit
+def largest_kernel(x, of_rows, of_columns, rows, columns, stride, PER_ROW: tl.constexpr, TILE: tl.constexpr):
+    """Programs [rows / TILE, columns / TILE] raise what `of_rows` and `of_columns` hold (or the one in `of_rows`)."""
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    held = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row.to(tl.int64)[:, None] * stride + column[None, :]
+    size = tl.abs(tl.load(x + place, mask=held, other=0.0).to(tl.float32))
+    if PER_ROW:
+        tl.atomic_max(of_rows + row, tl.max(size, 1), mask=row < rows, sem="relaxed")
+        tl.atomic_max(of_columns + column, tl.max(size, 0), mask=column < columns, sem="relaxed")
+    else:
+        tl.atomic_max(of_rows, tl.max(size), sem="relaxed")
+
+
+@jit
+def quantize_kernel(
+    x,
+    values,
+    turned,
+    of_rows,
+    of_columns,
+    row_scale,
+    column_scale,
+    rows,
+    columns,
+    stride,
+    turned_stride,
+    MOST: tl.constexpr,
+    LEAST: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Programs [turned_stride / TILE, columns / TILE]; those at the edges store the scales."""
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    held = (row < rows)[:, None] & (column < columns)[None, :]
+    wide_row = row.to(tl.int64)
+    given = tl.load(x + wide_row[:, None] * stride + column[None, :], mask=held, other=0.0).to(tl.float32)
+    if PER_ROW:
+        row_top = tl.maximum(tl.load(of_rows + row, mask=row < rows, other=1.0), LEAST)
+        column_top = tl.maximum(tl.load(of_columns + column, mask=column < columns, other=1.0), LEAST)
+        straight = given * (MOST / row_top)[:, None]
+        other = given * (MOST / column_top)[None, :]
+        if tl.program_id(1) == 0:
+            tl.store(row_scale + row, row_top / MOST, mask=row < rows)
+        if tl.program_id(0) == 0:
+            tl.store(column_scale + column, column_top / MOST, mask=column < columns)
+    else:
+        top = tl.maximum(tl.load(of_rows), LEAST)
+        straight = given * (MOST / top)
+        other = straight
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(row_scale, top / MOST)
+    # NaN stays NaN, so that a run sees it.
+    straight = tl.clamp(straight, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+    other = tl.clamp(other, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+    kind = values.dtype.element_ty
+    tl.store(values + wide_row[:, None] * columns + column[None, :], straight.to(kind), mask=held)
+    place = column.to(tl.int64)[:, None] * turned_stride + row[None, :]
+    kept = (column < columns)[:, None] & (row < turned_stride)[None, :]
+    tl.store(turned + place, tl.trans(other.to(kind)), mask=kept)
+
+
+_TILE = 128
+_WARPS = 8
+
+
+def _triton(x: Tensor, dtype: torch.dtype, per_row: bool) -> Quantized:
+    x = x if x.stride(1) == 1 else x.contiguous()
+    rows, columns = x.shape
+    counts = (rows, columns) if per_row else (1, 1)
+    of_rows, of_columns = torch.zeros(sum(counts), dtype=torch.float32, device=x.device).split(counts)
+    row_scale, column_scale = (torch.empty(count, 1, dtype=torch.float32, device=x.device) for count in counts)
+    values = torch.empty(rows, columns, dtype=dtype, device=x.device)
+    turned = torch.empty(columns, padded(rows), dtype=dtype, device=x.device)
+    grid = (triton.cdiv(padded(rows), _TILE), triton.cdiv(columns, _TILE))
+    largest_kernel[grid](
+        x, of_rows, of_columns, rows, columns, x.stride(0), PER_ROW=per_row, TILE=_TILE, num_warps=_WARPS
+    )
+    quantize_kernel[grid](
+        x,
+        values,
+        turned,
+        of_rows,
+        of_columns,
+        row_scale,
+        column_scale,
+        rows,
+        columns,
+        x.stride(0),
+        turned.stride(0),
+        MOST=torch.finfo(dtype).max,
+        LEAST=LEAST,
+        PER_ROW=per_row,
+        TILE=_TILE,
+        num_warps=_WARPS,
+    )
+    return values, turned, row_scale, column_scale if per_row else row_scale
+
+
+if HAS_TRITON:
+    quantize.implement("triton", "cuda", supports=lambda x, *_: x.numel() > 0)(_triton)
+
+
+def _product_cost(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool, *, workload: Workload
+) -> Cost:
+    read = a.nbytes + b.nbytes + a_scale.nbytes + b_scale.nbytes
+    return Cost(2 * a.numel() * b.shape[0], read, a.shape[0] * b.shape[0] * dtype.itemsize)
+
+
+def _product_meta(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype, device="meta")
+
+
+@operation(_product_cost, meta=_product_meta)
+def scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    """`(a * a_scale) @ (b * b_scale)^T`: a [rows, width], b [columns, width] -> [rows, columns] of `dtype`.
+
+    a and b are 8-bit floating types, one of them float8_e4m3fn; scales float32, both [1, 1] or [rows, 1] and
+    [columns, 1] (then both operands are e4m3). fast: sums may keep fewer bits than float32 (Hopper's tensor cores).
+    """
+    return F.linear(a.float() * a_scale, b.float() * b_scale).to(dtype)
+
+
+@scaled_product.implement("cublas", "cuda")
+def _cublas(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=dtype, use_fast_accum=fast)
+
+
+def compile_cases() -> list[CompileCase]:
+    sizes = {"rows": "i32", "columns": "i32:16", "stride": "i32:16"}
+    tops = dict.fromkeys(("of_rows", "of_columns"), "*fp32")
+    cases = []
+    for per_row in (False, True):
+        name = "rows" if per_row else "a matrix"
+        constants = {"PER_ROW": per_row, "TILE": _TILE}
+        signature = {"x": "*bf16:16", **tops, **sizes}
+        cases.append(CompileCase(f"largest of {name}", largest_kernel, signature, constants, _WARPS, 2))
+        for kind, most in (("fp8e4nv", 448.0), ("fp8e5", 57344.0)):
+            signature = {"x": "*bf16:16", "values": f"*{kind}:16", "turned": f"*{kind}:16", **tops}
+            signature |= {"row_scale": "*fp32:16", "column_scale": "*fp32:16", **sizes, "turned_stride": "i32:16"}
+            cases.append(
+                CompileCase(
+                    f"{kind} by {name}",
+                    quantize_kernel,
+                    signature,
+                    constants | {"MOST": most, "LEAST": LEAST},
+                    _WARPS,
+                    2,
+                )
+            )
+    return cases
