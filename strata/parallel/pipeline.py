@@ -1,0 +1,294 @@
+"""Runs the passes of a training step through the stages of a pipeline, in the order of any schedule."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.tensor import DTensor
+
+from strata.comm.collectives import start_all_reduce
+from strata.comm.mesh import Mesh
+from strata.models.batch import Batch
+from strata.parallel.data_parallel import Gradients
+from strata.parallel.families import span
+from strata.parallel.loss import vocabulary_cross_entropy
+from strata.parallel.schedules import Action, Pass, Schedule
+from strata.parallel.split_backward import WeightGradients, backward_of_inputs
+from strata.parallel.stages import ModelPart
+from strata.parallel.timeline import Exchange, check, programs
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed documents on the device. rows: [targets] int64, the tokens that the loss counts; targets: [targets]."""
+
+    batch: Batch
+    rows: Tensor
+    targets: Tensor
+
+
+class Pipeline:
+    """This rank's stages and its program. All ranks along "pp" make one of the same schedule, and call it together."""
+
+    def __init__(self, part: ModelPart, schedule: Schedule, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
+        """part: of this rank, already divided along "tp" if that axis has several ranks; then `sequence_parallel` says
+        how. Raises ValueError if the schedule does not fit the axis or the part, or is none (see `check`).
+        """
+        self.part, self.schedule = part, schedule
+        self.axis, self.tensor_axis = mesh.axis("pp"), mesh.axis("tp")
+        self.sequence_parallel = sequence_parallel
+        if schedule.ranks != self.axis.size:
+            raise ValueError(
+                f"the schedule is for {schedule.ranks} ranks, but pp = {self.axis.size}; make it for those"
+            )
+        own = schedule.stages_of(self.axis.index)
+        if part.own != own or part.stages != schedule.stages:
+            raise ValueError(f"this rank holds the stages {part.own} of {part.stages}, but the schedule gives it {own}")
+        if part.is_tied and 0 in own and schedule.homes[-1] != self.axis.index:
+            _require_whole(part)
+        check(schedule)
+        self.program = programs(schedule)[self.axis.index]
+        # NCCL wants all ranks of a group in its first call; transfers are between two.
+        start_all_reduce(torch.zeros((), device=mesh.world.device), self.axis).wait()
+
+    def run(self, batches: Sequence[MicroBatch], counted: int, gradients: Gradients) -> Tensor:
+        """Forward and backward of all micro-batches; `gradients` has this rank's share of the step's gradient after it,
+        not yet reduced. All ranks along "pp" give the same batches.
+
+        counted: the targets of the whole step: of all its micro-batches on all data-parallel ranks.
+        Returns these batches' share of the loss, [] float32 (float64 for float64 weights): the sum of their tokens'
+        losses over `counted`, alike on all ranks along "pp"; does not wait for the device.
+        """
+        if len(batches) != self.schedule.micro_batches:
+            raise ValueError(f"{len(batches)} micro-batches, but the schedule is for {self.schedule.micro_batches}")
+        step = _Step(self, batches, counted, gradients)
+        for event in self.program:
+            if isinstance(event, Exchange):
+                step.exchange(event)
+            else:
+                step.run(event)
+        return step.finish()
+
+
+def _require_whole(part: ModelPart) -> None:
+    """A tied embedding can only be lent by a rank that has all of it between steps."""
+    if any(isinstance(parameter, DTensor) for parameter in part.parameters()):
+        raise ValueError(
+            "a tied embedding whose stages lie on two ranks cannot be divided by zero = 3; "
+            "use zero of at most 2, schedule zero-bubble-v, or an untied model"
+        )
+
+
+@dataclass
+class _UnderWay:
+    """Transfers that have started. kept: what is sent, which must not be freed. arriving: by what made them."""
+
+    works: list[dist.Work]
+    kept: list[Tensor]
+    arriving: list[tuple[Action, Tensor]]
+
+
+class _Step:
+    """What a rank holds during one step; keys are (stage, micro-batch)."""
+
+    def __init__(self, pipeline: Pipeline, batches: Sequence[MicroBatch], counted: int, gradients: Gradients) -> None:
+        self.pipeline, self.part, self.axis = pipeline, pipeline.part, pipeline.axis
+        self.batches, self.counted, self.gradients = batches, counted, gradients
+        weight = next(self.part.parameters())
+        self.dtype, self.device = weight.dtype, weight.device
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+        self.loss = torch.zeros((), dtype=self.wide, device=self.device)
+        self.hidden: dict[tuple[int, int], Tensor] = {}  # what a stage is given
+        self.slopes: dict[tuple[int, int], Tensor] = {}  # the gradient of what it made
+        self.graphs: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
+        self.weights: dict[tuple[int, int], WeightGradients] = {}
+        self.outbox: dict[Action, Tensor] = {}
+        self.under_way: deque[_UnderWay] = deque()
+        self.tie = _Tie(pipeline, self.dtype, self.device)
+        own = pipeline.schedule.actions[self.axis.index]
+        self.passes_left = sum(action.kind.frees for action in own) + self.tie.lends
+
+    def run(self, action: Action) -> None:
+        """One action, as soon as what it needs has arrived."""
+        if action.kind is Pass.FORWARD:
+            self._forward(action)
+        elif action.kind is Pass.WEIGHTS:
+            self._begin_weights()
+            self.weights.pop((action.stage, action.micro_batch)).run()
+            self._end_weights()
+        else:
+            self._backward(action)
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Start transfers, all in one message to the communication library."""
+        under_way = _UnderWay([], [], [])
+        operations = []
+        for transfer in exchange.transfers:
+            if transfer.source == self.axis.index:
+                tensor = self.outbox.pop(transfer.made).contiguous()
+                under_way.kept.append(tensor)
+                operations.append(dist.P2POp(dist.isend, tensor, self.axis.ranks[transfer.target], self.axis.group))
+            else:
+                tensor = self._empty(transfer.made.micro_batch)
+                under_way.arriving.append((transfer.made, tensor))
+                operations.append(dist.P2POp(dist.irecv, tensor, self.axis.ranks[transfer.source], self.axis.group))
+        under_way.works = dist.batch_isend_irecv(operations)
+        self.under_way.append(under_way)
+
+    def finish(self) -> Tensor:
+        """Wait for what is still under way. Returns the loss."""
+        while self.under_way:
+            self._wait_for_next()
+        if self.tie.lends:
+            self._begin_weights()
+        self.tie.give_back()
+        if self.tie.lends:
+            self._end_weights()
+        return start_all_reduce(self.loss, self.axis).wait()
+
+    def _forward(self, action: Action) -> None:
+        key = action.stage, action.micro_batch
+        micro_batch = self.batches[action.micro_batch]
+        hidden = self._arrived(self.hidden, key).requires_grad_() if action.stage > 0 else None
+        output = self.part(micro_batch.batch, hidden, action.stage)
+        if action.stage == self.part.stages - 1:
+            output = self._loss_of(output, micro_batch)
+            self.loss += output.detach()
+        else:
+            self._hand_on(action, output.detach())
+        # The edge keeps the graph, and not the output, which nobody needs after it was sent.
+        self.graphs[key] = hidden, get_gradient_edge(output)
+
+    def _backward(self, action: Action) -> None:
+        key = action.stage, action.micro_batch
+        given, output = self.graphs.pop(key)
+        is_last = action.stage == self.part.stages - 1
+        slope = torch.ones_like(self.loss) if is_last else self._arrived(self.slopes, key)
+        if action.kind is Pass.INPUTS:
+            of_given, self.weights[key] = backward_of_inputs(output, slope, given)
+            if self.weights[key].has_begun:
+                self.tie.accumulate()
+                self.gradients.accumulate()
+        else:
+            self._begin_weights()
+            torch.autograd.backward([output], [slope])
+            self._end_weights()
+            of_given = None if given is None else given.grad
+        if of_given is not None:
+            self._hand_on(action, of_given)
+
+    def _loss_of(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+        counted = hidden.index_select(0, micro_batch.rows)
+        losses = vocabulary_cross_entropy(
+            counted, self.tie.head_weight(), micro_batch.targets, self.pipeline.tensor_axis, self.part.vocab_size
+        )
+        return losses.sum() / self.counted
+
+    def _begin_weights(self) -> None:
+        if self.passes_left == 1:
+            self.gradients.announce_last()
+
+    def _end_weights(self) -> None:
+        self.passes_left -= 1
+        self.tie.accumulate()
+        self.gradients.accumulate()
+
+    def _hand_on(self, made: Action, tensor: Tensor) -> None:
+        """To the stage that waits for it: on this rank at once, else with the exchange that follows."""
+        to = made.stage + (1 if made.kind is Pass.FORWARD else -1)
+        if self.pipeline.schedule.homes[to] == self.axis.index:
+            self._deliver(made, tensor)
+        else:
+            self.outbox[made] = tensor
+
+    def _deliver(self, made: Action, tensor: Tensor) -> None:
+        if made.kind is Pass.FORWARD:
+            self.hidden[made.stage + 1, made.micro_batch] = tensor
+        else:
+            self.slopes[made.stage - 1, made.micro_batch] = tensor
+
+    def _arrived(self, place: dict[tuple[int, int], Tensor], key: tuple[int, int]) -> Tensor:
+        """Wait until it is there. Exchanges end in their order."""
+        while key not in place:
+            self._wait_for_next()
+        return place.pop(key)
+
+    def _wait_for_next(self) -> None:
+        first = self.under_way.popleft()
+        for work in first.works:
+            work.wait()
+        for made, tensor in first.arriving:
+            self._deliver(made, tensor)
+
+    def _empty(self, micro_batch: int) -> Tensor:
+        """For the hidden states of a micro-batch or their gradient, as they go from rank to rank."""
+        tokens = self.batches[micro_batch].batch.tokens.shape[0]
+        parts = self.pipeline.tensor_axis.size if self.pipeline.sequence_parallel else 1
+        return torch.empty(-(-tokens // parts), self.part.hidden_size, dtype=self.dtype, device=self.device)
+
+
+class _Tie:
+    """The weight of the head. When it is the embedding's and the first rank along the pipeline is not the one with the
+    last stage, the first lends it for the step and gets its gradient: it is a parameter of one rank alone.
+    """
+
+    def __init__(self, pipeline: Pipeline, dtype: torch.dtype, device: torch.device) -> None:
+        part, axis, homes = pipeline.part, pipeline.axis, pipeline.schedule.homes
+        self.part, self.axis, self.last = part, axis, homes[-1]
+        self.lends = part.is_tied and 0 in part.own and homes[0] != homes[-1]
+        self.works: list[dist.Work] = []
+        if part.borrows_head:
+            first, end = span(part.vocab_size, pipeline.tensor_axis.size, pipeline.tensor_axis.index)
+            self.copy = torch.empty(end - first, part.hidden_size, dtype=dtype, device=device)
+            # Sums over micro-batches are kept wide.
+            self.gradient = torch.zeros_like(self.copy, dtype=torch.promote_types(dtype, torch.float32))
+            self._transfer(dist.irecv, self.copy, homes[0])
+            self.copy.requires_grad_()
+        if self.lends:
+            self._transfer(dist.isend, self._embedding().detach().contiguous(), self.last)
+
+    def head_weight(self) -> Tensor:
+        """[this rank's rows of the vocabulary, hidden]."""
+        if not self.part.borrows_head:
+            return self._embedding() if self.part.lm_head is None else self.part.lm_head.weight
+        self._wait()
+        return self.copy
+
+    def accumulate(self) -> None:
+        """Take the gradient that a backward pass left on a borrowed weight."""
+        if self.part.borrows_head and self.copy.grad is not None:
+            self.gradient += self.copy.grad
+            self.copy.grad = None
+
+    def give_back(self) -> None:
+        """The gradient of the borrowed weight to its owner, where it arrives as that of a pass of its own."""
+        self._wait()
+        if self.part.borrows_head:
+            self._transfer(dist.isend, self.gradient, 0)
+            self._wait()
+        if self.lends:
+            weight = self._embedding()
+            gradient = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+            self._transfer(dist.irecv, gradient, self.last)
+            self._wait()
+            torch.autograd.backward([weight], [gradient.to(weight.dtype)])
+
+    def _embedding(self) -> Tensor:
+        assert self.part.model.embed_tokens is not None
+        return self.part.model.embed_tokens.weight
+
+    def _transfer(self, direction: Callable[..., Any], tensor: Tensor, rank: int) -> None:
+        operation = dist.P2POp(direction, tensor, self.axis.ranks[rank], self.axis.group)
+        self.works += dist.batch_isend_irecv([operation])
+
+    def _wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works.clear()
