@@ -7,13 +7,14 @@ second. Reached is a pace at which nearly all of them come through, nearly each 
 that falls behind joins the tokens that wait). The stub, the API process and the client share two cores; so besides
 tokens a second it says how much CPU time a token costs in each of them, which does not depend on what else runs.
 
-First token: requests one at a time, far apart. The stub answers at once, so the whole of the client's time to first
-token is what HTTP adds to that of an engine, the client's own part included.
+First token: one request after the other, through HTTP and straight to the engine's socket; what is added is the
+difference of the medians. Besides, the same for requests that come far apart, which find caches full of other things.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -37,12 +38,16 @@ from strata.cli.load.measures import Distribution, figures
 from strata.cli.load.request_sets import Ask, encode
 from strata.cli.load.schedule import arrivals
 from strata.cli.load.send import Outcome, run, send_all
+from strata.engine.messages import Add
+from strata.engine.sampling_params import SamplingParams
 from strata.models.tokenizer import Tokenizer
+from strata.serve.client import EngineClient
 from strata.serve.settings import ServeSettings
 from strata.serve.worker import READY, ApiJob, engine_address
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "strata" / "models" / "builtin"
+API = "strata.serve.worker"
 NAME = "stub"
 # Ids of the built-in vocabulary whose text is shown at once: A to Z.
 LETTERS = tuple(range(38, 64))
@@ -55,9 +60,12 @@ ADDED_MS = 0.5
 LEAST_SHARE = 0.95
 CORES = 2
 
-PROMPT_TOKENS = 512
-FIRST_TOKENS = 400
-FIRST_TOKEN_RATE = 50.0
+STREAM_PROMPT_TOKENS = 64
+# Endpoint and length of the prompts, as ids or as text.
+FIRST_TOKEN_CASES = (("completions", 512), ("chat", 16))
+FIRST_TOKENS = 500
+WARMUP = 50
+FAR_APART = 50.0  # requests a second
 TIMEOUT = 120.0
 
 
@@ -84,20 +92,28 @@ class Streaming:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """Few requests. ttft_ms: as the client sees it. api_us: CPU time a request, in microseconds."""
+    """Few requests. rate: requests a second, None for one after the other. ttft_ms: as the client sees it, through HTTP
+    and straight from the engine. api_us: CPU time a request, in microseconds.
+    """
 
     endpoint: str
     prompt_tokens: int
-    rate: float
+    rate: float | None
     ttft_ms: Distribution
+    engine_ttft_ms: Distribution
     api_us: float
+
+    @property
+    def added_ms(self) -> float:
+        return self.ttft_ms.p50 - self.engine_ttft_ms.p50
 
 
 @dataclass(frozen=True)
 class Processes:
-    """url: of the API process. Its id and the stub's are for their CPU time."""
+    """url: of the API process. address: of the stub. api, stub: their process ids."""
 
     url: str
+    address: str
     api: int
     stub: int
 
@@ -112,25 +128,23 @@ def processes(interval: float) -> Iterator[Processes]:
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listener:
         listener.set_inheritable(True)
         port = listener.getsockname()[1]
-        stub = StubConfig(engine_address(Path(folder)), interval=interval, tokens=LETTERS)
+        address = engine_address(Path(folder))
+        stub = StubConfig(address, interval=interval, tokens=LETTERS)
         settings = ServeSettings(str(MODEL), (NAME,), port=port, max_queue=4096)
         job = ApiJob(settings, [], str(MODEL), folder, listener=listener.fileno())
-        with (
-            _started(["-m", "benchmarks.stub_engine"], stub) as engine,
-            _started(["-m", "strata.serve.worker"], job, listener.fileno()) as api,
-        ):
-            assert api.stdout is not None
-            if api.stdout.readline().decode().strip() != READY:
-                raise RuntimeError("the API process did not start; its own error stands above")
-            yield Processes(f"http://127.0.0.1:{port}", api.pid, engine.pid)
+        with _started("benchmarks.stub_engine", stub) as engine, _started(API, job, listener.fileno()) as api:
+            _wait_ready(api)
+            yield Processes(f"http://127.0.0.1:{port}", address, api.pid, engine.pid)
 
 
 def measure_streaming(endpoint: str, streams: int, pace: float, seconds: float) -> Streaming:
     """`streams` requests for about so many seconds of tokens."""
     tokens = max(2, round(seconds * pace / streams))
-    asks = _asks(endpoint, streams, tokens)
+    asks = _asks(endpoint, streams, STREAM_PROMPT_TOKENS, tokens)
     with processes(interval=streams / pace) as running:
-        outcomes, cpu = _send(running, asks, [0.0] * streams)
+        before = running.cpu_seconds()
+        outcomes = _send(running.url, asks, [0.0] * streams)
+        cpu = [after - start for after, start in zip(running.cpu_seconds(), before, strict=True)]
     found = figures(outcomes, {})
     given = streams * tokens
     return Streaming(
@@ -147,16 +161,19 @@ def measure_streaming(endpoint: str, streams: int, pace: float, seconds: float) 
     )
 
 
-def measure_first_token(endpoint: str) -> FirstToken:
-    """Requests for one token as they come at low load."""
-    asks = _asks(endpoint, FIRST_TOKENS, output_tokens=1)
+def measure_first_token(endpoint: str, prompt_tokens: int, rate: float | None) -> FirstToken:
+    """Requests for one token at low load."""
+    asks = _asks(endpoint, FIRST_TOKENS, prompt_tokens, output_tokens=1)
+    due = [0.0] * len(asks) if rate is None else arrivals(len(asks), rate, 1.0, seed=0)
     with processes(interval=0.01) as running:
-        outcomes, cpu = _send(running, asks, arrivals(len(asks), FIRST_TOKEN_RATE, 1.0, seed=0))
-    found = figures(outcomes, {})
-    if found.faults or found.ttft_ms is None:
+        _send(running.url, asks[:WARMUP], due[:WARMUP], max_concurrency=1)
+        before = _cpu_seconds(running.api)
+        found = figures(_send(running.url, asks, due, max_concurrency=1), {})
+        api = _cpu_seconds(running.api) - before
+        direct = Distribution.of(run(_ask_engine(running.address, prompt_tokens, due)))
+    if found.faults or found.ttft_ms is None or direct is None:
         raise RuntimeError(f"requests failed: {found.faults}")
-    prompt_tokens = found.prompt_tokens // found.requests
-    return FirstToken(endpoint, prompt_tokens, FIRST_TOKEN_RATE, found.ttft_ms, 1e6 * cpu[0] / len(asks))
+    return FirstToken(endpoint, prompt_tokens, rate, found.ttft_ms, direct, 1e6 * api / len(asks))
 
 
 def best_streaming(endpoint: str, streams: int, paces: Sequence[float], seconds: float, repeat: int) -> Streaming:
@@ -190,16 +207,17 @@ def main() -> int:
         for streams in asked.streams
     ]
     first = [
-        min((measure_first_token(endpoint) for _ in range(asked.repeat)), key=lambda one: one.ttft_ms.p50)
-        for endpoint in ENDPOINTS
+        min((measure_first_token(*case, rate) for _ in range(asked.repeat)), key=lambda one: one.added_ms)
+        for case in FIRST_TOKEN_CASES
+        for rate in (None, FAR_APART)
     ]
     met = {
         "tokens_per_second": all(one.kept_up and one.pace >= TOKENS_PER_SECOND for one in streaming),
-        "added_ms": all(one.ttft_ms.p50 < ADDED_MS for one in first),
+        "added_ms": all(one.added_ms < ADDED_MS for one in first if one.rate is None),
     }
     result = {
         "streaming": [asdict(one) for one in streaming],
-        "first_token": [asdict(one) for one in first],
+        "first_token": [{**asdict(one), "added_ms": one.added_ms} for one in first],
         "targets": {"tokens_per_second": TOKENS_PER_SECOND, "added_ms": ADDED_MS},
         "met": met,
         "device": cpu_name(),
@@ -212,12 +230,15 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def _started(arguments: Sequence[str], job: msgspec.Struct, *passed: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python process that reads its job from standard input, and ends when that does."""
-    command = [sys.executable, *arguments]
-    # What is logged of each request is written, but to nowhere.
+def _started(module: str, job: msgspec.Struct, *passed: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that runs a module and reads its job from standard input; it inherits the descriptors `passed`."""
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=passed, cwd=ROOT
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # where the API process writes a line for each request
+        pass_fds=passed,
+        cwd=ROOT,
     ) as process:
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(job) + b"\n")
@@ -228,31 +249,46 @@ def _started(arguments: Sequence[str], job: msgspec.Struct, *passed: int) -> Ite
             process.kill()
 
 
-def _send(
-    running: Processes, asks: Sequence[Ask], due: Sequence[float]
-) -> tuple[list[Outcome], tuple[float, float, float]]:
-    """The outcomes, and the seconds of CPU time that the API process, the stub and this process took meanwhile."""
+def _wait_ready(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdout is not None
+    if process.stdout.readline().decode().strip() != READY:
+        raise RuntimeError(f"{process.args} did not start: run it by hand to see why")
 
+
+def _send(url: str, asks: Sequence[Ask], due: Sequence[float], max_concurrency: int | None = None) -> list[Outcome]:
     async def send() -> list[Outcome]:
-        client = Client(running.url)
+        client = Client(url)
         try:
             requests = [encode(ask, NAME) for ask in asks]
-            return await send_all(client, requests, due, max_concurrency=None, timeout=TIMEOUT)
+            return await send_all(client, requests, due, max_concurrency=max_concurrency, timeout=TIMEOUT)
         finally:
             client.close()
 
-    before = running.cpu_seconds()
-    outcomes = run(send())
-    api, stub, client = (after - start for after, start in zip(running.cpu_seconds(), before, strict=True))
-    return outcomes, (api, stub, client)
+    return run(send())
 
 
-def _asks(endpoint: str, count: int, output_tokens: int) -> list[Ask]:
-    """Prompts of PROMPT_TOKENS random tokens, for a chat as text."""
+async def _ask_engine(address: str, prompt_tokens: int, due: Sequence[float]) -> list[float]:
+    """Seconds until the first token of each of such requests that are sent to an engine without an API process."""
+    client = await EngineClient.connect(address, timeout=TIMEOUT)
+    start = time.perf_counter()
+    times = []
+    for number, at in enumerate(due):
+        if (wait := start + at - time.perf_counter()) > 0:
+            await asyncio.sleep(wait)
+        sent = time.perf_counter()
+        stream = client.submit(Add(str(number), [0] * prompt_tokens, SamplingParams(max_tokens=1)))
+        await anext(stream)
+        times.append(time.perf_counter() - sent)
+    await client.close()
+    return times
+
+
+def _asks(endpoint: str, count: int, prompt_tokens: int, output_tokens: int) -> list[Ask]:
+    """Prompts of random tokens, for a chat as text."""
     with Tokenizer.load(MODEL) as tokenizer:
         ids = [id for id in range(tokenizer.vocab_size) if tokenizer.decode([id]).isalpha()]
         draw = random.Random(0)
-        prompts = [draw.choices(ids, k=PROMPT_TOKENS) for _ in range(count)]
+        prompts = [draw.choices(ids, k=prompt_tokens) for _ in range(count)]
         if endpoint == "completions":
             return [Ask(prompt, output_tokens) for prompt in prompts]
         return [Ask([{"role": "user", "content": tokenizer.decode(prompt)}], output_tokens) for prompt in prompts]

@@ -1,9 +1,8 @@
 """An engine process without a model, to measure what stands before the engine: it gives tokens at a set pace.
 
-    echo '{"address": "ipc:///tmp/engine.sock", "interval": 0.01}' | python benchmarks/stub_engine.py
-
 It speaks strata/engine/messages.py as `strata.engine.worker` does. A new request gets its first token at once, and each
-step gives one token to every request that runs. No two steps' tokens ever come in one message.
+step gives one token to every request that runs; tokens of two steps never come in one message.
+benchmarks/http_overhead.py starts it, with its StubConfig as JSON on standard input.
 """
 
 from __future__ import annotations
