@@ -1,0 +1,111 @@
+"""Context parallelism: the ranks of an axis share out the tokens of every document, and attention brings them together.
+
+A document of n tokens is cut into 2 * ranks pieces, and rank r takes pieces r and 2 * ranks - 1 - r ("zigzag"), so that
+all ranks have about as many pairs of queries and keys although late tokens see more keys than early ones.
+"""
+
+# A call of a module is untyped in torch.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import MethodType
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from strata.comm.mesh import Axis
+from strata.kernels.rope import rope
+from strata.models.batch import Batch
+from strata.models.config import ModelConfig
+from strata.models.layers import Attention
+from strata.parallel.context_ring import ring_attention
+from strata.parallel.context_ulysses import Exchange, ulysses_attention
+from strata.parallel.zigzag import Zigzag
+
+Method = Literal["ring", "ulysses"]
+
+
+@dataclass(frozen=True)
+class ContextBatch(Batch):
+    """A rank's tokens of a packed batch: of every document, in order, the two pieces that are its own.
+
+    positions are those in the whole document; offsets and longest count this rank's tokens (of some documents none).
+    whole: the batch that is shared out. rows: [own tokens] int64, where each of them stands in the whole batch: index
+    targets by it. division, axis: how the tokens are shared out. exchange: of Ulysses; None for the ring.
+    """
+
+    whole: Batch | None = None
+    rows: Tensor | None = None
+    division: Zigzag | None = None
+    axis: Axis | None = None
+    exchange: Exchange | None = None
+
+
+def divide_batch(batch: Batch, lengths: Sequence[int], axis: Axis, method: Method) -> Batch:
+    """This rank's part of a batch that all ranks along `axis` have alike; the batch itself if the axis has one rank.
+
+    lengths: tokens of each document, on the host. method: "ring" sends keys and values around (Liu et al. 2023) and
+    takes any number of heads; "ulysses" exchanges heads for tokens (Jacobs et al. 2023) and runs the attention of one
+    device, for which `check_heads` must pass. Raises ValueError for a batch with pages.
+    """
+    if axis.group is None:
+        return batch
+    if batch.pages is not None:
+        raise ValueError("a batch with a KV cache cannot be divided along cp; context parallelism is for training")
+    division = Zigzag(tuple(lengths), axis.size)
+    device = batch.tokens.device
+    rows = torch.tensor(division.rows(axis.index), dtype=torch.int64, device=device)
+    counts = division.counts(axis.index)
+    offsets = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+    return ContextBatch(
+        batch.tokens[rows],
+        batch.positions[rows],
+        offsets,
+        max(counts, default=0),
+        whole=batch,
+        rows=rows,
+        division=division,
+        axis=axis,
+        exchange=Exchange(division, axis, device) if method == "ulysses" else None,
+    )
+
+
+def check_heads(config: ModelConfig, cp: int, tp: int, method: Method) -> None:
+    """Raise ValueError if Ulysses cannot share out the heads that tensor parallelism leaves on a rank."""
+    if method == "ring":
+        return
+    heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
+    if heads % cp or (kv_heads % cp and cp % kv_heads):
+        raise ValueError(
+            f"cp = {cp} with ulysses shares out {heads} query heads and {kv_heads} key/value heads of a rank; "
+            f"choose a cp that divides both (or a multiple of the latter), or method 'ring'"
+        )
+
+
+def share_attention(model: nn.Module) -> None:
+    """Let `model`, in place, take a `ContextBatch`; with any other batch it computes what it did before."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+
+
+def _forward(self: Attention, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
+    """`Attention.forward`, across ranks where the batch says so."""
+    if not isinstance(batch, ContextBatch):
+        return Attention.forward(self, x, batch, cos, sin)
+    assert batch.division is not None
+    assert batch.axis is not None
+    assert batch.whole is not None
+    q, k, v = self.heads(x)
+    q, k = rope(q, cos, sin), rope(k, cos, sin)
+    if batch.exchange is None:
+        mixed = ring_attention(q, k, v, batch.division, batch.axis, self.scale, self.window)
+    else:
+        offsets, longest = batch.whole.offsets, batch.whole.longest
+        mixed = ulysses_attention(q, k, v, batch.exchange, offsets, longest, self.layer, self.scale, self.window)
+    return self.o_proj(mixed.flatten(-2))
