@@ -92,13 +92,10 @@ class Mesh:
     def device_mesh(self, *axes: Axis) -> DeviceMesh:
         """One or two axes, outer first, for FSDP2, which divides tensors over the last and repeats them over the first.
 
-        Each axis must have more than one rank.
+        A collective call, as the first one of `flattened` is.
         """
-        groups = []
-        for axis in axes:
-            if axis.group is None:
-                raise ValueError(f"axis {axis.name} has one rank; a device mesh wants axes of several")
-            groups.append(axis.group)
+        alone = tuple((rank,) for rank in range(self.world.size))
+        groups = [self._group(alone) if axis.group is None else axis.group for axis in axes]
         kind = self.world.device.type
         if len(axes) == 1:
             return DeviceMesh.from_group(groups[0], kind)

@@ -119,22 +119,20 @@ class Bucket:
             yield
             pending = start_all_reduce(pending.wait(), axis)
         yield
-        total = pending.wait()
+        total = pending.wait().to(self.master.dtype)
         self._reduced = total if self._reduced is None else self._reduced.add_(total)
 
     @property
     def gradient(self) -> Tensor:
-        """This rank's part of the gradient of the step so far, flat and with zeros for padding."""
+        """This rank's part of the sum over the ranks, in the masters' dtype, flat, with zeros for padding."""
         assert self._reduced is not None
         return self._reduced
 
     def hand_out(self) -> None:
-        """Set the gradients of the parts' masters, as views of what was reduced."""
-        assert self._reduced is not None
-        self._reduced = gradient = self._reduced.to(self.master.dtype)
+        """Set the gradients of the parts' masters, as views of `gradient`."""
         for part in self.parts:
             first = self.slots[part.name].first + part.start - self._first
-            part.master.grad = gradient[first : first + part.master.numel()]
+            part.master.grad = self.gradient[first : first + part.master.numel()]
 
     def start_gather(self) -> None:
         """Round the masters into this rank's part of the weights, and send it to the others."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -105,6 +105,26 @@ class Gradients(Protocol):
 
     def publish(self) -> None:
         """Give every rank the weights that the masters now say, and forget the gradients."""
+
+
+@torch.no_grad()
+def fill(parts: Sequence[Part], sharding: TensorSharding, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Put whole parameters, one after another, into the masters; `Gradients.publish` then gives them to the model.
+
+    tensors: name and value, of any dtype and device, for every parameter. Raises ValueError if one is missing or has
+    another shape.
+    """
+    waiting = {part.name: part for part in parts}
+    for name, full in tensors:
+        part = waiting.pop(name, None)
+        if part is None:  # another rank keeps it
+            continue
+        held = sharding.part(name, full)
+        if held.shape != part.shape:
+            raise ValueError(f"parameter {name} has the shape {list(full.shape)}, which does not fit this model")
+        part.master.copy_(held.flatten()[part.start : part.start + part.master.numel()].view_as(part.master))
+    if waiting:
+        raise ValueError(f"parameter {next(iter(waiting))} is missing; the values are of another model")
 
 
 def all_ranks(mesh: Mesh) -> Axis:

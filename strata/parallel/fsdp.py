@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from strata.comm.mesh import Axis, Mesh
 from strata.models.layers import DecoderLayer
 from strata.parallel.data_parallel import GradientAxes, Part, clip_factor, global_norm
+from strata.parallel.families import Placement
 from strata.parallel.tensor import TensorSharding
 
 
@@ -40,9 +41,10 @@ class FsdpGradients:
     ) -> None:
         """Divide the parameters of `model`, which become DTensors of their dtype, float32 or more.
 
-        model: alike on all ranks of the mesh that share no part of `sharding`. axes: see `gradient_axes`. everyone: see
-        `all_ranks`. compute_dtype: of gathered weights; None is the parameters' own. reduce_dtype: of gradients while
-        they are sent; None is float32, or the parameters' dtype if that is wider.
+        model: alike on all ranks but for the parts that `sharding` gave them; or on the meta device, then it gets
+        memory without values. axes: see `gradient_axes`. everyone: see `all_ranks`. compute_dtype: of gathered weights;
+        None is the parameters' own. reduce_dtype: of gradients while they are sent; None is float32, or the parameters'
+        dtype if that is wider.
         """
         self._sharding, self._axes, self._everyone = sharding, axes, everyone
         dtype = next(model.parameters()).dtype
@@ -52,24 +54,24 @@ class FsdpGradients:
             # Cosines and sines of the rotary embedding stay float32.
             cast_forward_inputs=False,
         )
-        shard = mesh.flattened("shard", "cp")
-        replicas = mesh.axis("dp")
-        device_mesh = mesh.device_mesh(shard) if replicas.size == 1 else mesh.device_mesh(replicas, shard)
-        layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
-        for module in (*layers, model):
-            divided = fully_shard(module, mesh=device_mesh, mp_policy=policy, reshard_after_forward=module is not model)
+        for module, shard in _units(model, sharding, axes, mesh.flattened("shard", "cp")):
+            replicas = mesh.axis("dp")
+            over = mesh.device_mesh(shard) if replicas.size == 1 else mesh.device_mesh(replicas, shard)
+            divided = fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=module is not model)
             assert isinstance(divided, FSDPModule)
             # The loss is a share of that of the whole step: gradients are summed, not averaged.
             divided.set_gradient_divide_factor(1.0)
             divided.set_force_sum_reduction_for_comms(True)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            model.to_empty(device=mesh.world.device)
         self._parameters = {name: _as_dtensor(parameter) for name, parameter in model.named_parameters()}
-        self.parts = list(self._make_parts(shard))
+        self.parts = list(self._make_parts())
         self._gradients: dict[str, Tensor] = {}
         self._zero = torch.zeros((), dtype=dtype, device=mesh.world.device)
 
-    def _make_parts(self, shard: Axis) -> Iterator[Part]:
+    def _make_parts(self) -> Iterator[Part]:
         for name, parameter in self._parameters.items():
-            local = parameter.to_local().detach()
+            local, shard = parameter.to_local().detach(), self._axes[name].divided
             if local.numel():
                 rows = -(-parameter.shape[0] // shard.size)
                 start = rows * shard.index * (parameter.numel() // parameter.shape[0])
@@ -102,6 +104,24 @@ class FsdpGradients:
         for part in self.parts:
             part.master.grad = None
         self._gradients.clear()
+
+
+def _units(
+    model: nn.Module, sharding: TensorSharding, axes: Mapping[str, GradientAxes], dense: Axis
+) -> Iterator[tuple[nn.Module, Axis]]:
+    """What is gathered at once, inner modules first, with the axis that divides it: experts, layers, the rest.
+
+    Experts that are shared out are apart, because fewer ranks hold the same ones.
+    """
+    if sharding.experts is not None:
+        owners = {name.rpartition(".")[0]: axes[name].divided for name in axes if _is_expert(sharding, name)}
+        yield from ((model.get_submodule(owner), shard) for owner, shard in owners.items())
+    yield from ((module, dense) for module in model.modules() if isinstance(module, DecoderLayer))
+    yield model, dense
+
+
+def _is_expert(sharding: TensorSharding, name: str) -> bool:
+    return sharding.placements[name] is Placement.EXPERT
 
 
 def _as_dtensor(tensor: Tensor) -> DTensor:

@@ -37,7 +37,8 @@ def parallelize(
 ) -> Parallel:
     """Divide `model`, in place, along "tp" and over the data-parallel axes.
 
-    model: on its device, alike on all ranks, in the precision of its masters. layout: checked, and that of the mesh.
+    model: on its device and alike on all ranks; or without values on the meta device, for `data_parallel.fill`, so that
+    no rank ever holds it whole. Its dtype is that of the masters. layout: checked, and that of the mesh.
     compute_dtype, reduce_dtype, bucket_elements: see `ZeroGradients`; FSDP2 sends a layer at a time.
     """
     sharding = shard_model(
@@ -54,6 +55,7 @@ def parallelize(
             model,
             axes,
             everyone,
+            mesh.world.device,
             reduce_every_pass=layout.zero == 2,
             compute_dtype=compute_dtype,
             reduce_dtype=reduce_dtype,

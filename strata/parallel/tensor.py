@@ -27,11 +27,15 @@ _DECODER, _LAST_NORM = "model", "model.norm"
 
 @dataclass(frozen=True)
 class TensorSharding:
-    """How the ranks of a tensor axis hold the parameters of a model, by name."""
+    """How the ranks of a tensor axis hold the parameters of a model, by name.
+
+    experts: the axis that shares the experts out; None while every rank holds all of them.
+    """
 
     axis: Axis
     sequence_parallel: bool
     placements: Mapping[str, Placement]
+    experts: Axis | None = None
 
     def is_repeated(self, name: str) -> bool:
         """Whether all ranks of the axis hold the same parameter, rather than parts of it."""
@@ -39,7 +43,10 @@ class TensorSharding:
 
     def part(self, name: str, full: Tensor) -> Tensor:
         """This rank's part, a view, of a parameter that is given whole."""
-        return cut(full, self.placements[name], self.axis)
+        if self.placements[name] is Placement.EXPERT:
+            return full if self.experts is None else _cut(full, 0, self.experts)
+        dim = self.placements[name].divided_dim
+        return full if dim is None else _cut(full, dim, self.axis)
 
     @torch.no_grad()
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
@@ -94,11 +101,8 @@ def shard_model(model: nn.Module, axis: Axis, table: Table, *, sequence_parallel
     return sharding
 
 
-def cut(full: Tensor, placement: Placement, axis: Axis) -> Tensor:
-    """This rank's part, a view, of a parameter of that placement."""
-    dim = placement.divided_dim
-    if dim is None:
-        return full
+def _cut(full: Tensor, dim: int, axis: Axis) -> Tensor:
+    """This rank's part, a view."""
     first, end = span(full.shape[dim], axis.size, axis.index)
     return full.narrow(dim, first, end - first)
 

@@ -27,6 +27,7 @@ class ZeroGradients:
         model: nn.Module,
         axes: Mapping[str, GradientAxes],
         everyone: Axis,
+        device: torch.device,
         *,
         reduce_every_pass: bool,
         compute_dtype: torch.dtype | None = None,
@@ -36,43 +37,47 @@ class ZeroGradients:
         """Divide the parameters of `model`, which become views of flat memory.
 
         model: alike on all ranks that `axes` (see `gradient_axes`) sums over; its parameters, in float32 or more, are
-        what the masters begin with. everyone: see `all_ranks`.
+        what the masters begin with. On the meta device it has no values, and gets memory on `device`.
+        everyone: see `all_ranks`.
         reduce_every_pass: ZeRO-2, which keeps no more than a part of the gradient between two micro-batches; otherwise
         a rank adds its gradients up and reduces them once a step.
         compute_dtype: of the model from now on; None leaves it. reduce_dtype: of gradients while they are added up and
         sent; None is float32, or the parameters' dtype if that is wider.
         bucket_elements: the least number in a message, unless all are fewer; a message never ends within a layer.
         """
+        if any(parameter.is_meta for parameter in model.parameters()):
+            model.to_empty(device=device)
         self._everyone, self._reduces_every_pass = everyone, reduce_every_pass
         self._buckets = _make_buckets(model, axes, compute_dtype, reduce_dtype, bucket_elements)
         self.parts = [part for bucket in self._buckets for part in bucket.parts]
         self._home = {name: bucket for bucket in self._buckets for name in bucket.slots}
-        self._first_name: dict[Tensor, str] = {}
         self._missing = [set(bucket.slots) for bucket in self._buckets]
         self._sent = 0
         self._reduces_this_pass = reduce_every_pass
         self._is_reduced = False
         self._under_way: list[Iterator[None]] = []
-        for name, parameter in model.named_parameters():
-            self.watch(parameter, [name])
+        # Of the tensors that autograd gives gradients, the parameter or the first of the parameters that they are.
+        self._name: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        for parameter in self._name:
+            parameter.register_post_accumulate_grad_hook(self.take)
 
-    def watch(self, leaf: Tensor, names: Sequence[str]) -> None:
-        """Take the gradient of `leaf` as soon as autograd has it. Done for every parameter already.
-
-        leaf: for a matrix that was merged from several parameters of the model, `names`, which lie side by side.
+    def watch(self, leaf: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        """Take the gradient of `leaf` as soon as autograd has it: of a matrix that is a view of several parameters of
+        the model, which lie side by side (`strata.graph.merge`). Every parameter is watched already.
         """
+        names = [self._name[parameter] for parameter in parameters]
         slots = [self._home[name].slots[name] for name in names]
         for before, after in pairwise(slots):
             if before.end != after.first or self._home[before.name] is not self._home[after.name]:
                 raise ValueError(f"{before.name} and {after.name} do not lie side by side; merge other parameters")
-        self._first_name[leaf] = names[0]
+        self._name[leaf] = names[0]
         leaf.register_post_accumulate_grad_hook(self.take)
 
     def take(self, leaf: Tensor) -> None:
         """The gradient of a watched tensor is complete for this pass. For one that autograd does not tell of."""
         if leaf.grad is None:
             return
-        name = self._first_name[leaf]
+        name = self._name[leaf]
         bucket = self._home[name]
         place = self._buckets.index(bucket)
         if place < self._sent:
@@ -87,7 +92,7 @@ class ZeroGradients:
         self._reduces_this_pass = True
 
     def accumulate(self) -> None:
-        for leaf in self._first_name:
+        for leaf in self._name:
             self.take(leaf)
         if self._reduces_this_pass:
             self._send_rest()

@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from strata.comm.launch import World
+from strata.kernels.loss import linear_cross_entropy
+from strata.models.families import build
+from strata.parallel.data_parallel import fill
 from strata.parallel.layout import Layout
-from tests.parallel.models import config_of
+from strata.parallel.parallelize import parallelize
+from tests.parallel.models import config_of, head_weight, random_batch, random_model
 from tests.parallel.ranks import run_ranks
 from tests.parallel.steps import CLIP, steps_of_ranks
 
@@ -37,3 +42,47 @@ def test_five_steps_equal_one_process(world: int, tmp_path: Path) -> None:
     for (name, layout), *found in zip(LAYOUTS[world], *ranks, strict=True):
         assert max(one["worst"][1] for one in found) < 1e-9, (name, layout, found)
         assert found[0]["smallest norm"] > 2 * CLIP
+
+
+CONFIG = config_of("qwen3-biases-tied")
+
+
+def details(world: World, folder: Path) -> dict[str, Any]:
+    """Mixed precision, and a model that begins on the meta device."""
+    batch, targets = random_batch(CONFIG, [7, 5])
+    layout = Layout(shard=world.size, zero=3)
+    source = random_model(CONFIG, torch.float32)
+    with torch.device("meta"):
+        model = build(CONFIG)
+    parallel = parallelize(model, CONFIG, layout, layout.mesh(world), compute_dtype=torch.bfloat16)
+    fill(parallel.gradients.parts, parallel.sharding, source.named_parameters())
+    parallel.gradients.publish()
+    narrow = random_model(CONFIG, torch.float32).to(torch.bfloat16)
+    hidden, wanted = model(batch), narrow(batch)
+    losses = [linear_cross_entropy(h, head_weight(m), targets).sum() for h, m in ((hidden, model), (wanted, narrow))]
+    (losses[0] / world.size).backward()  # all ranks see the same tokens, each with its share of the loss
+    losses[1].backward()
+    parallel.gradients.accumulate()
+    parallel.gradients.reduce()
+    layer = model.get_parameter("model.layers.1.mlp.up_proj.weight")
+    return {
+        "hidden": torch.equal(hidden, wanted),
+        "loss": torch.equal(*losses),
+        "divided": layer.to_local().numel() < layer.numel(),
+        "dtypes": sorted({str(part.master.grad.dtype) for part in parallel.gradients.parts}),
+        "norm": abs(float(parallel.gradients.norm() / global_norm_of(narrow)) - 1),
+    }
+
+
+def global_norm_of(model: torch.nn.Module) -> torch.Tensor:
+    gradients = [parameter.grad.float().flatten() for parameter in model.parameters()]
+    return torch.cat(gradients).norm()
+
+
+def test_bfloat16_computes_as_one_process_does_and_keeps_float32_masters(tmp_path: Path) -> None:
+    for found in run_ranks(details, 2, tmp_path):
+        assert found["hidden"], "cosines and sines must stay float32"
+        assert found["loss"]
+        assert found["divided"]
+        assert found["dtypes"] == ["torch.float32"]
+        assert found["norm"] < 1e-2

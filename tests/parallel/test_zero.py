@@ -6,11 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from strata.comm import collectives
 from strata.comm.launch import World
+from strata.models.families import build
+from strata.models.layers import CausalLM
+from strata.parallel import buckets
+from strata.parallel.data_parallel import fill
 from strata.parallel.layout import Layout
-from tests.parallel.models import config_of, random_model
-from tests.parallel.ranks import run_ranks
+from strata.parallel.parallelize import Parallel, parallelize
+from strata.parallel.zero import ZeroGradients
+from strata.train.compile import TrainingGraph
+from tests.parallel.models import config_of, gradients_of, head_weight, loss_of, random_batch, random_model
+from tests.parallel.ranks import relative_error, run_ranks
 from tests.parallel.steps import CLIP, steps_of_ranks
 
 LAYOUTS = {
@@ -46,3 +55,183 @@ def test_five_steps_equal_one_process(world: int, tmp_path: Path) -> None:
         if layout.zero and layout.tp == 1:
             whole = sum(parameter.numel() for parameter in random_model(config_of(name)).parameters())
             assert sum(one["elements"] for one in found) == whole * layout.dp
+
+
+CONFIG = config_of("llama")
+
+
+def divided(world: World, model: CausalLM, zero: int, **options: Any) -> tuple[Parallel, ZeroGradients]:
+    """A model over all ranks, a bucket a layer."""
+    layout = Layout(shard=world.size, zero=zero)  # type: ignore[arg-type]
+    parallel = parallelize(model, CONFIG, layout, layout.mesh(world), bucket_elements=1, **options)
+    assert isinstance(parallel.gradients, ZeroGradients)
+    return parallel, parallel.gradients
+
+
+def reduced_gradient_errors(gradients: ZeroGradients, wanted: dict[str, torch.Tensor]) -> float:
+    """Largest relative error of the parts' gradients."""
+    errors = []
+    for part in gradients.parts:
+        held = wanted[part.name].flatten()[part.start : part.start + part.master.numel()]
+        assert part.master.grad is not None
+        errors.append(relative_error(part.master.grad, held) if held.any() else float(part.master.grad.abs().max()))
+    return max(errors)
+
+
+def details(world: World, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    own, others = (random_batch(CONFIG, [7, 5], seed=rank) for rank in (world.rank, 1 - world.rank))
+    reference = random_model(CONFIG)
+    (loss_of(reference, *own) + loss_of(reference, *others)).backward()
+    wanted = gradients_of(reference)
+    sent: list[int] = []
+
+    def counting(x: torch.Tensor, *rest: Any) -> Any:
+        sent.append(x.numel())
+        return collectives.start_reduce_scatter(x, *rest)
+
+    buckets.start_reduce_scatter = counting
+    for zero in (1, 2):
+        model = random_model(CONFIG)
+        _, gradients = divided(world, model, zero)
+        loss_of(model, *own).backward()
+        first = len(sent)
+        gradients.accumulate()
+        gradients.announce_last()
+        loss_of(model, *own).backward()
+        found[f"messages of zero {zero}"] = [first, len(sent)]
+        gradients.accumulate()
+        gradients.reduce()
+        twice = {name: 2 * gradient for name, gradient in wanted.items()}
+        found[f"without waiting {zero}"] = reduced_gradient_errors(gradients, twice)
+        sent.clear()
+
+    # A rank that has no gradient of some parameters sends zeros, and nobody waits for ever.
+    model, reference = random_model(CONFIG), random_model(CONFIG)
+    _, gradients = divided(world, model, 2)
+    batches = [own, others] if world.rank == 0 else [others, own]
+    (reference(batches[0][0]).square().sum() + loss_of(reference, *batches[1])).backward()
+    loss = model(own[0]).square().sum() if world.rank == 0 else loss_of(model, *own)
+    loss.backward()
+    gradients.accumulate()
+    gradients.reduce()
+    found["no gradient of the head on one rank"] = reduced_gradient_errors(gradients, gradients_of(reference))
+
+    sent.clear()
+
+    # Merged matrices: views of the flat memory, whose gradients are taken whole.
+    model = random_model(CONFIG)
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    _, gradients = divided(world, model, 2)
+    assert all(parameter.data_ptr() != places[name] for name, parameter in model.named_parameters())
+    graph = TrainingGraph(model)
+    for whole, parameters in graph._merged:
+        gradients.watch(whole, parameters)
+    gradients.publish()  # raises if merging moved anything
+    own_loss = torch.nn.functional.cross_entropy(
+        graph(own[0]) @ head_weight(model).t(), own[1], ignore_index=-100, reduction="sum"
+    )
+    own_loss.backward()
+    found["messages of the merged graph"] = len(sent)
+    gradients.accumulate()
+    gradients.reduce()
+    found["merged graph"] = reduced_gradient_errors(gradients, wanted)
+
+    # The model is the rounding of float32 masters, and half of an update is not lost.
+    model = random_model(CONFIG, torch.float32)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    _, gradients = divided(world, model, 1, compute_dtype=torch.bfloat16)
+    with torch.no_grad():
+        for part in gradients.parts:
+            part.master.mul_(1 + 1e-4)
+    gradients.publish()
+    found["rounded masters"] = all(
+        parameter.dtype == torch.bfloat16 and torch.equal(parameter, (before[name] * (1 + 1e-4)).bfloat16())
+        for name, parameter in model.named_parameters()
+    )
+    loss_of(model, *own).backward()
+    gradients.accumulate()
+    gradients.reduce()
+    found["float32 gradients"] = all(part.master.grad.dtype == torch.float32 for part in gradients.parts)
+
+    # From the meta device, a parameter at a time.
+    source = random_model(CONFIG)
+    with torch.device("meta"):
+        model = build(CONFIG).double()
+    parallel, gradients = divided(world, model, 2)
+    fill(gradients.parts, parallel.sharding, source.named_parameters())
+    gradients.publish()
+    found["filled"] = torch.equal(model(own[0]), source(own[0]))
+
+    # Weights may come while the next forward pass begins.
+    with torch.no_grad():
+        for part in gradients.parts:
+            part.master.mul_(2)
+    gradients.start_publishing()
+    gradients.wait(["model.layers.0.mlp.up_proj.weight"])
+    layers = [model.get_parameter(f"model.layers.{layer}.mlp.up_proj.weight") for layer in (0, 1)]
+    found["first layer"] = torch.equal(layers[0], 2 * source.get_parameter("model.layers.0.mlp.up_proj.weight"))
+    gradients.wait()
+    found["second layer"] = torch.equal(layers[1], 2 * source.get_parameter("model.layers.1.mlp.up_proj.weight"))
+    return found
+
+
+def test_messages_merging_rounding_and_filling(tmp_path: Path) -> None:
+    for found in run_ranks(details, 2, tmp_path, timeout=120):
+        # Embedding, two layers, norm and head, each sent before the backward pass that announced it has ended.
+        assert found["messages of zero 1"] == [0, 5]
+        assert found["messages of zero 2"] == [5, 10]
+        assert found["messages of the merged graph"] == 5
+        for exact in ("without waiting 1", "without waiting 2", "no gradient of the head on one rank", "merged graph"):
+            assert found[exact] < 1e-12, exact
+        for true in ("rounded masters", "float32 gradients", "filled", "first layer", "second layer"):
+            assert found[true], true
+
+
+@pytest.fixture
+def alone() -> World:
+    return World(0, 0, 1, torch.device("cpu"), None)
+
+
+def of_one_rank(world: World, model: CausalLM) -> ZeroGradients:
+    gradients = parallelize(model, CONFIG, Layout(), Layout().mesh(world)).gradients
+    assert isinstance(gradients, ZeroGradients)
+    return gradients
+
+
+def test_a_parameter_that_was_moved_away_is_told(alone: World) -> None:
+    model = random_model(CONFIG)
+    gradients = of_one_rank(alone, model)
+    model.model.norm.weight.data = model.model.norm.weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"parameter model\.norm\.weight was moved away from the memory"):
+        gradients.publish()
+
+
+def test_a_gradient_that_comes_too_late_is_told(alone: World) -> None:
+    model = random_model(CONFIG)
+    gradients = of_one_rank(alone, model)
+    gradients.announce_last()
+    loss_of(model, *random_batch(CONFIG, [5])).backward()
+    model.model.norm.weight.grad = torch.ones_like(model.model.norm.weight)
+    with pytest.raises(RuntimeError, match=r"a second gradient of model\.norm\.weight came after the first was sent"):
+        gradients.accumulate()
+
+
+def test_only_neighbours_can_be_watched_together(alone: World) -> None:
+    model = random_model(CONFIG)
+    gradients = of_one_rank(alone, model)
+    attention = model.model.layers[0].self_attn
+    with pytest.raises(ValueError, match=r"q_proj\.weight and .*v_proj\.weight do not lie side by side"):
+        gradients.watch(torch.zeros(3, requires_grad=True), [attention.q_proj.weight, attention.v_proj.weight])
+
+
+def test_values_of_another_model_are_refused(alone: World) -> None:
+    model = random_model(CONFIG)
+    parallel = parallelize(model, CONFIG, Layout(), Layout().mesh(alone))
+    values = dict(random_model(CONFIG).named_parameters())
+    missing = [(name, value) for name, value in values.items() if "lm_head" not in name]
+    with pytest.raises(ValueError, match=r"parameter lm_head\.weight is missing"):
+        fill(parallel.gradients.parts, parallel.sharding, missing)
+    values["lm_head.weight"] = values["lm_head.weight"][:, :5]
+    with pytest.raises(ValueError, match=r"parameter lm_head\.weight has the shape \[61, 5\]"):
+        fill(parallel.gradients.parts, parallel.sharding, values.items())
