@@ -1,0 +1,143 @@
+"""Direct preference optimization (Rafailov et al. 2023): chosen replies become likelier than rejected ones."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from strata.kernels.loss import linear_cross_entropy
+from strata.models.layers import CausalLM
+from strata.train.data.loader import SampleId, Step, collate
+from strata.train.data.mixture import Mixture
+from strata.train.optim import Optimizer
+from strata.train.pack import PackedBatch
+from strata.train.step import head_weight
+
+
+@dataclass(frozen=True)
+class DpoConfig:
+    """beta: how much a change of log-probability counts. label_smoothing: share of pairs that are the wrong way round
+    (conservative DPO, Mitchell 2023)."""
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.beta <= 0:
+            raise ValueError(f"dpo.beta = {self.beta} must be positive")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"dpo.label_smoothing = {self.label_smoothing} must lie in [0, 0.5)")
+
+
+def dpo_loss(policy: Tensor, reference: Tensor, config: DpoConfig) -> tuple[Tensor, Tensor]:
+    """Loss of each pair and its margin, by how much its chosen reply has gained on the rejected one, [pairs] each.
+
+    policy, reference: [pairs, 2] log-probabilities of the chosen and the rejected reply.
+    """
+    gains = config.beta * (policy - reference)
+    margins = gains[:, 0] - gains[:, 1]
+    wrong = config.label_smoothing
+    return -(1 - wrong) * F.logsigmoid(margins) - wrong * F.logsigmoid(-margins), margins
+
+
+def reply_logprobs(model: CausalLM, packed: PackedBatch) -> Tensor:
+    """Log-probability of the wanted tokens of each document of a batch, [documents] float32."""
+    head = head_weight(model)
+    batch, rows, targets = packed.to(head.device)
+    each = -linear_cross_entropy(model(batch).index_select(0, rows), head, targets)
+    homes = torch.from_numpy(np.searchsorted(packed.offsets, packed.rows, side="right") - 1).to(head.device)
+    return torch.zeros(len(packed.lengths), dtype=each.dtype, device=head.device).index_add(0, homes, each)
+
+
+class Reference:
+    """Log-probabilities of all pairs under the model that training began with, computed once."""
+
+    def __init__(self, tables: list[Tensor]) -> None:
+        """tables: of each dataset, [samples, 2] float32: chosen, rejected."""
+        self._tables = tables
+
+    def of(self, samples: Sequence[SampleId]) -> Tensor:
+        """[samples, 2] on the CPU."""
+        return torch.stack([self._tables[one.dataset][one.number] for one in samples])
+
+    @classmethod
+    def computed(cls, model: CausalLM, mixture: Mixture, capacity: int, cache: Path, base: str) -> Reference:
+        """Those in the file `cache`, or if it was made with other data or another model, new ones, left there.
+
+        base: what tells the model from others (see `weights_digest`). capacity: tokens that a batch may have.
+        """
+        made_of = {"base": base, "data": " ".join(dataset.fingerprint for dataset in mixture.datasets)}
+        if cache.exists():
+            with safe_open(cache, framework="pt") as file:
+                if file.metadata() == made_of:
+                    return cls([file.get_tensor(str(number)) for number in range(len(mixture.datasets))])
+        tables = [_logprobs(model, mixture, number, capacity) for number in range(len(mixture.datasets))]
+        part = cache.with_name(f".{cache.name}.part")
+        save_file({str(number): table for number, table in enumerate(tables)}, part, metadata=made_of)
+        part.replace(cache)
+        return cls(tables)
+
+
+def weights_digest(folder: Path) -> str:
+    """A checksum of the weights in a model folder."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+class DpoGradients:
+    """The gradient of the mean DPO loss over all pairs of a step."""
+
+    def __init__(self, model: CausalLM, optimizer: Optimizer, reference: Reference, config: DpoConfig) -> None:
+        self._model, self._optimizer, self._reference, self._config = model, optimizer, reference, config
+
+    def __call__(self, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
+        """Forward and backward of every batch. Returns the loss [] and, for the log, what share of the pairs has a
+        positive margin, and the mean margin."""
+        pairs = sum(map(len, step.samples))
+        losses, margins = [], []
+        for packed, samples in zip(step.batches, step.samples, strict=True):
+            policy = reply_logprobs(self._model, packed).view(-1, 2)
+            each, margin = dpo_loss(policy, self._reference.of(samples).to(policy.device), self._config)
+            loss = each.sum() / pairs
+            loss.backward()
+            self._optimizer.accumulate()
+            losses.append(loss.detach())
+            margins.append(margin.detach())
+        all_margins = torch.cat(margins)
+        metrics = {"preferred": (all_margins > 0).float().mean(), "margin": all_margins.mean()}
+        return torch.stack(losses).sum(), metrics
+
+
+@torch.no_grad()
+def _logprobs(model: CausalLM, mixture: Mixture, dataset: int, capacity: int) -> Tensor:
+    parts = [
+        reply_logprobs(model, collate(mixture, samples)).view(-1, 2).float().cpu()
+        for samples in _in_order(mixture, dataset, capacity)
+    ]
+    return torch.cat(parts)
+
+
+def _in_order(mixture: Mixture, dataset: int, capacity: int) -> Iterator[list[SampleId]]:
+    """All samples of a dataset in runs of at most `capacity` tokens."""
+    lengths = mixture.datasets[dataset].lengths(np.arange(mixture.datasets[dataset].samples))
+    run: list[SampleId] = []
+    filled = 0
+    for number, length in enumerate(lengths.tolist()):
+        if run and filled + length > capacity:
+            yield run
+            run, filled = [], 0
+        run.append(SampleId(number, dataset, number))
+        filled += length
+    yield run

@@ -1,0 +1,163 @@
+"""LoRA (Hu et al. 2022): frozen weights, and beside chosen projections a trained product of two thin matrices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from strata.kernels.gemm import linear
+from strata.models.layers import CausalLM, Linear
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# How PEFT names the weights and the settings of an adapter.
+WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """rank: inner width of the product, which is scaled by alpha / rank. projections: which get one, in all layers."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    projections: list[str] = field(default_factory=lambda: list(PROJECTIONS))
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.alpha <= 0:
+            raise ValueError(f"lora.rank = {self.rank} and lora.alpha = {self.alpha} must be positive")
+        if unknown := [name for name in self.projections if name not in PROJECTIONS]:
+            raise ValueError(f"lora.projections: {unknown[0]!r} is unknown; accepted are {', '.join(PROJECTIONS)}")
+        if not self.projections:
+            raise ValueError(f"lora.projections is empty; name some of {', '.join(PROJECTIONS)}")
+
+
+class LoraLinear(nn.Module):
+    """y = x W^T (+ b) + scale * x A^T B^T, [..., inputs] to [..., outputs]; the base's parameters keep their names.
+
+    A [rank, inputs] and B [outputs, rank] are float32 whatever the base is: their updates are small.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, base: Linear, config: LoraConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        self.weight, self.bias = base.weight, base.bias
+        self.scale = config.alpha / config.rank
+        outputs, inputs = base.weight.shape
+        with torch.device(base.weight.device):
+            self.lora_A = Linear(inputs, config.rank, bias=False).float()
+            self.lora_B = Linear(config.rank, outputs, bias=False).float()
+        # Uniform with variance 1 / (3 inputs), as PEFT's kaiming_uniform_(a=sqrt(5)); the product begins as zero.
+        drawn = torch.empty(config.rank, inputs, device="cpu").uniform_(-1, 1, generator=generator) * inputs**-0.5
+        with torch.no_grad():
+            self.lora_A.weight.copy_(drawn)
+            self.lora_B.weight.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype)))
+        base: Tensor = linear(x, self.weight, self.bias)
+        return base + (self.scale * added).to(x.dtype)
+
+    @torch.no_grad()
+    def merged(self) -> Linear:
+        """One matrix that computes the same; the base's own tensor, changed in place."""
+        outputs, inputs = self.weight.shape
+        with torch.device("meta"):
+            made = Linear(inputs, outputs, bias=False)
+        product = self.scale * (self.lora_B.weight @ self.lora_A.weight)
+        self.weight.copy_(self.weight.to(product.dtype) + product)
+        made.weight = self.weight
+        made.bias = self.bias
+        return made
+
+
+class Adapters(nn.Module):
+    """The parameters of all adapters of a model, under their names in it: what an optimizer is given."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._named = {name: weight for name, weight in model.named_parameters() if _is_adapter(name)}
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self._named.items()
+
+
+def add_lora(model: CausalLM, config: LoraConfig, seed: int) -> Adapters:
+    """Freeze the model and put adapters beside its projections. At first the model computes what it did."""
+    model.requires_grad_(False)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    for parent, name, child in list(_projections(model, config.projections)):
+        setattr(parent, name, LoraLinear(child, config, generator))
+    return Adapters(model)
+
+
+def merge_lora(model: CausalLM) -> None:
+    """Add every adapter to its weight and take it away: a model as it was before `add_lora`, with other weights."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, LoraLinear):
+                setattr(parent, name, child.merged())
+
+
+def save_adapter(model: CausalLM, config: LoraConfig, base: str, folder: Path) -> None:
+    """Write the adapters as PEFT does, so that PEFT, vLLM and others load them. base: the model that they are of."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {_PREFIX + name: weight.detach().cpu() for name, weight in Adapters(model).named_parameters()}
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(config.projections),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def load_adapter(model: CausalLM, folder: Path) -> Adapters:
+    """Put the adapters of a folder in PEFT's layout beside the projections of `model`, which is frozen.
+
+    Raises ValueError if a file is missing, if it uses what this does not compute, or does not fit the model.
+    """
+    try:
+        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        tensors = load_file(folder / WEIGHTS)
+        config = LoraConfig(int(settings["r"]), float(settings["lora_alpha"]), sorted(settings["target_modules"]))
+    except Exception as error:  # safetensors raises its own bare errors
+        raise ValueError(f"{folder} holds no LoRA adapter that can be read: {error}") from None
+    for name in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "layers_to_transform", "modules_to_save"):
+        if settings.get(name):
+            raise ValueError(f"{folder / SETTINGS}: {name} = {settings[name]!r} is not supported; merge it with PEFT")
+    adapters = add_lora(model, config, seed=0)
+    wanted = {_PREFIX + name: weight for name, weight in adapters.named_parameters()}
+    wrong = list(wanted.keys() ^ tensors.keys())
+    wrong += [name for name in wanted.keys() & tensors.keys() if wanted[name].shape != tensors[name].shape]
+    if wrong:
+        raise ValueError(f"{folder} is an adapter of another model: {min(wrong)} is missing or misshapen in one")
+    with torch.no_grad():
+        for name, weight in wanted.items():
+            weight.copy_(tensors[name])
+    return adapters
+
+
+def _projections(model: nn.Module, names: Sequence[str]) -> Iterator[tuple[nn.Module, str, Linear]]:
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if name in names and isinstance(child, Linear):
+                yield parent, name, child
+
+
+def _is_adapter(name: str) -> bool:
+    return name.endswith((".lora_A.weight", ".lora_B.weight"))

@@ -1,0 +1,103 @@
+"""Which tokens of a chat are learned: what generation would write, seen after what generation would see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from strata.models.tokenizer import Tokenizer
+from strata.train.data.encoding import Document, encode_chat, encode_preference
+
+TURNS = [
+    {"role": "system", "content": "the box"},
+    {"role": "user", "content": "quick?"},
+    {"role": "assistant", "content": "brown fox"},
+    {"role": "user", "content": "lazy?"},
+    {"role": "assistant", "content": "dog"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Iterator[Tokenizer]:
+    with Tokenizer.load(folder) as loaded:
+        yield loaded
+
+
+def wanted(tokenizer: Tokenizer, document: Document) -> str:
+    return tokenizer.decode(document.tokens[document.wanted].tolist(), skip_special_tokens=False)
+
+
+def test_assistant_turns_and_their_ends_are_wanted(tokenizer: Tokenizer) -> None:
+    (document,) = encode_chat(tokenizer, TURNS)
+    assert document.tokens.tolist() == tokenizer.encode_chat(TURNS, add_generation_prompt=False)
+    assert wanted(tokenizer, document) == "brown fox<|end|>dog<|end|>"
+    # Before every turn stands exactly the prompt that generation gets.
+    for turn in (2, 4):
+        prompt = tokenizer.encode_chat(TURNS[:turn])
+        assert document.tokens[: len(prompt)].tolist() == prompt
+        assert document.wanted[len(prompt)]
+        assert not document.wanted[len(prompt) - 1]
+
+
+def test_what_a_template_writes_after_the_end_does_not_count(folder: Path) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    with Tokenizer.load(folder, template) as tokenizer:
+        (document,) = encode_chat(tokenizer, TURNS)
+        assert wanted(tokenizer, document) == "brown fox<|end|>dog<|end|>"
+
+
+def test_a_template_that_rewrites_earlier_turns_gives_a_document_a_turn(folder: Path) -> None:
+    """Reasoning is shown in the last turn only, as Qwen3's template does."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>"
+        "{% if m.thinking and loop.last %}({{ m.thinking }}){% endif %}{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    turns = [turn | {"thinking": "hm"} if turn["role"] == "assistant" else turn for turn in TURNS]
+    with Tokenizer.load(folder, template) as tokenizer:
+        first, second = encode_chat(tokenizer, turns)
+        assert wanted(tokenizer, first) == "(hm)brown fox<|end|>"
+        assert wanted(tokenizer, second) == "(hm)dog<|end|>"
+        assert second.tokens.tolist()[: len(tokenizer.encode_chat(turns[:4]))] == tokenizer.encode_chat(turns[:4])
+        assert "hm" not in tokenizer.decode(second.tokens[~second.wanted].tolist())
+
+
+def test_a_template_without_its_own_generation_prompt_is_refused(folder: Path) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}now you speak: {% endif %}"
+    )
+    with (
+        Tokenizer.load(folder, template) as tokenizer,
+        pytest.raises(ValueError, match=r"does not write messages\[2\] after its own generation prompt"),
+    ):
+        encode_chat(tokenizer, TURNS)
+
+
+def test_preferences(tokenizer: Tokenizer) -> None:
+    record = {"prompt": "quick?", "chosen": "fox", "rejected": [{"role": "assistant", "content": "lazy dog"}]}
+    chosen, rejected = encode_preference(tokenizer, record)
+    assert (wanted(tokenizer, chosen), wanted(tokenizer, rejected)) == ("fox<|end|>", "lazy dog<|end|>")
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "quick?"}])
+    assert chosen.tokens[: len(prompt)].tolist() == rejected.tokens[: len(prompt)].tolist() == prompt
+    # Assistant turns of the prompt are context, not what is preferred.
+    chosen, _ = encode_preference(tokenizer, {"prompt": TURNS[:4], "chosen": "yes", "rejected": "no"})
+    assert wanted(tokenizer, chosen) == "yes<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (TURNS[:2], "no assistant turn"),
+        (TURNS[2:3], "the first message is the assistant's"),
+        (["hello"], "no assistant turn"),
+    ],
+)
+def test_chats_that_cannot_be_used(tokenizer: Tokenizer, messages: list[dict[str, str]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        encode_chat(tokenizer, messages)

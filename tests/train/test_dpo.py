@@ -1,0 +1,124 @@
+"""DPO against the formula written out, one reply at a time and without packing."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from strata.models.layers import CausalLM
+from strata.models.weights import load
+from strata.train.config import OptimizerConfig
+from strata.train.data.encoding import Document
+from strata.train.data.loader import Loader, Place, SampleId, Step
+from strata.train.data.mixture import Mixture
+from strata.train.data.shards import TokenDataset
+from strata.train.data.tokenize import tokenize
+from strata.train.dpo import DpoConfig, DpoGradients, Reference, dpo_loss, weights_digest
+from strata.train.encode import Encoded
+from strata.train.optim import Optimizer
+from strata.train.pack import pack
+
+CONFIG = DpoConfig(beta=0.3, label_smoothing=0.1)
+
+
+@pytest.fixture(scope="module")
+def mixture(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Mixture:
+    out = tmp_path_factory.mktemp("pairs")
+    pairs = [
+        {"prompt": f"the {word}?", "chosen": f"quick {word}", "rejected": f"lazy {word} dog over"}
+        for word in ("fox", "box", "jugs", "dozen", "brown", "five", "liquor")
+    ]
+    (out / "a.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    tokenize([out / "a.jsonl"], folder, out / "shards", bytes_per_shard=200)
+    return Mixture([TokenDataset(out / "shards")], [1.0], seed=0)
+
+
+def step_of(mixture: Mixture, packs: int) -> Step:
+    return Loader(mixture, 96, packs, 7).step(Place())
+
+
+def plain_logprob(model: CausalLM, document: Document) -> Tensor:
+    offsets = np.array([0, len(document.tokens)])
+    batch, _, _ = pack([Encoded(document.tokens, document.wanted, offsets)], 0).to(torch.device("cpu"))
+    each = model.head(model(batch)).log_softmax(-1)[:-1]
+    chosen = each.gather(1, torch.from_numpy(document.tokens[1:].astype(np.int64))[:, None])[:, 0]
+    return (chosen * torch.from_numpy(document.wanted[1:])).sum()
+
+
+def test_loss_and_gradient_equal_a_plain_script(folder: Path, mixture: Mixture, tmp_path: Path) -> None:
+    base, _ = load(folder, "cpu", torch.float32)
+    reference = Reference.computed(base, mixture, 96, tmp_path / "reference.safetensors", "base")
+    model, _ = load(folder, "cpu", torch.float32)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        for weight in model.parameters():
+            weight += 0.05 * torch.randn(weight.shape, generator=generator)
+    step = step_of(mixture, 3)
+    gradients = DpoGradients(model, Optimizer(model, OptimizerConfig(learning_rate=1.0)), reference, CONFIG)
+    loss, metrics = gradients(step)
+    ours = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+    model.zero_grad()
+    losses, margins = [], []
+    for one in (id for samples in step.samples for id in samples):
+        pair = mixture.datasets[0].sample(one.number)
+        chosen, rejected = (plain_logprob(model, document) for document in pair)
+        with torch.no_grad():
+            was_chosen, was_rejected = (plain_logprob(base, document) for document in pair)
+        margin = 0.3 * ((chosen - was_chosen) - (rejected - was_rejected))
+        losses.append(-0.9 * torch.log(torch.sigmoid(margin)) - 0.1 * torch.log(torch.sigmoid(-margin)))
+        margins.append(margin.detach())
+    expected = torch.stack(losses).mean()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert metrics["margin"].item() == pytest.approx(torch.stack(margins).mean().item(), rel=1e-4)
+    assert metrics["preferred"].item() == pytest.approx((torch.stack(margins) > 0).float().mean().item())
+    for name, weight in model.named_parameters():
+        scale = weight.grad.abs().max()
+        assert scale > 0
+        assert (ours[name] - weight.grad).abs().max() < 1e-4 * scale, name
+
+
+def test_the_first_step_has_no_margin(folder: Path, mixture: Mixture, tmp_path: Path) -> None:
+    model, _ = load(folder, "cpu", torch.float32)
+    reference = Reference.computed(model, mixture, 96, tmp_path / "reference.safetensors", "base")
+    optimizer = Optimizer(model, OptimizerConfig(learning_rate=1.0))
+    loss, metrics = DpoGradients(model, optimizer, reference, DpoConfig())(step_of(mixture, 2))
+    assert loss.item() == pytest.approx(math.log(2), abs=1e-5)
+    assert metrics["margin"].item() == pytest.approx(0, abs=1e-5)
+
+
+def test_the_reference_is_computed_once(
+    folder: Path, mixture: Mixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = load(folder, "cpu", torch.float32)
+    cache = tmp_path / "reference.safetensors"
+    first = Reference.computed(model, mixture, 96, cache, weights_digest(folder))
+    pairs = [SampleId(0, 0, number) for number in range(7)]
+    calls: list[int] = []
+    whole = CausalLM.forward
+    monkeypatch.setattr(CausalLM, "forward", lambda self, batch: (calls.append(1), whole(self, batch))[1])
+    again = Reference.computed(model, mixture, 96, cache, weights_digest(folder))
+    assert torch.equal(first.of(pairs), again.of(pairs))
+    assert not calls
+    Reference.computed(model, mixture, 96, cache, "another model")
+    assert calls
+
+
+def test_label_smoothing_and_settings() -> None:
+    policy, reference = torch.tensor([[-1.0, -3.0]]), torch.tensor([[-2.0, -2.0]])
+    loss, margin = dpo_loss(policy, reference, DpoConfig(beta=0.5))
+    assert margin.item() == pytest.approx(1.0)
+    assert loss.item() == pytest.approx(math.log(1 + math.exp(-1)))
+    smooth, _ = dpo_loss(policy, reference, DpoConfig(beta=0.5, label_smoothing=0.25))
+    assert smooth.item() == pytest.approx(0.75 * math.log(1 + math.exp(-1)) + 0.25 * math.log(1 + math.exp(1)))
+    with pytest.raises(ValueError, match=r"dpo\.beta = 0"):
+        DpoConfig(beta=0.0)
+    with pytest.raises(ValueError, match=r"must lie in \[0, 0\.5\)"):
+        DpoConfig(label_smoothing=0.5)

@@ -1,0 +1,157 @@
+"""LoRA against a plain twin: values, gradients, merging, PEFT's files."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from strata.models.batch import Batch
+from strata.models.layers import CausalLM, Linear
+from strata.models.weights import load
+from strata.train.config import OptimizerConfig
+from strata.train.lora import PROJECTIONS, Adapters, LoraConfig, add_lora, load_adapter, merge_lora, save_adapter
+from strata.train.optim import Optimizer
+
+CONFIG = LoraConfig(rank=3, alpha=6.0, projections=["q_proj", "down_proj"])
+
+
+def batch() -> Batch:
+    tokens = torch.randint(0, 300, (12,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6], dtype=torch.int32)
+    return Batch(tokens, positions, torch.tensor([0, 5, 12], dtype=torch.int32), 7)
+
+
+@pytest.fixture
+def model(folder: Path) -> CausalLM:
+    return load(folder, "cpu", torch.float32)[0]
+
+
+def filled(model: CausalLM) -> Adapters:
+    """Adapters with values, as after some training."""
+    adapters = add_lora(model, CONFIG, seed=4)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for _, weight in adapters.named_parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
+    return adapters
+
+
+def test_the_model_computes_the_same_at_first(model: CausalLM) -> None:
+    before = model(batch())
+    adapters = add_lora(model, CONFIG, seed=4)
+    assert torch.equal(model(batch()), before)
+    assert len(dict(adapters.named_parameters())) == 2 * 2 * 3  # A and B of two projections in three layers
+    trainable = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    assert trainable == set(dict(adapters.named_parameters()))
+
+
+def test_gradients_equal_those_through_a_full_weight(model: CausalLM) -> None:
+    """A twin without adapters whose weights are W + s B A, built by autograd from copies of A and B."""
+    plain = copy.deepcopy(model).requires_grad_(False)
+    adapters = filled(model)
+    goal = torch.randn(12, 48, generator=torch.Generator().manual_seed(3))
+    (model(batch()) * goal).sum().backward()
+    leaves = {name: weight.detach().clone().requires_grad_() for name, weight in adapters.named_parameters()}
+    weights: dict[str, Tensor] = {}
+    for name, a in leaves.items():
+        if name.endswith("lora_A.weight"):
+            base = name.removesuffix("lora_A.weight") + "weight"
+            weights[base] = plain.get_parameter(base) + 2.0 * leaves[name.replace("lora_A", "lora_B")] @ a
+    (torch.func.functional_call(plain, weights, (batch(),)) * goal).sum().backward()
+    for name, weight in adapters.named_parameters():
+        assert weight.grad is not None
+        assert leaves[name].grad.abs().max() > 0, name
+        assert torch.allclose(weight.grad, leaves[name].grad, rtol=1e-3, atol=1e-4), name
+    assert all(weight.grad is None for weight in model.parameters() if not weight.requires_grad)
+
+
+def test_training_changes_adapters_alone(model: CausalLM) -> None:
+    adapters = filled(model)
+    frozen = {name: weight.clone() for name, weight in model.named_parameters() if not weight.requires_grad}
+    before = {name: weight.detach().clone() for name, weight in adapters.named_parameters()}
+    optimizer = Optimizer(adapters, OptimizerConfig(learning_rate=1e-2))
+    model(batch()).square().sum().backward()
+    optimizer.step(1e-2)
+    assert all(torch.equal(model.get_parameter(name), weight) for name, weight in frozen.items())
+    assert all(not torch.equal(weight, before[name]) for name, weight in adapters.named_parameters())
+    assert len(optimizer.state()) == 2 * len(before)
+
+
+def test_merged_weights_compute_the_same_under_the_old_names(model: CausalLM) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    filled(model)
+    with_adapters = model(batch()).detach()
+    merge_lora(model)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert type(model.model.layers[0].self_attn.q_proj) is Linear
+    assert torch.allclose(model(batch()), with_adapters, rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_base_keeps_float32_adapters(model: CausalLM) -> None:
+    adapters = filled(model.to(torch.bfloat16))
+    assert {weight.dtype for _, weight in adapters.named_parameters()} == {torch.float32}
+    hidden = model(batch())
+    assert hidden.dtype == torch.bfloat16
+    hidden.float().sum().backward()
+    assert all(weight.grad is not None for _, weight in adapters.named_parameters())
+
+
+def test_files_are_peft_s_and_load_again(model: CausalLM, folder: Path, tmp_path: Path) -> None:
+    filled(model)
+    save_adapter(model, CONFIG, str(folder), tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    first = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert tensors[first].shape == (3, 48)
+    assert tensors[first.replace("lora_A", "lora_B")].shape == (96, 3)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (settings["peft_type"], settings["r"], settings["lora_alpha"]) == ("LORA", 3, 6.0)
+    other, _ = load(folder, "cpu", torch.float32)
+    load_adapter(other, tmp_path)
+    assert torch.equal(other(batch()), model(batch()))
+
+
+def test_peft_loads_the_files(model: CausalLM, folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import LlamaForCausalLM
+
+    filled(model)
+    save_adapter(model, CONFIG, str(folder), tmp_path)
+    theirs = peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(folder), tmp_path)
+    tokens = batch().tokens[None, :5].long()
+    logits = theirs(tokens).logits[0]
+    assert torch.allclose(model.head(model(batch()))[:5], logits, rtol=1e-3, atol=1e-4)
+
+
+def test_adapters_that_do_not_fit_are_refused(model: CausalLM, folder: Path, tmp_path: Path) -> None:
+    filled(model)
+    save_adapter(model, CONFIG, str(folder), tmp_path)
+
+    def fresh() -> CausalLM:
+        return load(folder, "cpu", torch.float32)[0]
+
+    settings = tmp_path / "adapter_config.json"
+    text = settings.read_text()
+    settings.write_text(json.dumps(json.loads(text) | {"use_dora": True}))
+    with pytest.raises(ValueError, match="use_dora = True is not supported"):
+        load_adapter(fresh(), tmp_path)
+    settings.write_text(text)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    save_file(dict(list(tensors.items())[1:]), tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="is an adapter of another model"):
+        load_adapter(fresh(), tmp_path)
+    with pytest.raises(ValueError, match="holds no LoRA adapter"):
+        load_adapter(fresh(), tmp_path / "none")
+
+
+def test_wrong_settings() -> None:
+    with pytest.raises(ValueError, match=r"'embed' is unknown; accepted are q_proj"):
+        LoraConfig(projections=["embed"])
+    with pytest.raises(ValueError, match="must be positive"):
+        LoraConfig(rank=0)
+    assert LoraConfig().projections == list(PROJECTIONS)
