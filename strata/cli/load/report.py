@@ -72,7 +72,9 @@ class LoadResult:
         failed = f"; failed: {faults} ({figures.lost} lost)" if faults else ""
         yield f"{figures.completed:,} of {figures.requests:,} requests completed in {figures.seconds:.1f} s{failed}"
         requests, output = number(figures.requests_per_second), number(figures.output_tokens_per_second)
-        yield f"{requests} requests/s, {output} output tok/s, {number(figures.total_tokens_per_second)} with prompts"
+        a_chunk = figures.output_tokens / max(1, figures.chunks)
+        total = number(figures.total_tokens_per_second)
+        yield f"{requests} requests/s, {output} output tok/s ({a_chunk:.3g} a chunk), {total} with prompts"
         if figures.goodput is not None:
             bounds = ", ".join(f"{name} <= {most:g} ms" for name, most in figures.goodput.objectives.items())
             good = figures.goodput
