@@ -38,7 +38,11 @@ COVERING = 2800  # about so many cases cover the document
 BODIES = 6  # operations that have one
 
 # Of requests that the document allows, the faults that a schema cannot tell.
-UNTOLD = re.compile("there is a function .* already|which is not among the tools|has no tokens", re.DOTALL)
+UNTOLD = re.compile(
+    "has no tokens|there is a function .* already|which is not among the tools"
+    r"|parameters\.(properties|required) must be|invalid_grammar",
+    re.DOTALL,
+)
 
 
 def document_of(server: LiveServer, cases: int, key: str = "") -> BaseSchema:
@@ -77,7 +81,7 @@ def document_of(server: LiveServer, cases: int, key: str = "") -> BaseSchema:
 
     @schema.hook
     def filter_failure(context: HookContext, failure: Failure, case: Case, response: Response) -> bool:
-        return not (isinstance(failure, RejectedPositiveData) and UNTOLD.search(response.json()["error"]["message"]))
+        return not (isinstance(failure, RejectedPositiveData) and UNTOLD.search(response.text))
 
     schema.hook("map_case")(Aim(server, bearing(key)))
     return schema
@@ -144,12 +148,12 @@ def streams(open_document: BaseSchema) -> Streams:
 
 
 @pytest.fixture(scope="module")
-def asked() -> Iterator[Counter[str]]:
-    """How many cases of each operation; in the end, whether they were enough."""
+def asked(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
+    """How many cases of each operation; in the end, whether they were enough. The first that fails is the last."""
     asked: Counter[str] = Counter()
     yield asked
     print(*(f"\n{number:6} {operation}" for operation, number in asked.items()), f"\n{asked.total():6} together")
-    assert asked.total() >= CASES
+    assert asked.total() >= CASES or request.session.testsfailed
 
 
 open_schema = schemathesis.pytest.from_fixture("open_document")
