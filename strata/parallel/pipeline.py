@@ -51,8 +51,8 @@ class Pipeline:
         own = schedule.stages_of(self.axis.index)
         if part.own != own or part.stages != schedule.stages:
             raise ValueError(f"this rank holds the stages {part.own} of {part.stages}, but the schedule gives it {own}")
-        if part.is_tied and 0 in own and schedule.homes[-1] != self.axis.index:
-            _require_whole(part)
+        if any(isinstance(parameter, DTensor) for parameter in part.parameters()):
+            _check_fsdp(part, schedule)
         check(schedule)
         self.program = programs(schedule)[self.axis.index]
         # NCCL wants all ranks of a group in its first call; transfers are between two.
@@ -77,12 +77,17 @@ class Pipeline:
         return step.finish()
 
 
-def _require_whole(part: ModelPart) -> None:
-    """A tied embedding can only be lent by a rank that has all of it between steps."""
-    if any(isinstance(parameter, DTensor) for parameter in part.parameters()):
+def _check_fsdp(part: ModelPart, schedule: Schedule) -> None:
+    """Raise ValueError for what does not go with weights that are only gathered while a layer computes."""
+    if any(action.kind is Pass.INPUTS for actions in schedule.actions for action in actions):
         raise ValueError(
-            "a tied embedding whose stages lie on two ranks cannot be divided by zero = 3; "
-            "use zero of at most 2, schedule zero-bubble-v, or an untied model"
+            "a schedule that splits backward passes does not go with zero = 3, which reduces gradients when a whole pass "
+            "has left a layer; use schedule 1f1b or interleaved, or zero of at most 2"
+        )
+    if part.is_tied and schedule.homes[0] != schedule.homes[-1]:
+        raise ValueError(
+            "a tied embedding that the first and the last rank of a pipeline share does not go with zero = 3; "
+            "use zero of at most 2, or an untied model"
         )
 
 

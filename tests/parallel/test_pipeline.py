@@ -110,6 +110,7 @@ def products(world: World, folder: Path) -> dict[str, Any]:
             Layout(pp=2, dp=2),
             Layout(pp=2, shard=2, zero=1),
             Layout(pp=2, shard=2, zero=2),
+            Layout(pp=2, shard=2, zero=3),
             Layout(pp=2, tp=2),
             Layout(pp=2, tp=2, sequence_parallel=True),
         )
@@ -117,7 +118,10 @@ def products(world: World, folder: Path) -> dict[str, Any]:
         mesh = layout.mesh(world)
         replica = mesh.flattened("dp", "shard")
         for turn, name in enumerate(SCHEDULES):
-            config = config_of([*FAMILIES][(number + turn) % 2], num_hidden_layers=4)
+            if layout.zero == 3 and "zero-bubble" in name:
+                continue
+            family = "llama" if layout.zero == 3 else [*FAMILIES][(number + turn) % 2]
+            config = config_of(family, num_hidden_layers=4)
             per_replica = [micro_batches(config, 4, 4 * index) for index in range(replica.size)]
             everything = [one for batches in per_replica for one in batches]
             whole, wanted = one_process(config, everything)
@@ -144,12 +148,33 @@ def products(world: World, folder: Path) -> dict[str, Any]:
     return found
 
 
+def refusals(world: World, folder: Path) -> list[str]:
+    """What a pipeline says to weights that FSDP divides."""
+    layout = Layout(pp=2, shard=2, zero=3)
+    mesh = layout.mesh(world)
+    found = []
+    for family, name in (("llama", "zero-bubble"), ("qwen3-biases-tied", "1f1b")):
+        config = config_of(family, num_hidden_layers=2)
+        schedule = make_schedule(name, 2, 4)
+        part = part_of(config, schedule, mesh.axis("pp").index)
+        parallelize(part, config, layout, mesh)
+        try:
+            Pipeline(part, schedule, mesh)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
 def norm_of(model: CausalLM) -> Tensor:
     return torch.stack([parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]).norm()
 
 
 def four_ranks(world: World, folder: Path) -> dict[str, Any]:
-    return {"schedules": every_schedule(world, folder), "products": products(world, folder)}
+    return {
+        "schedules": every_schedule(world, folder),
+        "products": products(world, folder),
+        "refusals": refusals(world, folder),
+    }
 
 
 def two_ranks(world: World, folder: Path) -> dict[str, Any]:
@@ -178,6 +203,10 @@ def test_loss_and_gradients_equal_one_process(world: int, tmp_path: Path) -> Non
             assert sum(shares.values()) == pytest.approx(found[0]["wanted"], rel=1e-9), key
             assert max(one["gradient"] for one in found) < 1e-9, (key, found)
             assert max(one["norm"] for one in found) < 1e-9, (key, found)
+        for rank in ranks:
+            split, tied = rank["refusals"]
+            assert "splits backward passes does not go with zero = 3" in split
+            assert "a tied embedding that the first and the last rank of a pipeline share does not go with" in tied
 
 
 def alone() -> Mesh:
