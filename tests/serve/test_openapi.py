@@ -65,3 +65,11 @@ def test_fields_explain_themselves() -> None:
     properties = DOCUMENT["components"]["schemas"]["ChatRequest"]["properties"]
     assert set(properties) == set(ChatRequest.model_fields)
     assert {name for name, field in properties.items() if "description" not in field} <= {"messages"}
+
+
+def test_bounds_are_those_that_hold() -> None:
+    properties = DOCUMENT["components"]["schemas"]["CompletionRequest"]["properties"]
+    samples, seed, bias = (properties[name]["anyOf"][0] for name in ("n", "seed", "logit_bias"))
+    assert repr(samples["maximum"]) == "16"  # an integer's bound is no float
+    assert seed == {"type": "integer", "format": "int64"}  # as a float, 2**63 - 1 would be another number
+    assert bias["additionalProperties"] is False  # beside the keys that its pattern takes
