@@ -81,7 +81,7 @@ def _check_fsdp(part: ModelPart, schedule: Schedule) -> None:
     """Raise ValueError for what does not go with weights that are only gathered while a layer computes."""
     if any(action.kind is Pass.INPUTS for actions in schedule.actions for action in actions):
         raise ValueError(
-            "a schedule that splits backward passes does not go with zero = 3, which reduces gradients when a whole pass "
+            "a schedule that splits backward passes does not go with zero = 3, which reduces gradients when a pass "
             "has left a layer; use schedule 1f1b or interleaved, or zero of at most 2"
         )
     if part.is_tied and schedule.homes[0] != schedule.homes[-1]:
