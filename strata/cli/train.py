@@ -16,12 +16,16 @@ from rich.table import Table
 
 from strata.engine.llm import LLM
 from strata.engine.sampling_params import SamplingParams
-from strata.hardware.specs import recognize
-from strata.train.config import EvaluateConfig, read_train_config
+from strata.hardware import specs
+from strata.models.config import config_from_dict
+from strata.train.config import RECOMPUTE, EvaluateConfig, TrainConfig, read_train_config
 from strata.train.encode import Encoder
+from strata.train.estimate import choose_recompute, least_seconds, memory, step_shape
 from strata.train.export import accuracy_table, export
 from strata.train.loop import Progress, Run, Trained, read_tokenizer
 from strata.train.score import Score, questions, score
+
+GIB = 2**30
 
 
 def train(
@@ -32,6 +36,10 @@ def train(
         str | None, typer.Option(help="auto, cpu or cuda; replaces run.device.", show_default=False)
     ] = None,
     out: Annotated[str | None, typer.Option(help="Replaces run.out.", show_default=False)] = None,
+    estimate: Annotated[
+        str | None,
+        typer.Option(help="A GPU (h200): print a step's memory and least time on it, and end.", show_default=False),
+    ] = None,
 ) -> None:
     """Train a model, and evaluate and export it if the config has those sections.
 
@@ -44,6 +52,9 @@ def train(
     flags: dict[str, Any] = {"steps": steps, "device": device, "out": out}
     given = {name: value for name, value in flags.items() if value is not None}
     recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, **given))
+    if estimate is not None:
+        typer.echo(estimate_text(recipe, specs.device(estimate)))
+        return
     console.print("Making the tokenizer and the model ...")
     trained = _train(Run(recipe, peak_flops(recipe.run.device), resume=resume), console)
     console.print(f"Model: {trained.model}")
@@ -60,11 +71,34 @@ def train(
         console.print(f"Exported to {target}")
 
 
+def estimate_text(recipe: TrainConfig, device: specs.Device) -> str:
+    """Memory and least time of the run's largest step, for each way to recompute; the one that a run takes is marked.
+
+    The tokenizer is taken to have all the tokens that the config allows.
+    """
+    config = config_from_dict(recipe.model | {"vocab_size": recipe.tokenizer.vocab_size}, "model")
+    shape, room = step_shape(config, recipe), int(device.ceiling("memory").value)
+    chosen = choose_recompute(shape, room) if recipe.run.recompute == "auto" else recipe.run.recompute
+    lines = [
+        f"{shape.batches} x {shape.tokens} tokens, {recipe.run.precision}, {device.product} ({room / GIB:.1f} GiB)"
+    ]
+    for recompute in RECOMPUTE:
+        found = memory(shape, recompute)
+        seconds = least_seconds(shape, recompute, device)
+        mark = "*" if recompute == chosen else " "
+        lines.append(
+            f"{mark} recompute {recompute}: {found.total / GIB:.1f} GiB (state {found.state / GIB:.1f}, gradient sums "
+            f"{found.sums / GIB:.1f}, activations {found.kept / GIB:.1f}, working {found.working / GIB:.1f}); "
+            f"at least {seconds * 1e3:.1f} ms"
+        )
+    return "\n".join(lines)
+
+
 def peak_flops(device: str) -> float | None:
     """The maker's dense bfloat16 peak of the GPU that a run will use, FLOP/s; None on a CPU or an unlisted GPU."""
     if device == "cpu" or not torch.cuda.is_available():
         return None
-    known = recognize(torch.cuda.get_device_name())
+    known = specs.recognize(torch.cuda.get_device_name())
     return None if known is None else known.ceiling("compute", "bfloat16", measured=False).value
 
 

@@ -19,6 +19,7 @@ from strata.kernels.linear_fp8 import fits_fp8, linear_fp8, linear_silu_mul_fp8
 from strata.kernels.linear_silu_mul import linear_silu_mul
 from strata.models.batch import Batch
 from strata.models.layers import CausalLM
+from strata.train.recompute import recompute_layers
 
 
 class TrainingGraph:
@@ -27,8 +28,11 @@ class TrainingGraph:
     The model's parameters are views of the merged weights from now on. Move or cast the model before, not after.
     """
 
-    def __init__(self, model: CausalLM, precision: str = "bf16") -> None:
-        """precision: of the layers' products, one of `PRECISIONS`; all else stays as the model has it."""
+    def __init__(self, model: CausalLM, precision: str = "bf16", recompute: str = "none") -> None:
+        """precision: of the layers' products, one of `PRECISIONS`; all else stays as the model has it.
+
+        recompute: what the backward pass computes again: "none", "operations" or "layers" (see `recompute_layers`).
+        """
         self._graph = fuse_gated_products(fuse(merge(capture(model))))
         if precision != "bf16":
             _use_fp8(self._graph, per_row=precision == "fp8-row")
@@ -38,6 +42,8 @@ class TrainingGraph:
             if len(names) > 1:
                 whole: Tensor = attrgetter(str(node.target))(self._graph).requires_grad_()
                 self._merged.append((whole, [model.get_parameter(name) for name in names]))
+        if recompute != "none":
+            self._graph = recompute_layers(self._graph, keep_products=recompute == "operations")
 
     def __call__(self, batch: Batch) -> Tensor:
         """Hidden states [tokens, hidden] after the last norm."""

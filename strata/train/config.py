@@ -10,6 +10,9 @@ from strata.train.tables import read_table, read_toml
 
 # Of the products of the layers on a GPU: "fp8-tensor" and "fp8-row" have a scale for each tensor or for each row.
 PRECISIONS = ("bf16", "fp8-tensor", "fp8-row")
+# What the backward pass computes again on a GPU: nothing, what costs no products, whole layers; from least time to
+# least memory.
+RECOMPUTE = ("none", "operations", "layers")
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,7 @@ class RunConfig:
     """out: the folder that receives log, data, checkpoints and model. Intervals are in steps.
 
     precision: of the products of the layers, one of `PRECISIONS`; a CPU computes in float32 and takes "bf16" alone.
+    recompute: on a GPU, one of `RECOMPUTE`, or "auto" for the first that fits ("none" for mixtures of experts).
     deterministic: a resumed run repeats every bit; a GPU then goes without cuDNN's attention.
     """
 
@@ -25,6 +29,7 @@ class RunConfig:
     seed: int = 0
     device: str = "auto"
     precision: str = "bf16"
+    recompute: str = "auto"
     deterministic: bool = True
     log_every: int = 10
     checkpoint_every: int = 500
@@ -132,8 +137,12 @@ class TrainConfig:
         for name, beta in (("optimizer.beta1", optimizer.beta1), ("optimizer.beta2", optimizer.beta2)):
             if not 0 <= beta < 1:
                 raise ValueError(f"{name} = {beta} must lie in [0, 1)")
-        if run.precision not in PRECISIONS:
-            raise ValueError(f"run.precision = {run.precision!r} must be one of {', '.join(PRECISIONS)}")
+        for name, choice, choices in (
+            ("run.precision", run.precision, PRECISIONS),
+            ("run.recompute", run.recompute, ("auto", *RECOMPUTE)),
+        ):
+            if choice not in choices:
+                raise ValueError(f"{name} = {choice!r} must be one of {', '.join(choices)}")
         if run.checkpoint_every % run.log_every:
             # So that a log line never spans the point where a run may resume.
             raise ValueError(

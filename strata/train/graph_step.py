@@ -29,10 +29,12 @@ class GraphStep:
     else runs through the same graph without a recording.
     """
 
-    def __init__(self, model: CausalLM, optimizer: FusedAdamW, precision: str = "bf16") -> None:
-        """precision: of the layers' products, one of `strata.train.config.PRECISIONS`."""
+    def __init__(
+        self, model: CausalLM, optimizer: FusedAdamW, precision: str = "bf16", recompute: str = "none"
+    ) -> None:
+        """precision, recompute: as `TrainingGraph` takes them."""
         self._model, self._optimizer = model, optimizer
-        self._graph = TrainingGraph(model, precision)
+        self._graph = TrainingGraph(model, precision, recompute)
         self._device = head_weight(model).device
         self._before: tuple[int, int] | None = None
         self._fixed: FixedStep | None = None

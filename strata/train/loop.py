@@ -28,6 +28,7 @@ from strata.models.layers import CausalLM
 from strata.models.save import save
 from strata.train.checkpoint import Position, checkpoints, load_checkpoint, remove_old, save_checkpoint
 from strata.train.config import TrainConfig
+from strata.train.estimate import choose_recompute, step_shape
 from strata.train.flops import step_flops
 from strata.train.fused_adamw import FusedAdamW
 from strata.train.graph_step import GraphStep
@@ -235,7 +236,11 @@ def _fresh(
     masters = masters_of(model)
     model = model.to(torch.bfloat16)
     fused = FusedAdamW(model, run.optimizer, masters)
-    return model, fused, GraphStep(model, fused, run.run.precision)
+    recompute = run.run.recompute
+    if recompute == "auto":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        recompute = "none" if config.num_experts else choose_recompute(step_shape(config, run), memory)
+    return model, fused, GraphStep(model, fused, run.run.precision, recompute)
 
 
 def _device(name: str, precision: str) -> torch.device:

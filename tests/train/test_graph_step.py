@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from strata.kernels.gemm import linear
 from strata.kernels.linear_fp8 import linear_fp8, linear_silu_mul_fp8
@@ -119,6 +121,46 @@ def test_steps_in_eight_bits_follow_the_exact_ones(precision: str) -> None:
         assert found != loss
         torch.testing.assert_close(found, loss, rtol=2e-3, atol=0)
         torch.testing.assert_close(found_norm, norm, rtol=5e-2, atol=0)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8-row"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_recomputed_gradients_are_the_same_bits_from_fewer_kept_bytes(family: str, precision: str) -> None:
+    batch, _, _ = packed(0, 12, 12).to(torch.device("cpu"))
+    kept, gradients, products = {}, {}, {}
+    for recompute in ("none", "operations", "layers"):
+        model = fresh(family)
+        graph = TrainingGraph(model, precision, recompute)
+        sizes: dict[int, int] = {}
+
+        def keep(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden = graph(batch)
+        kept[recompute] = sum(sizes.values())
+        with Products() as backward:
+            hidden.backward(torch.ones_like(hidden))
+        products[recompute] = backward.count
+        graph.hand_out_gradients()
+        gradients[recompute] = {name: one.grad for name, one in model.model.named_parameters()}
+    assert kept["layers"] < kept["none"]
+    if precision == "bf16":  # products in 8 bits are no operation of their own on a CPU
+        assert products["none"] == products["operations"] < products["layers"]
+    for recompute in ("operations", "layers"):
+        for name, wanted in gradients["none"].items():
+            assert torch.equal(gradients[recompute][name], wanted), (recompute, name)
 
 
 def test_layers_of_sizes_that_eight_bits_do_not_fit_stay_as_they_are() -> None:

@@ -1,0 +1,98 @@
+"""Memory and time of a step by hand count, and what is recomputed so that it fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strata.cli.train import estimate_text
+from strata.hardware.specs import device
+from strata.models.config import config_from_dict
+from strata.models.shapes import SHAPES
+from strata.train.config import RECOMPUTE, read_train_config
+from strata.train.estimate import StepShape, choose_recompute, least_seconds, memory
+from strata.train.recompute import _KEPT
+
+GIB = 2**30
+# T6: Llama-3.2-1B with a head of its own, two sequences of 8192 tokens.
+T6 = StepShape(config_from_dict(SHAPES["1B"], "1B"), 16384, 8192)
+WEIGHTS, LAYERS, HEAD = 1_498_482_688, 16 * (2048 * (3072 + 2048 + 3 * 8192)), 128256 * 2048
+
+
+def test_memory_of_t6_by_hand() -> None:
+    found = memory(T6, "none")
+    assert found.state == 14 * WEIGHTS
+    assert found.sums == 0
+    # A layer: two residuals and two normed rows, q k v, attention's result with 32 float32, gate and up, SwiGLU's.
+    assert found.kept == 16 * 16384 * (2 * (4 * 2048 + 3072 + 2048 + 3 * 8192) + 128)
+    assert found.working == 2 * 16384 * 128256 + 2 * HEAD
+    # Measured on an H200: 42.77 GiB.
+    assert found.total / GIB == pytest.approx(42.77, rel=0.02)
+
+
+def test_memory_with_recomputation_by_hand() -> None:
+    some, most = memory(T6, "operations"), memory(T6, "layers")
+    assert some.kept == 16 * 16384 * (2 * (2048 + 3072 + 2048 + 2048 + 2 * 8192 + 2048) + 128)
+    assert most.kept == 16 * 16384 * 2 * 2 * 2048
+    assert most.working == some.working  # the logits are more than a layer
+    small_head = replace(T6, config=replace(T6.config, vocab_size=1000))
+    whole = memory(small_head, "none").kept // 16
+    assert memory(small_head, "layers").working == 2 * 1000 * 2048 + whole - 16384 * 2 * 2 * 2048
+
+
+def test_memory_in_eight_bits_and_of_several_batches() -> None:
+    narrow = memory(replace(T6, precision="fp8-row"), "none")
+    inputs = 16384 * (2 * 2048 + 2048 + 8192)  # of qkv, gate and up; of o; of down
+    wide = memory(T6, "none").kept - 2 * 16 * 16384 * (2 * 2048 + 8192)  # attention's result stays for attention
+    assert narrow.kept == wide + 16 * inputs + LAYERS
+    assert memory(replace(T6, batches=4), "none").sums == 4 * WEIGHTS
+
+
+@pytest.mark.parametrize(("gib", "wanted"), [(141, "none"), (44, "operations"), (36, "layers")])
+def test_the_least_recomputation_that_fits_is_chosen(gib: int, wanted: str) -> None:
+    assert choose_recompute(T6, gib * GIB) == wanted
+
+
+def test_what_never_fits_is_refused_with_the_figures() -> None:
+    with pytest.raises(ValueError, match=r"over 16384 tokens takes 25\.9 GiB \(19\.5 .*lower data\.tokens_per_batch"):
+        choose_recompute(T6, 24 * GIB)
+    experts: dict[str, Any] = {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    config = config_from_dict(SHAPES["1B"] | experts | {"model_type": "mixtral"}, "test")
+    with pytest.raises(ValueError, match="mixture of experts cannot be estimated"):
+        StepShape(config, 16384, 8192)
+
+
+def test_least_time_by_hand() -> None:
+    h200 = device("h200")
+    forward = 2 * LAYERS + 2 * 16 * 2048 * 8192
+    rest = 16384 * 6 * HEAD / 800e12 + 28 * WEIGHTS / 4.28e12
+    assert least_seconds(T6, "none", h200) == pytest.approx(16384 * 3 * forward / 800e12 + rest)
+    assert least_seconds(T6, "operations", h200) == least_seconds(T6, "none", h200)
+    assert least_seconds(T6, "layers", h200) == pytest.approx(16384 * 4 * forward / 800e12 + rest)
+    saved = 16384 * 6 * LAYERS * (1 / 800e12 - 1 / 1470e12)
+    found = least_seconds(replace(T6, precision="fp8-tensor"), "none", h200)
+    assert found == pytest.approx(least_seconds(T6, "none", h200) - saved)
+    twice = least_seconds(replace(T6, batches=2), "none", h200)
+    assert twice == pytest.approx(2 * least_seconds(T6, "none", h200) - 28 * WEIGHTS / 4.28e12)
+
+
+def test_the_command_prints_all_ways_and_marks_one() -> None:
+    recipe = read_train_config(Path(__file__).parents[2] / "examples/builtin.toml")
+    lines = estimate_text(recipe, device("h200")).splitlines()
+    assert lines[0].startswith("1 x 131072 tokens, bf16, NVIDIA H200")
+    assert [line[2:].split(":")[0] for line in lines[1:]] == [f"recompute {one}" for one in RECOMPUTE]
+    assert [line[0] for line in lines[1:]] == ["*", " ", " "]
+
+
+def test_operations_that_are_kept_exist_in_this_torch() -> None:
+    for name in _KEPT - {"torch_attn::_varlen_attn"}:
+        namespace, _, operation = name.partition("::")
+        assert hasattr(getattr(torch.ops, namespace), operation), name
