@@ -12,9 +12,9 @@ from strata.comm.launch import World
 from strata.comm.mesh import AXES, Mesh
 from strata.models.config import ModelConfig
 from strata.models.families import build
+from strata.parallel.context import Method, check_heads
 from strata.parallel.families import TABLES, Placement, placements
-
-SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
+from strata.parallel.schedules import make_schedule
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class Layout:
     FSDP). What is divided, is divided over shard * cp; a rank of "dp" repeats it (hybrid sharding).
 
     sequence_parallel: what lies between the matrices is divided by tokens over tp (Korthikanti et al. 2022).
-    schedule: of the pipeline, one of `SCHEDULES`. micro_batches: into how many a replica splits its step.
+    context: how attention crosses the ranks of cp (see `strata.parallel.context.divide_batch`).
+    schedule: of the pipeline, one of `strata.parallel.schedules.SCHEDULES`. micro_batches: into how many a replica
+    splits its step.
     """
 
     pp: int = 1
@@ -40,6 +42,7 @@ class Layout:
     ep: int = 1
     zero: Literal[0, 1, 2, 3] = 0
     sequence_parallel: bool = False
+    context: Method = "ring"
     schedule: str = "1f1b"
     micro_batches: int = 1
 
@@ -61,6 +64,7 @@ class Layout:
             raise ValueError(f"{shown} = {self.ranks} ranks, but {world_size} run; change one of them or the ranks")
         self._check_use()
         self._check_tensor(config)
+        check_heads(config, self.cp, self.tp, self.context)
         self._check_pipeline(config)
         self._check_experts(config)
 
@@ -85,15 +89,15 @@ class Layout:
                 raise ValueError(f"tp = {self.tp} exceeds {what} = {size}; choose a smaller tp")
 
     def _check_pipeline(self, config: ModelConfig) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule {self.schedule!r} is unknown; known are {', '.join(SCHEDULES)}")
-        if self.pp > config.num_layers:
+        stages = make_schedule(self.schedule, self.pp, self.micro_batches).stages
+        if stages > config.num_layers:
             raise ValueError(
-                f"pp = {self.pp} stages exceed the {config.num_layers} layers of the model; choose pp of at most that"
+                f"pp = {self.pp} with schedule {self.schedule!r} has {stages} stages, more than the model's "
+                f"{config.num_layers} layers; choose a smaller pp or schedule '1f1b'"
             )
 
     def _check_experts(self, config: ModelConfig) -> None:
-        experts = _experts(config)
+        experts = config.num_experts
         if self.ep > 1 and not experts:
             raise ValueError(f"ep = {self.ep}, and {config.architecture} has no experts; leave ep out")
         if experts % self.ep:
@@ -137,7 +141,7 @@ def _candidates(config: ModelConfig, world_size: int) -> list[Layout]:
     near = _NODE if world_size % _NODE == 0 else world_size
     found = []
     for zero, shard in ((1, near), (2, near), (3, near), (3, world_size)):
-        ep = math.gcd(shard, _experts(config)) if _experts(config) else 1
+        ep = math.gcd(shard, config.num_experts) if config.num_experts else 1
         found.append(Layout(dp=world_size // shard, shard=shard, ep=ep, zero=zero))  # type: ignore[arg-type]
     return found
 
@@ -158,11 +162,6 @@ def _parameters(config: ModelConfig) -> tuple[int, int]:
     placed = placements(sizes, TABLES[config.architecture])
     experts = sum(size for name, size in sizes.items() if placed[name] is Placement.EXPERT)
     return sum(sizes.values()) - experts, experts
-
-
-def _experts(config: ModelConfig) -> int:
-    """0 in a family without experts."""
-    return int(getattr(config, "num_experts", 0))
 
 
 def _common_divisors(first: int, second: int) -> str:

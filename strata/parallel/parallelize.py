@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from strata.comm.mesh import Mesh
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
+from strata.parallel.context import share_attention
 from strata.parallel.data_parallel import Gradients, all_ranks, gradient_axes
+from strata.parallel.expert import shard_experts
 from strata.parallel.families import TABLES
 from strata.parallel.fsdp import FsdpGradients
 from strata.parallel.layout import Layout
+from strata.parallel.stages import ModelPart
 from strata.parallel.tensor import TensorSharding, shard_model
 from strata.parallel.zero import ZeroGradients
 
@@ -26,7 +29,7 @@ class Parallel:
 
 
 def parallelize(
-    model: CausalLM,
+    model: CausalLM | ModelPart,
     config: ModelConfig,
     layout: Layout,
     mesh: Mesh,
@@ -35,15 +38,21 @@ def parallelize(
     reduce_dtype: torch.dtype | None = None,
     bucket_elements: int = 1 << 25,
 ) -> Parallel:
-    """Divide `model`, in place, along "tp" and over the data-parallel axes.
+    """Divide `model`, in place, along "tp" and "ep" and over the data-parallel axes, and let it attend across "cp".
 
-    model: on its device and alike on all ranks; or without values on the meta device, for `data_parallel.fill`, so that
-    no rank ever holds it whole. Its dtype is that of the masters. layout: checked, and that of the mesh.
+    model: whole, or the stages of this rank; on its device and alike on all ranks, or without values on the meta
+    device, for `data_parallel.fill`, so that no rank ever holds it whole. Its dtype is that of the masters. layout:
+    checked, and that of the mesh. Batches are divided along "cp" by `strata.parallel.context.divide_batch`.
     compute_dtype, reduce_dtype, bucket_elements: see `ZeroGradients`; FSDP2 sends a layer at a time.
     """
     sharding = shard_model(
         model, mesh.axis("tp"), TABLES[config.architecture], sequence_parallel=layout.sequence_parallel
     )
+    if layout.ep > 1:
+        shard_experts(model, mesh.axis("ep"))
+        sharding = replace(sharding, experts=mesh.axis("ep"))
+    if layout.cp > 1:
+        share_attention(model)
     axes, everyone = gradient_axes(mesh, sharding, layout.zero), all_ranks(mesh)
     gradients: Gradients
     if layout.zero == 3:

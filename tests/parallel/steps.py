@@ -12,6 +12,7 @@ from strata.comm.launch import World
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
+from strata.parallel.context import divide_batch
 from strata.parallel.layout import Layout
 from strata.parallel.loss import vocabulary_cross_entropy
 from strata.parallel.parallelize import parallelize
@@ -23,10 +24,15 @@ CLIP = 0.05  # far below the norms, so that clipping acts
 ADAMW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
+def lengths_of(rank: int, micro: int) -> list[int]:
+    """The lengths of the sequences of a micro-batch: all ranks have different numbers of tokens."""
+    return [5 + rank, 1 + micro, 7]
+
+
 def batches(config: ModelConfig, step: int, replicas: int) -> list[list[tuple[Batch, Tensor]]]:
-    """Two micro-batches for each data-parallel rank, of different numbers of tokens."""
+    """Two micro-batches for each rank that sees documents of its own."""
     return [
-        [random_batch(config, [5 + rank, 1 + micro, 7], seed=100 * step + 10 * rank + micro) for micro in range(2)]
+        [random_batch(config, lengths_of(rank, micro), seed=100 * step + 10 * rank + micro) for micro in range(2)]
         for rank in range(replicas)
     ]
 
@@ -55,21 +61,25 @@ def steps_of_ranks(world: World, config: ModelConfig, layout: Layout) -> dict[st
     """The same on this rank of the layout, against one process: largest relative errors; elements of its parts."""
     layout.check(config, world.size)
     mesh = layout.mesh(world)
-    data = mesh.flattened("dp", "shard", "cp")
+    documents, tokens = mesh.flattened("dp", "shard"), mesh.flattened("dp", "shard", "cp")
     model = random_model(config)
     parallel = parallelize(model, config, layout, mesh, bucket_elements=1)  # a bucket a layer
     gradients, sharding = parallel.gradients, parallel.sharding
     optimizer = torch.optim.AdamW([part.master for part in gradients.parts], **ADAMW)
-    wanted, losses, norms = steps_of_one_process(config, data.size)
+    wanted, losses, norms = steps_of_one_process(config, documents.size)
     errors: dict[str, float] = {}
     for step in range(STEPS):
-        work = batches(config, step, data.size)
+        work = batches(config, step, documents.size)
         counted = counted_tokens(work)
-        own = work[data.index]
+        own = work[documents.index]
         shares: list[Tensor] = []
         for micro, (batch, targets) in enumerate(own):
             if micro == len(own) - 1:
                 gradients.announce_last()
+            if layout.cp > 1:
+                lengths = lengths_of(documents.index, micro)
+                batch = divide_batch(batch, lengths, mesh.axis("cp"), layout.context)
+                targets = targets[batch.rows]
             hidden = model(batch)
             each = vocabulary_cross_entropy(hidden, head_weight(model), targets, sharding.axis, config.vocab_size)
             shares.append(each.detach().sum() / counted)
@@ -78,7 +88,7 @@ def steps_of_ranks(world: World, config: ModelConfig, layout: Layout) -> dict[st
         gradients.reduce()
         norm = gradients.norm()
         errors[f"norm {step}"] = abs(float(norm) / norms[step] - 1)
-        total = start_all_reduce(torch.stack(shares).sum(), data).wait()
+        total = start_all_reduce(torch.stack(shares).sum(), tokens).wait()
         errors[f"loss {step}"] = abs(float(total) / losses[step] - 1)
         gradients.clip(norm, CLIP)
         optimizer.step()
@@ -91,10 +101,9 @@ def steps_of_ranks(world: World, config: ModelConfig, layout: Layout) -> dict[st
     if layout.zero < 3:
         for name, parameter in model.named_parameters():
             errors[name] = relative_error(parameter, sharding.part(name, wanted.get_parameter(name)))
-    batch, targets = random_batch(config, [6, 11], seed=7)
+    batch, _ = random_batch(config, [6, 11], seed=7)
     with torch.no_grad():
-        found, truth = model(batch), wanted(batch)
-    errors["hidden"] = relative_error(found, truth)
+        errors["hidden"] = relative_error(model(batch), wanted(batch))
     worst = max(errors, key=errors.__getitem__)
     elements = sum(part.master.numel() for part in gradients.parts)
     return {"worst": [worst, errors[worst]], "elements": elements, "smallest norm": min(norms)}
