@@ -42,7 +42,7 @@ def short(count: int) -> list[dict[str, str]]:
 def write(folder: Path) -> None:
     """Both files."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, records in (("style", style(600)), ("short", short(400))):
+    for name, records in (("style", style(600)), ("short", short(240))):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
