@@ -96,16 +96,29 @@ async def run_until_disconnect(request: Request, answer: Coroutine[Any, Any, Res
 
 
 async def _until_client_leaves(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_client_leaves(receive))
+    """The result of `work`; None if the client left first, which cancels it.
+
+    It is done in the present task, since one of its own would begin a turn of the event loop later. So the task can
+    only be cancelled while the work waits for something, which is where it hears of it.
+    """
+    task, left = asyncio.current_task(), False
+    assert task is not None
+
+    async def cancel_when_client_leaves() -> None:
+        nonlocal left
+        await _client_leaves(receive)
+        left = True
+        task.cancel()
+
+    leaving = asyncio.ensure_future(cancel_when_client_leaves())
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return await work
+    except asyncio.CancelledError:
+        if not left or task.uncancel() > 0:  # somebody else has cancelled the task
+            raise
+        return None
     finally:
         leaving.cancel()
-        if not working.done():
-            working.cancel()
-            await asyncio.wait((working,))
-    return None if working.cancelled() else working.result()
 
 
 async def _client_leaves(receive: Receive) -> None:
