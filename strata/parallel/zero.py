@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from strata.comm.mesh import Axis
 from strata.parallel.buckets import Bucket, divide_into_buckets
@@ -131,6 +131,19 @@ class ZeroGradients:
         """Until the weights of these parameters, or of all, are there. On a GPU the stream waits, not the host."""
         for bucket in self._buckets if names is None else dict.fromkeys(self._home[name] for name in names):
             bucket.wait()
+
+    def wait_in_graph(self, graph: fx.GraphModule) -> None:
+        """Let a captured graph, in place, wait for weights before it first reads them, so that `start_publishing` at
+        the end of a step or at the beginning of the next runs while the first layers compute.
+        """
+        waited: set[int] = set()
+        for node in graph.graph.find_nodes(op="get_attr"):
+            names = [name for name in node.meta.get("parameters", ()) if id(self._home[name]) not in waited]
+            if names:
+                waited |= {id(self._home[name]) for name in names}
+                with graph.graph.inserting_before(node):
+                    graph.graph.call_function(self.wait, (names,))
+        graph.recompile()
 
     def _send_rest(self) -> None:
         while self._sent < len(self._buckets):

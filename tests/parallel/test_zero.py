@@ -10,6 +10,7 @@ import torch
 
 from strata.comm import collectives
 from strata.comm.launch import World
+from strata.models.batch import Batch
 from strata.models.families import build
 from strata.models.layers import CausalLM
 from strata.parallel import buckets
@@ -78,20 +79,33 @@ def reduced_gradient_errors(gradients: ZeroGradients, wanted: dict[str, torch.Te
     return max(errors)
 
 
-def details(world: World, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    own, others = (random_batch(CONFIG, [7, 5], seed=rank) for rank in (world.rank, 1 - world.rank))
-    reference = random_model(CONFIG)
-    (loss_of(reference, *own) + loss_of(reference, *others)).backward()
-    wanted = gradients_of(reference)
+def gradients_of_both(world: World) -> tuple[tuple[Batch, torch.Tensor], dict[str, torch.Tensor]]:
+    """A batch of this rank, and the gradient of the batches of both."""
+    own, other = (random_batch(CONFIG, [7, 5], seed=rank) for rank in (world.rank, 1 - world.rank))
+    model = random_model(CONFIG)
+    (loss_of(model, *own) + loss_of(model, *other)).backward()
+    return own, gradients_of(model)
+
+
+def count_messages() -> list[int]:
+    """From now on, the elements of every message that sums gradients."""
     sent: list[int] = []
 
-    def counting(x: torch.Tensor, *rest: Any) -> Any:
+    def counting(x: torch.Tensor, *rest: Any) -> collectives.Pending:
         sent.append(x.numel())
         return collectives.start_reduce_scatter(x, *rest)
 
     buckets.start_reduce_scatter = counting
+    return sent
+
+
+def sent_while_computing(world: World) -> dict[str, Any]:
+    """Messages until the first and until the last of two backward passes ended."""
+    own, wanted = gradients_of_both(world)
+    twice = {name: 2 * gradient for name, gradient in wanted.items()}
+    found: dict[str, Any] = {}
     for zero in (1, 2):
+        sent = count_messages()
         model = random_model(CONFIG)
         _, gradients = divided(world, model, zero)
         loss_of(model, *own).backward()
@@ -102,42 +116,55 @@ def details(world: World, folder: Path) -> dict[str, Any]:
         found[f"messages of zero {zero}"] = [first, len(sent)]
         gradients.accumulate()
         gradients.reduce()
-        twice = {name: 2 * gradient for name, gradient in wanted.items()}
-        found[f"without waiting {zero}"] = reduced_gradient_errors(gradients, twice)
-        sent.clear()
+        found[f"zero {zero}"] = reduced_gradient_errors(gradients, twice)
+    return found
 
-    # A rank that has no gradient of some parameters sends zeros, and nobody waits for ever.
+
+def without_some_gradients(world: World) -> dict[str, Any]:
+    """One rank does not use the head: it sends zeros, and nobody waits for ever."""
+    batches = [random_batch(CONFIG, [7, 5], seed=rank) for rank in range(2)]
     model, reference = random_model(CONFIG), random_model(CONFIG)
-    _, gradients = divided(world, model, 2)
-    batches = [own, others] if world.rank == 0 else [others, own]
     (reference(batches[0][0]).square().sum() + loss_of(reference, *batches[1])).backward()
-    loss = model(own[0]).square().sum() if world.rank == 0 else loss_of(model, *own)
+    _, gradients = divided(world, model, 2)
+    loss = model(batches[0][0]).square().sum() if world.rank == 0 else loss_of(model, *batches[1])
     loss.backward()
     gradients.accumulate()
     gradients.reduce()
-    found["no gradient of the head on one rank"] = reduced_gradient_errors(gradients, gradients_of(reference))
+    return {"unused head": reduced_gradient_errors(gradients, gradients_of(reference))}
 
-    sent.clear()
 
-    # Merged matrices: views of the flat memory, whose gradients are taken whole.
-    model = random_model(CONFIG)
-    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+def merged_graph(world: World) -> dict[str, Any]:
+    """Merged matrices are views of the flat memory, their gradients are taken whole, and weights are waited for."""
+    own, wanted = gradients_of_both(world)
+    sent = count_messages()
+    model, source = random_model(CONFIG), random_model(CONFIG)
     _, gradients = divided(world, model, 2)
-    assert all(parameter.data_ptr() != places[name] for name, parameter in model.named_parameters())
     graph = TrainingGraph(model)
     for whole, parameters in graph._merged:
         gradients.watch(whole, parameters)
-    gradients.publish()  # raises if merging moved anything
-    own_loss = torch.nn.functional.cross_entropy(
-        graph(own[0]) @ head_weight(model).t(), own[1], ignore_index=-100, reduction="sum"
-    )
-    own_loss.backward()
-    found["messages of the merged graph"] = len(sent)
+    logits = graph(own[0]) @ head_weight(model).t()
+    torch.nn.functional.cross_entropy(logits, own[1], ignore_index=-100, reduction="sum").backward()
+    messages = len(sent)
     gradients.accumulate()
     gradients.reduce()
-    found["merged graph"] = reduced_gradient_errors(gradients, wanted)
+    error = reduced_gradient_errors(gradients, wanted)
+    gradients.wait_in_graph(graph._graph)
+    with torch.no_grad():
+        for master in (part.master for part in gradients.parts):
+            master.mul_(2)
+        for parameter in source.parameters():
+            parameter.mul_(2)
+    gradients.start_publishing()
+    hidden = relative_error(graph(own[0]), source(own[0]))
+    under_way = [bucket._gathering is not None for bucket in gradients._buckets]
+    gradients.wait()
+    head = torch.equal(model.lm_head.weight, source.lm_head.weight)
+    return {"messages": messages, "merged graph": error, "waited": hidden, "under way": under_way, "head": head}
 
-    # The model is the rounding of float32 masters, and half of an update is not lost.
+
+def rounded_masters(world: World) -> dict[str, Any]:
+    """A bfloat16 model is the rounding of float32 masters, which keep what is too small for it."""
+    own, _ = gradients_of_both(world)
     model = random_model(CONFIG, torch.float32)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     _, gradients = divided(world, model, 1, compute_dtype=torch.bfloat16)
@@ -145,35 +172,29 @@ def details(world: World, folder: Path) -> dict[str, Any]:
         for part in gradients.parts:
             part.master.mul_(1 + 1e-4)
     gradients.publish()
-    found["rounded masters"] = all(
-        parameter.dtype == torch.bfloat16 and torch.equal(parameter, (before[name] * (1 + 1e-4)).bfloat16())
-        for name, parameter in model.named_parameters()
-    )
+    rounded = {name: (weight * (1 + 1e-4)).bfloat16() for name, weight in before.items()}
+    equal = all(torch.equal(parameter, rounded[name]) for name, parameter in model.named_parameters())
     loss_of(model, *own).backward()
     gradients.accumulate()
     gradients.reduce()
-    found["float32 gradients"] = all(part.master.grad.dtype == torch.float32 for part in gradients.parts)
+    return {"rounded": equal, "wide": all(part.master.grad.dtype == torch.float32 for part in gradients.parts)}
 
-    # From the meta device, a parameter at a time.
+
+def filled_from_nothing(world: World) -> dict[str, Any]:
+    """A model that begins on the meta device."""
     source = random_model(CONFIG)
     with torch.device("meta"):
         model = build(CONFIG).double()
     parallel, gradients = divided(world, model, 2)
     fill(gradients.parts, parallel.sharding, source.named_parameters())
     gradients.publish()
-    found["filled"] = torch.equal(model(own[0]), source(own[0]))
+    batch, _ = random_batch(CONFIG, [7, 5])
+    return {"filled": torch.equal(model(batch), source(batch))}
 
-    # Weights may come while the next forward pass begins.
-    with torch.no_grad():
-        for part in gradients.parts:
-            part.master.mul_(2)
-    gradients.start_publishing()
-    gradients.wait(["model.layers.0.mlp.up_proj.weight"])
-    layers = [model.get_parameter(f"model.layers.{layer}.mlp.up_proj.weight") for layer in (0, 1)]
-    found["first layer"] = torch.equal(layers[0], 2 * source.get_parameter("model.layers.0.mlp.up_proj.weight"))
-    gradients.wait()
-    found["second layer"] = torch.equal(layers[1], 2 * source.get_parameter("model.layers.1.mlp.up_proj.weight"))
-    return found
+
+def details(world: World, folder: Path) -> dict[str, Any]:
+    checks = (sent_while_computing, without_some_gradients, merged_graph, rounded_masters, filled_from_nothing)
+    return {name: value for check in checks for name, value in check(world).items()}
 
 
 def test_messages_merging_rounding_and_filling(tmp_path: Path) -> None:
@@ -181,10 +202,12 @@ def test_messages_merging_rounding_and_filling(tmp_path: Path) -> None:
         # Embedding, two layers, norm and head, each sent before the backward pass that announced it has ended.
         assert found["messages of zero 1"] == [0, 5]
         assert found["messages of zero 2"] == [5, 10]
-        assert found["messages of the merged graph"] == 5
-        for exact in ("without waiting 1", "without waiting 2", "no gradient of the head on one rank", "merged graph"):
-            assert found[exact] < 1e-12, exact
-        for true in ("rounded masters", "float32 gradients", "filled", "first layer", "second layer"):
+        assert found["messages"] == 5
+        # The graph has no head, whose weights come last.
+        assert found["under way"] == [True, False, False, False, False]
+        for small in ("zero 1", "zero 2", "unused head", "merged graph", "waited"):
+            assert found[small] < 1e-12, small
+        for true in ("head", "rounded", "wide", "filled"):
             assert found[true], true
 
 
