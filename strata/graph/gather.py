@@ -14,10 +14,12 @@ from strata.kernels.activation import silu_mul
 from strata.kernels.attention import attention
 from strata.kernels.gemm import linear
 from strata.kernels.linear_silu_mul import linear_silu_mul
+from strata.kernels.moe_experts import experts
+from strata.kernels.moe_route import route
 from strata.kernels.norm import add_rms_norm, rms_norm
 
 # Whose results for a token follow from their inputs for that token.
-_ROWWISE_OPERATIONS = {linear, linear_silu_mul, silu_mul, rms_norm, add_rms_norm}
+_ROWWISE_OPERATIONS = {linear, linear_silu_mul, silu_mul, rms_norm, add_rms_norm, route, experts}
 _ROWWISE_TARGETS: set[Any] = {operator.add, getitem, "flatten", "split_with_sizes"}
 
 

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +17,16 @@ from strata.kernels.moe_route import route
 from strata.models.config import ModelConfig
 from strata.models.expert_config import ExpertsConfig
 from strata.models.layers import CausalLM
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What checkpoints call the block of router and experts, and an expert's three matrices."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
 
 
 class Router(nn.Module):
@@ -65,7 +78,12 @@ class SparseMLP(nn.Module):
 
 
 class SparseCausalLM(CausalLM):
-    """A decoder in which the layers of `config.experts.layers` have experts instead of a plain MLP."""
+    """A decoder in which the layers of `config.experts.layers` have experts instead of a plain MLP.
+
+    expert_names: those of the family's checkpoints, which hold each expert's matrices apart.
+    """
+
+    expert_names: ExpertNames
 
     def __init__(self, config: ModelConfig, max_length: int) -> None:
         super().__init__(config, max_length)
@@ -73,3 +91,29 @@ class SparseCausalLM(CausalLM):
         for layer, sparse in zip(self.model.layers, config.experts.layers, strict=True):
             if sparse:
                 layer.mlp = SparseMLP(config.hidden_size, config.experts)
+
+
+def stored_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters by their names in a checkpoint; of experts that lie in one parameter, a view of each matrix."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(model, SparseCausalLM):
+            found.update(_stored(name, parameter.detach(), model.expert_names))
+        else:
+            found[name] = parameter
+    return found
+
+
+def _stored(name: str, parameter: Tensor, names: ExpertNames) -> Iterator[tuple[str, Tensor]]:
+    layer, _, rest = name.partition(".mlp.")
+    if rest == "experts.down_proj":
+        for number, down in enumerate(parameter):
+            yield f"{layer}.{names.block}.experts.{number}.{names.down}.weight", down
+    elif rest == "experts.gate_up_proj":
+        for number, both in enumerate(parameter):
+            for own, matrix in zip((names.gate, names.up), both.chunk(2), strict=True):
+                yield f"{layer}.{names.block}.experts.{number}.{own}.weight", matrix
+    elif rest == "gate.weight":
+        yield f"{layer}.{names.block}.{rest}", parameter
+    else:
+        yield name, parameter

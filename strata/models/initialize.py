@@ -23,7 +23,7 @@ def initialize(model: CausalLM, seed: int) -> None:
         if parameter.dim() == 1:
             _fill_vector(name, parameter)
         else:
-            std = residual if name.endswith(("o_proj.weight", "down_proj.weight")) else _STD
+            std = residual if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")) else _STD
             parameter.copy_(torch.empty(parameter.shape, device="cpu").normal_(0, std, generator=generator))
 
 

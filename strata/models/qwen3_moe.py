@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from strata.models.config import ModelConfig
-from strata.models.experts import SparseCausalLM
+from strata.models.experts import ExpertNames, SparseCausalLM
 from strata.models.layers import Attention
 from strata.models.qwen3 import Qwen3Attention
 
 
 class Qwen3MoE(SparseCausalLM):
     """The attention of Qwen3; one sliding window for all layers, or none."""
+
+    expert_names = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 
     @staticmethod
     def attention(config: ModelConfig, layer: int) -> Attention:

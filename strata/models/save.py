@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from strata.models.checkpoint import INDEX, SINGLE
 from strata.models.config import ModelConfig
+from strata.models.experts import stored_parameters
 
 # What a checkpoint folder holds for the tokenizer, and the defaults of generation that go with it.
 _TOKENIZER_FILES = (
@@ -57,14 +58,14 @@ def save(
         if tokenizer is not None:
             source = tokenizer if isinstance(tokenizer, str | Path) else tokenizer.folder
             _copy_tokenizer(Path(source), written)
-        parameters = dict(model.named_parameters())
+        parameters = stored_parameters(model)
         _write_weights(parameters, written, max_shard_bytes)
         dtype = next(iter(parameters.values())).dtype
         _write_json(written / "config.json", dataclasses.replace(config, dtype=dtype).to_dict())
         _publish(written, folder)
 
 
-def _write_weights(parameters: dict[str, nn.Parameter], folder: Path, max_shard_bytes: int) -> None:
+def _write_weights(parameters: dict[str, Tensor], folder: Path, max_shard_bytes: int) -> None:
     shards = _split(parameters, max_shard_bytes)
     if len(shards) == 1:
         _write_shard(shards[0], folder / SINGLE)
@@ -78,9 +79,9 @@ def _write_weights(parameters: dict[str, nn.Parameter], folder: Path, max_shard_
     _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": homes})
 
 
-def _split(parameters: dict[str, nn.Parameter], max_shard_bytes: int) -> list[dict[str, nn.Parameter]]:
+def _split(parameters: dict[str, Tensor], max_shard_bytes: int) -> list[dict[str, Tensor]]:
     """The parameters in order, in groups of at most `max_shard_bytes` (a larger parameter stands alone)."""
-    shards: list[dict[str, nn.Parameter]] = [{}]
+    shards: list[dict[str, Tensor]] = [{}]
     filled = 0
     for name, parameter in parameters.items():
         size = parameter.numel() * parameter.itemsize
@@ -92,7 +93,7 @@ def _split(parameters: dict[str, nn.Parameter], max_shard_bytes: int) -> list[di
     return shards
 
 
-def _write_shard(parameters: dict[str, nn.Parameter], file: Path) -> None:
+def _write_shard(parameters: dict[str, Tensor], file: Path) -> None:
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in parameters.items()}
     save_file(tensors, file, metadata={"format": "pt"})
     with file.open("rb") as stream:

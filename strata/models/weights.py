@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from strata.models.checkpoint import StoredTensor, read_checkpoint, shorten
 from strata.models.config import DTYPES, ModelConfig, config_from_dict, read_config
+from strata.models.experts import stored_parameters
 from strata.models.families import build
 from strata.models.initialize import randomize
 from strata.models.layers import CausalLM
@@ -121,12 +122,12 @@ def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
 
 
 def match_tensors(model: nn.Module, tensors: dict[str, StoredTensor], folder: Path) -> dict[str, StoredTensor]:
-    """For each parameter of `model` its tensor in the checkpoint.
+    """For each of the `stored_parameters` of `model` its tensor in the checkpoint.
 
     A tied head needs no tensor of its own, and its tensor may stand for the embedding's. Raises ValueError that names
     the tensors if some are missing, unexpected, or of another shape than config.json says.
     """
-    wanted = dict(model.named_parameters())
+    wanted = stored_parameters(model)
     tied = _HEAD not in wanted
     names = {name: name for name in wanted}
     if tied and _EMBEDDING not in tensors and _HEAD in tensors:
@@ -149,7 +150,7 @@ def match_tensors(model: nn.Module, tensors: dict[str, StoredTensor], folder: Pa
 @torch.no_grad()
 def _fill(model: nn.Module, sources: dict[str, StoredTensor]) -> None:
     """Copy every tensor to its parameter, file by file and in the order of the file."""
-    parameters = dict(model.named_parameters())
+    parameters = stored_parameters(model)
     order = sorted(sources, key=lambda name: (sources[name].file, sources[name].start))
     for file, names in itertools.groupby(order, key=lambda name: sources[name].file):
         with safe_open(file, framework="pt", device="cpu") as reader:

@@ -30,6 +30,8 @@ TRAINING = {
     "linear_fp8",
     "linear_silu_mul_fp8",
 }
+# No shape of the benchmark has experts; the ids that a step reads are a few kilobytes at most.
+APART = {"route", "experts", "newest_tokens"}
 
 
 def all_cases(config: ModelConfig) -> list[Case]:
@@ -68,7 +70,7 @@ def test_every_operation_of_inference_is_measured() -> None:
     config = find_config("8B")
     measured = {case.operation.name for case in all_cases(config)}
     measured |= {product.operation for product in products("8B", config)}
-    assert measured == set(OPERATIONS) - TRAINING
+    assert measured == set(OPERATIONS) - TRAINING - APART
 
 
 @pytest.mark.parametrize("shape", ["8B", "0.6B"])

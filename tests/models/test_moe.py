@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, fx
 from transformers import AutoConfig
 
+from strata import LLM, SamplingParams
 from strata.models.config import config_from_dict
 from strata.models.experts import SparseMLP
 from strata.models.layers import MLP
+from strata.models.save import save
+from strata.models.weights import load
 
 from .batches import HandPaged, packed, random_sequences
+from .checkpoints import load_oracle, make_checkpoint
 from .sparse_models import SPARSE_CONFIGS, pair
 
 TOLERANCE = 2e-5
@@ -116,3 +121,43 @@ def test_absent_fields_mean_what_they_mean_to_transformers(family: str, architec
 def test_what_cannot_be_honoured_is_refused(name: str, change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_from_dict(SPARSE_CONFIGS[name] | change)
+
+
+def oracle_logits(folder: Path, sequence: list[int]) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = load_oracle(folder)(torch.tensor([sequence])).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_checkpoints_are_read_and_written_as_transformers_does(name: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "theirs", SPARSE_CONFIGS[name])
+    model, config = load(folder)
+    (sequence,) = random_sequences(83, (30,))
+    wanted = oracle_logits(folder, sequence)
+    assert worst(model.head(model(packed([sequence]))), wanted) < TOLERANCE
+    save(model, config, tmp_path / "ours", max_shard_bytes=20_000)
+    assert worst(oracle_logits(tmp_path / "ours", sequence), wanted) == 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_engine_serves_what_transformers_would(name: str, deterministic: bool, tmp_path: Path) -> None:
+    """Greedy tokens through chunked prefill and pages."""
+    folder = make_checkpoint(tmp_path / "model", SPARSE_CONFIGS[name])
+    llm = LLM(
+        folder,
+        device="cpu",
+        dtype="float32",
+        num_pages=40,
+        max_num_batched_tokens=16,
+        skip_tokenizer_init=True,
+        deterministic=deterministic,
+    )
+    prompts = random_sequences(83, (30, 3, 11))
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = output.outputs[0].token_ids
+        assert oracle_logits(folder, prompt + ids)[len(prompt) - 1 : -1].argmax(-1).tolist() == ids
