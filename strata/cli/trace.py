@@ -18,11 +18,14 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention", ("attention", "fixed_decode", "fixed_prefill", "kv_read", "sdpa", "flash", "fmha")),
     ("product", ("gemv", "dot_kernel", "linear", "gemm", "nvjet", "cutlass", "splitk")),
     ("norm", ("norm",)),
-    ("rotation and KV write", ("rope", "kv_write")),
+    ("rotation and KV write", ("rope", "kv_write", "rotate_heads")),
     ("activation", ("silu",)),
     ("sampling", ("bitmask", "gumbel", "filter_bounds", "logprob", "argmax")),
     ("copy", ("memcpy", "memset", "copy")),
-    ("lookup", ("embedding", "index", "gather")),
+    ("lookup", ("embedding", "index", "gather", "newest_tokens")),
+    ("loss", ("softmax_gradient",)),
+    ("quantization", ("quantize", "largest_kernel")),
+    ("optimizer", ("adamw",)),
 )
 OTHER = "other"
 
