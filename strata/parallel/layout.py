@@ -28,7 +28,8 @@ class Layout:
     zero: 0 divides nothing, 1 optimizer state, 2 also gradients, 3 also weights (ZeRO, Rajbhandari et al. 2020; 3 is
     FSDP). What is divided, is divided over shard * cp; a rank of "dp" repeats it (hybrid sharding).
 
-    sequence_parallel: what lies between the matrices is divided by tokens over tp (Korthikanti et al. 2022).
+    sequence_parallel: what lies between the matrices is divided by tokens over tp (Korthikanti et al. 2022). overlap:
+    the messages of tp then travel while products are computed.
     context: how attention crosses the ranks of cp (see `strata.parallel.context.divide_batch`).
     schedule: of the pipeline, one of `strata.parallel.schedules.SCHEDULES`. micro_batches: into how many a replica
     splits its step.
@@ -42,6 +43,7 @@ class Layout:
     ep: int = 1
     zero: Literal[0, 1, 2, 3] = 0
     sequence_parallel: bool = False
+    overlap: bool = False
     context: Method = "ring"
     schedule: str = "1f1b"
     micro_batches: int = 1
@@ -78,6 +80,8 @@ class Layout:
             raise ValueError(f"zero = {self.zero} has one rank to divide among; set shard above 1, or zero = 0")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel divides tokens over tp, and tp = 1; set tp above 1, or leave it out")
+        if self.overlap and not self.sequence_parallel:
+            raise ValueError("overlap hides the messages of sequence_parallel; set that too, or leave overlap out")
 
     def _check_tensor(self, config: ModelConfig) -> None:
         for what, size in (("num_attention_heads", config.num_heads), ("num_key_value_heads", config.num_kv_heads)):

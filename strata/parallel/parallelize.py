@@ -46,7 +46,11 @@ def parallelize(
     compute_dtype, reduce_dtype, bucket_elements: see `ZeroGradients`; FSDP2 sends a layer at a time.
     """
     sharding = shard_model(
-        model, mesh.axis("tp"), TABLES[config.architecture], sequence_parallel=layout.sequence_parallel
+        model,
+        mesh.axis("tp"),
+        TABLES[config.architecture],
+        sequence_parallel=layout.sequence_parallel,
+        overlap=layout.overlap,
     )
     if layout.ep > 1:
         shard_experts(model, mesh.axis("ep"))

@@ -21,6 +21,7 @@ from strata.kernels.gemm import linear
 from strata.models.batch import Batch
 from strata.models.layers import Embedding, Linear
 from strata.parallel.families import Placement, Table, placements, span
+from strata.parallel.ring_products import products_of_gathered, scattered_product
 
 _DECODER, _LAST_NORM = "model", "model.norm"
 
@@ -67,7 +68,9 @@ class TensorSharding:
             part.copy_(summed.view_as(part))
 
 
-def shard_model(model: nn.Module, axis: Axis, table: Table, *, sequence_parallel: bool = False) -> TensorSharding:
+def shard_model(
+    model: nn.Module, axis: Axis, table: Table, *, sequence_parallel: bool = False, overlap: bool = False
+) -> TensorSharding:
     """Make `model`, in place, the shard of this rank along `axis`.
 
     model: a `CausalLM`, whole, or a part of one whose parameters keep their full names (a pipeline stage). table: of
@@ -77,22 +80,27 @@ def shard_model(model: nn.Module, axis: Axis, table: Table, *, sequence_parallel
     `sequence_parallel` a rank holds a part of the tokens, which are padded with rows of zeros to a multiple of the
     ranks. The model's result is whole again; its gradient is summed over the ranks, for each has a part of the
     vocabulary. `head` gives the logits of that part: use `strata.parallel.loss.vocabulary_cross_entropy`.
+
+    overlap: with sequence parallelism, messages travel while the products that need them are computed
+    (`strata.parallel.ring_products`); batches then need a multiple of the ranks of tokens.
     """
     placed = placements((name for name, _ in model.named_parameters()), table)
     sharding = TensorSharding(axis, sequence_parallel, placed)
     if axis.group is None:
         return sharding
-    entrances = set()
+    entrances: dict[str, Siblings] = {}
     for name, parameter in list(model.named_parameters()):
         owner, _, own = name.rpartition(".")
         if not sharding.is_repeated(name):
             part = sharding.part(name, parameter.detach()).clone(memory_format=torch.contiguous_format)
             setattr(model.get_submodule(owner), own, nn.Parameter(part, parameter.requires_grad))
         if own == "weight":
-            _replace_module(model, owner, sharding, parameter.shape[0])
-        if placed[name] is Placement.COLUMN:
-            entrances.add(owner.rpartition(".")[0])
-    for owner in entrances:
+            _replace_module(model, owner, sharding, parameter.shape[0], overlap)
+        if own == "weight" and placed[name] is Placement.COLUMN:
+            siblings = entrances.setdefault(owner.rpartition(".")[0], Siblings(axis))
+            if overlap:
+                _replace(model, owner, ColumnLinear(_linear(model, owner), siblings))
+    for owner in () if overlap else entrances:
         model.get_submodule(owner).register_forward_pre_hook(_entrance(axis, sequence_parallel))
     if f"{_LAST_NORM}.weight" in placed:
         model.get_submodule(_LAST_NORM).register_forward_hook(_exit(axis, sequence_parallel))
@@ -112,42 +120,96 @@ class RowLinear(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, part: Linear, axis: Axis, sequence_parallel: bool) -> None:
+    def __init__(self, part: Linear, axis: Axis, sequence_parallel: bool, overlap: bool) -> None:
         super().__init__()
         self.weight = part.weight
         self.register_parameter("bias", part.bias)
-        self.axis, self.sequence_parallel = axis, sequence_parallel
+        self.axis, self.sequence_parallel, self.overlap = axis, sequence_parallel, overlap
 
     def forward(self, x: Tensor) -> Tensor:
-        product: Tensor = linear(x, self.weight, None)
-        total = _add_up(product, self.axis, self.sequence_parallel)
+        if self.overlap:
+            total = scattered_product(x, self.weight, self.axis)
+        else:
+            total = _add_up(linear(x, self.weight, None), self.axis, self.sequence_parallel)
         return total if self.bias is None else total + self.bias
+
+
+class Siblings:
+    """The `ColumnLinear`s of one block. They read the same tokens, so the first that is called computes for all."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.members: list[ColumnLinear] = []
+        self._input: Tensor | None = None
+        self._products: dict[ColumnLinear, Tensor] = {}
+
+    def product(self, member: ColumnLinear, x: Tensor) -> Tensor:
+        """Of all tokens with the weight of `member`; each member asks once for the same `x`."""
+        if x is not self._input:
+            made = products_of_gathered(x, [one.weight for one in self.members], self.axis)
+            self._input, self._products = x, dict(zip(self.members, made, strict=True))
+        product = self._products.pop(member)
+        if not self._products:
+            self._input = None
+        return product
+
+
+class ColumnLinear(nn.Module):
+    """A `Linear` whose outputs are divided, of this rank's tokens: the others arrive while these are multiplied."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, part: Linear, siblings: Siblings) -> None:
+        super().__init__()
+        self.weight = part.weight
+        self.register_parameter("bias", part.bias)
+        self.siblings = siblings
+        siblings.members.append(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = self.siblings.product(self, x)
+        return product if self.bias is None else product + self.bias
 
 
 class VocabularyEmbedding(nn.Module):
     """An `Embedding` of which this rank has the rows from `first` on: others give zero, and the ranks are added up."""
 
-    def __init__(self, part: Embedding, first: int, axis: Axis, sequence_parallel: bool) -> None:
+    def __init__(self, part: Embedding, first: int, axis: Axis, sequence_parallel: bool, overlap: bool) -> None:
         super().__init__()
         self.weight = part.weight
-        self.first, self.axis, self.sequence_parallel = first, axis, sequence_parallel
+        self.first, self.axis, self.sequence_parallel, self.overlap = first, axis, sequence_parallel, overlap
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if self.overlap and tokens.shape[0] % self.axis.size:
+            raise ValueError(
+                f"a batch of {tokens.shape[0]} tokens cannot overlap its messages on tp = {self.axis.size} ranks, "
+                f"which do not divide it; make batches of a multiple, or leave overlap out"
+            )
         own = (tokens >= self.first) & (tokens < self.first + self.weight.shape[0])
         rows: Tensor = embedding(torch.where(own, tokens - self.first, 0), self.weight)
         return _add_up(torch.where(own[:, None], rows, 0), self.axis, self.sequence_parallel)
 
 
-def _replace_module(model: nn.Module, name: str, sharding: TensorSharding, rows: int) -> None:
-    """Put the sharded module in place of one whose mathematics changes. rows: of its weight before it was cut."""
+def _replace_module(model: nn.Module, name: str, sharding: TensorSharding, rows: int, overlap: bool) -> None:
+    """Put the sharded module in place of one whose sum goes over ranks. rows: of its weight before it was cut."""
     module, placement = model.get_submodule(name), sharding.placements[f"{name}.weight"]
-    parent, _, child = name.rpartition(".")
-    arguments = sharding.axis, sharding.sequence_parallel
-    if placement is Placement.ROW and isinstance(module, Linear):
-        setattr(model.get_submodule(parent), child, RowLinear(module, *arguments))
+    arguments = sharding.axis, sharding.sequence_parallel, overlap
+    if placement is Placement.ROW:
+        _replace(model, name, RowLinear(_linear(model, name), *arguments))
     if placement is Placement.VOCABULARY and isinstance(module, Embedding):
         first, _ = span(rows, sharding.axis.size, sharding.axis.index)
-        setattr(model.get_submodule(parent), child, VocabularyEmbedding(module, first, *arguments))
+        _replace(model, name, VocabularyEmbedding(module, first, *arguments))
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def _linear(model: nn.Module, name: str) -> Linear:
+    module = model.get_submodule(name)
+    assert isinstance(module, Linear)
+    return module
 
 
 def _entrance(axis: Axis, sequence_parallel: bool) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:

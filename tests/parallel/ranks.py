@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from torch import Tensor
 
@@ -39,40 +39,38 @@ def run_ranks(
     }
     job = {"module": function.__module__, "function": function.__name__, "folder": str(tmp_path), "args": args}
     command = [sys.executable, "-m", "tests.parallel.ranks", json.dumps(job)]
+    outputs = [(tmp_path / f"rank-{rank}.txt").open("w+") for rank in range(world)]
     processes = []
-    errors = []
-    for rank in range(world):
-        errors.append((tmp_path / f"rank-{rank}.err").open("w+"))
-        place = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(
-            subprocess.Popen(command, env=place, stdin=subprocess.DEVNULL, stderr=errors[-1], stdout=errors[-1])
-        )
     try:
-        _wait(processes, errors, timeout)
+        for rank, output in enumerate(outputs):
+            place = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(
+                subprocess.Popen(command, env=place, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            )
+        _wait(processes, outputs, timeout)
     finally:
         for process in processes:
             process.kill()
             process.wait()
-        for error in errors:
-            error.close()
+        for output in outputs:
+            output.close()
     return [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(world)]
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], errors: list[Any], timeout: float) -> None:
+def _wait(processes: list[subprocess.Popen[bytes]], outputs: list[TextIO], timeout: float) -> None:
     """Until all have ended well. The first that fails would leave the others waiting for it."""
     deadline = time.monotonic() + timeout
     while any(process.poll() is None for process in processes):
-        late = time.monotonic() > deadline
-        if late or any(process.poll() not in (None, 0) for process in processes):
+        if time.monotonic() > deadline or any(process.poll() not in (None, 0) for process in processes):
             break
         time.sleep(0.02)
     codes = [process.poll() for process in processes]
     if any(codes) or None in codes:
-        shown = []
-        for rank, error in enumerate(errors):
-            error.seek(0)
-            shown.append(f"rank {rank} ({codes[rank]}): {error.read()[-4000:]}")
-        raise AssertionError(f"ranks failed or took longer than {timeout} s\n" + "\n".join(shown))
+        said = []
+        for rank, (code, output) in enumerate(zip(codes, outputs, strict=True)):
+            output.seek(0)
+            said.append(f"rank {rank} ({'still running' if code is None else code}): {output.read()[-4000:]}")
+        raise AssertionError(f"ranks failed or took longer than {timeout} s\n" + "\n".join(said))
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
@@ -90,7 +88,7 @@ def main() -> None:
     torch.set_num_threads(1)
     function = getattr(importlib.import_module(job["module"]), job["function"])
     folder = Path(job["folder"])
-    with join_world("cpu", timeout_seconds=30) as world:
+    with join_world("cpu", timeout_seconds=120) as world:
         result = function(world, folder, **job["args"])
         (folder / f"rank-{world.rank}.json").write_text(json.dumps(result))
 

@@ -39,6 +39,7 @@ def llama() -> ModelConfig:
         (Layout(dp=2, zero=2), 2, "zero = 2 has one rank to divide among; set shard above 1, or zero = 0"),
         (Layout(zero=4), 1, "zero = 4 is unknown; accepted are 0, 1, 2 and 3"),
         (Layout(sequence_parallel=True), 1, "sequence_parallel divides tokens over tp, and tp = 1"),
+        (Layout(tp=2, overlap=True), 2, "overlap hides the messages of sequence_parallel; set that too"),
         (Layout(shard=2, zero=1, ep=2), 2, "ep = 2, and LlamaForCausalLM has no experts; leave ep out"),
     ],
 )

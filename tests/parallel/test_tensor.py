@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ from tests.parallel.models import CONFIGS, config_of, gradients_of, head_weight,
 from tests.parallel.ranks import relative_error, run_ranks
 
 LENGTHS = [9, 1, 13]  # 23 tokens: no number of ranks divides them
+EVEN_LENGTHS = [9, 2, 13]
+# With which options of `shard_model`, and the sequences.
+MODES: dict[str, tuple[dict[str, bool], list[int]]] = {
+    "tensor": ({}, LENGTHS),
+    "sequence": ({"sequence_parallel": True}, LENGTHS),
+    "overlap": ({"sequence_parallel": True, "overlap": True}, EVEN_LENGTHS),
+}
 
 
 class LogitsSeen(TorchDispatchMode):
@@ -40,54 +48,52 @@ def divided_elements(model: torch.nn.Module, sharding: TensorSharding) -> int:
 
 
 def equal_to_one_process(world: World, folder: Path) -> dict[str, Any]:
-    """Of every family, with and without sequence parallelism: the largest relative errors, and what stays small."""
+    """Of every family in every mode: the largest relative errors, and what stays small."""
     parallel_loss._CHUNK_ELEMENTS = 100  # several chunks of logits
     axis = Mesh.of(world, {"tp": world.size}).axis("tp")
     found: dict[str, Any] = {}
-    for name in CONFIGS:
+    for name, mode in product(CONFIGS, MODES):
+        options, lengths = MODES[mode]
         config = config_of(name)
-        batch, targets = random_batch(config, LENGTHS)
-        whole = random_model(config)
+        batch, targets = random_batch(config, lengths)
+        whole, model = random_model(config), random_model(config)
         wanted_hidden, wanted_loss = whole(batch), loss_of(whole, batch, targets)
         wanted_loss.backward()
-        for sequence_parallel in (False, True):
-            model = random_model(config)
-            sharding = shard_model(model, axis, TABLES[config.architecture], sequence_parallel=sequence_parallel)
-            hidden = model(batch)
-            with LogitsSeen(config.vocab_size) as logits:
-                losses = vocabulary_cross_entropy(hidden, head_weight(model), targets, axis, config.vocab_size)
-                losses.sum().backward()
-            gradients = gradients_of(model)
-            sharding.complete(gradients)
-            errors = {
-                "hidden": relative_error(hidden, wanted_hidden),
-                "loss": relative_error(losses.sum(), wanted_loss),
-            }
-            for parameter, gradient in gradients.items():
-                errors[parameter] = relative_error(
-                    gradient, sharding.part(parameter, whole.get_parameter(parameter).grad)
-                )
-            worst = max(errors, key=errors.__getitem__)
-            found[f"{name} {sequence_parallel}"] = {
-                "worst": [worst, errors[worst]],
-                "logits": logits.seen,
-                "elements": [divided_elements(each, sharding) for each in (model, whole)],
-                "names": [parameter for parameter, _ in model.named_parameters()]
-                == [parameter for parameter, _ in whole.named_parameters()],
-            }
+        sharding = shard_model(model, axis, TABLES[config.architecture], **options)
+        hidden = model(batch)
+        with LogitsSeen(config.vocab_size) as logits:
+            losses = vocabulary_cross_entropy(hidden, head_weight(model), targets, axis, config.vocab_size)
+            losses.sum().backward()
+        gradients = gradients_of(model)
+        sharding.complete(gradients)
+        errors = {
+            "hidden": relative_error(hidden, wanted_hidden),
+            "loss": relative_error(losses.sum(), wanted_loss),
+        }
+        for parameter, gradient in gradients.items():
+            errors[parameter] = relative_error(gradient, sharding.part(parameter, whole.get_parameter(parameter).grad))
+        worst = max(errors, key=errors.__getitem__)
+        found[f"{name} {mode}"] = {
+            "worst": [worst, errors[worst]],
+            "logits": logits.seen,
+            "elements": [divided_elements(each, sharding) for each in (model, whole)],
+            "names": [parameter for parameter, _ in model.named_parameters()]
+            == [parameter for parameter, _ in whole.named_parameters()],
+        }
+    with pytest.raises(ValueError, match="a batch of 23 tokens cannot overlap its messages"):
+        model(random_batch(config, LENGTHS)[0])
     return found
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_loss_and_every_gradient_equal_one_process(world: int, tmp_path: Path) -> None:
     ranks = run_ranks(equal_to_one_process, world, tmp_path, timeout=120)
-    for name in CONFIGS:
-        for sequence_parallel in (False, True):
-            found = [rank[f"{name} {sequence_parallel}"] for rank in ranks]
-            assert max(one["worst"][1] for one in found) < 1e-9, (name, sequence_parallel, found)
-            assert not any(one["logits"] for one in found)
-            assert all(one["names"] for one in found)
-            assert sum(one["elements"][0] for one in found) == found[0]["elements"][1]
+    for key in ranks[0]:
+        found = [rank[key] for rank in ranks]
+        assert max(one["worst"][1] for one in found) < 1e-9, (key, found)
+        assert not any(one["logits"] for one in found)
+        assert all(one["names"] for one in found)
+        assert sum(one["elements"][0] for one in found) == found[0]["elements"][1]
 
 
 def compiled_layers(world: World, folder: Path) -> dict[str, Any]:
