@@ -78,6 +78,12 @@ def random_batch(config: ModelConfig, lengths: list[int], seed: int = 0) -> tupl
     return Batch(tokens, positions, offsets, max(lengths)), targets
 
 
+def moved(batch: Batch, targets: Tensor, device: torch.device) -> tuple[Batch, Tensor]:
+    """The same on a device."""
+    tensors = (one.to(device) for one in (batch.tokens, batch.positions, batch.offsets))
+    return Batch(*tensors, batch.longest), targets.to(device)
+
+
 def head_weight(model: CausalLM) -> Tensor:
     return model.model.embed_tokens.weight if model.lm_head is None else model.lm_head.weight
 

@@ -6,17 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from strata.comm.collectives import start_all_reduce
 from strata.comm.launch import World
+from strata.comm.mesh import Mesh
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
-from strata.parallel.context import divide_batch
+from strata.parallel.context import ContextBatch, divide_batch
 from strata.parallel.layout import Layout
 from strata.parallel.loss import vocabulary_cross_entropy
-from strata.parallel.parallelize import parallelize
-from tests.parallel.models import head_weight, loss_of, random_batch, random_model
+from strata.parallel.parallelize import Parallel, parallelize
+from tests.parallel.models import head_weight, loss_of, moved, random_batch, random_model
 from tests.parallel.ranks import relative_error
 
 STEPS = 5
@@ -29,10 +31,13 @@ def lengths_of(rank: int, micro: int) -> list[int]:
     return [5 + rank, 1 + micro, 7]
 
 
-def batches(config: ModelConfig, step: int, replicas: int) -> list[list[tuple[Batch, Tensor]]]:
+def batches(config: ModelConfig, step: int, replicas: int, device: torch.device) -> list[list[tuple[Batch, Tensor]]]:
     """Two micro-batches for each rank that sees documents of its own."""
     return [
-        [random_batch(config, lengths_of(rank, micro), seed=100 * step + 10 * rank + micro) for micro in range(2)]
+        [
+            moved(*random_batch(config, lengths_of(rank, micro), seed=100 * step + 10 * rank + micro), device)
+            for micro in range(2)
+        ]
         for rank in range(replicas)
     ]
 
@@ -41,13 +46,15 @@ def counted_tokens(work: list[list[tuple[Batch, Tensor]]]) -> int:
     return sum(int((targets >= 0).sum()) for row in work for _, targets in row)
 
 
-def steps_of_one_process(config: ModelConfig, replicas: int) -> tuple[CausalLM, list[float], list[float]]:
+def steps_of_one_process(
+    config: ModelConfig, replicas: int, device: torch.device
+) -> tuple[CausalLM, list[float], list[float]]:
     """The model after the steps; losses and gradient norms before clipping. Plain PyTorch throughout."""
-    model = random_model(config)
+    model = random_model(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     losses, norms = [], []
     for step in range(STEPS):
-        work = batches(config, step, replicas)
+        work = batches(config, step, replicas, device)
         total = sum(loss_of(model, *one) for row in work for one in row) / counted_tokens(work)
         total.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
@@ -62,48 +69,67 @@ def steps_of_ranks(world: World, config: ModelConfig, layout: Layout) -> dict[st
     layout.check(config, world.size)
     mesh = layout.mesh(world)
     documents, tokens = mesh.flattened("dp", "shard"), mesh.flattened("dp", "shard", "cp")
-    model = random_model(config)
+    model = random_model(config).to(world.device)
     parallel = parallelize(model, config, layout, mesh, bucket_elements=1)  # a bucket a layer
-    gradients, sharding = parallel.gradients, parallel.sharding
+    gradients = parallel.gradients
     optimizer = torch.optim.AdamW([part.master for part in gradients.parts], **ADAMW)
-    wanted, losses, norms = steps_of_one_process(config, documents.size)
+    wanted, losses, norms = steps_of_one_process(config, documents.size, world.device)
     errors: dict[str, float] = {}
     for step in range(STEPS):
-        work = batches(config, step, documents.size)
-        counted = counted_tokens(work)
+        work = batches(config, step, documents.size, world.device)
         own = work[documents.index]
-        shares: list[Tensor] = []
-        for micro, (batch, targets) in enumerate(own):
-            if micro == len(own) - 1:
-                gradients.announce_last()
-            if layout.cp > 1:
-                lengths = lengths_of(documents.index, micro)
-                batch = divide_batch(batch, lengths, mesh.axis("cp"), layout.context)
-                targets = targets[batch.rows]
-            hidden = model(batch)
-            each = vocabulary_cross_entropy(hidden, head_weight(model), targets, sharding.axis, config.vocab_size)
-            shares.append(each.detach().sum() / counted)
-            (each.sum() / counted).backward()
-            gradients.accumulate()
+        if layout.cp > 1:
+            own = [divided(one, lengths_of(documents.index, micro), layout, mesh) for micro, one in enumerate(own)]
+        loss = accumulate(model, config, parallel, own, counted_tokens(work))
+        errors[f"loss {step}"] = abs(float(start_all_reduce(loss, tokens).wait()) / losses[step] - 1)
         gradients.reduce()
         norm = gradients.norm()
         errors[f"norm {step}"] = abs(float(norm) / norms[step] - 1)
-        total = start_all_reduce(torch.stack(shares).sum(), tokens).wait()
-        errors[f"loss {step}"] = abs(float(total) / losses[step] - 1)
         gradients.clip(norm, CLIP)
         optimizer.step()
         gradients.publish()
-    for part in gradients.parts:
-        full = sharding.part(part.name, wanted.get_parameter(part.name).detach())
-        assert part.shape == full.shape
-        held = full.flatten()[part.start : part.start + part.master.numel()]
-        errors[f"{part.name} master"] = relative_error(part.master.detach().flatten(), held)
-    if layout.zero < 3:
-        for name, parameter in model.named_parameters():
-            errors[name] = relative_error(parameter, sharding.part(name, wanted.get_parameter(name)))
-    batch, _ = random_batch(config, [6, 11], seed=7)
+    errors |= weight_errors(model, parallel, wanted)
+    batch, _ = moved(*random_batch(config, [6, 11], seed=7), world.device)
     with torch.no_grad():
         errors["hidden"] = relative_error(model(batch), wanted(batch))
     worst = max(errors, key=errors.__getitem__)
     elements = sum(part.master.numel() for part in gradients.parts)
     return {"worst": [worst, errors[worst]], "elements": elements, "smallest norm": min(norms)}
+
+
+def divided(one: tuple[Batch, Tensor], lengths: list[int], layout: Layout, mesh: Mesh) -> tuple[Batch, Tensor]:
+    """This rank's tokens along "cp"."""
+    batch, targets = one
+    part = divide_batch(batch, lengths, mesh.axis("cp"), layout.context)
+    assert isinstance(part, ContextBatch)
+    return part, targets[part.rows]
+
+
+def accumulate(
+    model: CausalLM, config: ModelConfig, parallel: Parallel, own: list[tuple[Batch, Tensor]], counted: int
+) -> Tensor:
+    """Forward and backward of this rank's micro-batches. Returns its share of the loss."""
+    shares = []
+    for micro, (batch, targets) in enumerate(own):
+        if micro == len(own) - 1:
+            parallel.gradients.announce_last()
+        hidden, axis = model(batch), parallel.sharding.axis
+        loss = vocabulary_cross_entropy(hidden, head_weight(model), targets, axis, config.vocab_size).sum() / counted
+        loss.backward()
+        parallel.gradients.accumulate()
+        shares.append(loss.detach())
+    return torch.stack(shares).sum()
+
+
+def weight_errors(model: CausalLM, parallel: Parallel, wanted: CausalLM) -> dict[str, float]:
+    """Of this rank's masters, and of the model's weights unless FSDP holds them."""
+    errors = {}
+    for part in parallel.gradients.parts:
+        full = parallel.sharding.part(part.name, wanted.get_parameter(part.name).detach())
+        assert part.shape == full.shape
+        held = full.flatten()[part.start : part.start + part.master.numel()]
+        errors[f"{part.name} master"] = relative_error(part.master.detach().flatten(), held)
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            errors[name] = relative_error(parameter, parallel.sharding.part(name, wanted.get_parameter(name)))
+    return errors
