@@ -1,28 +1,21 @@
-"""`strata bench serve`: arrivals, figures by hand, and what it makes of a server that fails in every way."""
+"""`strata bench serve`: its loads on a server, and what it makes of one that fails in every way."""
 
 from __future__ import annotations
 
 import json
-import math
-import random
 import re
-import statistics
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks.plot_serve import newest_sweep
 from strata.cli.load import server
-from strata.cli.load.answer import Answer, EventParser, Fault
 from strata.cli.load.connection import Client
-from strata.cli.load.measures import Distribution, figures, parse_objectives, percentile
-from strata.cli.load.request_sets import Ask, Lengths, RandomSet, SharedPrefixSet, encode, read_rows
-from strata.cli.load.schedule import Rate, arrivals, parse_rates, saturation_rate
+from strata.cli.load.measures import figures
+from strata.cli.load.request_sets import Ask, encode
 from strata.cli.load.send import Outcome, run, send_all
 from strata.cli.main import app
 from tests.cli.fake_server import FAILURES, FakeServer
@@ -34,227 +27,6 @@ def bench(url: str, *options: str) -> list[dict[str, Any]]:
     """The results that the command prints. Raises what the command raises."""
     done = CliRunner().invoke(app, ["bench", "serve", "--url", url, "--json", *SMALL, *options], catch_exceptions=False)
     return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def outcome(
-    sent: float = 0.0, times: tuple[float, ...] = (1.0, 2.0), tokens: int = 2, fault: Fault | None = None
-) -> Outcome:
-    return Outcome(sent, sent, times, times[-1] if times else sent, 10, tokens, fault)
-
-
-# Arrivals
-
-
-def test_poisson_gaps_have_the_rates_mean_and_a_deviation_equal_to_it() -> None:
-    gaps = [after - before for before, after in pairwise([0.0, *arrivals(20_000, rate=8.0, burstiness=1.0, seed=3)])]
-    assert statistics.fmean(gaps) == pytest.approx(1 / 8)
-    assert statistics.pstdev(gaps) == pytest.approx(1 / 8, rel=0.03)
-    # exponential, which a mean and deviation alone do not make: a share exp(-1) is longer than the mean
-    assert sum(gap > 1 / 8 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.015)
-
-
-@pytest.mark.parametrize("burstiness", [0.25, 4.0])
-def test_burstiness_sets_the_coefficient_of_variation(burstiness: float) -> None:
-    gaps = [after - before for before, after in pairwise([0.0, *arrivals(20_000, 8.0, burstiness, seed=3)])]
-    assert statistics.pstdev(gaps) / statistics.fmean(gaps) == pytest.approx(burstiness**-0.5, rel=0.05)
-
-
-def test_the_last_of_the_arrivals_is_due_when_the_rate_says() -> None:
-    assert arrivals(50, 4.0, 0.5, seed=1)[-1] == pytest.approx(12.5)
-    assert arrivals(4, 2.0, math.inf, seed=1) == pytest.approx([0.5, 1.0, 1.5, 2.0])
-    assert arrivals(3, math.inf, 1.0, seed=1) == [0.0, 0.0, 0.0]
-
-
-def test_arrivals_are_those_of_their_seed() -> None:
-    assert arrivals(100, 4.0, 1.0, seed=1) == arrivals(100, 4.0, 1.0, seed=1)
-    assert arrivals(100, 4.0, 1.0, seed=1) != arrivals(100, 4.0, 1.0, seed=2)
-
-
-def test_rates_are_numbers_or_shares() -> None:
-    assert parse_rates("4, inf,25%") == [Rate(4.0), Rate(math.inf), Rate(0.25, of_saturation=True)]
-    assert Rate(0.25, of_saturation=True).per_second(80.0) == 20.0
-    assert Rate(4.0).per_second(None) == 4.0
-
-
-@pytest.mark.parametrize("text", ["", "x", "0", "-1", "nan", "%", "0%", "-5%", "1001%", "inf%", "nan%", "4,", "25 %%"])
-def test_bad_rates_are_named(text: str) -> None:
-    with pytest.raises(ValueError, match="--request-rate takes") as raised:
-        parse_rates(text)
-    assert repr(text.split(",")[-1].strip()) in str(raised.value)
-
-
-def test_saturation_leaves_out_the_first_and_the_last_of_a_closed_loop() -> None:
-    # 2 at a time: pairs end at 10 (a slow start), 11, 12, 13, and the last two at 15 and 20.
-    ends = [10.0, 10.0, 11.0, 11.0, 12.0, 12.0, 13.0, 13.0, 15.0, 20.0]
-    assert saturation_rate(ends, concurrency=2) == pytest.approx(6 / 3)
-    with pytest.raises(ValueError, match="more than 10 requests, of which 10"):
-        saturation_rate(ends, concurrency=5)
-
-
-# What is asked
-
-
-def test_random_prompts_have_the_lengths_and_are_those_of_their_seed() -> None:
-    drawn = RandomSet(Lengths(100, 10, spread=0.5), ids=range(50, 60))
-    asks = drawn.asks(500, seed=1)
-    lengths = [len(ask.prompt) for ask in asks]
-    assert (min(lengths), max(lengths)) == (50, 150)
-    assert statistics.fmean(lengths) == pytest.approx(100, rel=0.05)
-    assert {ask.output_tokens for ask in asks} == set(range(5, 16))
-    assert {token for ask in asks for token in ask.prompt} == set(range(50, 60))
-    assert asks == drawn.asks(500, seed=1)
-    assert asks != drawn.asks(500, seed=2)
-
-
-def test_prefixes_are_shared_within_a_group_and_nothing_else_is() -> None:
-    asks = SharedPrefixSet(Lengths(20, 5), range(1000), groups=3, prefix_tokens=40).asks(30, seed=1)
-    groups: dict[tuple[Any, ...], int] = {}
-    for ask in asks:
-        prefix = tuple(ask.prompt[:40])
-        groups[prefix] = groups.get(prefix, 0) + 1
-    assert sorted(groups.values()) == [10, 10, 10]
-    assert len({tuple(ask.prompt[40:]) for ask in asks}) == 30
-    assert {len(ask.prompt) for ask in asks} == {60}
-
-
-def test_a_request_streams_exactly_so_many_tokens() -> None:
-    request = encode(Ask([1, 2, 3], 9), "m")
-    body = json.loads(request.body)
-    assert request.path == "/v1/completions"
-    assert (body["model"], body["prompt"], body["max_tokens"]) == ("m", [1, 2, 3], 9)
-    assert body["ignore_eos"] is body["stream"] is body["stream_options"]["include_usage"] is True
-    messages = [{"role": "user", "content": "Hello"}]
-    chat = encode(Ask(messages, 9), "m")
-    assert chat.path == "/v1/chat/completions"
-    assert json.loads(chat.body)["messages"] == messages
-    assert "prompt" not in json.loads(chat.body)
-
-
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        ("{", "line 2"),
-        ("{}", "must have one of prompt, messages and input_length"),
-        ('{"prompt": "a", "input_length": 4}', "has ['prompt', 'input_length']"),
-        ('{"prompt": 4}', "Expected `str | array | null`"),
-        ('{"input_length": -4}', "input_length must be at least 1"),
-        ('{"prompt": "a", "output_length": 0}', "output_length must be at least 1"),
-        ('{"prompt": "a"}', "no timestamp"),
-        ('{"prompt": "a", "timestamp": 4}', "timestamp 4.0 is before that of the line above, 5.0"),
-    ],
-)
-def test_a_bad_line_of_a_file_is_named(tmp_path: Path, line: str, fault: str) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"prompt": "a", "timestamp": 5}\n' + line)
-    with pytest.raises(ValueError, match="line 2") as raised:
-        read_rows(path, timed=True)
-    assert fault in str(raised.value)
-
-
-# Reading answers
-
-STREAM = (
-    b": hello\n\ndata: one\n\nevent: x\ndata:two\ndata: three\r\n\r\nid: 4\n\ndata: f\xc3\xbcnf\r\rdata: [DONE]\n\n"
-)
-EVENTS = [b"one", b"two\nthree", "fünf".encode(), b"[DONE]"]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 1000])
-def test_events_are_the_same_however_the_bytes_are_split(size: int) -> None:
-    parser = EventParser()
-    parts = [STREAM[start : start + size] for start in range(0, len(STREAM), size)]
-    assert [event for part in parts for event in parser.append(part)] == EVENTS
-
-
-def test_events_are_the_same_in_random_frames() -> None:
-    draw = random.Random(0)
-    for _ in range(200):
-        cuts = [0, *sorted(draw.choices(range(len(STREAM)), k=6)), len(STREAM)]
-        parser = EventParser()
-        assert [event for a, b in pairwise(cuts) for event in parser.append(STREAM[a:b])] == EVENTS
-
-
-def test_only_text_counts_as_the_first_token() -> None:
-    answer = Answer()
-    for data in (
-        {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
-        {"choices": [{"delta": {"reasoning_content": "hm"}}]},
-        {"choices": [{"delta": {"content": "x"}}]},
-        {"choices": [{"delta": {}, "finish_reason": "length"}]},
-        {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}},
-    ):
-        answer.append(200, b"data: " + json.dumps(data).encode() + b"\n\n")
-    assert len(answer.times) == 2
-    assert (answer.prompt_tokens, answer.output_tokens) == (3, 2)
-    assert answer.fault(200, asked=2) == Fault("cut", "the stream ended without [DONE]", lost=True)
-    answer.append(200, b"data: [DONE]\n\n")
-    assert answer.fault(200, asked=2) is None
-
-
-# Figures
-
-
-@pytest.mark.parametrize("values", [[5.0], [1.0, 2.0], [3.0, 9.0, 4.0, 1.0, 7.0], list(range(1000))])
-def test_percentiles_are_numpys(values: list[float]) -> None:
-    for share in (0.0, 0.5, 0.9, 0.99, 1.0):
-        assert percentile(sorted(values), share) == pytest.approx(numpy.percentile(values, 100 * share))
-
-
-def test_percentiles_by_hand() -> None:
-    assert Distribution.of([0.001, 0.002, 0.003, 0.004, 0.010]) == Distribution(
-        mean=pytest.approx(4.0), p50=pytest.approx(3.0), p90=pytest.approx(7.6), p99=pytest.approx(9.76)
-    )
-    assert Distribution.of([]) is None
-
-
-def test_figures_by_hand() -> None:
-    outcomes = [
-        Outcome(due=0.0, sent=0.0, times=(0.1, 0.2, 0.4), ended=0.5, prompt_tokens=10, output_tokens=4, fault=None),
-        Outcome(due=1.0, sent=1.2, times=(1.5, 1.6), ended=1.7, prompt_tokens=20, output_tokens=2, fault=None),
-        Outcome(2.0, 2.0, (2.1,), 4.0, 0, 0, Fault("cut", "", lost=True)),
-        Outcome(3.0, 3.0, (), 3.1, 0, 0, Fault("HTTP 429", "", lost=False)),
-    ]
-    found = figures(outcomes, {})
-    assert (found.requests, found.completed, found.lost) == (4, 2, 1)
-    assert found.faults == {"cut": 1, "HTTP 429": 1}
-    assert found.seconds == pytest.approx(4.0)
-    assert (found.prompt_tokens, found.output_tokens, found.chunks) == (30, 6, 5)
-    assert found.requests_per_second == pytest.approx(2 / 4)
-    assert found.output_tokens_per_second == pytest.approx(6 / 4)
-    assert found.total_tokens_per_second == pytest.approx(36 / 4)
-    means = [found.ttft_ms, found.tpot_ms, found.itl_ms, found.e2e_ms, found.send_lag_ms]
-    expected = [(100 + 300) / 2, (300 / 3 + 100 / 1) / 2, (100 + 200 + 100) / 3, (500 + 500) / 2, 200 / 4]
-    assert [mean.mean for mean in means if mean is not None] == pytest.approx(expected)
-    assert found.goodput is None
-
-
-def test_goodput_by_hand() -> None:
-    outcomes = [
-        outcome(times=(0.10, 0.12), tokens=3),  # 100 ms, then 10 ms a token
-        outcome(times=(0.30, 0.32), tokens=3),  # first token late
-        outcome(times=(0.10, 0.16), tokens=3),  # 30 ms a token
-        outcome(times=(0.15,), tokens=1),  # one token has no time per output token
-        outcome(times=(0.10, 0.12), tokens=3, fault=Fault("cut", "", lost=True)),
-        outcome(sent=1.9, times=(2.0, 2.0)),
-    ]
-    found = figures(outcomes, {"ttft": 200.0, "tpot": 15.0}).goodput
-    assert found is not None
-    assert found.share == pytest.approx(3 / 6)
-    assert found.requests_per_second == pytest.approx(3 / 2.0)
-    late = figures(outcomes, {"e2e": 140.0}).goodput
-    assert late is not None
-    assert late.share == pytest.approx(2 / 6)
-
-
-def test_objectives_are_milliseconds_by_name() -> None:
-    assert parse_objectives("ttft:200 tpot:15") == parse_objectives("ttft:200,tpot:15") == {"ttft": 200.0, "tpot": 15.0}
-    assert parse_objectives("") == {}
-    for wrong in ("ttft", "ttft:", "ttft:x", "ttft:0", "ttft:nan", "itl:5", ":5"):
-        with pytest.raises(ValueError, match="--goodput takes ttft, tpot, e2e"):
-            parse_objectives(wrong)
-
-
-# Loads on a server
 
 
 @pytest.mark.parametrize("failure", FAILURES)
