@@ -53,9 +53,14 @@ HEADS, KV_HEADS = 4, 2
 VOCABULARY = 3001
 
 
+# Files whose kernels only training runs: no call here launches them yet.
+TRAINING = {"activation_grad", "adamw", "fp8", "loss_grad", "norm_grad", "rope_grad"}
+
+
 def own_kernels() -> set[str]:
-    """The names of all kernels that CI compiles."""
-    names = (f"strata.kernels.{module.name}" for module in pkgutil.iter_modules(strata.kernels.__path__))
+    """The names of all kernels that CI compiles, but those of training."""
+    modules = (module.name for module in pkgutil.iter_modules(strata.kernels.__path__))
+    names = (f"strata.kernels.{name}" for name in modules if name not in TRAINING)
     modules = (importlib.import_module(name) for name in names)
     cases = (case for module in modules if hasattr(module, "compile_cases") for case in module.compile_cases())
     return {case.kernel.fn.__name__ for case in cases}
