@@ -86,25 +86,18 @@ class Bucket:
                 master = nn.Parameter(self.master[held])
                 yield Part(slot.name, slot.parameter.shape, first - slot.first, self.own_weights[held], master)
 
-    def take(self, name: str, gradient: Tensor) -> set[str]:
-        """Add to the gradient of one parameter, or of several that lie side by side, the first of them `name`.
-
-        Returns their names.
-        """
-        first = self.slots[name].first
-        end = first + gradient.numel()
+    def take(self, names: Sequence[str], gradient: Tensor) -> None:
+        """Add to the gradient of a parameter, or of several that lie side by side, given as one."""
         if self._gradients is None:
             self._gradients = self.weights.new_empty(self.size, dtype=self.reduce_dtype)
             last = max(slot.end for slot in self.slots.values())
             self._gradients[last:] = 0
-        place = self._gradients[first:end]
-        covered = {slot.name for slot in self.slots.values() if first <= slot.first < end}
-        if covered <= self._taken:
+        place = self._gradients[self.slots[names[0]].first : self.slots[names[-1]].end]
+        if names[0] in self._taken:
             place.add_(gradient.flatten())
         else:
             place.copy_(gradient.flatten())
-        self._taken |= covered
-        return covered
+            self._taken.update(names)
 
     def reduction(self) -> Iterator[None]:
         """Sum over the ranks. Each step waits for a message and sends the next; between them others can be sent."""
@@ -156,7 +149,7 @@ class Bucket:
             if slot.parameter.data_ptr() != start + width * slot.first:
                 raise RuntimeError(
                     f"parameter {slot.name} was moved away from the memory that its updates go to; "
-                    f"move, cast or merge a model before its gradients are divided"
+                    f"move or cast a model before it is divided, and merge only what lies side by side"
                 )
 
 

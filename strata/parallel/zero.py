@@ -50,39 +50,39 @@ class ZeroGradients:
         self._everyone, self._reduces_every_pass = everyone, reduce_every_pass
         self._buckets = _make_buckets(model, axes, compute_dtype, reduce_dtype, bucket_elements)
         self.parts = [part for bucket in self._buckets for part in bucket.parts]
-        self._home = {name: bucket for bucket in self._buckets for name in bucket.slots}
+        self._home = {name: place for place, bucket in enumerate(self._buckets) for name in bucket.slots}
         self._missing = [set(bucket.slots) for bucket in self._buckets]
         self._sent = 0
         self._reduces_this_pass = reduce_every_pass
         self._is_reduced = False
         self._under_way: list[Iterator[None]] = []
-        # Of the tensors that autograd gives gradients, the parameter or the first of the parameters that they are.
-        self._name: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        for parameter in self._name:
+        # The parameters that each tensor is to which autograd gives a gradient.
+        self._leaves: dict[Tensor, list[str]] = {parameter: [name] for name, parameter in model.named_parameters()}
+        for parameter in self._leaves:
             parameter.register_post_accumulate_grad_hook(self.take)
 
     def watch(self, leaf: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         """Take the gradient of `leaf` as soon as autograd has it: of a matrix that is a view of several parameters of
         the model, which lie side by side (`strata.graph.merge`). Every parameter is watched already.
         """
-        names = [self._name[parameter] for parameter in parameters]
-        slots = [self._home[name].slots[name] for name in names]
+        names = [name for parameter in parameters for name in self._leaves[parameter]]
+        slots = [self._buckets[self._home[name]].slots[name] for name in names]
         for before, after in pairwise(slots):
-            if before.end != after.first or self._home[before.name] is not self._home[after.name]:
+            if before.end != after.first or self._home[before.name] != self._home[after.name]:
                 raise ValueError(f"{before.name} and {after.name} do not lie side by side; merge other parameters")
-        self._name[leaf] = names[0]
+        self._leaves[leaf] = names
         leaf.register_post_accumulate_grad_hook(self.take)
 
     def take(self, leaf: Tensor) -> None:
         """The gradient of a watched tensor is complete for this pass. For one that autograd does not tell of."""
         if leaf.grad is None:
             return
-        name = self._name[leaf]
-        bucket = self._home[name]
-        place = self._buckets.index(bucket)
+        names = self._leaves[leaf]
+        place = self._home[names[0]]
         if place < self._sent:
-            raise RuntimeError(f"a second gradient of {name} came after the first was sent; use the parameter once")
-        self._missing[place] -= bucket.take(name, leaf.grad)
+            raise RuntimeError(f"a second gradient of {names[0]} came after the first was sent; use the parameter once")
+        self._buckets[place].take(names, leaf.grad)
+        self._missing[place].difference_update(names)
         leaf.grad = None
         if self._reduces_this_pass:
             while self._sent < len(self._buckets) and not self._missing[self._sent]:
@@ -92,7 +92,7 @@ class ZeroGradients:
         self._reduces_this_pass = True
 
     def accumulate(self) -> None:
-        for leaf in self._name:
+        for leaf in self._leaves:
             self.take(leaf)
         if self._reduces_this_pass:
             self._send_rest()
@@ -129,8 +129,8 @@ class ZeroGradients:
 
     def wait(self, names: Sequence[str] | None = None) -> None:
         """Until the weights of these parameters, or of all, are there. On a GPU the stream waits, not the host."""
-        for bucket in self._buckets if names is None else dict.fromkeys(self._home[name] for name in names):
-            bucket.wait()
+        for place in range(len(self._buckets)) if names is None else {self._home[name] for name in names}:
+            self._buckets[place].wait()
 
     def wait_in_graph(self, graph: fx.GraphModule) -> None:
         """Let a captured graph, in place, wait for weights before it first reads them, so that `start_publishing` at
@@ -138,9 +138,9 @@ class ZeroGradients:
         """
         waited: set[int] = set()
         for node in graph.graph.find_nodes(op="get_attr"):
-            names = [name for name in node.meta.get("parameters", ()) if id(self._home[name]) not in waited]
+            names = [name for name in node.meta.get("parameters", ()) if self._home[name] not in waited]
             if names:
-                waited |= {id(self._home[name]) for name in names}
+                waited |= {self._home[name] for name in names}
                 with graph.graph.inserting_before(node):
                     graph.graph.call_function(self.wait, (names,))
         graph.recompile()
