@@ -99,6 +99,16 @@ class Layout:
                 f"pp = {self.pp} with schedule {self.schedule!r} has {stages} stages, more than the model's "
                 f"{config.num_layers} layers; choose a smaller pp or schedule '1f1b'"
             )
+        if self.pp > 1 and self.zero == 3 and self.schedule.startswith("zero-bubble"):
+            raise ValueError(
+                f"schedule {self.schedule!r} splits backward passes, and zero = 3 reduces gradients when a pass has "
+                f"left a layer; use schedule '1f1b' or 'interleaved', or zero of at most 2"
+            )
+        if self.pp > 1 and self.zero == 3 and config.tied:
+            raise ValueError(
+                "zero = 3 does not go with a tied embedding that the first and the last stage share; "
+                "use zero of at most 2, or an untied model"
+            )
 
     def _check_experts(self, config: ModelConfig) -> None:
         experts = config.num_experts
@@ -114,9 +124,9 @@ class Layout:
 def auto_layout(config: ModelConfig, world_size: int, memory: int) -> tuple[Layout, str]:
     """A layout for training with AdamW in bfloat16, and in one line why it was chosen.
 
-    memory: bytes of one device. Weights, gradients and optimizer state may take a third of it; the rest is for
-    activations. Documents are divided, never matrices: within a machine that is the fastest as long as it fits. Of the
-    ways to do so the one that divides least is taken. Raises ValueError if none fits.
+    memory: bytes of one device. Documents are divided, never matrices: within a machine that is the fastest as long as
+    it fits. Of the ways to do so it is the one that divides least and leaves two thirds of the memory to activations,
+    or else the one that divides most if it leaves a third. Raises ValueError if neither exists.
     """
     if world_size == 1:
         return Layout(), "one rank: nothing to divide"
@@ -124,16 +134,22 @@ def auto_layout(config: ModelConfig, world_size: int, memory: int) -> tuple[Layo
     tried = [(layout, _state_bytes(layout, dense, experts)) for layout in _candidates(config, world_size)]
     for layout, needed in tried:
         if needed <= memory / 3:
-            shown = ", ".join(
-                f"{name} {getattr(layout, name)}" for name in ("dp", "shard", "ep") if getattr(layout, name) > 1
-            )
-            return layout, (
-                f"ZeRO-{layout.zero} with {shown}: the least divided layout whose weights, gradients and optimizer "
-                f"state ({needed / 2**30:.1f} GiB a device) fill at most a third of {memory / 2**30:.0f} GiB"
-            )
+            return layout, _reason(layout, "least", needed, "a third", memory)
+    layout, needed = tried[-1]
+    if needed <= memory * 2 / 3:
+        return layout, _reason(layout, "most", needed, "two thirds", memory)
     raise ValueError(
-        f"the weights, gradients and optimizer state take {tried[-1][1] / 2**30:.1f} GiB a device even when all "
-        f"{world_size} ranks divide them, more than a third of {memory / 2**30:.0f} GiB; use more ranks"
+        f"the weights, gradients and optimizer state take {needed / 2**30:.1f} GiB a device even when all "
+        f"{world_size} ranks divide them, more than two thirds of {memory / 2**30:.0f} GiB; use more ranks"
+    )
+
+
+def _reason(layout: Layout, how: str, needed: float, share: str, memory: int) -> str:
+    axes = {name: getattr(layout, name) for name in ("dp", "shard", "ep")}
+    shown = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
+    return (
+        f"ZeRO-{layout.zero} with {shown}: the {how} divided layout whose weights, gradients and optimizer state "
+        f"({needed / 2**30:.1f} GiB a device) fill at most {share} of {memory / 2**30:.0f} GiB"
     )
 
 

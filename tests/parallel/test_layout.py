@@ -13,6 +13,7 @@ from strata.models.shapes import SHAPES
 from strata.parallel.families import TABLES, Placement, Rule, placements, span
 from strata.parallel.layout import Layout, auto_layout
 from tests.models.checkpoints import FAMILY_CONFIGS
+from tests.parallel.models import config_of
 
 GIB = 2**30
 
@@ -34,6 +35,11 @@ def llama() -> ModelConfig:
         (Layout(pp=20, schedule="interleaved", micro_batches=20), 20, "has 40 stages, more than the model's 32 layers"),
         (Layout(pp=2, schedule="interleaved", micro_batches=3), 2, "micro_batches = 3 is no multiple of pp = 2"),
         (Layout(pp=2, schedule="gpipe"), 2, "schedule 'gpipe' is unknown; known are 1f1b, interleaved, zero-bubble"),
+        (
+            Layout(pp=2, shard=2, zero=3, schedule="zero-bubble", micro_batches=2),
+            4,
+            "schedule 'zero-bubble' splits backward passes, and zero = 3 reduces gradients when a pass",
+        ),
         (Layout(cp=5, context="ulysses"), 5, "cp = 5 with ulysses shares out 32 query heads and 8 key/value heads"),
         (Layout(shard=2), 2, "zero = 0 divides nothing among shard = 2 ranks; use dp, or zero = 1, 2 or 3"),
         (Layout(dp=2, zero=2), 2, "zero = 2 has one rank to divide among; set shard above 1, or zero = 0"),
@@ -98,10 +104,24 @@ def test_the_reason_names_the_bytes(llama: ModelConfig) -> None:
 
 
 def test_a_model_that_nothing_makes_fit_is_refused(llama: ModelConfig) -> None:
-    with pytest.raises(
-        ValueError, match=r"59.8 GiB a device even when all 2 ranks divide them, more than a third of 24"
-    ):
-        auto_layout(llama, 2, 24 * GIB)
+    message = r"59.8 GiB a device even when all 2 ranks divide them, more than two thirds of 80 GiB; use more ranks"
+    with pytest.raises(ValueError, match=message):
+        auto_layout(llama, 2, 80 * GIB)
+    layout, reason = auto_layout(llama, 2, 96 * GIB)
+    assert layout == Layout(shard=2, zero=3)
+    assert "the most divided layout" in reason
+    assert "at most two thirds of 96 GiB" in reason
+
+
+def test_experts_are_shared_out() -> None:
+    moe = config_of("qwen3-moe")
+    assert auto_layout(moe, 4, GIB)[0] == Layout(shard=4, ep=4, zero=1)
+    assert auto_layout(moe, 6, GIB)[0] == Layout(shard=6, ep=2, zero=1)
+
+
+def test_a_tied_embedding_on_two_stages_is_no_matter_for_fsdp() -> None:
+    with pytest.raises(ValueError, match="zero = 3 does not go with a tied embedding"):
+        Layout(pp=2, shard=2, zero=3).check(config_of("llama-biases-tied"), 4)
 
 
 @pytest.mark.parametrize("values", [values for _, values in FAMILY_CONFIGS])
