@@ -18,6 +18,10 @@ from torch import Tensor
 
 from strata.comm.mesh import Axis
 
+# torch 2.13 gave these names that earlier versions do not have, and warns of the others.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -89,7 +93,7 @@ def start_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
         return Pending(x if out is None else out.copy_(x))
     if out is None:
         out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    return Pending(out, _works(dist.all_gather_into_tensor(out, x.contiguous(), axis.group, async_op=True)))
+    return Pending(out, _works(_all_gather(out, x.contiguous(), axis.group, async_op=True)))
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
@@ -98,7 +102,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
         return Pending(x if out is None else out.copy_(x))
     if out is None:
         out = x.new_empty((_part(x.shape[0], axis), *x.shape[1:]))
-    work = dist.reduce_scatter_tensor(out, x.contiguous(), group=axis.group, async_op=True)
+    work = _reduce_scatter(out, x.contiguous(), group=axis.group, async_op=True)
     return Pending(out, _works(work))
 
 
@@ -148,14 +152,14 @@ def _summed(x: Tensor, axis: Axis) -> Tensor:
 def _gathered(x: Tensor, axis: Axis, dim: int) -> Tensor:
     rows = x.movedim(dim, 0).contiguous()
     out = rows.new_empty((axis.size * rows.shape[0], *rows.shape[1:]))
-    dist.all_gather_into_tensor(out, rows, axis.group)
+    _all_gather(out, rows, axis.group)
     return out.movedim(0, dim)
 
 
 def _scattered(x: Tensor, axis: Axis, dim: int) -> Tensor:
     rows = x.movedim(dim, 0).contiguous()
     out = rows.new_empty((_part(rows.shape[0], axis), *rows.shape[1:]))
-    dist.reduce_scatter_tensor(out, rows, group=axis.group)
+    _reduce_scatter(out, rows, group=axis.group)
     return out.movedim(0, dim)
 
 
