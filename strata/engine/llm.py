@@ -12,6 +12,7 @@ from typing import Any, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from strata.engine.bad_words import bad_word_ids
 from strata.engine.build import Engine, EngineConfig, build_engine
 from strata.engine.collect import Collector
 from strata.engine.grammar import GrammarCompiler
@@ -175,7 +176,7 @@ class LLM:
             priority=priority,
             arrival=time.monotonic(),
             eos_ids=engine.eos_ids,
-            bad_words=self._bad_words(params),
+            bad_words=tuple(bad_word_ids(params.bad_words, self.get_tokenizer())) if params.bad_words else (),
             grammar=params.structured_outputs.to_grammar() if params.structured_outputs is not None else None,
         )
         request.check_ids(engine.config.vocab_size)
@@ -185,17 +186,6 @@ class LLM:
     def _grammars(self) -> GrammarCompiler:
         engine = self._engine
         return GrammarCompiler(self.get_tokenizer(), engine.eos_ids, engine.config.vocab_size)
-
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The id sequences of each bad word: as it begins a text, and as it follows a space."""
-        words = []
-        for word in params.bad_words or ():
-            tokenizer = self.get_tokenizer()
-            for text in (word, " " + word.lstrip()):
-                ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-                if ids and ids not in words:
-                    words.append(ids)
-        return tuple(words)
 
     def _add_all(self, collectors: list[Collector]) -> None:
         """Queue all or none."""

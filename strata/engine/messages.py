@@ -37,7 +37,7 @@ class Add(msgspec.Struct, tag="add", frozen=True):
     priority: int = 0
     arrival: float = 0.0
     salt: str = ""
-    bad_words: list[list[int]] = []
+    bad_words: list[tuple[int, ...]] = []
     grammar: str | None = None
 
 

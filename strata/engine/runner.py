@@ -86,7 +86,7 @@ class Undrawn:
     """A step whose logits are under way. Once the matchers of its rows know all ids before it come `Runner.mask` and
     then `Runner.draw`.
 
-    bucket: whose recorded graph draws from the logits, None if none does.
+    bucket: whose recorded graph draws from the logits, None if none does; it can where no row is special.
     """
 
     plan: StepPlan
@@ -249,7 +249,7 @@ class Runner:
         """Sample a step's rows; masks: see `apply_bitmask`."""
         rows, buffer, logits = step.rows, step.buffer, step.logits
         reported = None
-        special = any(self._slots.special[row.slot] for row in rows)
+        special = step.bucket is None and any(self._slots.special[row.slot] for row in rows)
         if masks is not None and not special:
             apply_bitmask(logits, *masks)
         if step.bucket is not None:

@@ -11,6 +11,7 @@ from uuid import uuid4
 import msgspec
 from fastapi import Request
 
+from strata.engine.bad_words import bad_word_ids
 from strata.engine.messages import Add, Delta, TokenLogprobs
 from strata.engine.samples import Sample
 from strata.engine.sampling_params import SamplingParams
@@ -82,7 +83,7 @@ class Generation:
             priority=priority,
             arrival=self._arrival,
             salt=caller.salt,
-            bad_words=_bad_words(state, params),
+            bad_words=bad_word_ids(params.bad_words or (), state.tokenizer),
             grammar=grammar,
         )
         self._samples = [Sample.of(params, prompt, state.tokenizer) for _ in range(params.n)]
@@ -255,17 +256,6 @@ def generation_for(
     )
     note_generation(request.scope, generation)
     return generation
-
-
-def _bad_words(state: ServerState, params: SamplingParams) -> list[list[int]]:
-    """The id sequences of each bad word: as it begins a text, and as it follows a space."""
-    words: list[list[int]] = []
-    for word in params.bad_words or ():
-        for text in (word, " " + word.lstrip()):
-            ids = state.tokenizer.encode(text, add_special_tokens=False)
-            if ids and ids not in words:
-                words.append(ids)
-    return words
 
 
 def _too_long(prompt: int, output: int | None, limit: int) -> ApiError:

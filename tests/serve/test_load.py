@@ -100,13 +100,11 @@ def test_twice_the_load_it_can_bear_is_refused_at_once_or_served_as_without_it()
         assert all(outcome.tokens == 60 for outcome in (*full, *admitted))
         assert {outcome.status for outcome in refused} == {503}
         assert all(int(outcome.retry_after or 0) >= 1 for outcome in refused)
-        assert admitted
-        assert refused
+        assert 0.25 < len(refused) / len(overloaded) < 0.75
+        assert percentile(refused, 0.5) < 0.05
         assert server.metric("strata_rejects_total") == len(refused)
-        if FULL:  # times are for a machine that does nothing else
-            assert 0.25 < len(refused) / len(overloaded) < 0.75
-            assert percentile(refused, 0.5) < 0.05
-            assert percentile(admitted, 0.99) < 1.2 * percentile(full, 0.99)
+        share, slack = (0.99, 1.2) if FULL else (0.9, 1.5)  # a short run's tail is a few requests
+        assert percentile(admitted, share) < slack * percentile(full, share)
         wait_for(lambda: server.load() == IDLE)
 
 
