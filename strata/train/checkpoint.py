@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +22,7 @@ from strata.models.save import save
 from strata.models.weights import load
 
 _NAME = re.compile(r"step-(\d{8})")
+_OPTIMIZER = "optimizer.safetensors"
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,33 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
 
 
+def checkpoints_of(run: Path, *, resume: bool) -> list[Path]:
+    """Those of a run's folder. Raises ValueError if there are some and they are not to be resumed."""
+    existing = checkpoints(run / "checkpoints")
+    if existing and not resume:
+        raise ValueError(f"{run} holds a run (step {existing[-1].name[5:]}); resume it or choose another out")
+    return existing
+
+
+@contextmanager
+def new_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> Iterator[Path]:
+    """A folder to fill, which appears in `folder` whole at the end of the block, or not at all.
+
+    state: plain values, kept as JSON: `position` and `recipe` (see `read_state`).
+    """
+    target = folder / f"step-{step:08}"
+    part = folder / f".{target.name}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    yield part
+    (part / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    for file in part.iterdir():
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+    shutil.rmtree(target, ignore_errors=True)
+    part.rename(target)
+
+
 def save_checkpoint(
     folder: Path,
     model: CausalLM,
@@ -51,23 +81,22 @@ def save_checkpoint(
     tokenizer: Path,
     optimizer: HasState,
     position: Position,
-    recipe: dict[str, Any],
-) -> Path:
+    recipe: Mapping[str, Any],
+) -> None:
     """Write a checkpoint into `folder`; it appears there whole or not at all.
 
-    tokenizer: the folder with its files. recipe: what a resumed run must share (see `load_checkpoint`). The numbers of
-    a step follow from model, optimizer and position: documents are a function of seed and index, and nothing else is
+    tokenizer: the folder with its files. recipe: what a resumed run must share (see `check_recipe`). The numbers of a
+    step follow from model, optimizer and position: documents are a function of seed and index, and nothing else is
     random.
     """
-    target = folder / f"step-{position.step:08}"
-    part = folder / f".{target.name}.part"
-    shutil.rmtree(part, ignore_errors=True)
-    save(model, config, part, tokenizer)
-    save_file({name: tensor.cpu() for name, tensor in optimizer.state().items()}, part / "optimizer.safetensors")
-    _write_synced(part / "state.json", json.dumps({"position": asdict(position), "recipe": recipe}, indent=2) + "\n")
-    shutil.rmtree(target, ignore_errors=True)
-    part.rename(target)
-    return target
+    with new_checkpoint(folder, position.step, {"position": asdict(position), "recipe": recipe}) as part:
+        save(model, config, part, tokenizer)
+        save_state(optimizer, part)
+
+
+def save_state(optimizer: HasState, folder: Path) -> None:
+    """Write an optimizer's state into a checkpoint; `read_state` gives it back."""
+    save_file({name: tensor.cpu() for name, tensor in optimizer.state().items()}, folder / _OPTIMIZER)
 
 
 def remove_old(folder: Path, keep: int) -> None:
@@ -76,15 +105,23 @@ def remove_old(folder: Path, keep: int) -> None:
         shutil.rmtree(path)
 
 
-def load_checkpoint(path: Path, model: CausalLM, optimizer: HasState, recipe: dict[str, Any]) -> Position:
-    """Put a checkpoint into `model` and `optimizer`. Raises ValueError if it is corrupt or of another recipe."""
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise ValueError, which names the checkpoint and the remedy, for whatever fails inside."""
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        position = Position(**state["position"])
-        saved = state["recipe"]
-        tensors = load_file(path / "optimizer.safetensors")
+        yield
     except Exception as error:  # safetensors raises its own bare errors
         raise ValueError(f"checkpoint {path} is corrupt: {error}; remove it to resume from the one before") from None
+
+
+def read_state(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
+    """Position, recipe and the optimizer's state of a checkpoint, within `reading`."""
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    return state["position"], state["recipe"], load_file(path / _OPTIMIZER)
+
+
+def check_recipe(path: Path, saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
+    """Raises ValueError, naming the first difference, if a checkpoint is of another recipe: values by section."""
     for section in recipe:
         for key in recipe[section].keys() | saved.get(section, {}).keys():
             was, now = saved.get(section, {}).get(key), recipe[section].get(key)
@@ -93,6 +130,14 @@ def load_checkpoint(path: Path, model: CausalLM, optimizer: HasState, recipe: di
                     f"cannot resume {path}: {section}.{key} was {was!r} and is now {now!r}; "
                     f"restore it, or start a new run in another folder"
                 )
+
+
+def load_checkpoint(path: Path, model: CausalLM, optimizer: HasState, recipe: Mapping[str, Any]) -> Position:
+    """Put a checkpoint into `model` and `optimizer`. Raises ValueError if it is corrupt or of another recipe."""
+    with reading(path):
+        values, saved, tensors = read_state(path)
+        position = Position(**values)
+    check_recipe(path, saved, recipe)
     dtype = next(model.parameters()).dtype
     stored, _ = load(path, "cpu", dtype)
     with torch.no_grad():
@@ -100,10 +145,3 @@ def load_checkpoint(path: Path, model: CausalLM, optimizer: HasState, recipe: di
             model.get_parameter(name).copy_(parameter)
     optimizer.load_state(tensors, position.step)
     return position
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
-import json
 import math
 import os
 import queue
@@ -26,14 +24,16 @@ from strata.models.families import build
 from strata.models.initialize import initialize
 from strata.models.layers import CausalLM
 from strata.models.save import save
-from strata.train.checkpoint import Position, checkpoints, load_checkpoint, remove_old, save_checkpoint
+from strata.train.checkpoint import Position, checkpoints_of, load_checkpoint, remove_old, save_checkpoint
 from strata.train.config import TrainConfig
+from strata.train.device import training_device
 from strata.train.estimate import choose_recompute, step_shape
 from strata.train.flops import step_flops
 from strata.train.fused_adamw import FusedAdamW
 from strata.train.graph_step import GraphStep
 from strata.train.optim import Optimizer, masters_of
 from strata.train.pack import PackedBatch, Packer
+from strata.train.run_log import RunLog
 from strata.train.schedule import learning_rate
 from strata.train.shards import Shards
 from strata.train.step import train_step
@@ -77,11 +77,7 @@ class Run:
         self.folder = Path(config.run.out)
         self.device = _device(config.run.device, config.run.precision)
         self.peak_flops = peak_flops
-        existing = checkpoints(self.folder / "checkpoints")
-        if existing and not resume:
-            raise ValueError(
-                f"{self.folder} holds a run (step {existing[-1].name[5:]}); resume it or choose another out"
-            )
+        existing = checkpoints_of(self.folder, resume=resume)
         self.tokenizer_folder = self.folder / "tokenizer"
         tokenizer = self._tokenizer()
         self.model_config = model_config(config, tokenizer)
@@ -127,7 +123,7 @@ class Run:
         """
         config = self.config
         self._start_workers()
-        log = _Log(self.folder / "log.jsonl", self.position.step)
+        log = RunLog(self.folder / "log.jsonl", self.position.step)
         clock = _Clock(self.position.tokens)
         losses: list[Tensor] = []
         exact = _deterministic() if config.run.deterministic else contextlib.nullcontext()
@@ -151,7 +147,7 @@ class Run:
                 done = self.position.step == config.run.steps
                 if self.position.step % config.run.log_every == 0 or done:
                     progress = clock.measure(self.position, losses, norm, rate, self.peak_flops)
-                    log.write(progress)
+                    log.write(_line(progress))
                     report(progress)
                     losses.clear()
                 if self.position.step % config.run.checkpoint_every == 0 or done:
@@ -244,11 +240,7 @@ def _fresh(
 
 
 def _device(name: str, precision: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r}: this machine has no CUDA device; use 'cpu' or 'auto'")
+    device = training_device(name)
     if precision != "bf16" and (device.type == "cpu" or torch.cuda.get_device_capability(device) < (8, 9)):
         raise ValueError(
             f"run.precision = {precision!r} needs a GPU that multiplies 8-bit floating point (compute capability 8.9 "
@@ -286,32 +278,11 @@ class _Clock:
         return Progress(position.step, loss, last, rate, position.tokens, speed, mfu, now - self._begin)
 
 
-class _Log:
-    """Lines of JSON. A resumed run drops the lines that it will write again."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= step]
-        path.write_text("".join(kept), encoding="utf-8")
-
-    def write(self, progress: Progress) -> None:
-        values = {key: _rounded(key, value) for key, value in dataclasses.asdict(progress).items() if value is not None}
-        with self._path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(values) + "\n")
-
-
-def _lines(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n")]  # a line without its end was cut off by a crash
-
-
-def _rounded(key: str, value: float) -> float:
+def _line(progress: Progress) -> dict[str, float]:
     """Measurements to a sensible precision; what must repeat exactly stays whole."""
     digits = {"tokens_per_second": 0, "seconds": 2, "mfu": 4}
-    return round(value, digits[key]) if key in digits else value
+    given = {key: value for key, value in asdict(progress).items() if value is not None}
+    return {key: round(value, digits[key]) if key in digits else value for key, value in given.items()}
 
 
 @contextlib.contextmanager

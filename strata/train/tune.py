@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,13 +23,23 @@ from strata.models.layers import CausalLM
 from strata.models.save import save
 from strata.models.tokenizer import Tokenizer
 from strata.models.weights import load
-from strata.train.checkpoint import checkpoints, remove_old
+from strata.train.checkpoint import (
+    check_recipe,
+    checkpoints_of,
+    new_checkpoint,
+    read_state,
+    reading,
+    remove_old,
+    save_state,
+)
 from strata.train.data.loader import Loader, Place, Step, check_data
 from strata.train.data.mixture import Mixture
 from strata.train.data.shards import TokenDataset
+from strata.train.device import training_device
 from strata.train.dpo import DpoGradients, Reference, weights_digest
 from strata.train.lora import add_lora, merge_lora, save_adapter
 from strata.train.optim import Optimizer, masters_of
+from strata.train.run_log import RunLog
 from strata.train.schedule import learning_rate
 from strata.train.sft import SftGradients
 from strata.train.tune_config import TuneConfig
@@ -55,12 +63,8 @@ class Tuning:
         """Raises ValueError, before anything is trained, for data that does not fit the model."""
         self.config = config
         self.folder = Path(config.run.out)
-        existing = checkpoints(self.folder / "checkpoints")
-        if existing and not resume:
-            raise ValueError(
-                f"{self.folder} holds a run (step {existing[-1].name[5:]}); resume it or choose another out"
-            )
-        self.device = _device(config.run.device)
+        existing = checkpoints_of(self.folder, resume=resume)
+        self.device = training_device(config.run.device)
         self.base = base_folder(config.start.model)
         datasets = [TokenDataset(one.folder, skip_corrupt=config.data.skip_corrupt) for one in config.data.sources]
         self.model, self.model_config = self._start(datasets)
@@ -95,8 +99,7 @@ class Tuning:
         Raises FloatingPointError when the loss stops being finite; the checkpoints before stay good.
         """
         run, schedule = self.config.run, self.config.schedule
-        log = self.folder / "log.jsonl"
-        _keep_lines(log, self.position.step)
+        log = RunLog(self.folder / "log.jsonl", self.position.step)
         begin = time.perf_counter()
         while self.position.step < run.steps:
             at = self.position
@@ -121,8 +124,7 @@ class Tuning:
                     raise FloatingPointError(f"{values} at step {self.position.step}: not finite; lower the rate")
                 line = {"step": self.position.step, **values, "learning_rate": rate, "tokens": tokens}
                 line |= {"utilisation": round(step.utilisation, 4), "seconds": round(time.perf_counter() - begin, 2)}
-                with log.open("a", encoding="utf-8") as stream:
-                    stream.write(json.dumps(line) + "\n")
+                log.write(line)
                 report(line)
             if self.position.step % run.checkpoint_every == 0 or done:
                 self._save_checkpoint()
@@ -157,54 +159,34 @@ class Tuning:
     def _recipe(self, datasets: list[TokenDataset]) -> dict[str, Any]:
         """What decides the numbers of a run; the length of a run and its intervals may change when it is resumed."""
         config = asdict(self.config)
-        kept = {name: config[name] for name in ("start", "model", "data", "optimizer", "lora", "dpo")}
-        return {
-            **kept,
-            "seed": self.config.run.seed,
-            "device": self.device.type,
-            "fingerprints": [one.fingerprint for one in datasets],
+        recipe = {
+            "run": {"seed": self.config.run.seed, "device": self.device.type},
+            **{name: config[name] or {} for name in ("start", "model", "data", "optimizer", "lora", "dpo")},
+            "fingerprints": dict(enumerate(one.fingerprint for one in datasets)),
         }
+        read: dict[str, Any] = json.loads(json.dumps(recipe))  # as a checkpoint gives it back
+        return read
 
     def _save_checkpoint(self) -> None:
         folder = self.folder / "checkpoints"
-        target = folder / f"step-{self.position.step:08}"
-        part = folder / f".{target.name}.part"
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        weights = {name: weight.detach().cpu() for name, weight in self.trained.named_parameters()}
-        save_file(weights, part / "trained.safetensors")
-        state = {name: tensor.cpu() for name, tensor in self.optimizer.state().items()}
-        save_file(state, part / "optimizer.safetensors")
-        values = {"position": asdict(self.position), "recipe": self.recipe}
-        (part / "state.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        for file in part.iterdir():
-            with file.open("rb") as stream:
-                os.fsync(stream.fileno())
-        shutil.rmtree(target, ignore_errors=True)
-        part.rename(target)
+        state = {"position": asdict(self.position), "recipe": self.recipe}
+        with new_checkpoint(folder, self.position.step, state) as part:
+            weights = {name: weight.detach().cpu() for name, weight in self.trained.named_parameters()}
+            save_file(weights, part / "trained.safetensors")
+            save_state(self.optimizer, part)
         remove_old(folder, self.config.run.keep_checkpoints)
 
     def _load_checkpoint(self, path: Path) -> TunePosition:
-        try:
-            state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-            position = state["position"] | {"place": Place(**state["position"]["place"])}
-            weights, moments = load_file(path / "trained.safetensors"), load_file(path / "optimizer.safetensors")
-        except Exception as error:  # safetensors raises its own bare errors
-            raise ValueError(
-                f"checkpoint {path} is corrupt: {error}; remove it to resume from the one before"
-            ) from None
-        recipe = json.loads(json.dumps(self.recipe))
-        if different := [name for name in recipe if recipe[name] != state["recipe"].get(name)]:
-            name = different[0]
-            raise ValueError(
-                f"cannot resume {path}: {name} was {state['recipe'].get(name)!r} and is now {recipe[name]!r}; "
-                f"restore it, or start a new run in another folder"
-            )
+        with reading(path):
+            values, saved, tensors = read_state(path)
+            position = TunePosition(**values | {"place": Place(**values["place"])})
+            weights = load_file(path / "trained.safetensors")
+        check_recipe(path, saved, self.recipe)
         with torch.no_grad():
             for name, weight in self.trained.named_parameters():
                 weight.copy_(weights[name])
-        self.optimizer.load_state(moments, position["step"])
-        return TunePosition(**position)
+        self.optimizer.load_state(tensors, position.step)
+        return position
 
     def _save_model(self) -> Path:
         """The model in the dtype that it started in (bfloat16 if fresh); of a LoRA run merged, the adapter beside."""
@@ -229,18 +211,3 @@ def base_folder(name: str) -> Path:
     if not folder.is_dir():
         raise ValueError(f"model {name!r} is no folder; give a model folder or {BUILTIN!r}")
     return folder
-
-
-def _device(name: str) -> torch.device:
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r}: this machine has no CUDA device; use 'cpu' or 'auto'")
-    return device
-
-
-def _keep_lines(path: Path, step: int) -> None:
-    """Drop the lines that a resumed run will write again."""
-    if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        path.write_text("".join(kept), encoding="utf-8")
