@@ -80,7 +80,7 @@ def test_a_reply_streams_and_is_told_of(browser: Browser, server: Server) -> Non
     assert f"{server.reply_tokens} tokens" in stats
     assert "cut at its length" in stats
     rate = float(stats.split("tokens/s")[0].split()[-1])
-    assert 50 < rate < 101, "the engine gives a token every ten milliseconds"
+    assert 50 < rate < 120, "the engine gives a token every ten milliseconds, and a page draws the first one late"
 
 
 def test_markdown_is_shown_and_markup_is_text(browser: Browser, server: Server) -> None:
