@@ -42,12 +42,12 @@ from strata.engine.messages import Add
 from strata.engine.sampling_params import SamplingParams
 from strata.models.tokenizer import Tokenizer
 from strata.serve.client import EngineClient
+from strata.serve.processes.worker import READY, ApiJob, engine_address
 from strata.serve.settings import ServeSettings
-from strata.serve.worker import READY, ApiJob, engine_address
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "strata" / "models" / "builtin"
-API = "strata.serve.worker"
+API = "strata.serve.processes.worker"
 NAME = "stub"
 # Ids of the built-in vocabulary whose text is shown at once: A to Z.
 LETTERS = tuple(range(38, 64))

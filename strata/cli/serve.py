@@ -13,9 +13,9 @@ import typer
 
 import strata
 from strata.cli import options
-from strata.serve.gate import is_loopback
-from strata.serve.keys import read_keys
-from strata.serve.launch import Launch, launch
+from strata.serve.http.gate import is_loopback
+from strata.serve.http.keys import read_keys
+from strata.serve.processes.launch import Launch, launch
 from strata.serve.settings import ServeSettings
 
 BUILTIN_MODEL = Path(strata.__file__).parent / "models" / "builtin"

@@ -16,10 +16,10 @@ from strata.engine.messages import Add, Delta, TokenLogprobs
 from strata.engine.samples import Sample
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.client import EngineGone, EngineRefused, Stream
-from strata.serve.errors import ApiError
-from strata.serve.limits import Admission, Caller
-from strata.serve.logs import note_generation
-from strata.serve.metrics import Endpoint, RequestRecord
+from strata.serve.http.errors import ApiError
+from strata.serve.http.limits import Admission, Caller
+from strata.serve.observe.logs import note_generation
+from strata.serve.observe.metrics import Endpoint, RequestRecord
 from strata.serve.state import ServerState, caller_of, server_of
 
 

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from strata.engine.structured_outputs import join_parts, json_part
 from strata.models.killable_worker import KillableWorker
-from strata.serve.errors import ApiError
-from strata.serve.tool_formats import TOOL_FORMATS, ToolFormatName
+from strata.serve.http.errors import ApiError
+from strata.serve.replies.tool_formats import TOOL_FORMATS, ToolFormatName
 
 MOST_BYTES = 64 * 1024
 # Containers within containers; a property of an object is two deeper than the object.

@@ -16,20 +16,20 @@ import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
 from strata.models.tokenizer import Tokenizer
-from strata.serve.app import build_app
+from strata.serve.api.response_store import ResponseStore
 from strata.serve.batch_file import BatchFault, BatchRequest, BatchResults, read_requests
-from strata.serve.child import Child, how_it_ended
 from strata.serve.client import EngineClient, EngineGone
-from strata.serve.errors import internal_error
 from strata.serve.grammar import GrammarChecker
-from strata.serve.keys import ANONYMOUS
-from strata.serve.launch import ENGINE_MODULE
-from strata.serve.limits import Limits
-from strata.serve.metrics import Metrics
-from strata.serve.response_store import ResponseStore
+from strata.serve.http.app import build_app
+from strata.serve.http.errors import internal_error
+from strata.serve.http.keys import ANONYMOUS
+from strata.serve.http.limits import Limits
+from strata.serve.observe.metrics import Metrics
+from strata.serve.processes.child import Child, how_it_ended
+from strata.serve.processes.launch import ENGINE_MODULE
+from strata.serve.processes.worker import engine_address
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
-from strata.serve.worker import engine_address
 
 _ENGINE_STOP_SECONDS = 5.0
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from strata.models.tokenizer import Tokenizer
+from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineClient
-from strata.serve.errors import ApiError
 from strata.serve.grammar import GrammarChecker
-from strata.serve.limits import Caller, Limits
-from strata.serve.metrics import Metrics
-from strata.serve.response_store import ResponseStore
+from strata.serve.http.errors import ApiError
+from strata.serve.http.limits import Caller, Limits
+from strata.serve.observe.metrics import Metrics
 from strata.serve.settings import ServeSettings
 
 

@@ -19,15 +19,15 @@ import httpx
 import uvicorn
 
 from strata.models.tokenizer import Tokenizer
-from strata.serve.app import build_app
+from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineClient
-from strata.serve.drain import Drain
-from strata.serve.gate import Gate
 from strata.serve.grammar import GrammarChecker
-from strata.serve.keys import KeyHash, KeyRing
-from strata.serve.limits import Limits
-from strata.serve.metrics import Metrics
-from strata.serve.response_store import ResponseStore
+from strata.serve.http.app import build_app
+from strata.serve.http.gate import Gate
+from strata.serve.http.keys import KeyHash, KeyRing
+from strata.serve.http.limits import Limits
+from strata.serve.observe.metrics import Metrics
+from strata.serve.processes.drain import Drain
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
 

@@ -13,15 +13,15 @@ from starlette.testclient import TestClient
 from strata.engine.messages import Add, Delta, Ready, Statistics, TokenLogprobs
 from strata.engine.sampling_params import SamplingParams
 from strata.models.tokenizer import Tokenizer
-from strata.serve.app import build_app
+from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineGone
-from strata.serve.drain import Drain
-from strata.serve.gate import Gate
 from strata.serve.grammar import GrammarChecker
-from strata.serve.keys import KeyRing
-from strata.serve.limits import Limits
-from strata.serve.metrics import Metrics
-from strata.serve.response_store import ResponseStore
+from strata.serve.http.app import build_app
+from strata.serve.http.gate import Gate
+from strata.serve.http.keys import KeyRing
+from strata.serve.http.limits import Limits
+from strata.serve.observe.metrics import Metrics
+from strata.serve.processes.drain import Drain
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
 

@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from strata import LLM, SamplingParams
-from strata.serve.schema_chat_reply import ChatCompletion as ChatCompletionSchema
+from strata.serve.schema.chat_reply import ChatCompletion as ChatCompletionSchema
 from tests.serve.live import LiveServer
 from tests.serve.scripted import events
 

@@ -9,7 +9,7 @@ from openai.types import Completion
 
 from strata import LLM, SamplingParams
 from strata.models.tokenizer import Tokenizer
-from strata.serve.schema_completions import Completion as CompletionSchema
+from strata.serve.schema.completions import Completion as CompletionSchema
 from tests.serve.live import LiveServer
 from tests.serve.scripted import events
 

@@ -10,8 +10,8 @@ import pytest
 from fastapi import APIRouter
 from starlette.testclient import TestClient
 
-from strata.serve import app as application
-from strata.serve.direct_routes import DirectRoutes
+from strata.serve.http import app as application
+from strata.serve.http.direct_routes import DirectRoutes
 from tests.serve.scripted import Scripted, delta
 
 JSON = {"content-type": "application/json"}

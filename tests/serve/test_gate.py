@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from strata.serve import gate as gate_module
-from strata.serve.drain import Drain
-from strata.serve.gate import Gate, is_loopback
-from strata.serve.keys import KeyHash, KeyRing
+from strata.serve.http import gate as gate_module
+from strata.serve.http.gate import Gate, is_loopback
+from strata.serve.http.keys import KeyHash, KeyRing
+from strata.serve.processes.drain import Drain
 from strata.serve.settings import ServeSettings
 
 KEYS = KeyRing([KeyHash.of("alice", "sk-alice"), KeyHash.of("bob", "sk-bob")])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from strata.engine.sampling_params import SamplingParams
-from strata.serve.keys import KeyHash
+from strata.serve.http.keys import KeyHash
 from tests.serve.scripted import EOS, NAME, Scripted, delta
 
 ServeScript = Callable[..., AbstractContextManager[Scripted]]

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import strata
 from strata.engine.messages import Statistics
-from strata.serve.metrics import Metrics
+from strata.serve.observe.metrics import Metrics
 
 DASHBOARD = json.loads((Path(strata.__file__).parent.parent / "docs" / "grafana.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]

@@ -16,11 +16,11 @@ from llguidance import LLMatcher
 
 from strata.engine.grammar import GrammarCompiler, Masks, takes_end
 from strata.models.tokenizer import Tokenizer
-from strata.serve.errors import ApiError
 from strata.serve.grammar import Grammar, GrammarChecker, response_grammar, tool_call_grammar
 from strata.serve.grammar_worker import what_is_wrong
-from strata.serve.reply_parser import ReplyParser, collect
-from strata.serve.tool_formats import ToolFormatName
+from strata.serve.http.errors import ApiError
+from strata.serve.replies.reply_parser import ReplyParser, collect
+from strata.serve.replies.tool_formats import ToolFormatName
 from tests.serve.random_schemas import random_schema
 
 SCHEMA = "response_format.json_schema.schema"

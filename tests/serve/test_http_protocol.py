@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from strata.serve import gate, http_protocol
+from strata.serve.http import gate, http_protocol
 from tests.serve.test_gate import Server
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.serve.keys import KeyHash, KeyRing, read_keys
+from strata.serve.http.keys import KeyHash, KeyRing, read_keys
 
 
 def key_file(folder: Path, text: str, mode: int = 0o600) -> Path:

@@ -210,7 +210,7 @@ def _signalled_while_loading() -> tuple[int, str, float]:
 def test_several_api_processes_serve_drain_and_count_together() -> None:
     with running("--api-workers", "2", environment={"STRATA_API_KEYS": "me:sk-1"}, key="sk-1") as server:
         children = server.children()
-        workers = [pid for pid in children if b"strata.serve.worker" in command_line(pid)]
+        workers = [pid for pid in children if b"strata.serve.processes.worker" in command_line(pid)]
         assert len(workers) == 2
         for pid in (server.pid, *children):
             assert b"sk-1" not in command_line(pid)
@@ -227,7 +227,7 @@ def test_several_api_processes_serve_drain_and_count_together() -> None:
 def test_an_api_process_that_dies_at_once_ends_the_server() -> None:
     with running("--api-workers", "2") as server:
         children = server.children()
-        worker = next(pid for pid in children if b"strata.serve.worker" in command_line(pid))
+        worker = next(pid for pid in children if b"strata.serve.processes.worker" in command_line(pid))
         os.kill(worker, signal.SIGKILL)
         assert server.wait() == 1
         assert "API process" in server.output()

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.serve.errors import ApiError
-from strata.serve.limits import Admission, Caller, Limits
+from strata.serve.http.errors import ApiError
+from strata.serve.http.limits import Admission, Caller, Limits
 from strata.serve.settings import ServeSettings
 
 ALICE, BOB = Caller("alice", "a"), Caller("bob", "b")

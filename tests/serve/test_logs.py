@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from strata.serve.logs import AccessLog, configure_logging, log_event, note_generation, note_prompt
-from strata.serve.metrics import RequestRecord
+from strata.serve.observe.logs import AccessLog, configure_logging, log_event, note_generation, note_prompt
+from strata.serve.observe.metrics import RequestRecord
 
 RECORD = RequestRecord(
     "chat", "stop", 100.0, 100.01, 100.05, 101.0, prompt_tokens=12, cached_tokens=8, output_tokens=40

@@ -17,8 +17,8 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from strata.engine.messages import Statistics
-from strata.serve.metrics import ENDPOINTS, REJECTIONS, Metrics, RequestRecord
-from strata.serve.metrics_route import router
+from strata.serve.observe.metrics import ENDPOINTS, REJECTIONS, Metrics, RequestRecord
+from strata.serve.observe.metrics_route import router
 
 # vLLM's names that the server tells as well, less their prefix.
 VLLM_NAMES = {
@@ -155,7 +155,7 @@ def test_any_process_renders_the_sum_of_all(tmp_path: Path) -> None:
 def test_what_a_process_counted_outlives_it(tmp_path: Path) -> None:
     code = "\n".join([
         "import os, sys, pathlib",
-        "from strata.serve.metrics import Metrics",
+        "from strata.serve.observe.metrics import Metrics",
         "metrics = Metrics('m', pathlib.Path(sys.argv[1]), 1)",
         "metrics.received('chat')",
         "os.kill(os.getpid(), 9)",

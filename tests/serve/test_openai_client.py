@@ -14,10 +14,10 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, ConfigDict
 
-from strata.serve.schema_chat import ChatRequest
-from strata.serve.schema_completions import CompletionRequest
-from strata.serve.schema_embeddings import EmbeddingRequest
-from strata.serve.schema_responses import ResponsesRequest
+from strata.serve.schema.chat import ChatRequest
+from strata.serve.schema.completions import CompletionRequest
+from strata.serve.schema.embeddings import EmbeddingRequest
+from strata.serve.schema.responses import ResponsesRequest
 from tests.serve.live import LiveServer
 
 SUM: Any = [{"role": "user", "content": "What is 47 + 38?"}]

@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from strata.serve.keys import KeyHash
+from strata.serve.http.keys import KeyHash
 from tests.serve.scripted import NAME, Scripted, delta
 
 ServeScript = Callable[..., AbstractContextManager[Scripted]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from strata.serve.app import build_app
-from strata.serve.schema_chat import ChatRequest
+from strata.serve.http.app import build_app
+from strata.serve.schema.chat import ChatRequest
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata.serve.reasoning import opens_reasoning
-from strata.serve.reply_parser import ContentDelta, ReasoningDelta, ReplyParser, collect
+from strata.serve.replies.reasoning import opens_reasoning
+from strata.serve.replies.reply_parser import ContentDelta, ReasoningDelta, ReplyParser, collect
 
 texts = st.lists(
     st.sampled_from(["<think>", "</think>", "<thi", "</", "<", "nk>", "\n", " ", "a", "so ", "ü🙂", "\n\n"]),

@@ -15,9 +15,9 @@ from openai.types.responses import ResponseErrorEvent
 
 from strata.engine.messages import Delta, TokenLogprobs
 from strata.models.tokenizer import Tokenizer
+from strata.serve.api.response_store import ResponseStore, StoredResponse
 from strata.serve.client import EngineGone
-from strata.serve.response_store import ResponseStore, StoredResponse
-from strata.serve.schema_responses_reply import ResponseObject, ResponseStreamEvent
+from strata.serve.schema.responses_reply import ResponseObject, ResponseStreamEvent
 from tests.serve.conftest import BUILTIN
 from tests.serve.scripted import EOS, Scripted, delta
 

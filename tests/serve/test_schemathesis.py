@@ -23,8 +23,8 @@ from schemathesis import BaseSchema, Case, CheckContext, HookContext, Response
 from schemathesis.core.failures import Failure
 from schemathesis.openapi.checks import RejectedPositiveData
 
-from strata.serve.gate import OPEN_PATHS
-from strata.serve.keys import KeyHash
+from strata.serve.http.gate import OPEN_PATHS
+from strata.serve.http.keys import KeyHash
 from tests.serve.aim import Aim
 from tests.serve.conftest import BUILTIN
 from tests.serve.live import LiveServer, live_server

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from starlette.routing import BaseRoute, Mount, Route
 
-from strata.serve.app import build_app
+from strata.serve.http.app import build_app
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
 from tests.serve.running import Running, running

@@ -10,7 +10,7 @@ import pytest
 from fastapi import Request, Response
 from starlette.types import Message
 
-from strata.serve.sse import run_until_disconnect
+from strata.serve.http.sse import run_until_disconnect
 
 Receive = Callable[[], Awaitable[Message]]
 

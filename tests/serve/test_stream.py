@@ -13,8 +13,8 @@ from openai.types.completion import Completion
 from strata.engine.messages import TokenLogprobs
 from strata.models.tokenizer import Tokenizer
 from strata.serve.client import EngineGone
-from strata.serve.schema_chat_reply import ChatChunk
-from strata.serve.schema_completions import Completion as CompletionSchema
+from strata.serve.schema.chat_reply import ChatChunk
+from strata.serve.schema.completions import Completion as CompletionSchema
 from tests.serve.scripted import EOS, Scripted, delta, events
 
 ServeScript = Callable[..., AbstractContextManager[Scripted]]

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.models.tokenizer import Tokenizer
-from strata.serve.errors import ApiError
-from strata.serve.json_reader import MOST_DEPTH, is_json_object
-from strata.serve.reply_parser import (
+from strata.serve.http.errors import ApiError
+from strata.serve.replies.json_reader import MOST_DEPTH, is_json_object
+from strata.serve.replies.reply_parser import (
     ContentDelta,
     Reply,
     ReplyEvent,
@@ -25,7 +25,7 @@ from strata.serve.reply_parser import (
     ToolCallStart,
     collect,
 )
-from strata.serve.tools import MOST_SCHEMA_BYTES, MOST_TOOLS, Function, Named, ToolChoice, ToolUse, use_tools
+from strata.serve.replies.tools import MOST_SCHEMA_BYTES, MOST_TOOLS, Function, Named, ToolChoice, ToolUse, use_tools
 from tests.serve.conftest import BUILTIN
 from tests.serve.scripted import EOS, Scripted, delta, scripted_server
 

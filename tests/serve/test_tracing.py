@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from strata.serve.metrics import RequestRecord
-from strata.serve.tracing import RequestTracer, make_tracer
+from strata.serve.observe.metrics import RequestRecord
+from strata.serve.observe.tracing import RequestTracer, make_tracer
 
 
 def test_without_an_endpoint_nothing_is_traced() -> None:
@@ -88,8 +88,8 @@ def test_spans_reach_a_collector_before_the_process_ends() -> None:
 
     code = """
 import sys, time
-from strata.serve.metrics import RequestRecord
-from strata.serve.tracing import make_tracer
+from strata.serve.observe.metrics import RequestRecord
+from strata.serve.observe.tracing import make_tracer
 now = time.monotonic()
 make_tracer(sys.argv[1], "m").trace(RequestRecord("chat", "stop", now - 1, now, now, now, 12, 8, 40), "req-42", None)
 """

@@ -16,8 +16,8 @@ from typing import Any
 
 import strata
 from strata.models.tokenizer import Tokenizer
-from strata.serve.keys import KeyHash
-from strata.serve.worker import READY, engine_address
+from strata.serve.http.keys import KeyHash
+from strata.serve.processes.worker import READY, engine_address
 
 ROOT = Path(strata.__file__).parent.parent
 BUILTIN = ROOT / "strata" / "models" / "builtin"
@@ -45,7 +45,7 @@ def talkative_server(
             "listener": listener.fileno(),
         }
         stub = _start([str(ROOT / "benchmarks" / "stub_engine.py")], engine)
-        api = _start(["-m", "strata.serve.worker"], job, pass_fds=[listener.fileno()])
+        api = _start(["-m", "strata.serve.processes.worker"], job, pass_fds=[listener.fileno()])
         try:
             _wait_until_ready(api, stub)
             yield f"http://127.0.0.1:{listener.getsockname()[1]}", len(ids)

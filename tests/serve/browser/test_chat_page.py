@@ -9,7 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from strata.serve.keys import KeyHash
+from strata.serve.http.keys import KeyHash
 from tests.serve.browser.conftest import REPLY, Server
 from tests.serve.browser.server import talkative_server
 from tests.serve.browser.webdriver import Browser

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from strata.engine.messages import Statistics
-from strata.serve.metrics import Metrics
+from strata.serve.observe.metrics import Metrics
 from tests.serve.browser.conftest import Server
 from tests.serve.browser.webdriver import Browser
 

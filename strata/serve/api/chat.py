@@ -1,0 +1,144 @@
+"""/v1/chat/completions: messages to a prompt, the model's samples to choices."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from fastapi import Request, Response
+
+from strata.serve.api.chat_reply import ChatReply
+from strata.serve.api.chat_stream import ChatStream
+from strata.serve.api.prompts import chat_text, encode
+from strata.serve.generation import Generation, generation_for
+from strata.serve.grammar import Grammar, response_grammar
+from strata.serve.http.errors import ApiError
+from strata.serve.http.json_route import api_router
+from strata.serve.http.sse import DONE, EventStream, run_until_disconnect, streams
+from strata.serve.observe.logs import note_prompt
+from strata.serve.replies.reasoning import opens_reasoning
+from strata.serve.replies.reply_parser import ReplyParser, with_visible_tags
+from strata.serve.replies.tools import Function, Named, ToolUse, use_tools
+from strata.serve.schema.base import json_response
+from strata.serve.schema.chat import ChatRequest, NamedTool
+from strata.serve.schema.chat_reply import ChatChunk, ChatCompletion
+from strata.serve.schema.messages import for_template
+from strata.serve.schema.reply import ReplyHead, usage_of
+from strata.serve.schema.sampling import sampling_params
+from strata.serve.state import server_of
+
+router = api_router("chat")
+
+
+@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=streams(ChatChunk))
+async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    server_of(request).metrics.received("chat")
+    if body.stream:
+        return EventStream(_stream(body, request))
+    return await run_until_disconnect(request, _answer(body, request))
+
+
+@dataclass(frozen=True)
+class _Understood:
+    """parsers: one for each choice, None where all text is content. prompt_ids: to be told, None otherwise."""
+
+    head: ReplyHead
+    generation: Generation
+    parsers: list[ReplyParser | None]
+    prompt_ids: list[int] | None
+
+
+async def _answer(body: ChatRequest, request: Request) -> Response:
+    understood = await _understand(body, request)
+    reply = ChatReply(understood.parsers, server_of(request).tokenizer)
+    async with understood.generation as generation:
+        async for pieces in generation:
+            reply.take(pieces)
+    return json_response(reply.completion(understood.head, usage_of([generation]), understood.prompt_ids))
+
+
+async def _stream(body: ChatRequest, request: Request) -> AsyncGenerator[bytes, None]:
+    understood = await _understand(body, request)
+    async with understood.generation as generation:
+        stream = ChatStream(
+            understood.head,
+            understood.parsers,
+            server_of(request).tokenizer,
+            with_usage=body.includes_usage,
+            usage=(lambda: usage_of([generation])) if body.continuous_usage else None,
+            prompt_ids=understood.prompt_ids,
+        )
+        roles = stream.roles()
+        async for pieces in generation:
+            chunks, roles = roles + stream.pieces(pieces), b""
+            if chunks:
+                yield chunks
+    yield stream.usage(usage_of([generation])) + DONE if body.includes_usage else DONE
+
+
+async def _understand(body: ChatRequest, request: Request) -> _Understood:
+    """The request as the engine takes it. Raises ApiError for what cannot be served."""
+    state = server_of(request)
+    model = state.model_name(body.model)
+    body.check()
+    params = sampling_params(body, state.client.ready, max_tokens=body.most_tokens, logprobs=body.reported_logprobs)
+    tools = _tool_use(body, state.settings.tool_format)
+    grammar = _grammar(body, tools)
+    if grammar is not None:
+        await state.grammars.check(grammar)
+    text = await chat_text(
+        state,
+        [for_template(message) for message in body.messages],
+        tools=tools.shown,
+        add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+    )
+    note_prompt(request.scope, text)
+    prompt = await encode(state, text, add_special_tokens=False, param="messages")
+    reasoning = state.settings.reasoning and grammar is None  # a grammar leaves no room for it
+    params = with_visible_tags(params, state.tokenizer, tools.tool_format, reasoning)
+    parsed = reasoning or tools.tool_format is not None
+    return _Understood(
+        ReplyHead.new("chatcmpl", model),
+        generation_for(
+            request,
+            prompt,
+            params,
+            endpoint="chat",
+            grammar=None if grammar is None else grammar.text,
+            priority=body.priority or 0,
+        ),
+        [
+            ReplyParser(tools.tool_format, reasoning, in_reasoning=opens_reasoning(text), parallel=tools.parallel)
+            if parsed
+            else None
+            for _ in range(params.n)
+        ],
+        prompt if body.return_token_ids else None,
+    )
+
+
+def _tool_use(body: ChatRequest, tool_format: str | None) -> ToolUse:
+    functions = [
+        Function(tool.function.name, tool.function.description, tool.function.parameters) for tool in body.tools or ()
+    ]
+    choice = body.tool_choice
+    return use_tools(
+        functions,
+        Named(choice.function.name) if isinstance(choice, NamedTool) else choice,
+        parallel=body.parallel_tool_calls is not False,
+        tool_format=tool_format,
+    )
+
+
+def _grammar(body: ChatRequest, tools: ToolUse) -> Grammar | None:
+    """What the answer must follow: the response format, or a forced call."""
+    grammar = response_grammar(body.response_format)
+    if grammar is not None and tools.shown is not None:
+        raise ApiError(
+            400,
+            "response_format holds for the whole answer, so it leaves no room for tool calls: set tool_choice to none",
+            param="response_format",
+        )
+    return grammar or tools.grammar

@@ -1,0 +1,70 @@
+"""Completions as a stream: the chunks, written as bytes, since there is one for every token of every client.
+
+What a chunk holds is in `schema.completions.Completion`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from strata.serve.api.completion_choice import Part, merged
+from strata.serve.schema.reply import ReplyHead, Usage
+
+_encode = msgspec.json.encode
+
+
+class CompletionStream:
+    """Writes the events of one answer.
+
+    usage: tells what has been used so far, for every chunk (continuous_usage_stats); None shows no usage in them.
+    with_usage: there will be a last chunk of usage, so the others say null.
+    with_ids: tell token ids.
+    """
+
+    def __init__(self, head: ReplyHead, *, with_usage: bool, usage: Callable[[], Usage] | None, with_ids: bool) -> None:
+        self._start = b"data: " + _encode(head.fields("text_completion"))[:-1]
+        self._end = b',"usage":null}\n\n' if with_usage else b"}\n\n"
+        self._usage = usage
+        self._with_ids = with_ids
+        self._held: dict[int, list[Part]] = {}
+
+    def part(self, index: int, part: Part, prompt_ids: list[int] | None = None) -> bytes:
+        """The chunk that shows a part of a choice; empty while there is no text to show.
+
+        prompt_ids: told with the choice's first part.
+        """
+        held = self._held.setdefault(index, [])
+        held.append(part)
+        if not part.text and part.finish_reason is None and prompt_ids is None:
+            return b""
+        del self._held[index]
+        shown = merged(held)
+        return b"".join(
+            (
+                self._start,
+                b',"choices":[{"index":%d,"text":' % index,
+                _encode(shown.text),
+                b',"logprobs":',
+                b"null" if shown.logprobs is None else _encode(shown.logprobs),
+                b',"finish_reason":',
+                b"null" if shown.finish_reason is None else _last(shown),
+                b"" if not self._with_ids else b',"token_ids":' + _encode(shown.token_ids),
+                b"" if prompt_ids is None else b',"prompt_token_ids":' + _encode(prompt_ids),
+                b"}]",
+                self._end if self._usage is None else _with_usage(self._usage()),
+            )
+        )
+
+    def usage(self, usage: Usage) -> bytes:
+        """The last chunk of a stream with usage."""
+        return self._start + b',"choices":[]' + _with_usage(usage)
+
+
+def _last(part: Part) -> bytes:
+    return _encode(part.finish_reason) + b',"stop_reason":' + _encode(part.stop_reason)
+
+
+def _with_usage(usage: Usage) -> bytes:
+    return b',"usage":' + usage.model_dump_json().encode() + b"}\n\n"

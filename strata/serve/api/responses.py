@@ -1,0 +1,265 @@
+"""/v1/responses: items to a prompt, what the model writes to items; kept, so that later requests can go on from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, Literal
+from uuid import uuid4
+
+import msgspec
+from fastapi import Request, Response
+
+from strata.engine.sampling_params import SamplingParams
+from strata.serve.api.response_store import StoredResponse
+from strata.serve.api.responses_input import assistant_message, input_messages
+from strata.serve.api.responses_prompt import response_prompt
+from strata.serve.api.responses_stream import EventWriter, ResponseInProgress
+from strata.serve.generation import Generation, generation_for
+from strata.serve.grammar import Grammar, named_schema_grammar
+from strata.serve.http.errors import ApiError
+from strata.serve.http.json_route import api_router
+from strata.serve.http.sse import EventStream, run_until_disconnect, streams
+from strata.serve.observe.logs import note_prompt
+from strata.serve.replies.reasoning import opens_reasoning
+from strata.serve.replies.reply_parser import ReplyParser, collect, with_visible_tags
+from strata.serve.replies.tools import Function, Named, ToolUse, use_tools
+from strata.serve.schema.responses import JsonSchemaFormat, NamedTool, ResponsesRequest, TextFormat
+from strata.serve.schema.responses_reply import DeletedResponse, ResponseObject, ResponseStreamEvent
+from strata.serve.schema.sampling import sampling_params
+from strata.serve.state import ServerState, caller_of, server_of
+
+router = api_router("responses")
+
+
+@router.post("/v1/responses", response_model=ResponseObject, responses=streams(ResponseStreamEvent))
+async def create_response(body: ResponsesRequest, request: Request) -> Response:
+    """Answer an input."""
+    server_of(request).metrics.received("responses")
+    if body.stream:
+        return EventStream(_stream(body, request))
+    return await run_until_disconnect(request, _answer(body, request))
+
+
+@router.get("/v1/responses/{id}", response_model=ResponseObject)
+async def get_response(request: Request, id: str, stream: Literal["false"] = "false") -> Response:
+    """A response that was kept."""
+    return _json(_stored(request, id).body)
+
+
+@router.delete("/v1/responses/{id}")
+async def delete_response(request: Request, id: str) -> DeletedResponse:
+    """Forget a response; others that went on from it stay."""
+    _stored(request, id)
+    server_of(request).responses.delete(caller_of(request).name, id)
+    return DeletedResponse(id=id, object="response", deleted=True)
+
+
+@dataclass(frozen=True)
+class _Understood:
+    """messages: the conversation so far, without the instructions; None if the response is not to be kept."""
+
+    response: ResponseInProgress
+    generation: Generation
+    messages: list[dict[str, Any]] | None
+
+
+async def _answer(body: ResponsesRequest, request: Request) -> Response:
+    understood = await _understand(body, request)
+    async with understood.generation as generation:
+        async for pieces in generation:
+            for piece in pieces:
+                understood.response.take(piece)
+    _complete(understood, request)
+    return _json(understood.response.body)
+
+
+async def _stream(body: ResponsesRequest, request: Request) -> AsyncGenerator[bytes, None]:
+    understood = await _understand(body, request)
+    response, writer = understood.response, EventWriter()
+    begun = False
+    async with understood.generation as generation:
+        try:
+            async for pieces in generation:
+                events = [] if begun else response.begin()
+                begun = True
+                for piece in pieces:
+                    events += response.take(piece)
+                if events:
+                    yield writer.write(events)
+        except ApiError as error:
+            if not begun:
+                raise
+            yield writer.write(response.fail(error))
+            return
+    _complete(understood, request)
+    yield writer.write(response.end())
+
+
+def _complete(understood: _Understood, request: Request) -> None:
+    """After the last piece: complete the object, and keep it if that was asked for."""
+    response = understood.response
+    response.finish(understood.generation)
+    if understood.messages is None:
+        return
+    messages = [*understood.messages, assistant_message(collect(response.reply))]
+    kept = StoredResponse(response.body, messages)
+    response.body["store"] = server_of(request).responses.put(caller_of(request).name, response.body["id"], kept)
+
+
+async def _understand(body: ResponsesRequest, request: Request) -> _Understood:
+    """The request as the engine takes it. Raises ApiError for what cannot be served."""
+    state = server_of(request)
+    model = state.model_name(body.model)
+    body.check()
+    keep = _kept(body, state)
+    params = sampling_params(
+        body.sampling, state.client.ready, max_tokens=body.max_output_tokens, logprobs=body.reported_logprobs
+    )
+    tools = _tool_use(body, state.settings.tool_format)
+    grammar = _grammar(body, tools)
+    if grammar is not None:
+        await state.grammars.check(grammar)
+    before = [] if body.previous_response_id is None else _previous(body.previous_response_id, request).messages
+    messages = [*before, *input_messages(body.input, before)]
+    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    prompt = await response_prompt(
+        state,
+        [*instructions, *messages],
+        tools.shown,
+        shorten=body.truncation == "auto",
+        output_tokens=body.max_output_tokens or 1,
+    )
+    note_prompt(request.scope, prompt.text)
+    reasoning = state.settings.reasoning and grammar is None  # a grammar leaves no room for it
+    params = with_visible_tags(params, state.tokenizer, tools.tool_format, reasoning)
+    parser = ReplyParser(
+        tools.tool_format,
+        reasoning,
+        in_reasoning=opens_reasoning(prompt.text),
+        parallel=tools.parallel,
+    )
+    return _Understood(
+        ResponseInProgress(_new_body(body, model, params, keep), parser, state.tokenizer),
+        generation_for(
+            request,
+            prompt.ids,
+            params,
+            endpoint="responses",
+            grammar=None if grammar is None else grammar.text,
+            priority=body.priority or 0,
+        ),
+        messages if keep else None,
+    )
+
+
+def _new_body(body: ResponsesRequest, model: str, params: SamplingParams, store: bool) -> dict[str, Any]:
+    """The response object before anything is generated; what the request asked for is repeated in it."""
+    tool_choice: Any = body.tool_choice or "auto"
+    form = TextFormat(type="text") if body.text is None or body.text.format is None else body.text.format
+    return {
+        "id": f"resp_{uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "model": model,
+        "output": [],
+        "usage": None,
+        "error": None,
+        "incomplete_details": None,
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": None,
+        "service_tier": "default",
+        "store": store,
+        "temperature": params.temperature,
+        "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
+        "tool_choice": tool_choice.model_dump() if isinstance(tool_choice, NamedTool) else tool_choice,
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": body.truncation or "disabled",
+        "user": body.user,
+    }
+
+
+def _tool_use(body: ResponsesRequest, tool_format: str | None) -> ToolUse:
+    choice = body.tool_choice
+    return use_tools(
+        [Function(tool.name, tool.description, tool.parameters) for tool in body.tools or ()],
+        Named(choice.name) if isinstance(choice, NamedTool) else choice,
+        parallel=body.parallel_tool_calls is not False,
+        tool_format=tool_format,
+    )
+
+
+def _grammar(body: ResponsesRequest, tools: ToolUse) -> Grammar | None:
+    """What the answer must follow: the text format, or a forced call."""
+    grammar = _format_grammar(body)
+    if grammar is not None and tools.shown is not None:
+        raise ApiError(
+            400,
+            "text.format holds for the whole answer, so it leaves no room for tool calls: set tool_choice to none",
+            param="text.format",
+        )
+    return grammar or tools.grammar
+
+
+def _format_grammar(body: ResponsesRequest) -> Grammar | None:
+    form = body.text.format if body.text is not None else None
+    if form is None or isinstance(form, TextFormat):
+        return None
+    if isinstance(form, JsonSchemaFormat):
+        return named_schema_grammar({"name": form.name, "schema": form.schema_}, "text.format")
+    return Grammar.json_object("text.format")
+
+
+def _kept(body: ResponsesRequest, state: ServerState) -> bool:
+    """Whether the response is to be kept. Raises ApiError (400) if that is asked for where none can be."""
+    if state.settings.api_workers == 1:
+        return body.store is not False
+    if body.store:
+        raise _no_store("store")
+    return False
+
+
+def _previous(id: str, request: Request) -> StoredResponse:
+    try:
+        return _stored(request, id)
+    except ApiError as error:
+        error.param = "previous_response_id"
+        raise
+
+
+def _stored(request: Request, id: str) -> StoredResponse:
+    state = server_of(request)
+    if state.settings.api_workers > 1:
+        raise _no_store(None)
+    found = state.responses.get(caller_of(request).name, id)
+    if found is None:
+        raise ApiError(
+            404,
+            f"there is no response {id!r:.100} here: it was not stored, was deleted, or has made room for newer ones",
+            code="response_not_found",
+        )
+    return found
+
+
+def _no_store(param: str | None) -> ApiError:
+    return ApiError(
+        400,
+        "responses are not stored by a server with --api-workers above 1, since each request may reach another worker: "
+        "send the whole conversation as input",
+        param=param,
+        code="responses_not_stored",
+    )
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -1,0 +1,61 @@
+"""The prompt of a response: its conversation through the chat template, shortened where that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from strata.serve.api.prompts import chat_text, encode
+from strata.serve.http.errors import ApiError
+from strata.serve.state import ServerState
+
+
+@dataclass(frozen=True)
+class Prompt:
+    text: str
+    ids: list[int]
+
+
+async def response_prompt(
+    state: ServerState,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None,
+    *,
+    shorten: bool,
+    output_tokens: int,
+) -> Prompt:
+    """The prompt that continues the messages.
+
+    shorten: if it and `output_tokens` do not fit the model, the oldest messages go, up to a later one of the user;
+        system messages at the start stay. What does not fit even so is returned as it is.
+    Raises ApiError (400) for messages that the template refuses.
+    """
+    prompt = await _render(state, messages, tools)
+    most = state.client.ready.max_model_len - output_tokens
+    if not shorten or len(prompt.ids) <= most:
+        return prompt
+    head = next((place for place, message in enumerate(messages) if message["role"] != "system"), 0)
+    starts = [place for place, message in enumerate(messages) if message["role"] == "user" and place > head]
+    # Each try renders the template, so the first start that fits is found by halving.
+    low, high = 0, len(starts)
+    while low < high:
+        middle = (low + high) // 2
+        prompt = await _render(state, [*messages[:head], *messages[starts[middle] :]], tools)
+        if len(prompt.ids) <= most:
+            high = middle
+        else:
+            low = middle + 1
+    start = starts[min(low, len(starts) - 1)] if starts else head
+    return await _render(state, [*messages[:head], *messages[start:]], tools)
+
+
+async def _render(
+    state: ServerState, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
+) -> Prompt:
+    try:
+        text = await chat_text(state, messages, tools=tools)
+    except ApiError as error:
+        error.param = "input"  # here the messages are called so
+        raise
+    return Prompt(text, await encode(state, text, add_special_tokens=False, param="input"))

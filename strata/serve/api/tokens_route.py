@@ -1,0 +1,121 @@
+"""/tokenize and /detokenize: what the model makes of a text or of messages, and back; the shapes are vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Request, Response
+from pydantic import Field
+
+from strata.serve.api.prompts import chat_text, encode
+from strata.serve.http.errors import ApiError
+from strata.serve.http.json_route import api_router
+from strata.serve.replies.tools import Function
+from strata.serve.schema.base import ReplyModel, RequestModel
+from strata.serve.schema.chat import Tool
+from strata.serve.schema.messages import Message, for_template
+from strata.serve.schema.sampling import TokenId, check_ids
+from strata.serve.state import ServerState, server_of
+
+router = api_router("tokens")
+
+
+class TokenizeRequest(RequestModel):
+    """Either a prompt or messages."""
+
+    model: str | None = None
+    """One of /v1/models; absent, the first of them."""
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    """Add what the tokenizer puts around a text: by default to a prompt, not to messages, whose template does it."""
+    return_token_strs: bool | None = None
+    """Tell the tokens as the vocabulary writes them, too."""
+    add_generation_prompt: bool | None = None
+    """Open the assistant's answer after the messages; the default."""
+    continue_final_message: bool | None = None
+    """Leave the last message open instead."""
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    """Functions that are shown to the model with the messages."""
+
+    def check(self) -> None:
+        """Raises ApiError (400) for fields that do not go together."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "give either prompt or messages", param="prompt")
+        of_messages = ("add_generation_prompt", "continue_final_message", "tools")
+        alone = next((name for name in of_messages if getattr(self, name) is not None), None)
+        if self.messages is None and alone is not None:
+            raise ApiError(400, f"{alone} is only for requests with messages", param=alone)
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ApiError(
+                400,
+                "continue_final_message leaves the last message open: leave out add_generation_prompt",
+                param="add_generation_prompt",
+            )
+
+
+class Tokenized(ReplyModel):
+    """max_model_len: most tokens of prompt and output together. token_strs: null unless asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(RequestModel):
+    model: str | None = None
+    """One of /v1/models; absent, the first of them."""
+    tokens: list[TokenId]
+
+
+class Detokenized(ReplyModel):
+    prompt: str
+
+
+@router.post("/tokenize", response_model=Tokenized)
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    """The token ids of a prompt or of messages."""
+    state = server_of(request)
+    state.metrics.received("tokenize")
+    state.model_name(body.model)
+    body.check()
+    if body.prompt is not None:
+        tokens = await encode(state, body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    else:
+        text = await _text_of_messages(body, state)
+        tokens = await encode(state, text, add_special_tokens=bool(body.add_special_tokens), param="messages")
+    answer = {
+        "count": len(tokens),
+        "max_model_len": state.client.ready.max_model_len,
+        "tokens": tokens,
+        "token_strs": [state.tokenizer.token(id) for id in tokens] if body.return_token_strs else None,
+    }
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, request: Request) -> Detokenized:
+    """The text of token ids, special tokens included."""
+    state = server_of(request)
+    state.metrics.received("detokenize")
+    state.model_name(body.model)
+    check_ids(body.tokens, state.client.ready.vocab_size, "tokens")
+    text = await asyncio.to_thread(state.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return Detokenized(prompt=text)
+
+
+async def _text_of_messages(body: TokenizeRequest, state: ServerState) -> str:
+    tools: list[dict[str, Any]] | None = None
+    if body.tools:
+        functions = [tool.function for tool in body.tools]
+        tools = [Function(one.name, one.description, one.parameters).for_template() for one in functions]
+    return await chat_text(
+        state,
+        [for_template(message) for message in body.messages or ()],
+        tools=tools,
+        add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+    )

@@ -1,0 +1,1 @@
+"""What every request passes: the protocol, the gate, limits, errors and streams."""

@@ -1,0 +1,84 @@
+"""The short way to the routes that take a JSON body: past FastAPI's routing and dependencies, which they do not need.
+
+FastAPI still has these routes: it describes them, and answers whatever else is sent to their paths. Its way to them
+costs 0.1 ms of CPU a request, a quarter of all that an API process does until the first token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from strata.serve.http.errors import ERROR_HANDLERS, ApiError
+from strata.serve.http.json_route import read_json
+
+
+class DirectRoutes:
+    """ASGI middleware that answers POST requests to every `endpoint(body: Model, request: Request) -> Response`."""
+
+    def __init__(self, app: ASGIApp, routers: Iterable[APIRouter]) -> None:
+        self._app = app
+        routes = (route for router in routers for route in router.routes if isinstance(route, APIRoute))
+        self._routes = {route.path: found for route in routes if (found := _direct(route)) is not None}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if route is None:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            response = await route.answer(request)
+            await response(scope, receive, send)  # a stream that fails before its first event has sent nothing yet
+        except (ApiError, RequestValidationError) as error:
+            response = await ERROR_HANDLERS[type(error)](request, error)
+            await response(scope, receive, send)
+
+
+@dataclass(frozen=True)
+class _Route:
+    model: type[BaseModel]
+    endpoint: Callable[[BaseModel, Request], Awaitable[Response]]
+
+    async def answer(self, request: Request) -> Response:
+        """Raises ApiError, or RequestValidationError just as FastAPI does."""
+        value = await _body(request)
+        try:
+            body = self.model.model_validate(value)
+        except ValidationError as error:
+            faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
+            raise RequestValidationError(faults, body=value) from None
+        return await self.endpoint(body, request)
+
+
+def _direct(route: APIRoute) -> _Route | None:
+    hints = get_type_hints(route.endpoint)
+    answers = hints.pop("return", None)
+    if route.methods != {"POST"} or hints.keys() != {"body", "request"}:
+        return None
+    if not (isinstance(answers, type) and issubclass(answers, Response)):
+        return None
+    return _Route(hints["body"], route.endpoint)
+
+
+async def _body(request: Request) -> Any:
+    """The value of the body; its bytes, if it does not say that it is JSON; None, if it is empty."""
+    body = await request.body()
+    if not body:
+        return None
+    kind, _, subtype = request.headers.get("content-type", "").partition(";")[0].strip().lower().partition("/")
+    if kind != "application" or not (subtype == "json" or subtype.endswith("+json")):
+        return body
+    try:
+        return read_json(body)
+    except json.JSONDecodeError as error:
+        fault = {"type": "json_invalid", "loc": ("body", error.pos), "input": {}, "ctx": {"error": error.msg}}
+        raise RequestValidationError([fault], body=error.doc) from None

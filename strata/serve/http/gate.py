@@ -1,0 +1,226 @@
+"""What every request passes before it reaches a route: where it comes from, how large it is, whose key it bears."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Collection, Iterable
+from ipaddress import ip_address
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from strata.serve.http.errors import ApiError
+from strata.serve.http.http_protocol import BODY_SECONDS
+from strata.serve.http.keys import ANONYMOUS, KeyRing
+from strata.serve.http.limits import Caller
+from strata.serve.http.request_head import RequestHead
+from strata.serve.observe.metrics import Rejection
+from strata.serve.processes.drain import Drain
+from strata.serve.settings import ServeSettings
+
+OPEN_PATHS = frozenset({"/health", "/ready"})  # all others need a key, whatever routes there are
+_WHILE_DRAINING = OPEN_PATHS | {"/metrics"}
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9, _-]{1,1024}")
+
+# A route that sends one of these itself (the page has its own content-security-policy) keeps it.
+_SECURITY_HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+    (b"cache-control", b"no-store"),
+)
+_REJECTIONS: dict[int, Rejection] = {
+    400: "invalid", 401: "unauthorized", 403: "forbidden", 408: "deadline", 413: "too_large", 431: "too_large",
+    503: "draining",
+}  # fmt: skip
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens there."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Gate:
+    """ASGI middleware around the whole application; it refuses by default.
+
+    It leaves `caller` (a Caller) and `request_id` in `scope["state"]`, hands the body on in one piece, and puts
+    x-request-id and security headers on every response, its own refusals included.
+    """
+
+    def __init__(
+        self, app: ASGIApp, settings: ServeSettings, keys: KeyRing, drain: Drain, rejected: Callable[[Rejection], None]
+    ) -> None:
+        self._app = app
+        self._settings = settings
+        self._keys = keys
+        self._drain = drain
+        self._rejected = rejected
+        self._hosts: Collection[str] | None = None  # names that may be addressed; None is any
+        if is_loopback(settings.host):
+            names = ("localhost", "127.0.0.1", "[::1]", settings.host, *settings.allowed_hosts)
+            self._hosts = frozenset(name.lower() for name in names)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            raise ValueError(f"the server speaks HTTP only, not {scope['type']}")
+        head = RequestHead(scope)
+        state = scope.setdefault("state", {})
+        state["request_id"] = head.request_id
+        answer = self._dressed(send, head)
+        with self._drain.request():
+            try:
+                head.check()
+                self._check_origin(head)
+                if head.is_preflight and head.origin in self._settings.allowed_origins:
+                    await _send_preflight(answer, head)
+                    return
+                state["caller"] = self._identify(head)
+                self._check_draining(head)
+                body = await self._read_body(head, receive)
+            except ApiError as error:
+                if error.status in _REJECTIONS:
+                    self._rejected(_REJECTIONS[error.status])
+                await _send_error(answer, error)
+                return
+            except _Disconnected:
+                return
+            await self._app(scope, receive if body is None else _replay(body, receive), answer)
+
+    def _check_origin(self, head: RequestHead) -> None:
+        """A page of another site must not reach a server on loopback, neither by its address nor by a name of its own.
+
+        (DNS rebinding: the page's own name is made to lead to 127.0.0.1, so the browser takes the server for its site.)
+        """
+        if self._hosts is None:
+            return
+        if head.host_name not in self._hosts:
+            known = f"this server is {', '.join(sorted(self._hosts))}; --allowed-hosts adds names"
+            raise ApiError(403, f"the Host {head.host[:100]!r} is not served: {known}", code="foreign_host")
+        if not self._origin_allowed(head):
+            raise _foreign_origin(head)
+
+    def _origin_allowed(self, head: RequestHead) -> bool:
+        return head.same_origin or head.origin in self._settings.allowed_origins
+
+    def _identify(self, head: RequestHead) -> Caller:
+        if not self._keys or head.path in OPEN_PATHS:
+            return ANONYMOUS
+        scheme, presented = head.credentials()
+        caller = self._keys.find(presented)
+        if caller is None:
+            message = "the API key is wrong" if presented else "an API key is needed: send Authorization: Bearer <key>"
+            # A browser asks its user for a password, the key, and sends it with all that the page asks for.
+            challenge = 'Basic realm="strata"' if "text/html" in head.text(b"accept") else "Bearer"
+            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": challenge})
+        if scheme == "basic" and not self._origin_allowed(head):  # browsers add these credentials by themselves
+            raise _foreign_origin(head)
+        return caller
+
+    def _check_draining(self, head: RequestHead) -> None:
+        if self._drain.begun and head.path not in _WHILE_DRAINING:
+            message = "the server is shutting down; ask another one"
+            raise ApiError(503, message, code="draining", headers={"retry-after": "5"})
+
+    async def _read_body(self, head: RequestHead, receive: Receive) -> bytes | None:
+        """The body, or None if the request has none."""
+        limit = self._settings.body_limit
+        length = head.content_length
+        if length is not None and length > limit:
+            raise _too_large(head, limit)
+        if not length and not head.chunked:
+            return None
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _Disconnected
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > limit:
+                        raise _too_large(head, limit)
+        except TimeoutError:
+            raise ApiError(
+                408, f"the body took over {BODY_SECONDS:g} s", code="body_timeout", headers={"connection": "close"}
+            ) from None
+        return bytes(body)
+
+    def _dressed(self, send: Send, head: RequestHead) -> Send:
+        """`send` with the headers that every response bears."""
+
+        async def dressed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [(name.lower(), value) for name, value in message.get("headers", ())]
+                given = {name for name, _ in headers}
+                headers += [(name, value) for name, value in _SECURITY_HEADERS if name not in given]
+                headers.append((b"x-request-id", head.request_id.encode()))
+                if self._settings.allowed_origins:
+                    headers += _cors_headers(head, self._settings.allowed_origins)
+                if self._drain.begun:
+                    headers.append((b"connection", b"close"))
+                message = {**message, "headers": headers}
+            await send(message)
+
+        return dressed
+
+
+class _Disconnected(Exception):
+    """The client has left before its request was complete."""
+
+
+def _foreign_origin(head: RequestHead) -> ApiError:
+    message = f"pages of {(head.origin or '')[:100]!r} may not use this server; --allowed-origins lists those that may"
+    return ApiError(403, message, code="foreign_origin")
+
+
+def _too_large(head: RequestHead, limit: int) -> ApiError:
+    # Who waits for "100 Continue" will not send the body now; others will, and what comes is thrown away.
+    headers = {"connection": "close"} if head.expects_continue else {}
+    return ApiError(413, f"the body is over {limit} bytes", code="body_too_large", headers=headers)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """`receive` of an application that has not yet got the body."""
+    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return whole.pop() if whole else await receive()
+
+    return replayed
+
+
+def _cors_headers(head: RequestHead, allowed: Collection[str]) -> Iterable[tuple[bytes, bytes]]:
+    yield b"vary", b"Origin"
+    if head.origin in allowed and head.origin is not None:
+        yield b"access-control-allow-origin", head.origin.encode("latin-1")
+        yield b"access-control-expose-headers", b"x-request-id, retry-after"
+
+
+async def _send_preflight(send: Send, head: RequestHead) -> None:
+    asked = head.text(b"access-control-request-headers")
+    headers = [
+        (b"access-control-allow-methods", b"GET, POST, DELETE"),
+        (b"access-control-allow-headers", asked.encode() if _HEADER_NAMES.fullmatch(asked) else b"authorization"),
+        (b"access-control-max-age", b"600"),
+    ]
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _send_error(send: Send, error: ApiError) -> None:
+    body = msgspec.json.encode(error.body())
+    headers = [(name.encode(), value.encode("latin-1")) for name, value in error.headers.items()]
+    headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,63 @@
+"""Routes whose JSON bodies are read strictly: no NaN, no number too large, no half characters, no deep nesting."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
+
+from strata.serve.http.errors import ERROR_RESPONSES
+
+MOST_NESTING = 64
+
+
+class JsonRequest(Request):
+    async def json(self) -> Any:
+        return read_json(await self.body())
+
+
+class JsonRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            return await handle(JsonRequest(request.scope, request.receive))
+
+        return handle_json
+
+
+def api_router(tag: str) -> APIRouter:
+    """A router of API routes: strict JSON in, and all the errors that any of them may answer with documented."""
+    return APIRouter(route_class=JsonRoute, tags=[tag], responses=ERROR_RESPONSES)
+
+
+def read_json(body: bytes) -> Any:
+    """The value of a JSON text. Raises json.JSONDecodeError, which FastAPI knows, for what is none, or too deep."""
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise _fault(f"it nests more than {MOST_NESTING} levels deep") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _fault(str(error)) from None
+    brackets = body.count(b"{") + body.count(b"[")
+    if brackets > MOST_NESTING and _deeper_than(value, MOST_NESTING):
+        raise _fault(f"it nests more than {MOST_NESTING} levels deep")
+    return value
+
+
+def _deeper_than(value: Any, levels: int) -> bool:
+    layer = [value]
+    for _ in range(levels + 1):
+        containers = [one for one in layer if isinstance(one, (dict, list))]
+        layer = [child for one in containers for child in (one.values() if isinstance(one, dict) else one)]
+        if not containers:
+            return False
+    return True
+
+
+def _fault(message: str) -> json.JSONDecodeError:
+    return json.JSONDecodeError(message, "", 0)

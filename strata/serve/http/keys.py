@@ -1,0 +1,108 @@
+"""API keys: read once from a file or the environment, kept as hashes, looked up in constant time."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import stat
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from strata.serve.http.limits import Caller
+
+ANONYMOUS = Caller(name="anonymous", salt="")
+ENVIRONMENT = ("STRATA_API_KEY", "STRATA_API_KEYS")
+
+# Visible ASCII, as it must fit into a header; a comma separates keys in the environment.
+_KEY = re.compile(r"[!-+\--~]+")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class KeyHash(msgspec.Struct, frozen=True):
+    """What is kept of a key. digest: SHA-256, hexadecimal. salt: also made from the key, and as little like it."""
+
+    name: str
+    digest: str
+    salt: str
+
+    @classmethod
+    def of(cls, name: str, key: str) -> KeyHash:
+        salt = hmac.digest(key.encode(), b"strata: salt of the prefix cache", "sha256")
+        return cls(name, _digest(key), salt.hex()[:32])
+
+
+class KeyRing:
+    """The keys that open the server; without any it is open to all who reach it."""
+
+    def __init__(self, keys: Sequence[KeyHash]) -> None:
+        self._keys = [(key.digest, Caller(key.name, key.salt)) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def find(self, presented: str) -> Caller | None:
+        """Whose key this is. Takes as long for a wrong key as for a right one, wherever it stands."""
+        digest = _digest(presented)
+        found = None
+        for known, caller in self._keys:
+            if hmac.compare_digest(digest, known):
+                found = caller
+        return found
+
+
+def read_keys(file: Path | None, environment: MutableMapping[str, str]) -> list[KeyHash]:
+    """The keys of `file` and of STRATA_API_KEY and STRATA_API_KEYS, which are removed from `environment`.
+
+    The file has a key in each line, as `key` or `name:key`; empty lines and lines with # are left out. STRATA_API_KEYS
+    separates them with commas. A key without a name is called key-1, key-2 and so on. Raises ValueError for a file that
+    others may read, and for what is no key; its message never holds a key.
+    """
+    entries = [] if file is None else _read_file(file)
+    for variable in ENVIRONMENT:
+        for number, text in enumerate(environment.pop(variable, "").split(","), 1):
+            if text.strip():
+                entries.append((f"{variable}, key {number}", text.strip()))
+    keys = [_parse(where, text, number) for number, (where, text) in enumerate(entries, 1)]
+    for what in ("name", "digest"):
+        values = [getattr(key, what) for key in keys]
+        for at, value in enumerate(values):
+            if value in values[:at]:
+                kind = "name" if what == "name" else "key"
+                raise ValueError(f"{entries[at][0]}: this {kind} is given twice; each key needs a name of its own")
+    return keys
+
+
+def _read_file(file: Path) -> list[tuple[str, str]]:
+    """(where it stands, text) of each key."""
+    try:
+        with file.open(encoding="utf-8") as stream:
+            mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
+            if mode & 0o077:
+                raise ValueError(f"{file} may be read or written by others (mode {mode:04o}): run chmod 600 {file}")
+            lines = [line.strip() for line in stream]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the API key file {file} cannot be read: {error}") from None
+    entries = [(f"{file}, line {number}", line) for number, line in enumerate(lines, 1)]
+    entries = [(where, line) for where, line in entries if line and not line.startswith("#")]
+    if not entries:
+        raise ValueError(f"{file} holds no API key: write one in each line, as key or name:key")
+    return entries
+
+
+def _parse(where: str, text: str, number: int) -> KeyHash:
+    name, colon, key = text.partition(":")
+    if not colon:
+        name, key = f"key-{number}", text
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{where}: the name before the colon must be 1 to 64 of letters, digits, dot, _ and -")
+    if not _KEY.fullmatch(key):
+        raise ValueError(f"{where}: a key must be visible ASCII characters without spaces or commas")
+    return KeyHash.of(name, key)
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()

@@ -1,0 +1,204 @@
+"""What the server counts, as Prometheus reads it: the names are vLLM's with `strata_` before them.
+
+What concerns requests is counted here, in the API process; what concerns the engine is in its newest `Statistics`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from strata.engine.messages import Statistics
+from strata.serve.observe.metric_cells import Cells
+
+Endpoint = Literal["chat", "completions", "responses", "embeddings", "tokenize", "detokenize"]
+ENDPOINTS: tuple[Endpoint, ...] = ("chat", "completions", "responses", "embeddings", "tokenize", "detokenize")
+
+Rejection = Literal[
+    "queue_full", "concurrency", "requests_per_minute", "tokens_per_minute", "draining", "engine_gone", "unauthorized",
+    "forbidden", "too_large", "invalid", "deadline",
+]  # fmt: skip
+REJECTIONS: tuple[Rejection, ...] = (
+    "queue_full", "concurrency", "requests_per_minute", "tokens_per_minute", "draining", "engine_gone", "unauthorized",
+    "forbidden", "too_large", "invalid", "deadline",
+)  # fmt: skip
+
+FINISHED_REASONS = ("stop", "length", "abort", "error")
+
+# Six to a factor of ten, so that a percentile read from them is within a third of the true one.
+_STEPS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+
+
+def _bounds(first: int, last: int) -> tuple[float, ...]:
+    """Upper bounds in seconds from 10^first to 10^last."""
+    return (*(float(f"{step}e{power}") for power in range(first, last) for step in _STEPS), 10.0**last)
+
+
+REQUEST_BOUNDS = _bounds(-3, 3)
+TOKEN_BOUNDS = _bounds(-4, 1)
+
+_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": ("From arrival to the first token.", REQUEST_BOUNDS),
+    "inter_token_latency_seconds": ("Between a token and the one before it in its sample.", TOKEN_BOUNDS),
+    "e2e_request_latency_seconds": ("From arrival to the end.", REQUEST_BOUNDS),
+    "request_queue_time_seconds": ("From arrival to the first step that computes any of the prompt.", REQUEST_BOUNDS),
+    "request_prefill_time_seconds": ("From the first step to the first token.", REQUEST_BOUNDS),
+    "request_decode_time_seconds": ("From the first token to the last.", REQUEST_BOUNDS),
+}
+_COUNTERS: dict[str, tuple[str, str | None, Sequence[str]]] = {
+    "requests": ("Requests received.", "endpoint", ENDPOINTS),
+    "request_success": ("Requests that have ended, by how.", "finished_reason", FINISHED_REASONS),
+    "rejects": ("Requests that were not taken, or not for so long.", "reason", REJECTIONS),
+    "aborts": ("Requests whose client left before the end.", None, ("",)),
+    "prompt_tokens": ("Prompt tokens of requests that have had their first token, cached ones included.", None, ("",)),
+    "generation_tokens": ("Tokens generated.", None, ("",)),
+}
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """One request from its arrival to its end. Times are `time.monotonic()`, in seconds.
+
+    reason: the engine's finish reason, or "abort" if the client left.
+    scheduled, first_token: None if it never came to that. output_tokens: of all samples.
+    """
+
+    endpoint: Endpoint
+    reason: str
+    arrival: float
+    scheduled: float | None
+    first_token: float | None
+    ended: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+class Metrics:
+    """Counters and histograms of one API process.
+
+    model_name: the label that every series bears.
+    folder, worker: where the API processes of one server keep their numbers, and which of them this is; each of them
+        then renders the sum over all. Without a folder this process is the only one.
+    """
+
+    def __init__(self, model_name: str, folder: Path | None = None, worker: int = 0) -> None:
+        self._model_name = model_name
+        self._first: dict[str, int] = {}
+        count = 0
+        for name, (_, _, values) in _COUNTERS.items():
+            self._first[name] = count
+            count += len(values)
+        for name, (_, bounds) in _HISTOGRAMS.items():
+            self._first[name] = count
+            count += len(bounds) + 2  # one bucket above the last bound, and the sum
+        self._cells = Cells(count, folder, worker)
+        self._values = self._cells.values
+        self._endpoints = {value: self._first["requests"] + at for at, value in enumerate(ENDPOINTS)}
+        self._rejections = {value: self._first["rejects"] + at for at, value in enumerate(REJECTIONS)}
+        self._reasons = {value: self._first["request_success"] + at for at, value in enumerate(FINISHED_REASONS)}
+
+    def received(self, endpoint: Endpoint) -> None:
+        """A request has arrived."""
+        self._values[self._endpoints[endpoint]] += 1
+
+    def rejected(self, reason: Rejection) -> None:
+        """A request is not taken."""
+        self._values[self._rejections[reason]] += 1
+
+    def aborted(self) -> None:
+        """The client of a request has left."""
+        self._values[self._first["aborts"]] += 1
+
+    def tokens(self, *, prompt: int, output: int) -> None:
+        """Tokens that the engine has computed, told as they come: a prompt with its request's first delta."""
+        self._values[self._first["prompt_tokens"]] += prompt
+        self._values[self._first["generation_tokens"]] += output
+
+    def first_token(self, seconds: float) -> None:
+        """A request has its first token, so long after its arrival."""
+        self._observe("time_to_first_token_seconds", REQUEST_BOUNDS, seconds)
+
+    def inter_token(self, seconds: float, tokens: int) -> None:
+        """`tokens` tokens of one sample came together, `seconds` after the ones before: as many gaps, equally long."""
+        first = self._first["inter_token_latency_seconds"]
+        self._values[first + bisect_left(TOKEN_BOUNDS, seconds / tokens)] += tokens
+        self._values[first + len(TOKEN_BOUNDS) + 1] += seconds
+
+    def finished(self, record: RequestRecord) -> None:
+        """A request has ended, whichever way."""
+        self._values[self._reasons.get(record.reason, self._reasons["error"])] += 1
+        self._observe("e2e_request_latency_seconds", REQUEST_BOUNDS, record.ended - record.arrival)
+        if record.scheduled is not None:
+            self._observe("request_queue_time_seconds", REQUEST_BOUNDS, record.scheduled - record.arrival)
+        if record.scheduled is not None and record.first_token is not None:
+            self._observe("request_prefill_time_seconds", REQUEST_BOUNDS, record.first_token - record.scheduled)
+        if record.first_token is not None:
+            self._observe("request_decode_time_seconds", REQUEST_BOUNDS, record.ended - record.first_token)
+
+    def render(self, statistics: Statistics) -> bytes:
+        """All series in Prometheus' text format (its media type is `prometheus_client.CONTENT_TYPE_PLAIN_0_0_4`)."""
+        registry = CollectorRegistry()
+        registry.register(_Families([*self._engine_families(statistics), *self._request_families()]))
+        return generate_latest(registry)
+
+    def _observe(self, name: str, bounds: tuple[float, ...], seconds: float) -> None:
+        first = self._first[name]
+        self._values[first + bisect_left(bounds, seconds)] += 1
+        self._values[first + len(bounds) + 1] += seconds
+
+    def _request_families(self) -> Iterable[Metric]:
+        sums = self._cells.sums()
+        for name, (help_text, label, values) in _COUNTERS.items():
+            labels = ["model_name"] if label is None else ["model_name", label]
+            counter = CounterMetricFamily(f"strata_{name}", help_text, labels=labels)
+            for at, value in enumerate(values, self._first[name]):
+                counter.add_metric([self._model_name, value][: len(labels)], sums[at])
+            yield counter
+        for name, (help_text, bounds) in _HISTOGRAMS.items():
+            histogram = HistogramMetricFamily(f"strata_{name}", help_text, labels=["model_name"])
+            first = self._first[name]
+            above = first + len(bounds)
+            totals = accumulate(sums[first : above + 1])
+            buckets = list(zip([*map(str, bounds), "+Inf"], totals, strict=True))
+            histogram.add_metric([self._model_name], buckets, sum_value=sums[above + 1])
+            yield histogram
+
+    def _engine_families(self, statistics: Statistics) -> Iterable[Metric]:
+        gauges = (
+            ("num_requests_running", "Sequences in the running batch.", statistics.running),
+            ("num_requests_waiting", "Sequences that wait to be run.", statistics.waiting),
+            ("kv_cache_usage_perc", "Share of the KV pages in use; 1 is all.", statistics.kv_usage),
+        )
+        counters = (
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", statistics.prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", statistics.prefix_hits),
+            ("num_preemptions", "Sequences put back to wait for lack of KV pages.", statistics.preemptions),
+            ("corrupted_requests", "Requests whose logits were no distribution.", statistics.failed),
+            ("engine_steps", "Steps of the engine.", statistics.steps),
+        )
+        for name, help_text, value in gauges:
+            gauge = GaugeMetricFamily(f"strata_{name}", help_text, labels=["model_name"])
+            gauge.add_metric([self._model_name], value)
+            yield gauge
+        for name, help_text, value in counters:
+            counter = CounterMetricFamily(f"strata_{name}", help_text, labels=["model_name"])
+            counter.add_metric([self._model_name], value)
+            yield counter
+
+
+class _Families:
+    """The families of one reading, as a registry takes them."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families

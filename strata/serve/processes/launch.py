@@ -1,0 +1,207 @@
+"""The life of a server: its processes start, serve, drain and end together, and none outlives the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+
+from strata.serve.client import EngineClient, EngineGone
+from strata.serve.http.keys import KeyHash
+from strata.serve.observe.logs import configure_logging
+from strata.serve.processes.api_processes import ApiProcesses
+from strata.serve.processes.child import Child, how_it_ended
+from strata.serve.processes.worker import ApiJob, ApiServer, engine_address
+from strata.serve.settings import ServeSettings
+
+ENGINE_MODULE = "strata.engine.worker"
+# After the engine's death, so that whoever asks for /health sees it before connections are refused.
+_NOTICE_SECONDS = 2.0
+_ENGINE_STOP_SECONDS = 5.0
+
+_log = logging.getLogger("strata.serve")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a server is made of.
+
+    engine: fields of EngineConfig by name. tokenizer: its folder.
+    restart_engine: start another engine when it dies, instead of ending.
+    traces_endpoint: where OpenTelemetry's traces go, None for nowhere.
+    """
+
+    settings: ServeSettings
+    engine: Mapping[str, Any]
+    keys: list[KeyHash]
+    tokenizer: str
+    restart_engine: bool = False
+    traces_endpoint: str | None = None
+
+
+def launch(asked: Launch) -> int:
+    """Run a server until it is told to end. Returns the exit status: 0, or 1 if the engine died or did not start.
+
+    Raises ValueError if it cannot listen, or cannot serve the model.
+    """
+    configure_logging(asked.settings.log_json)
+    _allow_many_connections()
+    with bind(asked.settings.host, asked.settings.port) as listener:
+        folder = Path(tempfile.mkdtemp(prefix="strata-"))  # mode 0700
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(_Launcher(asked, listener, folder).run())
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that has the address but does not listen yet. Raises ValueError if it cannot have it."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ValueError(f"--host {host}: {error}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another --port") from None
+    return listener
+
+
+def _allow_many_connections() -> None:
+    """Each connection is an open file, and a shell allows few of them; children inherit what this one may have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+class _Launcher:
+    def __init__(self, asked: Launch, listener: socket.socket, folder: Path) -> None:
+        self._asked = asked
+        self._listener = listener
+        self._folder = folder
+        job = ApiJob(
+            settings=asked.settings,
+            keys=asked.keys,
+            tokenizer=asked.tokenizer,
+            folder=str(folder),
+            restart_engine=asked.restart_engine,
+            traces_endpoint=asked.traces_endpoint,
+        )
+        self._api = ApiServer(job) if asked.settings.api_workers == 1 else ApiProcesses(job)
+        self._told = asyncio.Event()
+
+    async def run(self) -> int:
+        start = time.monotonic()
+        self._on_signals(lambda _: self._told.set())
+        self._engine = await self._start_engine()
+        self._on_signals(self._tell)
+        try:
+            if not await self._start_api():
+                return 0 if self._told.is_set() else 1
+            print(greeting(self._asked, self._listener.getsockname(), time.monotonic() - start), flush=True)
+            return await self._watch()
+        finally:
+            await self._engine.stop(_ENGINE_STOP_SECONDS)
+
+    def _on_signals(self, tell: Callable[[int], None]) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, tell, number)
+
+    def _tell(self, number: int) -> None:
+        """The first signal ends the server in good order, the second at once; API processes end with this one."""
+        if self._told.is_set():
+            self._engine.kill()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os._exit(128 + number)
+        self._told.set()
+
+    async def _start_engine(self) -> Child:
+        job = {"address": engine_address(self._folder), **self._asked.engine}
+        return await Child.start(ENGINE_MODULE, msgspec.json.encode(job))
+
+    async def _start_api(self) -> bool:
+        """Whether requests are served now; if not, the server was told to end, or the engine did not start."""
+        starting = asyncio.create_task(self._api.start(self._listener))
+        await self._any_of(starting, self._engine.ended)
+        if not starting.done():
+            starting.cancel()
+        try:
+            await starting
+        except (EngineGone, asyncio.CancelledError):
+            if not self._told.is_set():
+                await asyncio.wait((self._engine.ended,), timeout=_ENGINE_STOP_SECONDS)
+                self._explain_engine()
+            return False
+        return True
+
+    def _explain_engine(self) -> None:
+        """Say why the engine is not there, unless it could say so itself."""
+        if self._engine.ended.done() and self._engine.ended.result() <= 0:
+            _log.error("the engine process %s", how_it_ended(self._engine.ended.result()))
+
+    async def _watch(self) -> int:
+        """Until the server is told to end, or cannot go on."""
+        while True:
+            await self._any_of(self._engine.ended, self._api.ended)
+            if self._told.is_set():
+                _log.info("no new requests are taken; those under way get %g s", self._asked.settings.shutdown_timeout)
+                await self._api.drain(self._asked.settings.shutdown_timeout)
+                return 0
+            if self._api.ended.done():
+                return 1
+            self._engine.kill()  # what it may have started
+            _log.error("the engine process %s", how_it_ended(self._engine.ended.result()))
+            if self._asked.restart_engine and await self._replace_engine():
+                continue
+            await self._any_of(asyncio.create_task(asyncio.sleep(_NOTICE_SECONDS)))
+            await self._api.drain(_NOTICE_SECONDS)
+            return 0 if self._told.is_set() else 1
+
+    async def _replace_engine(self) -> bool:
+        """Whether another engine is ready. One that dies before it is would do so again, and gets no successor."""
+        _log.info("another engine is started")
+        self._engine = await self._start_engine()
+        connecting = asyncio.create_task(EngineClient.connect(engine_address(self._folder)))
+        await self._any_of(connecting, self._engine.ended, self._api.ended)
+        if connecting.done() and connecting.exception() is None:
+            await connecting.result().close()
+            return True
+        connecting.cancel()
+        self._explain_engine()
+        return False
+
+    async def _any_of(self, *tasks: asyncio.Task[Any]) -> None:
+        """Wait until one of them is done, or the server is told to end."""
+        told = asyncio.create_task(self._told.wait())
+        await asyncio.wait((told, *tasks), return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+
+
+def greeting(asked: Launch, address: tuple[Any, ...], seconds: float) -> str:
+    """Where the server is, and how to ask it something."""
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    url = f"http://{host}:{address[1]}"
+    name = asked.settings.served_model_names[0]
+    key = " -H 'Authorization: Bearer <key>'" if asked.keys else ""
+    question = json.dumps({"model": name, "messages": [{"role": "user", "content": "What is 47 + 38?"}]})
+    return (
+        f"Strata serves {name} at {url} (ready in {seconds:.1f} s; Ctrl-C ends it). Try:\n"
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{question}'"
+    )

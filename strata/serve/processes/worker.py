@@ -1,0 +1,213 @@
+"""One API process: HTTP on a listening socket, for an engine in another process.
+
+`python -m strata.serve.processes.worker` runs one with an ApiJob as JSON on standard input; it says "ready" on standard
+output
+once it serves. The launcher runs one in itself when there is to be but one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import uvicorn
+import uvloop
+
+from strata.engine.lifeline import end_with_parent
+from strata.models.tokenizer import Tokenizer
+from strata.serve.api.response_store import ResponseStore
+from strata.serve.client import EngineClient, EngineGone
+from strata.serve.grammar import GrammarChecker
+from strata.serve.http.app import build_app
+from strata.serve.http.gate import Gate
+from strata.serve.http.http_protocol import BoundedHttpProtocol
+from strata.serve.http.keys import KeyHash, KeyRing
+from strata.serve.http.limits import Limits
+from strata.serve.observe.logs import AccessLog, configure_logging
+from strata.serve.observe.metrics import Metrics
+from strata.serve.observe.tracing import RequestTracer, make_tracer
+from strata.serve.processes.drain import Drain
+from strata.serve.settings import ServeSettings
+from strata.serve.state import ServerState
+
+_KEEP_ALIVE_SECONDS = 30  # of a connection between two requests
+_FLUSH_SECONDS = 2  # in which clients are to take their last words
+# After which a thread that renders or tokenizes gets the interpreter from the one that writes streams; by default 5 ms,
+# twice in the time to first token of a chat.
+SWITCH_SECONDS = 2e-4
+READY = "ready"
+_BACKLOG = 2048  # connections that the kernel holds until they are accepted
+
+_log = logging.getLogger("strata.serve")
+
+
+class ApiJob(msgspec.Struct, frozen=True):
+    """What an API process is to do.
+
+    tokenizer: its folder. folder: private to the server; the engine's socket and the processes' metrics are in it.
+    number: of this process.
+    listener: descriptor of the listening socket that it has inherited, if it is a process of its own.
+    restart_engine: connect again when the engine has ended, since another will be there.
+    """
+
+    settings: ServeSettings
+    keys: list[KeyHash]
+    tokenizer: str
+    folder: str
+    number: int = 0
+    listener: int | None = None
+    restart_engine: bool = False
+    traces_endpoint: str | None = None
+
+
+def engine_address(folder: Path) -> str:
+    """Where the engine of the server whose private folder this is takes requests."""
+    return f"ipc://{folder}/engine.sock"
+
+
+class ApiServer:
+    """An API process's work, from `start` to `drain`."""
+
+    def __init__(self, job: ApiJob) -> None:
+        self._job = job
+        self._address = engine_address(Path(job.folder))
+        self._drain = Drain()
+
+    async def start(self, listener: socket.socket) -> None:
+        """Wait until the engine is ready, then serve; returns once connections are accepted.
+
+        Raises EngineGone, or ValueError for a model that cannot be served.
+        """
+        tracer = make_tracer(self._job.traces_endpoint, self._job.settings.served_model_names[0])
+        self._state = await self._connect()
+        self._server = _Server(self._application(tracer))
+        self.ended = asyncio.create_task(self._server.serve([listener]))
+        self._connecting = asyncio.create_task(self._connect_again()) if self._job.restart_engine else None
+        accepting = asyncio.create_task(self._server.accepting.wait())
+        await asyncio.wait((accepting, self.ended), return_when=asyncio.FIRST_COMPLETED)
+        if self.ended.done():
+            self.ended.result()
+        sys.setswitchinterval(SWITCH_SECONDS)
+        # What there is now stays. To look through it, every full collection would stop all streams for 30 ms.
+        gc.collect()
+        gc.freeze()
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new requests, give those under way so much time, end what is left with an error, and stop."""
+        self._drain.begun = self._state.draining = True
+        if not await self._drain.wait(seconds):
+            _log.warning("%d requests are ended: they did not finish in %g s", self._drain.under_way, seconds)
+            await self._state.client.close()
+            await self._drain.wait(_FLUSH_SECONDS)
+        if self._connecting is not None:
+            self._connecting.cancel()
+        self._server.should_exit = True
+        await self.ended
+
+    async def _connect(self) -> ServerState:
+        job, settings = self._job, self._job.settings
+        tokenizer = await asyncio.to_thread(Tokenizer.load, job.tokenizer, settings.chat_template)
+        with suppress(ValueError):  # there may be no template, or none that takes this
+            # Starts the process that renders, while the engine starts, too; the first chat would wait for it.
+            await asyncio.to_thread(tokenizer.chat, [{"role": "user", "content": "Hello"}])
+        client = await EngineClient.connect(self._address)
+        return ServerState(
+            settings=settings,
+            client=client,
+            tokenizer=tokenizer,
+            limits=Limits(settings, client.ready.max_sequences),
+            metrics=Metrics(settings.served_model_names[0], Path(job.folder), job.number),
+            grammars=GrammarChecker(),
+            responses=ResponseStore(),
+            engine_restarts=job.restart_engine,
+        )
+
+    def _application(self, tracer: RequestTracer | None) -> uvicorn.Config:
+        settings = self._job.settings
+
+        async def connected() -> ServerState:
+            return self._state
+
+        app = build_app(settings, connected)
+        gate = Gate(app, settings, KeyRing(self._job.keys), self._drain, self._state.metrics.rejected)
+        return uvicorn.Config(
+            AccessLog(gate, log_prompts=settings.log_prompts, tracer=tracer),
+            http=BoundedHttpProtocol,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            log_level=logging.WARNING,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=_FLUSH_SECONDS,
+        )
+
+    async def _connect_again(self) -> None:
+        while True:
+            await self._state.client.wait_dead()
+            await self._state.client.close()
+            try:
+                self._state.client = await EngineClient.connect(self._address)
+            except EngineGone as error:
+                _log.warning("the new engine is gone: %s", error)
+            else:
+                _log.info("requests are served again")
+
+
+class _Server(uvicorn.Server):
+    """accepting: set once connections are. Signals are left to whoever runs the server."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepting = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.accepting.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def main() -> None:
+    """Serve what the job on standard input says, until SIGTERM, which drains."""
+    end_with_parent()
+    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=ApiJob)
+    configure_logging(job.settings.log_json)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(job))
+    except (ValueError, EngineGone) as error:
+        print(f"strata: error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+async def _serve(job: ApiJob) -> None:
+    assert job.listener is not None
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, told.set)
+    loop.add_reader(sys.stdin.fileno(), os._exit, 1)  # the launcher has died
+    server = ApiServer(job)
+    with socket.socket(fileno=job.listener) as listener:
+        await server.start(listener)
+        print(READY, flush=True)
+        await told.wait()
+        await server.drain(job.settings.shutdown_timeout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The functions that a request offers to the model: checked, as templates show them, and which calls it may make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from strata.serve.grammar import Grammar, tool_call_grammar
+from strata.serve.http.errors import ApiError
+from strata.serve.replies.tool_formats import FUNCTION_NAME, TOOL_FORMATS
+
+# Every request carries its tools through the template, and templates have a time limit.
+MOST_TOOLS = 128
+MOST_SCHEMA_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Function:
+    """parameters: JSON schema of the object of arguments; None for a function without any."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        return self.parameters or {"type": "object", "properties": {}}
+
+    def for_template(self) -> dict[str, Any]:
+        shown = {"name": self.name, "description": self.description or "", "parameters": dict(self.schema)}
+        return {"type": "function", "function": shown}
+
+
+@dataclass(frozen=True)
+class Named:
+    """A tool_choice that names the one function to be called."""
+
+    name: str
+
+
+ToolChoice = Literal["none", "auto", "required"] | Named
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What comes of a request's tools.
+
+    shown: for the chat template. tool_format: for `ReplyParser`. grammar: what the reply must follow, if a call is
+    forced; it leaves no room for reasoning. All are None where no tools may be used.
+    parallel: may a reply hold several calls.
+    """
+
+    shown: list[dict[str, Any]] | None = None
+    tool_format: str | None = None
+    grammar: Grammar | None = None
+    parallel: bool = True
+
+
+def use_tools(
+    functions: Sequence[Function],
+    choice: ToolChoice | None,
+    *,
+    parallel: bool,
+    tool_format: str | None,
+    param: str = "tools",
+) -> ToolUse:
+    """What a request's tools and tool_choice (None is "auto") ask of the server, whose format is `tool_format`.
+
+    param: the field that lists the tools, for errors. Raises ApiError 400.
+    """
+    if not functions:
+        if choice not in (None, "none", "auto"):
+            raise ApiError(400, "tool_choice asks for a call, but tools is empty", param="tool_choice")
+        return ToolUse()
+    _check(functions, param)
+    if choice == "none":
+        return ToolUse()
+    if tool_format is None:
+        raise ApiError(
+            400,
+            "this server takes no tools: start it with --tool-call-parser hermes or llama3_json, as the model needs",
+            param=param,
+            code="tools_not_supported",
+        )
+    callable_functions = _callable(functions, choice)
+    grammar = None
+    if choice not in (None, "auto"):
+        described = [(function.name, function.schema) for function in callable_functions]
+        several = parallel and choice == "required"
+        grammar = tool_call_grammar(described, TOOL_FORMATS[tool_format].name, several, param)
+    shown = [function.for_template() for function in functions]
+    return ToolUse(shown, tool_format, grammar, parallel)
+
+
+def _callable(functions: Sequence[Function], choice: ToolChoice | None) -> Sequence[Function]:
+    if not isinstance(choice, Named):
+        return functions
+    named = [function for function in functions if function.name == choice.name]
+    if not named:
+        offered = ", ".join(function.name for function in functions)
+        raise ApiError(
+            400, f"tool_choice names {choice.name!r}, which is not among the tools: {offered}", param="tool_choice"
+        )
+    return named
+
+
+def _check(functions: Sequence[Function], param: str) -> None:
+    if len(functions) > MOST_TOOLS:
+        raise ApiError(400, f"{param} has {len(functions)} functions; at most {MOST_TOOLS} are taken", param=param)
+    seen: set[str] = set()
+    for number, function in enumerate(functions):
+        where = f"{param}[{number}]"
+        if not FUNCTION_NAME.fullmatch(function.name):
+            raise ApiError(
+                400,
+                f"{where}: a function's name is 1 to 64 letters, digits, _ or -, got {function.name!r}",
+                param=where,
+            )
+        if function.name in seen:
+            raise ApiError(400, f"{where}: there is a function {function.name!r} already", param=where)
+        seen.add(function.name)
+        _check_schema(function.schema, f"{where}.parameters")
+
+
+def _check_schema(schema: Mapping[str, Any], where: str) -> None:
+    """Light: a schema that a call is forced to follow is compiled as well."""
+    if schema.get("type", "object") != "object":
+        raise ApiError(
+            400, f'{where} must be a JSON schema of type "object", got type {schema["type"]!r:.60}', param=where
+        )
+    if not isinstance(schema.get("properties", {}), Mapping):
+        raise ApiError(400, f"{where}.properties must be an object of JSON schemas", param=where)
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise ApiError(400, f"{where}.required must be a list of property names", param=where)
+    if (size := len(msgspec.json.encode(schema))) > MOST_SCHEMA_BYTES:
+        raise ApiError(400, f"{where} is {size} bytes of JSON; at most {MOST_SCHEMA_BYTES} are taken", param=where)

@@ -1,0 +1,151 @@
+"""The body of a chat completion request: every field of OpenAI's API, taken or refused, and vLLM's extensions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints, WithJsonSchema
+
+from strata.serve.http.errors import ApiError
+from strata.serve.replies.tool_formats import FUNCTION_NAME
+from strata.serve.replies.tools import MOST_TOOLS
+from strata.serve.schema.base import Refused, RequestModel, said_as
+from strata.serve.schema.messages import Message
+from strata.serve.schema.sampling import Count, SamplingFields, TopLogprobs
+
+_OLD_TOOLS = "use tools and tool_choice"
+_TEXT_ONLY = "this server writes text only"
+
+FunctionName = Annotated[str, StringConstraints(pattern=f"^{FUNCTION_NAME.pattern}$")]
+
+
+class Function(RequestModel):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments, an object; absent for a function without any."""
+    strict: bool | None = None
+    """Has no effect: arguments follow their schema wherever a call is forced, and only there."""
+
+
+class Tool(RequestModel):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(RequestModel):
+    name: FunctionName
+
+
+class NamedTool(RequestModel):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool,
+    said_as('"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
+]
+
+_NAMED_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "description": {"type": ["string", "null"]},
+        "schema": {"type": "object"},
+        "strict": {"type": ["boolean", "null"]},
+    },
+    "required": ["name", "schema"],
+    "additionalProperties": False,
+}
+ResponseFormat = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "oneOf": [
+                {
+                    "type": "object",
+                    "properties": {"type": {"enum": ["text", "json_object"]}},
+                    "required": ["type"],
+                    "additionalProperties": False,
+                },
+                {
+                    "type": "object",
+                    "properties": {"type": {"const": "json_schema"}, "json_schema": _NAMED_SCHEMA},
+                    "required": ["type", "json_schema"],
+                    "additionalProperties": False,
+                },
+            ]
+        }
+    ),
+]
+
+
+class ChatRequest(SamplingFields):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    """The most tokens to generate in each sample; absent, as many as the model has room for."""
+    max_tokens: Count | None = None
+    """The older name of max_completion_tokens."""
+    logprobs: bool | None = None
+    """Tell the log-probability of each token."""
+    top_logprobs: TopLogprobs | None = None
+    """Tell those of so many of the likeliest tokens too; needs logprobs."""
+    response_format: ResponseFormat | None = None
+    """What the answer must be: text, a JSON object, or JSON that follows a schema."""
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    """Functions that the model may call."""
+    tool_choice: ToolChoice | None = None
+    """May it call them (auto, the default), must it (required, or a named one), or not (none)."""
+    parallel_tool_calls: bool | None = None
+    """May one answer hold several calls; the default."""
+    add_generation_prompt: bool | None = None
+    """Open the assistant's answer after the messages; the default. (vLLM's extension.)"""
+    continue_final_message: bool | None = None
+    """Write on in the last message instead. (vLLM's extension.)"""
+
+    metadata: dict[str, str] | None = None
+    """Has no effect: answers are not stored."""
+    store: bool | None = None
+    """Has no effect: answers of this endpoint are not stored."""
+    prompt_cache_key: str | None = None
+    """Has no effect: prefixes are cached by themselves."""
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    """Has no effect."""
+    safety_identifier: str | None = None
+    """Has no effect."""
+    service_tier: Annotated[Any, Refused("there is one tier here", "auto", "default")] = None
+    modalities: Annotated[Any, Refused(_TEXT_ONLY, ["text"])] = None
+    audio: Annotated[Any, Refused(_TEXT_ONLY)] = None
+    prediction: Annotated[Any, Refused("leave it out; the answer is the same without")] = None
+    reasoning_effort: Annotated[Any, Refused("models here take no such setting; say it in a message")] = None
+    verbosity: Annotated[Any, Refused("models here take no such setting; say it in a message", "medium")] = None
+    prompt_cache_options: Annotated[Any, Refused("prefixes are cached by themselves")] = None
+    web_search_options: Annotated[Any, Refused("this server fetches nothing")] = None
+    moderation: Annotated[Any, Refused("this server does not moderate")] = None
+    functions: Annotated[Any, Refused(_OLD_TOOLS)] = None
+    function_call: Annotated[Any, Refused(_OLD_TOOLS)] = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens to generate, by whichever name."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def reported_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to report at each position; None for no log-probabilities at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        """Raises ApiError (400) for fields that do not go together."""
+        self.check_stream_options()
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ApiError(400, "max_tokens is the older name of max_completion_tokens: give one", param="max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ApiError(
+                400,
+                "continue_final_message writes on in the last message: leave out add_generation_prompt",
+                param="add_generation_prompt",
+            )

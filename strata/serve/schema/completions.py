@@ -1,0 +1,89 @@
+"""The body of a completion request, and what completions answer with, whole or as chunks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from strata.serve.http.errors import ApiError
+from strata.serve.schema.base import Refused, ReplyModel, said_as
+from strata.serve.schema.reply import Usage
+from strata.serve.schema.sampling import Count, SamplingFields, TokenId, TopLogprobs
+
+MOST_PROMPTS = 128
+DEFAULT_MAX_TOKENS = 16
+
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+Prompt = Annotated[
+    str
+    | Ids
+    | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+    | Annotated[list[Ids], Field(min_length=1, max_length=MOST_PROMPTS)],
+    said_as(f"a string, a list of token ids, or a list of 1 to {MOST_PROMPTS} of either"),
+]
+
+
+class CompletionRequest(SamplingFields):
+    prompt: Prompt | None = None
+    """What to write on from: a string, token ids, or several of either, each of which is answered."""
+    prompt_token_ids: Ids | None = None
+    """The ids of one prompt, in place of `prompt`. (vLLM's extension.)"""
+    max_tokens: Count | None = None
+    """The most tokens to generate in each sample; 16 if absent."""
+    echo: bool | None = None
+    """Begin each choice with its prompt; with logprobs, tell those of the prompt too."""
+    logprobs: TopLogprobs | None = None
+    """Tell the log-probabilities of each token and of so many of the likeliest."""
+    add_special_tokens: bool | None = None
+    """Begin texts with the special tokens that the tokenizer puts there; the default. (vLLM's extension.)"""
+    best_of: Annotated[Any, Refused("all n samples are returned, choose among them", 1)] = None
+    suffix: Annotated[Any, Refused("models here only write on; put what is to follow into the prompt")] = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or several, as texts or ids. Raises ApiError (400) unless there is exactly one kind of prompt."""
+        if (self.prompt is None) == (self.prompt_token_ids is None):
+            raise ApiError(400, "give either prompt or prompt_token_ids", param="prompt")
+        given = self.prompt_token_ids if self.prompt is None else self.prompt
+        if isinstance(given, str):
+            return [given]
+        assert given is not None
+        return [given] if isinstance(given[0], int) else list(given)
+
+
+class CompletionLogprobs(ReplyModel):
+    """Parallel lists with an entry for each token; null where nothing comes before it."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+    """Where the token begins in the text of the choice, in characters."""
+
+
+class CompletionChoice(ReplyModel):
+    index: int
+    """Choices are counted through all prompts: those of the first one come first."""
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    """Null in the chunks of a stream before the choice's last."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token that ended it; null for the model's own end of sequence."""
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(ReplyModel):
+    """A whole answer, or a chunk of a stream.
+
+    In a stream `usage` is there with stream_options.include_usage only: null but in the last chunk, without choices.
+    """
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    system_fingerprint: str
+    usage: Usage | None = None

@@ -1,0 +1,245 @@
+"""The body of a /v1/responses request: every field of OpenAI's API, taken or refused, and some of vLLM's extensions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, StringConstraints, Tag
+
+from strata.serve.http.errors import ApiError
+from strata.serve.schema.base import Refused, RequestModel, said_as
+from strata.serve.schema.chat import Function, FunctionName
+from strata.serve.schema.sampling import Count, RepetitionPenalty, SamplingFields, Seed, StopStrings, TopLogprobs
+
+LOGPROBS = "message.output_text.logprobs"
+
+_TEXT_ONLY = "this server reads and writes text only"
+_NO_SETTING = "models here take no such setting; say it in the instructions"
+_NOT_STORED = "only responses are stored here; use previous_response_id"
+
+MetadataKey = Annotated[str, StringConstraints(max_length=64)]
+MetadataValue = Annotated[str, StringConstraints(max_length=512)]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class TextPart(RequestModel):
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[dict[str, Any]] | None = None
+    """Has no effect, nor have logprobs: they are there in answers that are sent back."""
+    logprobs: list[dict[str, Any]] | None = None
+
+
+Content = Annotated[
+    str | Annotated[list[TextPart], Field(min_length=1)],
+    said_as('a string or a list of {"type": "input_text" or "output_text", "text": ...}'),
+]
+
+
+class MessageItem(RequestModel):
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    id: str | None = None
+    status: Status | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+    """Has no effect."""
+
+
+class FunctionCallItem(RequestModel):
+    type: Literal["function_call"]
+    call_id: Annotated[str, StringConstraints(min_length=1)]
+    name: str
+    arguments: str
+    """JSON text."""
+    id: str | None = None
+    status: Status | None = None
+
+
+class FunctionCallOutputItem(RequestModel):
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, StringConstraints(min_length=1)]
+    output: Content
+    id: str | None = None
+    status: Status | None = None
+
+
+class ReasoningPart(RequestModel):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(RequestModel):
+    """What the model thought before the next message or call; templates decide whether it is shown again."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningPart] | None = None
+    summary: list[ReasoningPart] | None = None
+    """Taken if there is no content."""
+    encrypted_content: Annotated[Any, Refused("reasoning is in content here")] = None
+    id: str | None = None
+    status: Status | None = None
+
+
+def _kind_of_item(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "message" if kind is None else kind if isinstance(kind, str) else ""
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(
+        _kind_of_item,
+        custom_error_type="item",
+        custom_error_message="Input should be a message, function_call, function_call_output or reasoning item",
+    ),
+]
+Items = Annotated[list[Item], Field(min_length=1)]
+
+
+def _kind_of_input(value: Any) -> str | None:
+    return "text" if isinstance(value, str) else "items" if isinstance(value, list) else None
+
+
+class _Kind(RequestModel):
+    type: Literal["function"]
+
+
+class FunctionTool(Function, _Kind):
+    """`type` is its first field, so a tool of another type is told as that, not as one without a name."""
+
+
+class NamedTool(RequestModel):
+    type: Literal["function"]
+    name: FunctionName
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool,
+    said_as('"none", "auto", "required" or {"type": "function", "name": ...}'),
+]
+
+
+class TextFormat(RequestModel):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(RequestModel):
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(RequestModel):
+    type: Literal["json_schema"]
+    name: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+    """Has no effect: the schema is always followed."""
+
+
+class TextConfig(RequestModel):
+    format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
+    """What the answer must be: text, a JSON object, or JSON that follows a schema."""
+    verbosity: Annotated[Any, Refused(_NO_SETTING, "medium")] = None
+
+
+class StreamOptions(RequestModel):
+    include_obfuscation: Annotated[Any, Refused("events are not padded", False)] = None
+
+
+class ResponsesRequest(RequestModel):
+    """Null means that a field is absent; what is absent is as the model's generation_config.json has it."""
+
+    model: str | None = None
+    """One of /v1/models; absent, the first of them."""
+    input: Annotated[
+        Annotated[str, Tag("text")] | Annotated[Items, Tag("items")],
+        Discriminator(
+            _kind_of_input,
+            custom_error_type="input",
+            custom_error_message="Input should be a string or a list of items",
+        ),
+    ]
+    """What the user says, or items: messages, calls, their outputs, reasoning."""
+    instructions: str | None = None
+    """A system message before all others; it is not carried over by previous_response_id."""
+    previous_response_id: str | None = None
+    """Go on from this response: its conversation stands before the input."""
+    store: bool | None = None
+    """Keep the response, for GET and previous_response_id; the default."""
+    max_output_tokens: Count | None = None
+    """The most tokens to generate; absent, as many as the model has room for."""
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """Divides the logits; 0 takes the most likely token."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Draw from the fewest tokens whose probabilities reach this."""
+    text: TextConfig | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    """Functions that the model may call."""
+    tool_choice: ToolChoice | None = None
+    """May it call them (auto, the default), must it (required, or a named one), or not (none)."""
+    parallel_tool_calls: bool | None = None
+    """May one answer hold several calls; the default."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """auto drops the oldest messages of a conversation that does not fit the model; disabled, the default, refuses."""
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    """What to tell besides: the log-probability of each token of messages."""
+    top_logprobs: TopLogprobs | None = None
+    """Tell those of so many of the likeliest tokens too; needs include."""
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+    """Kept with the response."""
+    stream: bool | None = None
+    """Send server-sent events as the answer comes."""
+    stream_options: StreamOptions | None = None
+    """Only with stream."""
+
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    """Draw from this many most likely tokens; 0 or -1 for all. (This and what follows are vLLM's extensions.)"""
+    repetition_penalty: RepetitionPenalty | None = None
+    """Above 1 discourages tokens of the prompt and the output."""
+    seed: Seed | None = None
+    """The same seed draws the same tokens, whatever else runs."""
+    stop: StopStrings | None = None
+    """Strings that end the output, which leaves them out."""
+    ignore_eos: bool | None = None
+    """Go on past the model's end of sequence."""
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    """Of the requests that wait, those with the lowest run first; 0 if absent."""
+
+    user: str | None = None
+    """Has no effect, nor have the next three: a key says who sends a request, and prefixes are cached by themselves."""
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    background: Annotated[Any, Refused("ask without it, or with stream", False)] = None
+    conversation: Annotated[Any, Refused(_NOT_STORED)] = None
+    prompt: Annotated[Any, Refused("prompts are not stored here; send the text")] = None
+    reasoning: Annotated[Any, Refused(_NO_SETTING)] = None
+    service_tier: Annotated[Any, Refused("there is one tier here", "auto", "default")] = None
+    max_tool_calls: Annotated[Any, Refused("it bounds built-in tools, and there are none here")] = None
+    context_management: Annotated[Any, Refused("use truncation")] = None
+    moderation: Annotated[Any, Refused("this server does not moderate")] = None
+    access_programs: Annotated[Any, Refused("there are none here")] = None
+    image: Annotated[Any, Refused(_TEXT_ONLY)] = None
+    prompt_cache_options: Annotated[Any, Refused("prefixes are cached by themselves")] = None
+
+    @property
+    def reported_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to report at each position; None for no log-probabilities at all."""
+        return (self.top_logprobs or 0) if self.include else None
+
+    @property
+    def sampling(self) -> SamplingFields:
+        """The fields that are the same in all requests."""
+        names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "ignore_eos")
+        return SamplingFields(**{name: getattr(self, name) for name in names})
+
+    def check(self) -> None:
+        """Raises ApiError (400) for fields that do not go together."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options is only for requests with stream: true", param="stream_options")
+        if self.top_logprobs is not None and not self.include:
+            raise ApiError(400, f'top_logprobs needs include: ["{LOGPROBS}"]', param="top_logprobs")

@@ -1,0 +1,163 @@
+"""The fields that chat completions and completions share, and the sampling parameters they make."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import Field, StringConstraints, WithJsonSchema
+
+from strata.engine.messages import Ready
+from strata.engine.sampling_params import MOST_LOGPROBS, MOST_SAMPLES, SamplingParams
+from strata.serve.http.errors import ApiError
+from strata.serve.schema.base import Refused, RequestModel, said_as
+
+MOST_STOPS = 16
+_MOST_INTEGER = 2**31 - 1
+_LEAST_TEMPERATURE = 1e-4
+_LEAST_TOP_P = 1e-6
+
+Count = Annotated[int, Field(ge=1, le=_MOST_INTEGER)]
+TokenId = Annotated[int, Field(ge=0, le=_MOST_INTEGER)]
+TokenText = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+LogitBias = Annotated[
+    dict[TokenText, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=1024, json_schema_extra={"additionalProperties": False}),
+]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+# Smaller ones make logits infinite in float32.
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+# As bounds, these numbers are beyond what a JSON number holds in most languages.
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WithJsonSchema({"type": "integer", "format": "int64"})]
+# A stop string is compared with every beginning of itself, so its length costs squared.
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+StopStrings = Annotated[
+    StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)],
+    said_as(f"a string of 1 to 256 characters, or a list of at most {MOST_STOPS} of them"),
+]
+TopLogprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool | None = None
+    """Send a last chunk with the usage of the whole request and no choices."""
+    continuous_usage_stats: bool | None = None
+    """Send the usage so far with every chunk (vLLM's extension); needs include_usage."""
+    include_obfuscation: Annotated[Any, Refused("chunks are not padded", False)] = None
+
+
+class SamplingFields(RequestModel):
+    """Null means that a field is absent; what is absent is as the model's generation_config.json has it."""
+
+    model: str | None = None
+    """One of /v1/models; absent, the first of them."""
+    n: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
+    """Samples drawn from the same prompt."""
+    max_tokens: Count | None = None
+    """The most tokens to generate in each sample."""
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """Divides the logits; 0 takes the most likely token."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Draw from the fewest tokens whose probabilities reach this."""
+    frequency_penalty: Penalty | None = None
+    """Subtracted from the logit of a token for each time that it is in the output."""
+    presence_penalty: Penalty | None = None
+    """Subtracted from the logit of a token once it is in the output."""
+    logit_bias: LogitBias | None = None
+    """Token ids, as strings, to what is added to their logits."""
+    seed: Seed | None = None
+    """The same seed draws the same tokens, whatever else runs."""
+    stop: StopStrings | None = None
+    """Strings that end the output, which leaves them out."""
+    stream: bool | None = None
+    """Send server-sent events as the text comes."""
+    stream_options: StreamOptions | None = None
+    """Only with stream."""
+    user: str | None = None
+    """Has no effect: who sends a request is known by its key."""
+
+    top_k: Annotated[int, Field(ge=-1, le=_MOST_INTEGER)] | None = None
+    """Draw from this many most likely tokens; 0 or -1 for all. (This and what follows are vLLM's extensions.)"""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Draw from tokens at least this likely relative to the likeliest."""
+    repetition_penalty: RepetitionPenalty | None = None
+    """Above 1 discourages tokens of the prompt and the output."""
+    min_tokens: Annotated[int, Field(ge=0, le=_MOST_INTEGER)] | None = None
+    """Nothing ends the output before this many tokens."""
+    ignore_eos: bool | None = None
+    """Go on past the model's end of sequence."""
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    """Token ids that end the output."""
+    bad_words: Annotated[list[StopString], Field(max_length=256)] | None = None
+    """Strings whose token sequences are never completed."""
+    include_stop_str_in_output: bool | None = None
+    """Leave the stop string, or the text of the token that ended the output, in it."""
+    skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text; the default."""
+    return_token_ids: bool | None = None
+    """Add `prompt_token_ids` and the `token_ids` of each choice to the answer."""
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    """Of the requests that wait, those with the lowest run first; 0 if absent."""
+
+    @property
+    def samples(self) -> int:
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def check_stream_options(self) -> None:
+        """Raises ApiError (400) for options of a stream that was not asked for."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options is only for requests with stream: true", param="stream_options")
+
+
+# Named here as in SamplingParams.
+_PASSED_ON = (
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "min_tokens", "ignore_eos", "bad_words",
+    "skip_special_tokens",
+)  # fmt: skip
+
+
+def sampling_params(
+    asked: SamplingFields,
+    ready: Ready,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """The fields of a request over the defaults of the model. Raises ApiError (400) if they do not go together."""
+    given: dict[str, Any] = {name: value for name in _PASSED_ON if (value := getattr(asked, name)) is not None}
+    if asked.logit_bias:
+        given["logit_bias"] = {int(id): bias for id, bias in asked.logit_bias.items()}
+        check_ids(given["logit_bias"], ready.vocab_size, "logit_bias")
+    check_ids(asked.stop_token_ids or (), ready.vocab_size, "stop_token_ids")
+    _take_for_limits(given)
+    given.update(n=asked.samples, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    try:
+        return replace(ready.default_params, **given)
+    except ValueError as error:  # each field is in its range, so it is the one that depends on another
+        raise ApiError(400, str(error), param="min_tokens") from None
+
+
+def _take_for_limits(given: dict[str, Any]) -> None:
+    """Values too small for float32, where logits divided by them are infinite, are taken for what they come to."""
+    if given.get("temperature", 1.0) < _LEAST_TEMPERATURE:
+        given["temperature"] = 0.0
+    if "top_p" in given:
+        given["top_p"] = max(given["top_p"], _LEAST_TOP_P)
+
+
+def check_ids(ids: Any, vocab_size: int, param: str) -> None:
+    """Raises ApiError (400) for a token id that the model does not have."""
+    largest = max(ids, default=0)
+    if largest >= vocab_size:
+        message = f"{param}: token id {largest} is out of range: this model's ids are 0 to {vocab_size - 1}"
+        raise ApiError(400, message, param=param, code="invalid_value")
