@@ -2,25 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
 from strata.train.pack import PackedBatch
 
 
-def step_flops(model: CausalLM, config: ModelConfig, batches: Sequence[PackedBatch]) -> int:
-    """Forward and backward FLOPs of a step; recomputation would not count, and nothing is recomputed.
-
-    6 * weights of the layers' matrices * tokens + 6 * vocab * hidden * counted tokens (the head sees only those)
-    + 12 * layers * heads * head_dim * pairs, where a sequence of n tokens has n (n + 1) / 2 causal pairs.
+@dataclass(frozen=True)
+class StepFlops:
+    """Floating-point operations, a multiply-add is two. products: of the layers' matrices. attention: scores and the
+    mix of values, of the pairs that are seen. head: logits of the tokens that the loss counts.
     """
-    matrices = sum(weight.numel() for weight in model.model.layers.parameters() if weight.dim() > 1)
-    head = config.vocab_size * config.hidden_size
-    attention = config.num_layers * config.num_heads * config.head_dim
-    total = 0
-    for batch in batches:
-        lengths = batch.lengths.astype("int64")
-        pairs = int((lengths * (lengths + 1) // 2).sum())
-        total += 6 * matrices * len(batch.tokens) + 6 * head * len(batch.targets) + 12 * attention * pairs
-    return total
+
+    products: int = 0
+    attention: int = 0
+    head: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.products + self.attention + self.head
+
+    def __add__(self, other: StepFlops) -> StepFlops:
+        return StepFlops(self.products + other.products, self.attention + other.attention, self.head + other.head)
+
+
+def batch_flops(config: ModelConfig, batches: Iterable[PackedBatch], *, weights_are_frozen: bool = False) -> StepFlops:
+    """Forward and backward of these batches; see `document_flops`."""
+    each = (
+        document_flops(config, batch.lengths, len(batch.targets), weights_are_frozen=weights_are_frozen)
+        for batch in batches
+    )
+    return sum(each, StepFlops())
+
+
+def document_flops(
+    config: ModelConfig,
+    lengths: Sequence[int] | NDArray[np.int32],
+    counted: int,
+    *,
+    weights_are_frozen: bool = False,
+) -> StepFlops:
+    """Forward and backward of documents of these lengths: what the mathematics calls for, however the work is done.
+
+    Products and head: 2 operations an element and token, in three passes (the result, the gradient of the input and
+    that of the weight); of experts those a token goes to, and the router. Attention: 4 * heads * head_dim a pair, in
+    three passes. What is computed twice to save memory, and whatever is no matrix product, does not count.
+
+    counted: the tokens whose successor the loss counts, which alone reach the head. weights_are_frozen: only adapters
+    learn (LoRA), so there is no gradient of the matrices; the adapters' own products are left out.
+    """
+    passes = 2 if weights_are_frozen else 3
+    elements = sum(active_elements(config, layer) for layer in range(config.num_layers))
+    pairs = sum(layers * visible_pairs(lengths, window) for window, layers in Counter(config.windows).items())
+    return StepFlops(
+        products=2 * passes * elements * int(np.sum(lengths, dtype=np.int64)),
+        attention=12 * config.num_heads * config.head_dim * pairs,
+        head=2 * passes * config.vocab_size * config.hidden_size * counted,
+    )
+
+
+def active_elements(config: ModelConfig, layer: int) -> int:
+    """Of the matrices of a layer, how many elements a token is multiplied by."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention = config.hidden_size * (2 * queries + 2 * keys)
+    experts = config.experts
+    if experts is None or not experts.layers[layer]:
+        return attention + 3 * config.hidden_size * config.intermediate_size
+    return attention + config.hidden_size * (experts.count + 3 * experts.per_token * experts.intermediate_size)
+
+
+def visible_pairs(lengths: Sequence[int] | NDArray[np.int32], window: int | None) -> int:
+    """Queries and the keys that they see, of documents of these lengths: each token the `window` latest, itself too."""
+    tokens = np.asarray(lengths, dtype=np.int64)
+    growing = tokens if window is None else np.minimum(tokens, window)  # each of these sees one key more than the last
+    return int((growing * (growing + 1) // 2 + (tokens - growing) * growing).sum())
+
+
+def step_flops(model: CausalLM, config: ModelConfig, batches: Sequence[PackedBatch]) -> int:
+    """The sum of `batch_flops`, for the loop of one device."""
+    return batch_flops(config, batches).total
