@@ -46,7 +46,8 @@ class CudaGraphs:
         collecting = gc.isenabled()
         gc.disable()  # a collection that frees device memory would break the recording
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Other threads, such as the one that watches over NCCL, may ask the driver something meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 run()
         finally:
             if collecting:

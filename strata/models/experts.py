@@ -97,11 +97,16 @@ def stored_parameters(model: nn.Module) -> dict[str, Tensor]:
     """The parameters by their names in a checkpoint; of experts that lie in one parameter, a view of each matrix."""
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        if isinstance(model, SparseCausalLM):
-            found.update(_stored(name, parameter.detach(), model.expert_names))
-        else:
-            found[name] = parameter
+        found.update(stored_views(model, name, parameter))
     return found
+
+
+def stored_views(model: nn.Module, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """`value` of the parameter `name`, or views of it, under the names in a checkpoint."""
+    if isinstance(model, SparseCausalLM):
+        yield from _stored(name, value.detach(), model.expert_names)
+    else:
+        yield name, value
 
 
 def _stored(name: str, parameter: Tensor, names: ExpertNames) -> Iterator[tuple[str, Tensor]]:

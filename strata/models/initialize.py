@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -12,19 +14,29 @@ _STD = 0.02
 
 @torch.no_grad()
 def initialize(model: CausalLM, seed: int) -> None:
-    """Values to train from: matrices normal with deviation 0.02, biases 0, norms 1.
+    """The model's parameters become `initial_values`."""
+    values = initial_values(model, seed)
+    for parameter, (_, value) in zip(model.parameters(), values, strict=True):
+        parameter.copy_(value)
+
+
+def initial_values(model: CausalLM, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Values to train from, parameter by parameter: matrices normal with deviation 0.02, biases 0, norms 1.
 
     The projections that end a residual branch are scaled by 1 / sqrt(2 * layers) (GPT-2, Radford et al. 2019). The
-    numbers are drawn on the CPU in float32, so a seed means the same model on every device.
+    numbers are drawn on the CPU in float32, so a seed means the same model on every device. The model, whole, may be on
+    the meta device.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     residual = _STD / (2 * len(model.model.layers)) ** 0.5
     for name, parameter in model.named_parameters():
+        value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
         if parameter.dim() == 1:
-            _fill_vector(name, parameter)
+            _fill_vector(name, value)
         else:
             std = residual if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")) else _STD
-            parameter.copy_(torch.empty(parameter.shape, device="cpu").normal_(0, std, generator=generator))
+            value.normal_(0, std, generator=generator)
+        yield name, value
 
 
 @torch.no_grad()
@@ -32,12 +44,24 @@ def randomize(model: CausalLM, seed: int) -> None:
     """Dummy weights, drawn on the device of each parameter: matrices normal with deviation 0.02, biases 0, norms 1."""
     generators: dict[torch.device, torch.Generator] = {}
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            _fill_vector(name, parameter)
-        else:
-            device = parameter.device
-            generator = generators.setdefault(device, torch.Generator(device).manual_seed(seed))
-            parameter.normal_(0, _STD, generator=generator)
+        generator = generators.setdefault(parameter.device, torch.Generator(parameter.device).manual_seed(seed))
+        _fill_dummy(name, parameter, generator)
+
+
+def dummy_values(model: CausalLM, seed: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """What `randomize` gives a float32 model on `device`, parameter by parameter; `model` may be on the meta device."""
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        value = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+        _fill_dummy(name, value, generator)
+        yield name, value
+
+
+def _fill_dummy(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    if parameter.dim() == 1:
+        _fill_vector(name, parameter)
+    else:
+        parameter.normal_(0, _STD, generator=generator)
 
 
 def _fill_vector(name: str, vector: Tensor) -> None:

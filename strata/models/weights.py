@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from strata.models.checkpoint import StoredTensor, read_checkpoint, shorten
 from strata.models.config import DTYPES, ModelConfig, config_from_dict, read_config
-from strata.models.experts import stored_parameters
+from strata.models.experts import stored_parameters, stored_views
 from strata.models.families import build
 from strata.models.initialize import randomize
 from strata.models.layers import CausalLM
@@ -145,6 +145,23 @@ def match_tensors(model: nn.Module, tensors: dict[str, StoredTensor], folder: Pa
     if misshapen:
         raise ValueError(f"{folder} has tensors of other shapes than its config.json says: {shorten(misshapen)}")
     return {name: tensors[names[name]] for name in wanted}
+
+
+def stored_values(model: CausalLM, folder: Path, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:
+    """The `wanted` parameters one after another, whole, in float32 on the CPU, from a checkpoint folder.
+
+    model: of the folder's config, whole; it may be on the meta device. Raises ValueError as `load` does.
+    """
+    sources = match_tensors(model, read_checkpoint(folder), folder)
+    for name, parameter in model.named_parameters():
+        if name not in wanted:
+            continue
+        value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+        for stored, view in stored_views(model, name, value):
+            with safe_open(sources[stored].file, framework="pt", device="cpu") as reader:
+                for rows, piece in _pieces(reader, sources[stored]):
+                    view[rows].copy_(piece)
+        yield name, value
 
 
 @torch.no_grad()

@@ -58,11 +58,12 @@ class Pipeline:
         # NCCL wants all ranks of a group in its first call; transfers are between two.
         start_all_reduce(torch.zeros((), device=mesh.world.device), self.axis).wait()
 
-    def run(self, batches: Sequence[MicroBatch], counted: int, gradients: Gradients) -> Tensor:
+    def run(self, batches: Sequence[MicroBatch], counted: int | Tensor, gradients: Gradients) -> Tensor:
         """Forward and backward of all micro-batches; `gradients` has this rank's share of the step's gradient after it,
         not yet reduced. All ranks along "pp" give the same batches.
 
-        counted: the targets of the whole step: of all its micro-batches on all data-parallel ranks.
+        counted: the targets of the whole step, of all its micro-batches on all data-parallel ranks; a tensor [] where
+        the host does not know it.
         Returns these batches' share of the loss, [] float32 (float64 for float64 weights): the sum of their tokens'
         losses over `counted`, alike on all ranks along "pp"; does not wait for the device.
         """
@@ -103,7 +104,9 @@ class _UnderWay:
 class _Step:
     """What a rank holds during one step; keys are (stage, micro-batch)."""
 
-    def __init__(self, pipeline: Pipeline, batches: Sequence[MicroBatch], counted: int, gradients: Gradients) -> None:
+    def __init__(
+        self, pipeline: Pipeline, batches: Sequence[MicroBatch], counted: int | Tensor, gradients: Gradients
+    ) -> None:
         self.pipeline, self.part, self.axis = pipeline, pipeline.part, pipeline.axis
         self.batches, self.counted, self.gradients = batches, counted, gradients
         weight = next(self.part.parameters())

@@ -45,8 +45,7 @@ class ZeroGradients:
         sent; None is float32, or the parameters' dtype if that is wider.
         bucket_elements: the least number in a message, unless all are fewer; a message never ends within a layer.
         """
-        if any(parameter.is_meta for parameter in model.parameters()):
-            model.to_empty(device=device)
+        _leave_meta(model, device)
         self._everyone, self._reduces_every_pass = everyone, reduce_every_pass
         self._buckets = _make_buckets(model, axes, compute_dtype, reduce_dtype, bucket_elements)
         self.parts = [part for bucket in self._buckets for part in bucket.parts]
@@ -134,7 +133,8 @@ class ZeroGradients:
 
     def wait_in_graph(self, graph: fx.GraphModule) -> None:
         """Let a captured graph, in place, wait for weights before it first reads them, so that `start_publishing` at
-        the end of a step or at the beginning of the next runs while the first layers compute.
+        the end of a step or at the beginning of the next runs while the first layers compute. Do so before the graph is
+        divided.
         """
         waited: set[int] = set()
         for node in graph.graph.find_nodes(op="get_attr"):
@@ -142,7 +142,8 @@ class ZeroGradients:
             if names:
                 waited |= {self._home[name] for name in names}
                 with graph.graph.inserting_before(node):
-                    graph.graph.call_function(self.wait, (names,))
+                    waiting = graph.graph.call_function(self.wait, (names,))
+                waiting.meta["layer"] = node.meta["layer"]
         graph.recompile()
 
     def _send_rest(self) -> None:
@@ -162,6 +163,19 @@ class ZeroGradients:
         """One step further with every reduction under way: by now its message has probably arrived."""
         ended = object()
         self._under_way = [one for one in self._under_way if next(one, ended) is not ended]
+
+
+def _leave_meta(model: nn.Module, device: torch.device) -> None:
+    """Buffers that are on the meta device get memory; parameters there become zeros on `device` that take none, so that
+    a bucket, and never the whole model, has them in the masters' dtype.
+    """
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                zeros = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+                setattr(module, name, nn.Parameter(zeros, parameter.requires_grad))
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            module.to_empty(device=device, recurse=False)
 
 
 def _make_buckets(

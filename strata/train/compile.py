@@ -26,24 +26,35 @@ class TrainingGraph:
     """`model(batch)` with merged products and fused operations; its gradients become those of the model's parameters.
 
     The model's parameters are views of the merged weights from now on. Move or cast the model before, not after.
+
+    merged: the merged weights, and the parameters that lie in each one after another.
     """
 
-    def __init__(self, model: CausalLM, precision: str = "bf16", recompute: str = "none") -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        precision: str = "bf16",
+        recompute: str = "none",
+        prepare: Callable[[fx.GraphModule], None] | None = None,
+    ) -> None:
         """precision: of the layers' products, one of `PRECISIONS`; all else stays as the model has it.
 
-        recompute: what the backward pass computes again: "none", "operations" or "layers" (see `recompute_layers`).
+        recompute: what the backward pass computes again, one of `RECOMPUTE` (see `recompute_layers`). prepare: changes
+        the merged and fused graph, in place, before it is divided into what is computed again.
         """
         self._graph = fuse_gated_products(fuse(merge(capture(model))))
         if precision != "bf16":
             _use_fp8(self._graph, per_row=precision == "fp8-row")
-        self._merged: list[tuple[Tensor, Sequence[nn.Parameter]]] = []
+        self.merged: list[tuple[Tensor, Sequence[nn.Parameter]]] = []
         for node in self._graph.graph.find_nodes(op="get_attr"):
             names = node.meta["parameters"]
             if len(names) > 1:
                 whole: Tensor = attrgetter(str(node.target))(self._graph).requires_grad_()
-                self._merged.append((whole, [model.get_parameter(name) for name in names]))
+                self.merged.append((whole, [model.get_parameter(name) for name in names]))
+        if prepare is not None:
+            prepare(self._graph)
         if recompute != "none":
-            self._graph = recompute_layers(self._graph, keep_products=recompute == "operations")
+            self._graph = recompute_layers(self._graph, recompute)
 
     def __call__(self, batch: Batch) -> Tensor:
         """Hidden states [tokens, hidden] after the last norm."""
@@ -51,7 +62,7 @@ class TrainingGraph:
 
     def hand_out_gradients(self) -> None:
         """Give every parameter the rows of its merged weight's gradient, as a view; call after a backward pass."""
-        for whole, parameters in self._merged:
+        for whole, parameters in self.merged:
             if whole.grad is None:
                 continue
             pieces = whole.grad.split([parameter.shape[0] for parameter in parameters])
@@ -60,7 +71,7 @@ class TrainingGraph:
 
     def clear_gradients(self) -> None:
         """Let go of the merged weights' gradients; the parameters' are the optimizer's to clear."""
-        for whole, _ in self._merged:
+        for whole, _ in self.merged:
             whole.grad = None
 
 

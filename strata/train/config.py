@@ -10,9 +10,9 @@ from strata.train.tables import read_table, read_toml
 
 # Of the products of the layers on a GPU: "fp8-tensor" and "fp8-row" have a scale for each tensor or for each row.
 PRECISIONS = ("bf16", "fp8-tensor", "fp8-row")
-# What the backward pass computes again on a GPU: nothing, what costs no products, whole layers; from least time to
-# least memory.
-RECOMPUTE = ("none", "operations", "layers")
+# What the backward pass computes again on a GPU: nothing, what costs no products, also the widest product, or whole
+# layers; from least time to least memory.
+RECOMPUTE = ("none", "operations", "mlp", "layers")
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def merged_graph(world: World) -> dict[str, Any]:
     model, source = random_model(CONFIG), random_model(CONFIG)
     _, gradients = divided(world, model, 2)
     graph = TrainingGraph(model)
-    for whole, parameters in graph._merged:
+    for whole, parameters in graph.merged:
         gradients.watch(whole, parameters)
     logits = graph(own[0]) @ head_weight(model).t()
     torch.nn.functional.cross_entropy(logits, own[1], ignore_index=-100, reduction="sum").backward()

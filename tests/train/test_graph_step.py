@@ -138,7 +138,7 @@ class Products(TorchDispatchMode):
 def test_recomputed_gradients_are_the_same_bits_from_fewer_kept_bytes(family: str, precision: str) -> None:
     batch, _, _ = packed(0, 12, 12).to(torch.device("cpu"))
     kept, gradients, products = {}, {}, {}
-    for recompute in ("none", "operations", "layers"):
+    for recompute in ("none", "operations", "mlp", "layers"):
         model = fresh(family)
         graph = TrainingGraph(model, precision, recompute)
         sizes: dict[int, int] = {}
@@ -157,8 +157,8 @@ def test_recomputed_gradients_are_the_same_bits_from_fewer_kept_bytes(family: st
         gradients[recompute] = {name: one.grad for name, one in model.model.named_parameters()}
     assert kept["layers"] < kept["none"]
     if precision == "bf16":  # products in 8 bits are no operation of their own on a CPU
-        assert products["none"] == products["operations"] < products["layers"]
-    for recompute in ("operations", "layers"):
+        assert products["none"] == products["operations"] == products["mlp"] - 2 < products["layers"] - 2
+    for recompute in ("operations", "mlp", "layers"):
         for name, wanted in gradients["none"].items():
             assert torch.equal(gradients[recompute][name], wanted), (recompute, name)
 
