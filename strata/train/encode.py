@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 
+from strata.train.data.encoding import Encoded
 from strata.train.tasks.example import BOUNDARY, Example
 from strata.train.tasks.mixture import Document
 from strata.train.vocabulary import ASSISTANT, BEGIN, END, SYSTEM, USER
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Documents one after another.
-
-    tokens: [tokens] uint16. wanted: [tokens] bool, whether the loss counts the prediction of this token; never true
-    for the first token of a document. offsets: [documents + 1] int64, where each document begins.
-    """
-
-    tokens: NDArray[np.uint16]
-    wanted: NDArray[np.bool_]
-    offsets: NDArray[np.int64]
 
 
 class Encoder:
@@ -55,7 +42,7 @@ class Encoder:
         ids = [[piece] if isinstance(piece, int) else next(encoded).ids for piece in pieces]
         lengths = np.array([len(one) for one in ids], dtype=np.int64)
         ends = np.concatenate([[0], np.cumsum(lengths)])
-        tokens = np.fromiter((id for one in ids for id in one), dtype=np.uint16, count=int(ends[-1]))
+        tokens = np.fromiter(chain.from_iterable(ids), dtype=np.uint32, count=int(ends[-1]))
         return Encoded(tokens, np.repeat(np.array(wanted, dtype=np.bool_), lengths), ends[np.array(starts)])
 
     def _parts(self, document: Document) -> list[tuple[str | int, bool]]:

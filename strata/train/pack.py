@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from strata.models.batch import Batch
-from strata.train.encode import Encoded
+from strata.train.data.encoding import Encoded
 from strata.train.shards import Shards
 
 

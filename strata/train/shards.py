@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from strata.train.encode import Encoded, Encoder
+from strata.train.data.encoding import Encoded
+from strata.train.encode import Encoder
 from strata.train.tasks.mixture import document
 
 

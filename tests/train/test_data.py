@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.models.tokenizer import Tokenizer
-from strata.train.encode import Encoded, Encoder
+from strata.train.data.encoding import Encoded
+from strata.train.encode import Encoder
 from strata.train.pack import Packer
 from strata.train.shards import Shards
 from strata.train.tasks.mixture import document

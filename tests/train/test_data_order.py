@@ -67,7 +67,7 @@ def test_weights_are_shares_of_tokens(datasets: list[TokenDataset]) -> None:
     mixture = Mixture(datasets, [3.0, 1.0], seed=5)
     positions = np.arange(3 * BLOCK)
     sources, numbers = mixture.locate(positions)
-    lengths = mixture.lengths(positions)
+    lengths = mixture.lengths(sources, numbers)
     assert lengths[sources == 0].sum() / lengths.sum() == pytest.approx(0.75, abs=0.005)
     for source, dataset in enumerate(datasets):
         seen = Counter(numbers[sources == source].tolist())
@@ -88,6 +88,31 @@ def test_packing_cuts_nothing_and_leaves_no_two_packs_that_fit_one(lengths: list
     filled = sorted(sum(lengths[index] for index in pack) for pack in packs)
     assert len(packs) == 1 or filled[0] + filled[1] > 50
     assert [pack[0] for pack in packs] == sorted(pack[0] for pack in packs)
+
+
+def best_fit_one_by_one(lengths: list[int], capacity: int) -> list[list[int]]:
+    """The same packing a sample at a time: the fullest pack with room, of those the one begun first, or a new one."""
+    packs: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        room = [capacity - sum(lengths[other] for other in pack) for pack in packs]
+        fitting = [at for at in range(len(packs)) if room[at] >= lengths[index]]
+        if fitting:
+            packs[min(fitting, key=lambda at: room[at])].append(index)
+        else:
+            packs.append([index])
+    return sorted(map(sorted, packs))
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 12), max_size=120), capacity=st.integers(12, 90))
+def test_packing_runs_of_one_length_is_packing_one_by_one(lengths: list[int], capacity: int) -> None:
+    packs = best_fit(lengths, capacity)
+    assert [pack.tolist() for pack in packs] == best_fit_one_by_one(lengths, capacity)
+
+
+def test_a_sample_longer_than_a_pack_is_refused() -> None:
+    with pytest.raises(ValueError, match="a sample of 13 tokens does not fit a pack of 12"):
+        best_fit([3, 13], 12)
 
 
 def steps(datasets: list[TokenDataset], count: int, rank: int, ranks: int, place: Place = Place()) -> list[Step]:  # noqa: B008

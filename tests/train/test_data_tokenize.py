@@ -115,6 +115,17 @@ def test_a_damaged_shard_is_named_and_skipped_only_if_asked(folder: Path, loaded
         TokenDataset(tmp_path / "out")
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux shows them")
+def test_shards_are_mapped_without_keeping_files_open(folder: Path, tmp_path: Path) -> None:
+    """A process may have 1024 files open, and the shards of a large dataset are more."""
+    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
+    tokenize([file], folder, tmp_path / "out", bytes_per_shard=1)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    dataset = TokenDataset(tmp_path / "out")
+    assert dataset.samples == 5
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_long_text_is_split_and_long_chats_are_left_out(folder: Path, loaded: Tokenizer, tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])
     tokenize([file], folder, tmp_path / "text", longest=16)

@@ -14,13 +14,12 @@ from torch import Tensor
 from strata.models.layers import CausalLM
 from strata.models.weights import load
 from strata.train.config import OptimizerConfig
-from strata.train.data.encoding import Document
+from strata.train.data.encoding import Document, Encoded
 from strata.train.data.loader import Loader, Place, SampleId, Step
 from strata.train.data.mixture import Mixture
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize
 from strata.train.dpo import DpoConfig, DpoGradients, Reference, dpo_loss, weights_digest
-from strata.train.encode import Encoded
 from strata.train.optim import Optimizer
 from strata.train.pack import pack
 

@@ -27,6 +27,19 @@ class Document:
     wanted: NDArray[np.bool_]
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """Documents one after another.
+
+    tokens: [tokens] ids, uint16, int32 or uint32. wanted: [tokens] bool, as of a `Document`. offsets: [documents + 1]
+    int64, where each document begins.
+    """
+
+    tokens: NDArray[Any]
+    wanted: NDArray[np.bool_]
+    offsets: NDArray[np.int64]
+
+
 def kind_of(record: Mapping[str, Any]) -> str:
     """Which kind of data a record is of, by its fields. Raises ValueError if it is of none."""
     for kind, fields in FIELDS.items():

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from strata.models.config import ModelConfig
 from strata.models.tokenizer import Tokenizer
@@ -13,7 +14,6 @@ from strata.train.data.mixture import Mixture
 from strata.train.data.packing import best_fit
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenizer_digest
-from strata.train.encode import Encoded
 from strata.train.pack import PackedBatch, pack
 
 
@@ -35,17 +35,39 @@ class SampleId:
 
 
 @dataclass(frozen=True)
+class Samples:
+    """What stands in a pack: positions in the mixture, datasets, and numbers in those, [samples] int64 each.
+
+    tokens: how many it has.
+    """
+
+    positions: NDArray[np.int64]
+    datasets: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+    tokens: int
+
+    def ids(self) -> list[SampleId]:
+        columns = (self.positions.tolist(), self.datasets.tolist(), self.numbers.tolist())
+        return [SampleId(*one) for one in zip(*columns, strict=True)]
+
+
+@dataclass(frozen=True)
 class Step:
     """What one rank trains on in one step.
 
-    batches: a packed batch for each pack of this rank. samples: what is in each. next: the place of the step after.
+    batches: a packed batch for each pack of this rank. packs: what is in each. next: the place of the step after.
     utilisation: share of the room in the packs of all ranks that holds tokens.
     """
 
     batches: list[PackedBatch]
-    samples: list[list[SampleId]]
+    packs: list[Samples]
     next: Place
     utilisation: float
+
+    @property
+    def samples(self) -> list[list[SampleId]]:
+        """What is in each pack, sample by sample."""
+        return [pack.ids() for pack in self.packs]
 
 
 class Loader:
@@ -69,11 +91,11 @@ class Loader:
                 )
         self.mixture = mixture
         self._capacity, self._packs, self._window, self._rank, self._ranks = capacity, packs, window, rank, ranks
-        self._held: tuple[int, list[list[int]]] | None = None
+        self._held: tuple[int, list[Samples]] | None = None
 
     def step(self, place: Place) -> Step:
         """The step that begins at `place`, as this rank has it."""
-        chosen: list[list[int]] = []
+        chosen: list[Samples] = []
         window, first = place.window, place.pack
         while len(chosen) < self._packs:
             packs = self._packs_of(window)
@@ -82,31 +104,31 @@ class Loader:
             first += len(taken)
             if first == len(packs):
                 window, first = window + 1, 0
-        filled = int(self.mixture.lengths(np.array([position for one in chosen for position in one])).sum())
-        samples = [self._ids(positions) for positions in chosen[self._rank :: self._ranks]]
-        batches = [collate(self.mixture, one) for one in samples]
-        return Step(batches, samples, Place(window, first), filled / (self._capacity * self._packs))
+        filled = sum(pack.tokens for pack in chosen)
+        own = chosen[self._rank :: self._ranks]
+        batches = [_packed(self.mixture, one.datasets, one.numbers) for one in own]
+        return Step(batches, own, Place(window, first), filled / (self._capacity * self._packs))
 
-    def _packs_of(self, window: int) -> list[list[int]]:
-        """The positions in each pack of a window. The window used last is remembered."""
+    def _packs_of(self, window: int) -> list[Samples]:
+        """The packs of a window. The window used last is remembered."""
         if self._held is None or self._held[0] != window:
             positions = np.arange(window * self._window, (window + 1) * self._window)
-            packs = best_fit(self.mixture.lengths(positions).tolist(), self._capacity)
-            self._held = (window, [[int(positions[index]) for index in one] for one in packs])
+            sources, numbers = self.mixture.locate(positions)
+            lengths = self.mixture.lengths(sources, numbers)
+            packs = best_fit(lengths, self._capacity)
+            made = [Samples(positions[one], sources[one], numbers[one], int(lengths[one].sum())) for one in packs]
+            self._held = (window, made)
         return self._held[1]
-
-    def _ids(self, positions: list[int]) -> list[SampleId]:
-        sources, numbers = self.mixture.locate(np.array(positions))
-        return [SampleId(*one) for one in zip(positions, sources.tolist(), numbers.tolist(), strict=True)]
 
 
 def collate(mixture: Mixture, samples: Sequence[SampleId]) -> PackedBatch:
     """The documents of the samples, one after another, as the model reads them: none sees another."""
-    documents = [document for one in samples for document in mixture.datasets[one.dataset].sample(one.number)]
-    offsets = np.cumsum([0, *(len(document.tokens) for document in documents)])
-    tokens = np.concatenate([document.tokens for document in documents])
-    wanted = np.concatenate([document.wanted for document in documents])
-    return pack([Encoded(tokens, wanted, offsets)], samples[-1].position + 1)
+    return _packed(mixture, np.array([one.dataset for one in samples]), np.array([one.number for one in samples]))
+
+
+def _packed(mixture: Mixture, sources: NDArray[np.int64], numbers: NDArray[np.int64]) -> PackedBatch:
+    # A packed batch of a mixture has no next document: the step's place says where the next one begins.
+    return pack([mixture.documents(sources, numbers)], -1)
 
 
 def check_data(datasets: Sequence[TokenDataset], kind: str, config: ModelConfig, tokenizer: Tokenizer) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from strata.train.data.encoding import Encoded
 from strata.train.data.permutation import mixed, permuted
-from strata.train.data.shards import TokenDataset
+from strata.train.data.shards import TokenDataset, documents_per_sample
 
 # Positions over which the share of every dataset is exact.
 BLOCK = 4096
@@ -54,14 +55,28 @@ class Mixture:
             numbers[chosen] = permuted(turns, self.datasets[source].samples, mixed(self._seed, int(source), epochs))
         return sources, numbers
 
-    def lengths(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of the sample at each of `positions`, [n]."""
-        sources, numbers = self.locate(positions)
-        lengths = np.empty_like(positions)
+    def lengths(self, sources: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of each of the samples numbers[i] of dataset sources[i], [n]."""
+        lengths = np.empty_like(numbers)
         for source in np.unique(sources):
             chosen = sources == source
             lengths[chosen] = self.datasets[source].lengths(numbers[chosen])
         return lengths
+
+    def documents(self, sources: NDArray[np.int64], numbers: NDArray[np.int64]) -> Encoded:
+        """The documents of the samples numbers[i] of dataset sources[i], one after another; tokens in int32."""
+        each = documents_per_sample(self.datasets[0].index.kind)
+        present = [(self.datasets[source], sources == source) for source in np.unique(sources)]
+        spans = [dataset.spans(numbers[chosen]) for dataset, chosen in present]
+        lengths = np.empty((len(numbers), each), np.int64)
+        for (_, chosen), found in zip(present, spans, strict=True):
+            lengths[chosen] = found.lengths.reshape(-1, each)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        made = Encoded(np.empty(offsets[-1], np.int32), np.empty(offsets[-1], np.bool_), offsets)
+        starts = offsets[:-1].reshape(-1, each)
+        for (dataset, chosen), found in zip(present, spans, strict=True):
+            dataset.copy(found, made, starts[chosen].reshape(-1))
+        return made
 
 
 def _quotas(shares: NDArray[np.float64], block: int) -> NDArray[np.int64]:

@@ -8,13 +8,14 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.train.data.encoding import Document
+from strata.train.data.encoding import Document, Encoded
 
 INDEX = "index.json"
 VERSION = 1
@@ -77,11 +78,21 @@ def write_shard(
 ) -> ShardEntry:
     """Write the files of a shard, each whole or not at all. Text needs no mask: all but the first token is wanted."""
     lengths = np.array([len(document.tokens) for document in documents], np.int64)
+    tokens = np.concatenate([np.zeros(0, np.uint16), *(document.tokens for document in documents)])
+    wanted = np.concatenate([np.zeros(0, np.bool_), *(document.wanted for document in documents)])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return write_encoded(folder, name, kind, Encoded(tokens, wanted, offsets), vocab_size, left_out)
+
+
+def write_encoded(
+    folder: Path, name: str, kind: str, encoded: Encoded, vocab_size: int, left_out: int = 0
+) -> ShardEntry:
+    """The same of documents that stand one after another already."""
+    tokens, lengths = encoded.tokens, np.diff(encoded.offsets)
     small = np.uint16 if vocab_size <= 2**16 else np.uint32
-    tokens = np.concatenate([np.zeros(0, small), *(document.tokens for document in documents)]).astype(small)
-    arrays: dict[str, NDArray[Any]] = {"tokens": tokens, "offsets": np.concatenate([[0], np.cumsum(lengths)])}
+    arrays: dict[str, NDArray[Any]] = {"tokens": tokens.astype(small), "offsets": encoded.offsets}
     if kind != "text":
-        arrays["wanted"] = np.concatenate([np.zeros(0, np.bool_), *(document.wanted for document in documents)])
+        arrays["wanted"] = encoded.wanted
     sums = {}
     for part, array in arrays.items():
         file = folder / f"{name}.{part}.npy"
@@ -93,7 +104,22 @@ def write_shard(
         sums[file.name] = _sha256(temporary)
         os.replace(temporary, file)
     longest = int(lengths.reshape(-1, documents_per_sample(kind)).sum(1).max(initial=0))
-    return ShardEntry(name, len(documents), len(tokens), longest, int(lengths.max(initial=0)), left_out, sums)
+    return ShardEntry(name, len(lengths), len(tokens), longest, int(lengths.max(initial=0)), left_out, sums)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Where documents lie: the shard, the first token there and how many tokens, [documents] int64 each."""
+
+    shards: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+
+def indices(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """starts[0], starts[0] + 1, ..., lengths[0] of them, then those from starts[1] on, and so forth."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1])
 
 
 class TokenDataset:
@@ -134,36 +160,58 @@ class TokenDataset:
         sums = [self.index.tokenizer, *(sum for shard in shards for sum in shard.sha256.values())]
         self.fingerprint = hashlib.sha256(" ".join(sums).encode()).hexdigest()[:16]
 
+    def spans(self, numbers: NDArray[np.int64]) -> Spans:
+        """Where the documents of the samples `numbers` [n] lie: one of each sample, or two of a preference."""
+        homes = np.searchsorted(self._ends, numbers, side="right")
+        first = np.concatenate([[0], self._ends])[homes]
+        places = ((numbers - first) * self._each)[:, None] + np.arange(self._each)
+        spans = Spans(homes.repeat(self._each), np.empty(places.size, np.int64), np.empty(places.size, np.int64))
+        for home in np.unique(homes):
+            chosen = spans.shards == home
+            offsets, at = self._offsets[home], places.reshape(-1)[chosen]
+            spans.starts[chosen] = offsets[at]
+            spans.lengths[chosen] = offsets[at + 1] - offsets[at]
+        return spans
+
     def lengths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens of each of the samples `numbers`, [n]."""
-        homes = np.searchsorted(self._ends, numbers, side="right")
-        lengths = np.empty(len(numbers), np.int64)
-        for home in np.unique(homes):
-            chosen = homes == home
-            places = (numbers[chosen] - self._first(home)) * self._each
-            lengths[chosen] = self._offsets[home][places + self._each] - self._offsets[home][places]
+        lengths: NDArray[np.int64] = self.spans(numbers).lengths.reshape(-1, self._each).sum(1)
         return lengths
+
+    def copy(self, spans: Spans, into: Encoded, at: NDArray[np.int64]) -> None:
+        """Put the tokens of each span, and which are wanted, into `into` from index at[i] on; `at` is [documents]."""
+        if self._wanted is None:
+            into.wanted[indices(at, spans.lengths)] = True
+            into.wanted[at] = False
+        for home in np.unique(spans.shards):
+            chosen = spans.shards == home
+            source = indices(spans.starts[chosen], spans.lengths[chosen])
+            target = indices(at[chosen], spans.lengths[chosen])
+            into.tokens[target] = self._tokens[home][source]
+            if self._wanted is not None:
+                into.wanted[target] = self._wanted[home][source]
 
     def sample(self, number: int) -> list[Document]:
         """The documents of a sample: one, or two of a preference."""
-        home = int(np.searchsorted(self._ends, number, side="right"))
-        place = (number - self._first(home)) * self._each
-        return [self._document(home, place + at) for at in range(self._each)]
-
-    def _document(self, home: int, place: int) -> Document:
-        start, end = self._offsets[home][place : place + 2].tolist()
-        tokens = np.array(self._tokens[home][start:end])
-        if self._wanted is not None:
-            return Document(tokens, np.array(self._wanted[home][start:end]))
-        wanted = np.ones(len(tokens), np.bool_)
-        wanted[0] = False
-        return Document(tokens, wanted)
-
-    def _first(self, home: int) -> int:
-        return int(self._ends[home - 1]) if home else 0
+        spans = self.spans(np.array([number]))
+        offsets = np.concatenate([[0], np.cumsum(spans.lengths)])
+        made = Encoded(np.empty(offsets[-1], self._tokens[0].dtype), np.empty(offsets[-1], np.bool_), offsets)
+        self.copy(spans, made, offsets[:-1])
+        cut = [slice(*ends) for ends in pairwise(offsets)]
+        return [Document(made.tokens[one], made.wanted[one]) for one in cut]
 
     def _map(self, shard: ShardEntry, part: str) -> NDArray[Any]:
-        mapped: NDArray[Any] = np.load(self.folder / f"{shard.name}.{part}.npy", mmap_mode="r", allow_pickle=False)
+        """An array of a shard. torch maps it, since Python's mmap keeps a file open, and many shards are too many."""
+        import torch  # here, for the processes that only write shards have no use for it
+
+        path = self.folder / f"{shard.name}.{part}.npy"
+        with path.open("rb") as stream:
+            if (version := np.lib.format.read_magic(stream)) != (1, 0):
+                raise ValueError(f"{path} has the .npy format {version}; only (1, 0) is read")
+            shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+            start = stream.tell()
+        raw = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8).numpy()
+        mapped: NDArray[Any] = raw[start:].view(dtype).reshape(shape)
         return mapped
 
     def _fault(self, shard: ShardEntry) -> str | None:
