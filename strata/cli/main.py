@@ -17,7 +17,7 @@ _HOMES = {
     "chat": "strata.cli.chat:chat",
     "graph": "strata.cli.graph:graph",
     "train": "strata.cli.train:train",
-    "data": "strata.cli.train_data:tokenize_data",
+    "data": "strata.cli.train_data:command",
     "tune": "strata.cli.tune:tune",
     "bench": "strata.cli.bench:bench",
 }

@@ -1,25 +1,56 @@
-"""`strata data`: tokenizes files once, for `strata tune`."""
+"""`strata data`: tokenizes files, or the exercises of the built-in model, once, for training."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from typer.core import TyperGroup
 
+from strata.train.data.shards import Index
 from strata.train.data.tokenize import tokenize
+from strata.train.exercises import write_exercises
 from strata.train.tune import base_folder
 
+Workers = Annotated[
+    int | None, typer.Option(help="Processes; as many as there are cores if not given.", min=1, show_default=False)
+]
+Out = Annotated[Path, typer.Option(help="The folder for the shards.", show_default=False)]
 
-def tokenize_data(
+
+class _FilesUnlessNamed(TyperGroup):
+    """What names no sub-command are the arguments of `files`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, args if args[0] in self.commands else ["files", *args])
+
+
+command = typer.Typer(
+    cls=_FilesUnlessNamed, add_completion=False, rich_markup_mode="rich", no_args_is_help=True,
+    context_settings={"ignore_unknown_options": True},
+)  # fmt: skip
+
+
+@command.callback()
+def data() -> None:
+    """Tokenize data once into memory-mapped shards; run again after an interruption, it goes on.
+
+    `strata data FILES --out FOLDER` is short for `strata data files FILES --out FOLDER`.
+    """
+
+
+@command.command()
+def files(
     files: Annotated[
         list[Path], typer.Argument(help="JSONL, Parquet or text files, or folders of them.", show_default=False)
     ],
-    out: Annotated[Path, typer.Option(help="The folder for the shards.", show_default=False)],
+    out: Out,
     model: Annotated[str, typer.Option(help="Whose tokenizer and chat template: a folder, or builtin.")] = "builtin",
     longest: Annotated[
         int | None,
@@ -27,29 +58,66 @@ def tokenize_data(
             help="Split text after so many tokens, leave longer chats and preferences out.", show_default=False
         ),
     ] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Processes; as many as there are cores if not given.", show_default=False)
-    ] = None,
+    workers: Workers = None,
     shard_mb: Annotated[int, typer.Option(help="Input that one shard is made of, in MB.", min=1)] = 64,
 ) -> None:
-    """Tokenize files once into memory-mapped shards; run again after an interruption, it goes on.
-
-    A record has "text", or "messages", or "prompt", "chosen" and "rejected".
+    """Tokenize files, a record each: "text", or "messages", or "prompt", "chosen" and "rejected".
 
     Example: strata data chats.jsonl --out runs/chats
     """
-    console = Console(stderr=True, highlight=False)
-    with Bar(TextColumn("shards"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task("", total=None)
-        index = tokenize(
+
+    def write(report: Callable[[int, int], None]) -> Index:
+        return tokenize(
             files,
             base_folder(model),
             out,
             longest=longest,
             workers=workers or os.cpu_count() or 1,
             bytes_per_shard=shard_mb * 10**6,
-            report=lambda done, of: bar.update(task, completed=done, total=of),
+            report=report,
         )
+
+    _show(out, write)
+
+
+@command.command()
+def exercises(
+    out: Out,
+    documents: Annotated[int, typer.Option(help="How many; 73 tokens each on average.", min=1, show_default=False)],
+    workers: Workers = None,
+    seed: Annotated[int, typer.Option(help="Document i is a function of seed and i.")] = 0,
+    vocab_size: Annotated[int, typer.Option(help="Tokens of the tokenizer, which is made from the exercises.")] = 4096,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="The folder of a tokenizer that `strata data exercises` has made.", show_default=False),
+    ] = None,
+) -> None:
+    """Generate the exercises of the built-in model, and their tokenizer in the folder `tokenizer` of the output.
+
+    Example: strata data exercises --out runs/builtin/data --documents 5500000
+    """
+
+    def write(report: Callable[[int, int], None]) -> Index:
+        return write_exercises(
+            out,
+            documents,
+            tokenizer_folder=tokenizer,
+            seed=seed,
+            vocab_size=vocab_size,
+            workers=workers or os.cpu_count() or 1,
+            report=report,
+        )
+
+    _show(out, write)
+
+
+def _show(out: Path, write: Callable[[Callable[[int, int], None]], Index]) -> None:
+    """Write, with a bar of the shards that are done; then what there is."""
+    console = Console(stderr=True, highlight=False)
+    columns: list[Any] = [TextColumn("shards"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()]
+    with Bar(*columns, console=console) as bar:
+        task = bar.add_task("", total=None)
+        index = write(lambda done, of: bar.update(task, completed=done, total=of))
     documents, tokens, left_out = (
         sum(getattr(shard, name) for shard in index.shards) for name in ("documents", "tokens", "left_out")
     )

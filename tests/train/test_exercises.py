@@ -1,0 +1,158 @@
+"""The exercises as tokenized data: every document once, the right tokens counted, whoever writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from typer.testing import CliRunner
+
+from strata.cli.main import app
+from strata.models.config import config_from_dict
+from strata.models.tokenizer import Tokenizer
+from strata.train.data.loader import Loader, Place, check_data
+from strata.train.data.mixture import Mixture
+from strata.train.data.shards import Index, TokenDataset
+from strata.train.data.tokenize import tokenizer_digest
+from strata.train.encode import Encoder
+from strata.train.exercises import write_exercises
+from strata.train.tasks.mixture import document
+from strata.train.vocabulary import SPECIAL_TOKENS, make_tokenizer
+from tests.train.conftest import SMALL
+
+
+def write(out: Path, documents: int = 50, **options: object) -> Index:
+    values = {"seed": 3, "vocab_size": 600, "tokenizer_documents": 200, "documents_per_shard": 16, **options}
+    return write_exercises(out, documents, **values)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """50 documents of seed 3 in shards of 16, by one process, with their own tokenizer."""
+    out = tmp_path_factory.mktemp("exercises") / "data"
+    write(out)
+    return out
+
+
+def test_sample_i_is_document_i_as_the_chat_template_writes_it(written: Path) -> None:
+    dataset = TokenDataset(written)
+    assert (dataset.samples, len(dataset.index.shards), dataset.index.kind) == (50, 4, "chat")
+    with Tokenizer.load(written / "tokenizer") as tokenizer:
+        for number in range(50):
+            (read,) = dataset.sample(number)
+            one = document(3, number)
+            text = tokenizer.decode(read.tokens.tolist(), skip_special_tokens=False)
+            learned = tokenizer.decode(read.tokens[read.wanted].tolist(), skip_special_tokens=False)
+            messages = [message for example in one.examples for message in example.messages]
+            replies = "".join(message["content"] + "<|end|>" for message in messages[1::2])
+            if one.plain:
+                assert text == f"<|begin|>{messages[0]['content']}\n{messages[1]['content']}<|end|>"
+                assert learned == "\n" + replies
+            else:
+                system = [] if one.system is None else [{"role": "system", "content": one.system}]
+                assert text == tokenizer.chat([*system, *messages], add_generation_prompt=False)
+                assert learned == replies
+            assert not read.wanted[0]
+
+
+def test_the_tokenizer_is_that_of_the_first_documents(written: Path) -> None:
+    made = make_tokenizer((document(3, i) for i in range(200)), 600)
+    assert (written / "tokenizer/tokenizer.json").read_text() == made.to_str()
+    with Tokenizer.load(written / "tokenizer") as tokenizer:
+        assert TokenDataset(written).index.tokenizer == tokenizer_digest(tokenizer)
+        assert [tokenizer.id(token) for token in SPECIAL_TOKENS] == list(range(len(SPECIAL_TOKENS)))
+    config = json.loads((written / "tokenizer/tokenizer_config.json").read_text())
+    assert config["model_max_length"] == 1024
+
+
+def times(folder: Path) -> dict[str, int]:
+    """When each file below a folder was changed."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_processes_and_a_stopped_run_change_nothing(written: Path, tmp_path: Path) -> None:
+    whole = Index.read(written)
+    seen: list[tuple[int, int]] = []
+    together = write(tmp_path / "two", workers=2, report=lambda *at: seen.append(at))
+    assert together == whole
+    assert seen == [(done, 4) for done in range(5)]
+    out = tmp_path / "two"
+    (out / "index.json").unlink()
+    (out / "shard-00002.json").unlink()
+    times = {path.name: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    assert write(out) == whole
+    changed = {
+        path.name for path in out.rglob("*") if path.is_file() and times.get(path.name) != path.stat().st_mtime_ns
+    }
+    parts = {f"shard-00002.{part}.npy" for part in ("tokens", "wanted", "offsets")}
+    assert changed == parts | {"shard-00002.json", "index.json"}
+    with pytest.raises(ValueError, match="made with other seed; choose another folder"):
+        write(out, seed=4)
+
+
+def test_more_documents_begin_with_the_same(written: Path, tmp_path: Path) -> None:
+    """With a tokenizer that is given, documents depend on seed and index alone, however they are divided."""
+    write(tmp_path / "more", 60, tokenizer_folder=written / "tokenizer", documents_per_shard=64)
+    fewer, more = TokenDataset(written), TokenDataset(tmp_path / "more")
+    assert not (tmp_path / "more/tokenizer").exists()
+    assert more.index.tokenizer == fewer.index.tokenizer
+    for number in range(50):
+        (one,), (other,) = fewer.sample(number), more.sample(number)
+        assert np.array_equal(one.tokens, other.tokens)
+        assert np.array_equal(one.wanted, other.wanted)
+
+
+def test_a_step_has_what_the_encoder_wrote(written: Path) -> None:
+    dataset = TokenDataset(written)
+    encoder = Encoder(tokenizers.Tokenizer.from_file(str(written / "tokenizer/tokenizer.json")))
+    step = Loader(Mixture([dataset], [1.0], 0), 1024, 4, 50).step(Place())
+    assert sum(map(len, step.samples)) > 20
+    for batch, samples in zip(step.batches, step.samples, strict=True):
+        made = encoder.encode([document(3, one.number) for one in samples])
+        assert batch.tokens.tolist() == made.tokens.tolist()
+        assert batch.offsets.tolist() == made.offsets.tolist()
+        assert (batch.rows + 1).tolist() == np.flatnonzero(made.wanted).tolist()
+        assert batch.targets.tolist() == made.tokens[made.wanted].tolist()
+
+
+def test_the_data_fits_a_model_of_its_tokenizer(written: Path) -> None:
+    with Tokenizer.load(written / "tokenizer") as tokenizer:
+        config = config_from_dict(SMALL["model"] | {"vocab_size": tokenizer.vocab_size}, "model")
+        check_data([TokenDataset(written)], "chat", config, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"documents": 0}, "documents = 0 must be positive"),
+        ({"vocab_size": 100}, r"vocab_size = 100 must lie in 512\.\.65536"),
+    ],
+)
+def test_bad_numbers_are_refused_before_anything_is_written(
+    tmp_path: Path, options: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        write(tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_without_chat_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the tokenizer has no token <\|begin\|>"):
+        write(tmp_path / "out", tokenizer_folder=folder)
+
+
+def test_the_command(written: Path, tmp_path: Path) -> None:
+    arguments = ["data", "exercises", "--out", str(tmp_path / "d"), "--documents", "40", "--workers", "1"]
+    done = CliRunner().invoke(app, [*arguments, "--seed", "3", "--tokenizer", str(written / "tokenizer")])
+    assert done.exit_code == 0, done.output
+    assert "chat, 40 documents" in " ".join(done.output.split())  # lines break where the console ends
+    assert np.array_equal(TokenDataset(tmp_path / "d").sample(39)[0].tokens, TokenDataset(written).sample(39)[0].tokens)
+    # What is no sub-command are files, wherever the options stand.
+    (tmp_path / "a.txt").write_text("Some text.")
+    for place, name in enumerate((["data", "--out"], ["data", "files", "--out"])):
+        done = CliRunner().invoke(app, [*name, str(tmp_path / f"t{place}"), str(tmp_path / "a.txt"), "--workers", "1"])
+        assert done.exit_code == 0, done.output
+        assert TokenDataset(tmp_path / f"t{place}").index.kind == "text"
