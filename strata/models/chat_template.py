@@ -7,16 +7,68 @@ endless loops (nested ones pass every check), so it runs in `template_worker` un
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from strata.models.async_worker import AsyncWorker
 from strata.models.killable_worker import KillableWorker
 
 MOST_CHARACTERS = 4_000_000
+DEADLINE = 2.0  # seconds for one rendering
 
+_MODULE = "strata.models.template_worker"
 _MOST_ANSWER = 12 * MOST_CHARACTERS + 1000  # JSON escapes a character in at most 12 bytes (a surrogate pair)
 
 _CONTINUED_HERE = "STRATA_CONTINUES_THIS_MESSAGE "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """What a template is to make of messages. request: for the worker. continued: the last message stays open."""
+
+    request: dict[str, Any]
+    continued: bool
+
+    @classmethod
+    def of_chat(
+        cls,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        special_tokens: Mapping[str, str],
+    ) -> Rendering:
+        """As transformers' `apply_chat_template` renders it. Raises ValueError for what is no chat.
+
+        continue_final_message: leave the last message open, for the model to write on.
+        special_tokens: "bos_token" and the like to their text, visible to the template.
+        """
+        chat = _checked(messages)
+        if continue_final_message:
+            if add_generation_prompt:
+                raise ValueError(
+                    "continue_final_message writes on in the last message: set add_generation_prompt=False"
+                )
+            _mark_end(chat)
+        variables = {
+            **special_tokens,
+            "messages": chat,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        request = {"template": template, "variables": variables, "most_characters": MOST_CHARACTERS}
+        return cls(request, continue_final_message)
+
+    def text(self, reply: Mapping[str, Any]) -> str:
+        """The text in the worker's reply. Raises ValueError if that tells a fault."""
+        if "error" in reply:
+            raise ValueError(f"the model's chat template failed: {reply['error']}")
+        text = str(reply["text"])
+        return _cut_at_mark(text) if self.continued else text
 
 
 class TemplateRenderer:
@@ -25,60 +77,43 @@ class TemplateRenderer:
     deadline: seconds that one rendering may take.
     """
 
-    def __init__(self, deadline: float = 2.0) -> None:
-        self._worker = KillableWorker("strata.models.template_worker", deadline, _MOST_ANSWER)
+    def __init__(self, deadline: float = DEADLINE) -> None:
+        self._worker = KillableWorker(_MODULE, deadline, _MOST_ANSWER)
 
-    def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """The text that `template` makes of `variables` (plain JSON values).
+    def render(self, rendering: Rendering) -> str:
+        """The text of a chat.
 
         Raises ValueError when the template refuses the variables, is wrong, or passes the limits of time, memory
-        (1 GiB) or output (4 million characters).
+        (1 GiB) or output (4 million characters), and for variables that are no plain JSON values.
         """
-        request = {"template": template, "variables": dict(variables), "most_characters": MOST_CHARACTERS}
         try:
-            reply = self._worker.ask(request)
+            reply = self._worker.ask(rendering.request)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"messages and tools must be plain JSON values: {error}") from None
-        if "error" in reply:
-            raise ValueError(f"the model's chat template failed: {reply['error']}")
-        return str(reply["text"])
+            raise _not_json(error) from None
+        return rendering.text(reply)
 
     def close(self) -> None:
         """End the worker. A later rendering starts another one."""
         self._worker.close()
 
 
-def render_chat(
-    renderer: TemplateRenderer,
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    special_tokens: Mapping[str, str],
-) -> str:
-    """Messages as the text that transformers' `apply_chat_template` makes of them.
+class AsyncTemplateRenderer:
+    """TemplateRenderer for an event loop, which never waits for the worker; renderings are done in their order."""
 
-    continue_final_message: leave the last message open, for the model to write on.
-    special_tokens: "bos_token" and the like to their text, visible to the template.
-    """
-    chat = _checked(messages)
-    if continue_final_message:
-        if add_generation_prompt:
-            raise ValueError("continue_final_message writes on in the last message: set add_generation_prompt=False")
-        _mark_end(chat)
-    text = renderer.render(
-        template,
-        {
-            **special_tokens,
-            "messages": chat,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        },
-    )
-    return _cut_at_mark(text) if continue_final_message else text
+    def __init__(self, deadline: float = DEADLINE) -> None:
+        self._worker = AsyncWorker(_MODULE, deadline, _MOST_ANSWER)
+
+    async def render(self, rendering: Rendering) -> str:
+        """As TemplateRenderer's."""
+        try:
+            reply = await self._worker.ask(rendering.request)
+        except (TypeError, ValueError) as error:
+            raise _not_json(error) from None
+        return rendering.text(reply)
+
+    def close(self) -> None:
+        """End the worker; renderings that wait fail. A later one starts another worker."""
+        self._worker.close()
 
 
 def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -126,3 +161,7 @@ def _cut_at_mark(text: str) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _not_json(error: Exception) -> ValueError:
+    return ValueError(f"messages and tools must be plain JSON values: {error}")

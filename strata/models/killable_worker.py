@@ -1,7 +1,7 @@
 """A helper process for work that comes from outside and may never end: it is killed at a deadline and started again.
 
 Both ends are here: `KillableWorker` for the program, `serve_answers` for the helper. They speak JSON lines over pipes;
-nothing else of Strata is loaded, so that a helper starts in a blink.
+nothing else of Strata is loaded, so that a helper starts in a blink. `async_worker` has the end for event loops.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-_START_SECONDS = 30.0
-_READ_BYTES = 1 << 16
+START_SECONDS = 30.0
+READ_BYTES = 1 << 16
 _ROOT = Path(__file__).resolve().parents[2]
 
 # What Python needs to start, and the time zone. Foreign code that broke out would find no keys here.
@@ -66,25 +66,12 @@ class KillableWorker:
 
     def _start(self) -> None:
         self._stop()
-        # -P: the program's working folder must not come first in the import path.
-        command = [sys.executable, "-P", "-m", self._module]
-        environment = {name: os.environ[name] for name in _PASSED_ENVIRONMENT if name in os.environ}
-        paths = [str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,  # Ctrl-C in the terminal is for the parent
-        )
-        os.set_blocking(_pipe(self._process.stdin).fileno(), False)
-        self._end_process = weakref.finalize(self, _end, self._process)
-        ready, _ = self._exchange("", _START_SECONDS)
+        self._process = start_helper(self._module)
+        self._end_process = weakref.finalize(self, end_helper, self._process)
+        ready, _ = self._exchange("", START_SECONDS)
         if ready is None:
             self._stop()
-            raise RuntimeError(f"a helper process did not start: try {' '.join(command)}")
+            raise not_started(self._module)
 
     def _stop(self) -> None:
         self._end_process()
@@ -97,13 +84,13 @@ class KillableWorker:
         """
         assert self._process is not None
         deadline = time.monotonic() + seconds
-        writing, reading = _pipe(self._process.stdin).fileno(), _pipe(self._process.stdout).fileno()
+        writing, reading = pipes_of(self._process)
         unsent = memoryview(f"{line}\n".encode("ascii") if line else b"")
         answer = bytearray()
         poll = select.poll()
         poll.register(reading, select.POLLIN)
         try:
-            unsent = unsent[_write(writing, unsent) :]
+            unsent = unsent[write_some(writing, unsent) :]
             if unsent:
                 poll.register(writing, select.POLLOUT)
             while not answer.endswith(b"\n"):
@@ -112,12 +99,12 @@ class KillableWorker:
                     return None, True
                 for pipe, _ in ready:
                     if pipe == reading:
-                        part = os.read(reading, _READ_BYTES)
+                        part = os.read(reading, READ_BYTES)
                         answer += part
                         if not part or len(answer) > self._most_answer:
                             return None, False
                     else:
-                        unsent = unsent[_write(writing, unsent) :]
+                        unsent = unsent[write_some(writing, unsent) :]
                         if not unsent:
                             poll.unregister(writing)
         except OSError:  # the pipe broke
@@ -139,20 +126,52 @@ def serve_answers(answer: Callable[[dict[str, Any]], dict[str, Any]], memory_byt
         print(reply, flush=True)
 
 
-def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
-    return cast(IO[bytes], stream)
+def start_helper(module: str) -> subprocess.Popen[bytes]:
+    """A helper that runs `module`, which is to be taken out of the way by `end_helper`; its pipes never block."""
+    environment = {name: os.environ[name] for name in _PASSED_ENVIRONMENT if name in os.environ}
+    paths = [str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    process = subprocess.Popen(
+        _command(module),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+        env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
+        start_new_session=True,  # Ctrl-C in the terminal is for the parent
+    )
+    for pipe in pipes_of(process):
+        os.set_blocking(pipe, False)
+    return process
 
 
-def _write(pipe: int, line: memoryview) -> int:
-    """How many bytes of a line the pipe has room for, which are written."""
+def pipes_of(helper: subprocess.Popen[bytes]) -> tuple[int, int]:
+    """The descriptors to write requests to and to read answers from."""
+    assert helper.stdin is not None
+    assert helper.stdout is not None
+    return helper.stdin.fileno(), helper.stdout.fileno()
+
+
+def write_some(pipe: int, line: memoryview) -> int:
+    """How many bytes of a line the pipe has room for, which are written. Raises OSError if the helper has ended."""
     try:
         return os.write(pipe, line) if line else 0
     except BlockingIOError:
         return 0
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_helper(process: subprocess.Popen[bytes]) -> None:
+    """Kill a helper and wait until it is gone."""
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
-        _pipe(pipe).close()
+        assert pipe is not None
+        pipe.close()
+
+
+def not_started(module: str) -> RuntimeError:
+    """What is raised when a helper ends, or says nothing, before it is ready."""
+    return RuntimeError(f"a helper process did not start: try {' '.join(_command(module))}")
+
+
+def _command(module: str) -> list[str]:
+    return [sys.executable, "-P", "-m", module]  # -P: the working folder must not come first in the import path

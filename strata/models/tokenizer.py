@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from strata.models.chat_template import TemplateRenderer, render_chat
+from strata.models.chat_template import Rendering, TemplateRenderer
 from strata.models.json_object import read_object
 from strata.models.special_tokens import SpecialTokens, read_special_tokens
 
@@ -142,8 +142,17 @@ class Tokenizer:
         continue_final_message: leave the last message open instead, to be written on.
         tools: JSON schemas of the functions that the model may call.
         """
-        return render_chat(
-            self._renderer,
+        return self._renderer.render(self.rendering(messages, add_generation_prompt, continue_final_message, tools))
+
+    def rendering(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Rendering:
+        """What `chat` has rendered, for a renderer of one's own."""
+        return Rendering.of_chat(
             self._template(tools is not None),
             messages,
             tools=tools,

@@ -6,12 +6,11 @@ import asyncio
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 
 from strata.engine.structured_outputs import join_parts, json_part
-from strata.models.killable_worker import KillableWorker
+from strata.models.async_worker import AsyncWorker
 from strata.serve.http.errors import ApiError
 from strata.serve.replies.tool_formats import TOOL_FORMATS, ToolFormatName
 
@@ -109,8 +108,7 @@ class GrammarChecker:
     """
 
     def __init__(self, deadline: float = 2.0) -> None:
-        self._worker = KillableWorker("strata.serve.grammar_worker", deadline, _MOST_ANSWER)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._worker = AsyncWorker("strata.serve.grammar_worker", deadline, _MOST_ANSWER)
         self._asking: dict[str, asyncio.Task[str | None]] = {}
         self._found: OrderedDict[str, str | None] = OrderedDict()
 
@@ -126,7 +124,6 @@ class GrammarChecker:
 
     def close(self) -> None:
         """End the process."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
         self._worker.close()
 
     async def _look_up(self, text: str) -> str | None:
@@ -140,8 +137,7 @@ class GrammarChecker:
         return await asyncio.shield(self._asking[text])
 
     async def _ask(self, text: str) -> str | None:
-        loop = asyncio.get_running_loop()
-        reply = await loop.run_in_executor(self._thread, self._worker.ask, {"grammar": text})
+        reply = await self._worker.ask({"grammar": text})
         if "error" in reply:  # not remembered: a busy machine may have been the cause
             return f"it takes too much to compile ({reply['error']}): make it simpler"
         wrong = self._found[text] = cast(str | None, reply["wrong"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from fastapi import Request
 
+from strata.models.chat_template import AsyncTemplateRenderer
 from strata.models.tokenizer import Tokenizer
 from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineClient
@@ -23,7 +23,7 @@ class ServerState:
     """draining: no new requests are taken, those under way finish.
 
     engine_restarts: when the engine dies, another is started.
-    created: when the server started (Unix time). template_thread: waits for the process that renders chat templates.
+    created: when the server started (Unix time).
     """
 
     settings: ServeSettings
@@ -33,10 +33,10 @@ class ServerState:
     metrics: Metrics
     grammars: GrammarChecker
     responses: ResponseStore
+    templates: AsyncTemplateRenderer = field(default_factory=AsyncTemplateRenderer)
     engine_restarts: bool = False
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
-    template_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "chat-template"))
 
     def require_serving(self) -> None:
         """Raises ApiError (503) if no new request can be taken."""
@@ -73,8 +73,7 @@ class ServerState:
 
     async def close(self) -> None:
         await self.client.close()
-        self.template_thread.shutdown(wait=False, cancel_futures=True)
-        self.tokenizer.close()
+        self.templates.close()
         self.grammars.close()
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from strata.models.chat_template import TemplateRenderer, render_chat
+from strata.models.chat_template import Rendering, TemplateRenderer
 
 CHATML = """\
 {%- if tools %}
@@ -132,7 +132,7 @@ def renderer():
 
 
 def ours(renderer, template, messages, **options):
-    return render_chat(renderer, template, messages, special_tokens=SPECIAL, **options)
+    return renderer.render(Rendering.of_chat(template, messages, special_tokens=SPECIAL, **options))
 
 
 def theirs(template, messages, **options):
@@ -319,7 +319,7 @@ def test_worker_ends_with_close_and_with_its_renderer():
 
 BUSY = f"""
 import threading
-threading.Thread(target=renderer.render, args=({ENDLESS!r}, {{}})).start()
+threading.Thread(target=render, args=({ENDLESS!r},)).start()
 import time; time.sleep(0.2)
 """
 KILL = "import os; os.kill(os.getpid(), 9)"
@@ -328,9 +328,11 @@ KILL = "import os; os.kill(os.getpid(), 9)"
 @pytest.mark.parametrize("ending", ["", KILL, BUSY + KILL], ids=["exit", "killed", "killed while it renders"])
 def test_worker_ends_with_the_program(ending):
     program = f"""
-from strata.models.chat_template import TemplateRenderer
+from strata.models.chat_template import Rendering, TemplateRenderer
 renderer = TemplateRenderer(deadline=1.0)
-renderer.render("x", {{}})
+def render(template):
+    renderer.render(Rendering.of_chat(template, {PLAIN!r}, special_tokens={{}}))
+render("x")
 print(renderer._worker._process.pid, flush=True)
 {ending}
 """

@@ -1,4 +1,4 @@
-"""Prompts as token ids: templates rendered and long texts tokenized off the event loop."""
+"""Prompts as token ids: templates rendered in their process, long texts tokenized off the event loop."""
 
 from __future__ import annotations
 
@@ -22,13 +22,9 @@ async def chat_text(
     continue_final_message: bool = False,
 ) -> str:
     """What the model's chat template makes of the messages. Raises ApiError (400) if it refuses them."""
-
-    def render() -> str:
-        return state.tokenizer.chat(messages, add_generation_prompt, continue_final_message, tools)
-
-    # One thread, since there is one process that renders: waiting for it must not take the threads of others.
     try:
-        return await asyncio.get_running_loop().run_in_executor(state.template_thread, render)
+        asked = state.tokenizer.rendering(messages, add_generation_prompt, continue_final_message, tools)
+        return await state.templates.render(asked)
     except ValueError as error:
         raise ApiError(400, str(error), param="messages", code="chat_template_failed") from None
 

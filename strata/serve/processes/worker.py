@@ -1,8 +1,7 @@
 """One API process: HTTP on a listening socket, for an engine in another process.
 
 `python -m strata.serve.processes.worker` runs one with an ApiJob as JSON on standard input; it says "ready" on standard
-output
-once it serves. The launcher runs one in itself when there is to be but one.
+output once it serves. The launcher runs one in itself when there is to be but one.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import uvicorn
 import uvloop
 
 from strata.engine.lifeline import end_with_parent
+from strata.models.chat_template import AsyncTemplateRenderer
 from strata.models.tokenizer import Tokenizer
 from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineClient, EngineGone
@@ -116,9 +116,10 @@ class ApiServer:
     async def _connect(self) -> ServerState:
         job, settings = self._job, self._job.settings
         tokenizer = await asyncio.to_thread(Tokenizer.load, job.tokenizer, settings.chat_template)
+        templates = AsyncTemplateRenderer()
         with suppress(ValueError):  # there may be no template, or none that takes this
             # Starts the process that renders, while the engine starts, too; the first chat would wait for it.
-            await asyncio.to_thread(tokenizer.chat, [{"role": "user", "content": "Hello"}])
+            await templates.render(tokenizer.rendering([{"role": "user", "content": "Hello"}]))
         client = await EngineClient.connect(self._address)
         return ServerState(
             settings=settings,
@@ -128,6 +129,7 @@ class ApiServer:
             metrics=Metrics(settings.served_model_names[0], Path(job.folder), job.number),
             grammars=GrammarChecker(),
             responses=ResponseStore(),
+            templates=templates,
             engine_restarts=job.restart_engine,
         )
 
