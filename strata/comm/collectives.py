@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strata.comm.mesh import Axis
+from strata.comm.observer import Call
 
 # torch 2.13 gave these names that earlier versions do not have, and warns of the others.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -69,11 +70,18 @@ class Pending:
 
     result: Tensor
     works: tuple[dist.Work, ...] = ()
+    axis: Axis | None = None
+    call: Call | None = None
 
     def wait(self) -> Tensor:
         """The result. On a GPU the stream waits, not the host."""
+        observer = None if self.axis is None or self.call is None else self.axis.observer
+        if observer is not None:
+            observer.waits(self.call)
         for work in self.works:
             work.wait()
+        if observer is not None:
+            observer.waits(None)
         return self.result
 
 
@@ -81,7 +89,8 @@ def start_all_reduce(x: Tensor, axis: Axis, reduction: Literal["sum", "max", "mi
     """Reduce over the ranks in place, without gradients. x: contiguous."""
     if axis.group is None:
         return Pending(x)
-    return Pending(x, _works(dist.all_reduce(x, _REDUCTIONS[reduction], axis.group, async_op=True)))
+    call = _tell("all_reduce", axis, x)
+    return Pending(x, _works(dist.all_reduce(x, _REDUCTIONS[reduction], axis.group, async_op=True)), axis, call)
 
 
 def start_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
@@ -93,7 +102,8 @@ def start_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
         return Pending(x if out is None else out.copy_(x))
     if out is None:
         out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    return Pending(out, _works(_all_gather(out, x.contiguous(), axis.group, async_op=True)))
+    call = _tell("gather", axis, x)
+    return Pending(out, _works(_all_gather(out, x.contiguous(), axis.group, async_op=True)), axis, call)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
@@ -102,8 +112,9 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
         return Pending(x if out is None else out.copy_(x))
     if out is None:
         out = x.new_empty((_part(x.shape[0], axis), *x.shape[1:]))
+    call = _tell("reduce_scatter", axis, x)
     work = _reduce_scatter(out, x.contiguous(), group=axis.group, async_op=True)
-    return Pending(out, _works(work))
+    return Pending(out, _works(work), axis, call)
 
 
 def start_all_to_all(
@@ -114,7 +125,9 @@ def start_all_to_all(
         return Pending(x)
     out = x.new_empty((x.shape[0] if received is None else sum(received), *x.shape[1:]))
     counts = _list(received), _list(sent)
-    return Pending(out, _works(dist.all_to_all_single(out, x.contiguous(), *counts, axis.group, async_op=True)))
+    call = _tell("all_to_all", axis, x)
+    work = dist.all_to_all_single(out, x.contiguous(), *counts, axis.group, async_op=True)
+    return Pending(out, _works(work), axis, call)
 
 
 def start_shift(x: Tensor, axis: Axis, by: int = 1) -> Pending:
@@ -127,7 +140,15 @@ def start_shift(x: Tensor, axis: Axis, by: int = 1) -> Pending:
         dist.P2POp(dist.isend, x.contiguous(), to, axis.group),
         dist.P2POp(dist.irecv, out, source, axis.group),
     ]
-    return Pending(out, tuple(dist.batch_isend_irecv(transfers)))
+    call = _tell("shift", axis, x)
+    return Pending(out, tuple(dist.batch_isend_irecv(transfers)), axis, call)
+
+
+def _tell(operation: str, axis: Axis, x: Tensor) -> Call | None:
+    """Tell the axis's observer, if it has one, that a collective starts."""
+    if axis.observer is None or torch.compiler.is_compiling():
+        return None
+    return axis.observer.started(operation, axis.name, axis.ranks, x.nbytes)
 
 
 def _works(work: dist.Work | None) -> tuple[dist.Work, ...]:
@@ -143,29 +164,49 @@ def _part(size: int, axis: Axis) -> int:
 # The collectives below wait at once and so are asked of torch in the form that torch.compile can trace.
 
 
+def _enter(operation: str, axis: Axis, x: Tensor) -> Call | None:
+    call = _tell(operation, axis, x)
+    if axis.observer is not None and call is not None:
+        axis.observer.waits(call)
+    return call
+
+
+def _leave(axis: Axis, call: Call | None) -> None:
+    if axis.observer is not None and call is not None:
+        axis.observer.waits(None)
+
+
 def _summed(x: Tensor, axis: Axis) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
+    call = _enter("all_reduce", axis, out)
     dist.all_reduce(out, group=axis.group)
+    _leave(axis, call)
     return out
 
 
 def _gathered(x: Tensor, axis: Axis, dim: int) -> Tensor:
     rows = x.movedim(dim, 0).contiguous()
     out = rows.new_empty((axis.size * rows.shape[0], *rows.shape[1:]))
+    call = _enter("gather", axis, rows)
     _all_gather(out, rows, axis.group)
+    _leave(axis, call)
     return out.movedim(0, dim)
 
 
 def _scattered(x: Tensor, axis: Axis, dim: int) -> Tensor:
     rows = x.movedim(dim, 0).contiguous()
     out = rows.new_empty((_part(rows.shape[0], axis), *rows.shape[1:]))
+    call = _enter("reduce_scatter", axis, rows)
     _reduce_scatter(out, rows, group=axis.group)
+    _leave(axis, call)
     return out.movedim(0, dim)
 
 
 def _exchanged(x: Tensor, axis: Axis, sent: Sequence[int] | None, received: Sequence[int] | None) -> Tensor:
     out = x.new_empty((x.shape[0] if received is None else sum(received), *x.shape[1:]))
+    call = _enter("all_to_all", axis, x)
     dist.all_to_all_single(out, x.contiguous(), _list(received), _list(sent), axis.group)
+    _leave(axis, call)
     return out
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from strata.comm.observer import Observer
 
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -20,6 +24,8 @@ class World:
 
     rank: from 0 to size - 1. local_rank: the same among the processes of this machine. device: where this process
     computes. backend: what torch.distributed was started with; None for one process alone, which starts nothing.
+    restarts: how often all ranks were started again after one failed. observer: told of the collectives along the axes
+    of this world; `dataclasses.replace` gives a world one.
     """
 
     rank: int
@@ -27,6 +33,8 @@ class World:
     size: int
     device: torch.device
     backend: str | None
+    restarts: int = 0
+    observer: Observer | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -36,7 +44,8 @@ class World:
 
 @contextmanager
 def join_world(device: str = "auto", *, timeout_seconds: float = 600.0) -> Iterator[World]:
-    """Join the processes that torchrun started; leave them at the end. Without torchrun the world is this process.
+    """Join the processes that torchrun, or `strata.train.launch`, started; leave them at the end. Without either the
+    world is this process.
 
     device: "cpu" (gloo), "cuda" (NCCL, and gloo for what lies on the host), or "auto", which is "cuda" where there is
     one. timeout_seconds: how long a collective waits for the other ranks before it fails.
@@ -48,17 +57,22 @@ def join_world(device: str = "auto", *, timeout_seconds: float = 600.0) -> Itera
     chosen = _device(kind, local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    restarts = _count(os.environ, "TORCHELASTIC_RESTART_COUNT", "0")
     if size == 1:
-        yield World(0, local_rank, 1, chosen, None)
+        yield World(0, local_rank, 1, chosen, None, restarts)
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     # With its device known, NCCL connects now and not in the middle of the first step.
     bound = chosen if chosen.type == "cuda" else None
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), device_id=bound)
-    try:
-        yield World(rank, local_rank, size, chosen, backend)
-    finally:
-        dist.destroy_process_group()
+    timeout = timedelta(seconds=timeout_seconds)
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    # torchrun keeps its store when it starts the ranks again: without a prefix they find addresses of those that died.
+    store = PrefixStore(f"restart-{restarts}", store)
+    dist.init_process_group(backend, timeout=timeout, device_id=bound, store=store, rank=rank, world_size=size)
+    yield World(rank, local_rank, size, chosen, backend, restarts)
+    # Not after an error: leaving waits for what is under way, and the other ranks are not told of it but by this one's
+    # end, which says who failed first.
+    dist.destroy_process_group()
 
 
 def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
@@ -77,8 +91,8 @@ def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
     return rank, local_rank, size
 
 
-def _count(environment: Mapping[str, str], name: str) -> int:
-    value = environment[name]
+def _count(environment: Mapping[str, str], name: str, default: str = "") -> int:
+    value = environment.get(name, default)
     if not value.isdecimal():
         raise ValueError(f"{name} = {value!r} is not a whole number; start the processes with torchrun")
     return int(value)

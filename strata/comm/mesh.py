@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from strata.comm.launch import World
+from strata.comm.observer import Observer
 
 # From the outermost, whose neighbours are far apart and speak little, to the innermost.
 AXES = ("pp", "dp", "shard", "cp", "tp")
@@ -24,7 +25,7 @@ class Axis:
     """The ranks that differ from this one along one direction of the mesh, this one included.
 
     index: the place of this rank in `ranks`, which holds ranks of the world. group: None if and only if size is 1; the
-    collectives are the identity then, so code for one process needs no branches.
+    collectives are the identity then, so code for one process needs no branches. observer: told of each collective.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Axis:
     index: int
     ranks: tuple[int, ...]
     group: ProcessGroup | None = field(repr=False, compare=False)
+    observer: Observer | None = field(default=None, repr=False, compare=False)
 
 
 class Mesh:
@@ -116,7 +118,7 @@ class Mesh:
         lines = tuple(map(tuple, rows.tolist()))
         own = next(line for line in lines if self.world.rank in line)
         group = self._group(lines) if len(own) > 1 else None
-        return Axis(name, len(own), own.index(self.world.rank), own, group)
+        return Axis(name, len(own), own.index(self.world.rank), own, group, self.world.observer)
 
     def _group(self, lines: tuple[tuple[int, ...], ...]) -> ProcessGroup:
         """One group for the same ranks, whatever the axis is called: a connection costs memory on the device."""
