@@ -1,0 +1,204 @@
+"""Memory and least time of a step under each layout: hand counts on the 8B shape, and what was measured of others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from strata.comm.cost import LINKS
+from strata.hardware.specs import device
+from strata.models.config import config_from_dict
+from strata.models.shapes import SHAPES
+from strata.parallel.layout import Layout
+from strata.train.estimate import estimate, memory, memory_by_rank
+from strata.train.least_time import Messages, least_time
+from strata.train.step_shape import StepShape
+
+GIB = 2**30
+H200, LINK = device("h200"), LINKS["h200"]
+RATE = 800e12
+CONFIG = config_from_dict(SHAPES["8B"], "8B")
+MIXTURE = config_from_dict(SHAPES["30B-A3B"], "30B-A3B")
+WEIGHTS, HEAD = 8_030_261_248, 128256 * 4096
+LAYER = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)  # matrices
+TOKENS = 16384
+HIDDEN_BYTES = 2 * TOKENS * 4096
+
+
+def shape(**layout: Any) -> StepShape:
+    """The 8B step of two sequences of 8192 tokens on each data-parallel rank."""
+    return StepShape(CONFIG, TOKENS, 8192, layout=Layout(**layout))
+
+
+def messages(given: StepShape, recompute: str = "none") -> dict[str, Messages]:
+    return dict(least_time(given, recompute, H200).messages)
+
+
+@pytest.mark.parametrize(
+    ("zero", "state", "sums"),
+    [
+        (0, 14 * WEIGHTS, 4 * WEIGHTS),
+        (1, 2 * WEIGHTS + 12 * WEIGHTS / 8, 4 * WEIGHTS),
+        (2, 2 * WEIGHTS + 12 * WEIGHTS / 8, 4 * WEIGHTS / 8),
+        (3, 12 * WEIGHTS / 8, 4 * WEIGHTS / 8),
+    ],
+)
+def test_zero_divides_state_and_sums(zero: int, state: float, sums: float) -> None:
+    layout = {"shard": 8} if zero else {"dp": 8}
+    found = memory(replace(shape(zero=zero, **layout), batches=4), "layers")
+    assert found.state == pytest.approx(state)
+    assert found.sums == pytest.approx(sums)
+
+
+def test_activations_are_divided_by_tp_and_by_tokens_only_with_sequence_parallel() -> None:
+    norms, matrices, log_sums = 2 * 4096, 6144 + 4096 + 3 * 14336, 4 * 32
+    read = 2 * 4096  # the results of norms, whole on each rank unless they are gathered once more to overlap
+    plain = 32 * TOKENS * (2 * (norms + read + matrices // 4) + log_sums // 4)
+    divided = 32 * TOKENS * (2 * (norms // 4 + read + matrices // 4) + log_sums // 4)
+    overlapped = 32 * TOKENS * (2 * (norms // 4 + read // 4 + matrices // 4) + log_sums // 4)
+    assert memory(shape(tp=4), "none").kept == plain
+    assert memory(shape(tp=4, sequence_parallel=True), "none").kept == divided
+    assert memory(shape(tp=4, sequence_parallel=True, overlap=True), "none").kept == overlapped
+    norm_weights = 65 * 4096
+    assert memory(shape(tp=4), "none").state == 14 * ((WEIGHTS - norm_weights) // 4 + norm_weights)
+
+
+def test_context_parallel_divides_tokens() -> None:
+    whole, part = memory(shape(), "none").kept, memory(shape(cp=4, zero=1, context="ulysses"), "none").kept
+    assert part == whole // 4
+
+
+def test_pipeline_ranks_hold_their_stages_and_as_many_micro_batches_as_are_under_way() -> None:
+    given = StepShape(CONFIG, 8192, 8192, 8, layout=Layout(pp=4, micro_batches=8))
+    held = given.held
+    assert [len(one.layers) for one in held] == [8, 9, 9, 6]  # the head is as much as two to three layers
+    assert [bool(one.embedding) for one in held] == [True, False, False, False]
+    assert [bool(one.head) for one in held] == [False, False, False, True]
+    assert sum(one.total for one in held) == WEIGHTS
+    of_layer = memory(StepShape(CONFIG, 8192, 8192), "none").kept // 32
+    found = memory_by_rank(given, "none")
+    assert [one.kept for one in found] == [4 * 8 * of_layer, 3 * 9 * of_layer, 2 * 9 * of_layer, 6 * of_layer]
+    assert all(one.sums == 4 * part.total for one, part in zip(found, held, strict=True))
+
+
+def test_experts_are_divided_by_ep_and_balanced() -> None:
+    alone = StepShape(MIXTURE, 4096, 4096)
+    shared = replace(alone, layout=Layout(shard=8, ep=8, zero=2))
+    experts = 48 * 128 * 3 * 2048 * 768
+    dense = alone.held[0].dense
+    assert alone.held[0].experts == experts
+    assert (shared.held[0].dense, shared.held[0].experts) == (dense, experts // 8)
+    # Experts have no other rank of "ep_shard" to divide their optimizer state with.
+    assert memory(shared, "none").state == 2 * (dense + experts // 8) + 12 * (dense // 8 + experts // 8)
+    # Of a token: norms, q k v before and after norms, attention; then routing and 8 rows through experts 768 wide.
+    attention = 2 * (2 * 2048 + (4096 + 1024) + 4096 + (4096 + 512) + 2048) + 4 * 32
+    routing = 2 * 128 + 4 * 128 + 8 * (4 + 8 + 16) + 2 * 2048
+    rows = 8 * 2 * (2048 + 3 * 768 + 2048)
+    # The fullest moment of one rank is the end, where there are all gradients and what one layer keeps.
+    assert memory(alone, "none").kept == 4096 * (attention + routing + rows)
+    assert memory(shared, "none").kept == 48 * 4096 * (attention + routing + rows + 8 * 2 * 2048)
+    active = 48 * (2048 * (2 * 4096 + 2 * 512) + 2048 * 128 + 8 * 3 * 2048 * 768) + 151936 * 2048
+    assert least_time(alone, "none", H200).products == pytest.approx(6 * active * 4096 / RATE)
+
+
+def test_gradients_and_weights_travel_while_passes_run() -> None:
+    for zero in (1, 2):
+        found = messages(shape(shard=8, zero=zero))
+        sent = 4 * WEIGHTS * 7 / 8
+        assert found["gradients"].cost.bytes == pytest.approx(sent)
+        assert found["weights"].cost.bytes == pytest.approx(sent / 2)
+        assert found["gradients"].seconds == pytest.approx(sent / LINK.bandwidth, rel=0.15)
+        # The embedding's gradient is complete last, and its weights are read first.
+        assert found["gradients"].exposed == pytest.approx(4 * HEAD * 7 / 8 / LINK.bandwidth, rel=0.15)
+        assert found["weights"].exposed == pytest.approx(2 * HEAD * 7 / 8 / LINK.bandwidth, rel=0.15)
+    several = replace(shape(shard=8, zero=1), batches=4)
+    assert messages(several)["gradients"].cost.bytes == pytest.approx(sent)
+    every = replace(shape(shard=8, zero=2), batches=4)
+    assert messages(every)["gradients"].cost.bytes == pytest.approx(4 * sent)
+    assert "weights" not in messages(shape(dp=8))
+    assert messages(shape(dp=8))["gradients"].cost.bytes == pytest.approx(2 * sent)
+    # What no computation is long enough to hide is exposed.
+    short = messages(StepShape(CONFIG, 512, 512, layout=Layout(shard=8, zero=1)))
+    backward = least_time(StepShape(CONFIG, 512, 512), "none", H200)
+    room = (backward.products + backward.attention) * 2 / 3
+    assert short["gradients"].exposed == pytest.approx(short["gradients"].seconds - room)
+
+
+def test_fsdp_gathers_twice_in_every_pass() -> None:
+    found = messages(replace(shape(shard=8, zero=3), batches=2))
+    assert found["weights"].cost.bytes == pytest.approx(2 * 2 * 2 * WEIGHTS * 7 / 8)
+    assert found["gradients"].cost.bytes == pytest.approx(2 * 4 * WEIGHTS * 7 / 8)
+    first = 2 * (2 * HEAD + LAYER) * 7 / 8 / LINK.bandwidth
+    assert found["weights"].exposed == pytest.approx(2 * first, rel=0.15)
+
+
+def test_tensor_parallel_waits_for_two_sums_a_layer_each_way() -> None:
+    calls = 2 * 2 * 32 + 2
+    plain = messages(shape(tp=8))["tensor"]
+    assert plain.cost.bytes == calls * 2 * HIDDEN_BYTES * 7 // 8
+    assert plain.exposed == plain.seconds
+    divided = messages(shape(tp=8, sequence_parallel=True))["tensor"]
+    assert divided.cost.bytes == plain.cost.bytes
+    overlapped = messages(shape(tp=8, sequence_parallel=True, overlap=True))["tensor"]
+    assert overlapped.cost.bytes == plain.cost.bytes + 64 * HIDDEN_BYTES * 7 // 8
+    assert overlapped.exposed < 0.25 * plain.exposed
+    again = messages(shape(tp=8), "layers")["tensor"]
+    assert again.cost.bytes == (calls + 64) * 2 * HIDDEN_BYTES * 7 // 8
+
+
+def test_context_parallel_sends_keys_around_or_exchanges_heads() -> None:
+    keys = 2 * (TOKENS // 4) * 1024
+    ring = messages(shape(cp=4))["context"]
+    # Forward keys and values three times; backward again, and their gradients in float32 four times.
+    assert ring.cost.bytes == 32 * (2 * 3 * 2 * keys + 4 * 4 * keys)
+    assert ring.exposed < ring.seconds
+    ulysses = messages(shape(cp=4, context="ulysses"))["context"]
+    assert ulysses.cost.bytes == 32 * 2 * (2 * 4 * keys + 2 * keys) * 3 // 4
+    assert ulysses.exposed == ulysses.seconds
+
+
+def test_experts_exchange_rows_four_times_a_layer() -> None:
+    found = messages(StepShape(MIXTURE, 4096, 4096, layout=Layout(shard=8, ep=8, zero=1)))["experts"]
+    rows, counts = 2 * 8 * 4096 * 2048, 8 * 128
+    assert found.cost.bytes == 48 * (4 * rows + counts) * 7 // 8
+    assert found.exposed == found.seconds
+
+
+@pytest.mark.parametrize(("schedule", "idle"), [("1f1b", 3.0), ("zero-bubble", 1.0)])
+def test_pipeline_waits_at_both_ends(schedule: str, idle: float) -> None:
+    """Of passes of equal length forward, inputs and weights: 3 (ranks - 1), a third of it with zero-bubble."""
+    found = least_time(
+        StepShape(CONFIG, 8192, 8192, 8, layout=Layout(pp=4, micro_batches=8, schedule=schedule)), "none", H200
+    )
+    a_pass = (found.products + found.attention) / 8 / 3
+    assert found.bubble == pytest.approx(3 * idle * a_pass, rel=0.3)  # attention's backward pass is not halved
+    assert found.messages["stages"].cost.bytes == 8 * 2 * 2 * 8192 * 4096
+    assert found.messages["stages"].exposed == 0
+    parts = found.products + found.attention + found.update + found.bubble + found.communication
+    assert found.seconds == parts
+
+
+def test_one_rank_has_no_messages_and_other_links_are_refused() -> None:
+    assert least_time(shape(), "none", H200).messages == {}
+    assert least_time(shape(), "none", device("h100")).seconds > 0
+    with pytest.raises(ValueError, match="the link between several h100 is not measured; known are h200"):
+        estimate(shape(tp=8), device("h100"))
+
+
+def test_estimate_against_what_was_measured() -> None:
+    found = estimate(StepShape(config_from_dict(SHAPES["1B"], "1B"), TOKENS, 8192), H200)
+    # T6 on an H200: 57,693 tokens/s at 52.6 % MFU in 42.77 GiB.
+    assert found.recompute == "none"
+    assert found.fullest.total / GIB == pytest.approx(42.77, rel=0.02)
+    assert 57_693 < found.tokens_per_second < 1.5 * 57_693
+    assert found.mfu / found.tokens_per_second == pytest.approx(0.526 / 57_693, rel=0.01)
+    # T7 with FSDP2 on eight, of torchtitan (53.2 GiB, 9,567 tokens/s a GPU) and a plain script (60.6, 9,925): both
+    # recompute something, but no whole layers.
+    fsdp = shape(shard=8, zero=3)
+    least, most = memory(fsdp, "layers").total / GIB, memory(fsdp, "none").total / GIB
+    assert least < 53.2 < 60.6 < most
+    whole = estimate(fsdp, H200, "none")
+    assert whole.tokens == 8 * TOKENS
+    assert 9_925 < whole.tokens_per_second / 8 < 1.6 * 9_925
