@@ -30,12 +30,14 @@ _DECODER, _LAST_NORM = "model", "model.norm"
 class TensorSharding:
     """How the ranks of a tensor axis hold the parameters of a model, by name.
 
-    experts: the axis that shares the experts out; None while every rank holds all of them.
+    shapes: of the whole parameters. experts: the axis that shares the experts out; None while every rank holds all of
+    them.
     """
 
     axis: Axis
     sequence_parallel: bool
     placements: Mapping[str, Placement]
+    shapes: Mapping[str, tuple[int, ...]]
     experts: Axis | None = None
 
     def is_repeated(self, name: str) -> bool:
@@ -44,10 +46,26 @@ class TensorSharding:
 
     def part(self, name: str, full: Tensor) -> Tensor:
         """This rank's part, a view, of a parameter that is given whole."""
+        if (division := self._division(name)) is None:
+            return full
+        dim, axis = division
+        first, end = span(full.shape[dim], axis.size, axis.index)
+        return full.narrow(dim, first, end - first)
+
+    def box(self, name: str) -> tuple[tuple[int, int], ...]:
+        """Where this rank's part lies in the whole parameter: first and end along every dimension."""
+        box = [(0, size) for size in self.shapes[name]]
+        if (division := self._division(name)) is not None:
+            dim, axis = division
+            box[dim] = span(self.shapes[name][dim], axis.size, axis.index)
+        return tuple(box)
+
+    def _division(self, name: str) -> tuple[int, Axis] | None:
+        """The dimension that is divided and the ranks that divide it; None for a parameter that each holds whole."""
         if self.placements[name] is Placement.EXPERT:
-            return full if self.experts is None else _cut(full, 0, self.experts)
+            return None if self.experts is None else (0, self.experts)
         dim = self.placements[name].divided_dim
-        return full if dim is None else _cut(full, dim, self.axis)
+        return None if dim is None else (dim, self.axis)
 
     @torch.no_grad()
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
@@ -84,8 +102,9 @@ def shard_model(
     overlap: with sequence parallelism, messages travel while the products that need them are computed
     (`strata.parallel.ring_products`); batches then need a multiple of the ranks of tokens.
     """
-    placed = placements((name for name, _ in model.named_parameters()), table)
-    sharding = TensorSharding(axis, sequence_parallel, placed)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    placed = placements(shapes, table)
+    sharding = TensorSharding(axis, sequence_parallel, placed, shapes)
     if axis.group is None:
         return sharding
     entrances: dict[str, Siblings] = {}
@@ -107,12 +126,6 @@ def shard_model(
         if sequence_parallel:
             model.get_submodule(_DECODER).register_forward_hook(_without_padding)
     return sharding
-
-
-def _cut(full: Tensor, dim: int, axis: Axis) -> Tensor:
-    """This rank's part, a view."""
-    first, end = span(full.shape[dim], axis.size, axis.index)
-    return full.narrow(dim, first, end - first)
 
 
 class RowLinear(nn.Module):

@@ -1,0 +1,231 @@
+"""Writes checkpoints of all ranks while training goes on, and puts the newest one back into a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strata.comm.collectives import start_all_reduce
+from strata.comm.exchange import gather_json
+from strata.comm.launch import World
+from strata.comm.mesh import Mesh
+from strata.train.checkpoints.folder import (
+    Warn,
+    check_recipe,
+    checkpoint_path,
+    checkpoints,
+    clear_unfinished,
+    part_path,
+    prune,
+    publish,
+    read_state,
+)
+from strata.train.checkpoints.index import CorruptCheckpoint, Index, StoredPiece
+from strata.train.checkpoints.reader import load
+from strata.train.checkpoints.snapshot import HostBuffer, Snapshot
+from strata.train.checkpoints.state import Piece
+from strata.train.checkpoints.writer import STOPPED, ShareWriter
+
+_HOST = torch.device("cpu")
+_POLL_SECONDS = 0.01
+
+
+class Checkpointer:
+    """The checkpoints of a run, in a folder that all ranks see. Every rank makes one, and calls its methods alike.
+
+    A step: the passes, `before_update`, the optimizer's update, `poll`, and after some steps `start`. One checkpoint at
+    a time is under way; at the end `finish`.
+
+    stalled_seconds: for how long, since the beginning, these calls have kept the host from training.
+    """
+
+    def __init__(self, folder: Path, world: World, *, keep: int, warn: Warn) -> None:
+        """Removes what an interrupted run left unfinished. keep: how many checkpoints remain. warn: is told, on every
+        rank, of a checkpoint that could not be written or read.
+        """
+        if keep < 1:
+            raise ValueError(f"keep = {keep} checkpoints must be at least 1")
+        self.folder, self.world, self.keep, self.warn = folder, world, keep, warn
+        self.stalled_seconds = 0.0
+        self._everyone = Mesh.of(world, {"dp": world.size}).axis("dp")
+        self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
+        self._copied: torch.cuda.Event | None = None
+        self._buffer = HostBuffer(0, pinned=False)
+        self._writer: ShareWriter | None = None
+        self._step = 0
+        if world.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            clear_unfinished(folder)
+        self._agree(True)
+
+    def prepare(self, pieces: Sequence[Piece]) -> None:
+        """Allocate the host memory for checkpoints of such pieces. The first `start` does it otherwise, and pinned
+        memory takes seconds. The memory is kept.
+        """
+        snapshot = Snapshot(pieces)
+        if self._buffer.size < snapshot.size or (snapshot.is_on_device and not self._buffer.pinned):
+            self._buffer = HostBuffer(snapshot.size, pinned=snapshot.is_on_device)
+
+    def start(self, step: int, state: Mapping[str, Any], pieces: Sequence[Piece]) -> None:
+        """Begin the checkpoint of a step. The pieces may change again after `before_update`.
+
+        state: of the run, what JSON can hold; `restore` wants a "recipe" in it. pieces: as the current stream leaves
+        them. If the checkpoint before is not yet written, waits for it.
+        """
+        self.finish()
+        with self._stall():
+            self.prepare(pieces)
+            snapshot = Snapshot(pieces)
+            complete = self._copy(snapshot)
+            text = json.dumps(state, indent=2) + "\n" if self.world.is_main else None
+            self._step = step
+            self._writer = ShareWriter(
+                part_path(self.folder, step),
+                self.world.rank,
+                text,
+                snapshot,
+                self._buffer,
+                *(partial(_wait, event, self.world.device) for event in (complete, self._copied)),
+            )
+
+    def before_update(self) -> None:
+        """Call this before the pieces change: the device's stream, not the host, waits for copies of what is on the
+        device; the host waits for those of what it holds itself.
+
+        An update that is part of a recorded graph begins with the graph: call this before the replay.
+        """
+        if self._writer is None:
+            return
+        if self._copied is not None:
+            torch.cuda.current_stream(self.world.device).wait_event(self._copied)
+        with self._stall():
+            self._writer.wait_for_host_copies()
+
+    def poll(self) -> Path | None:
+        """The checkpoint that has just become whole, if one has. While one is under way, ranks wait for each other."""
+        if self._writer is None:
+            return None
+        with self._stall():
+            return self._settle(self._writer)
+
+    def finish(self) -> Path | None:
+        """Wait for the checkpoint under way; the result is that of `poll`."""
+        while self._writer is not None:
+            if (path := self.poll()) is not None:
+                return path
+            with self._stall():
+                time.sleep(_POLL_SECONDS)
+        return None
+
+    def restore(self, pieces: Sequence[Piece], recipe: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Fill the pieces from the newest checkpoint that can be read, whatever layout wrote it. Returns the state that
+        was given to `start`; None if there is no checkpoint.
+
+        recipe: what the checkpoint must have been made with, see `check_recipe`. Raises ValueError, on all ranks, if it
+        is another, if the checkpoint is of another model or optimizer, or if all checkpoints are corrupt.
+        """
+        # As the first rank sees the folder, so that all ranks read the same.
+        found = gather_json([path.name for path in checkpoints(self.folder)], self._everyone, _HOST)[0]
+        for path in (self.folder / name for name in reversed(found)):
+            state: dict[str, Any] = {}
+            outcome = {"corrupt": "", "wrong": ""}
+            try:
+                state = read_state(path)
+                check_recipe(path, state["recipe"], recipe)
+                load(path, pieces)
+            except CorruptCheckpoint as error:
+                outcome["corrupt"] = str(error)
+            except ValueError as error:
+                outcome["wrong"] = str(error)
+            outcomes = gather_json(outcome, self._everyone, _HOST)
+            if wrong := [one["wrong"] for one in outcomes if one["wrong"]]:
+                raise ValueError(wrong[0])
+            if not (corrupt := [one["corrupt"] for one in outcomes if one["corrupt"]]):
+                return state
+            self.warn(corrupt[0])
+        if found:
+            raise ValueError(f"all {len(found)} checkpoints in {self.folder} are corrupt; remove them to begin again")
+        return None
+
+    def _copy(self, snapshot: Snapshot) -> torch.cuda.Event | None:
+        """Begin to copy from the device. Returns what marks the moment from which tensors on the host have values."""
+        if self._stream is None:
+            return None
+        # A thread that waits for it must not keep a core busy.
+        complete, self._copied = torch.cuda.Event(blocking=True), torch.cuda.Event(blocking=True)
+        complete.record(torch.cuda.current_stream(self.world.device))
+        self._stream.wait_event(complete)
+        with torch.cuda.stream(self._stream):
+            snapshot.copy(self._buffer, from_device=True)
+        self._copied.record(self._stream)
+        return complete
+
+    def _settle(self, writer: ShareWriter) -> Path | None:
+        """Publish the checkpoint if all ranks have written their shares, or remove it if one cannot."""
+        done = writer.is_done  # read first: an error is there before the end
+        all_done, all_good = self._agree(done, writer.error is None)
+        if not all_good:
+            writer.stop()
+        if not all_done:
+            return None
+        self._writer = self._copied = None
+        reports = gather_json(writer.report(), self._everyone, _HOST)
+        errors = [
+            f"rank {rank}: {report['error']}"
+            for rank, report in enumerate(reports)
+            if report["error"] not in (None, STOPPED)
+        ]
+        if self.world.is_main:
+            errors = errors or self._publish(reports)
+            if errors:
+                shutil.rmtree(writer.part, ignore_errors=True)
+        errors = gather_json(errors, self._everyone, _HOST)[0]
+        if errors:
+            self.warn(f"the checkpoint of step {self._step} was not written ({'; '.join(errors)}); those before remain")
+            return None
+        return checkpoint_path(self.folder, self._step)
+
+    def _publish(self, reports: Sequence[Mapping[str, Any]]) -> list[str]:
+        """By the first rank, from what all say of their shares. Returns what went wrong."""
+        files = {name: size for report in reports for name, size in report["files"].items()}
+        try:
+            pieces = [StoredPiece.of(piece) for report in reports for piece in report["pieces"]]
+            index = Index(files, reports[0]["state_crc32"], pieces)
+            index.check()
+            path = publish(self.folder, self._step, index)
+        except (OSError, ValueError) as error:
+            return [f"rank 0: {type(error).__name__}: {error}"]
+        try:
+            prune(self.folder, path, self.keep)
+        except OSError as error:
+            self.warn(f"checkpoints before {path} could not be removed: {error}")
+        return []
+
+    def _agree(self, *flags: bool) -> list[bool]:
+        """Of each flag whether it is set on all ranks."""
+        reduced = start_all_reduce(torch.tensor(flags, dtype=torch.int32), self._everyone, "min").wait()
+        return [bool(flag) for flag in reduced.tolist()]
+
+    @contextmanager
+    def _stall(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stalled_seconds += time.perf_counter() - began
+
+
+def _wait(event: torch.cuda.Event | None, device: torch.device) -> None:
+    """Wait, in another thread, for what happens on the device; nothing if there is none."""
+    if event is not None:
+        # Or the thread would make a context, and take memory, on the first device.
+        torch.cuda.set_device(device)
+        event.synchronize()

@@ -1,0 +1,40 @@
+"""From a checkpoint to a model folder as Hugging Face lays it out, for `strata serve` and transformers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from strata.models.config import ModelConfig
+from strata.models.families import build
+from strata.models.save import save
+from strata.models.weights import materialize
+from strata.train.checkpoints.reader import Reader
+from strata.train.checkpoints.regions import Run
+from strata.train.checkpoints.state import MASTER
+
+
+@torch.no_grad()
+def export(path: Path, config: ModelConfig, tokenizer: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write the masters of the checkpoint `path`, rounded to `dtype`, to the folder `out`; see `save`.
+
+    tokenizer: a folder with its files. Holds the model in `dtype` in host memory, and of the masters what is being
+    read. Raises ValueError if the checkpoint is corrupt or of another model than `config`, or if memory does not
+    suffice.
+    """
+    with torch.device("meta"):
+        model = build(config)
+    with Reader(path) as reader:
+        wanted = dict(model.named_parameters())
+        for name, parameter in wanted.items():
+            reader.check(MASTER, name, tuple(parameter.shape))
+        stored_names = {piece.name for piece in reader.index.pieces if piece.kind == MASTER}
+        if unknown := sorted(stored_names - wanted.keys()):
+            raise ValueError(f"checkpoint {path} has {unknown[0]}, which this model has not; it is of another model")
+        materialize(model, torch.device("cpu"), dtype)
+        for name, parameter in model.named_parameters():
+            whole = Run(tuple((0, size) for size in parameter.shape), 0, math.prod(parameter.shape))
+            reader.fill(MASTER, name, whole, parameter.view(-1))
+    save(model, config, out, tokenizer)

@@ -1,0 +1,148 @@
+"""The folder of a run's checkpoints: their names, which are whole, how one appears, and which are removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from strata.train.checkpoints.index import INDEX, STATE, CorruptCheckpoint, Index, read_index
+
+_NAME = re.compile(r"step-(\d{8,})")
+
+Warn = Callable[[str], None]
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Those that were published in a folder, oldest first. What is still being written has another name."""
+    return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step after which a checkpoint was made."""
+    return int(path.name.removeprefix("step-"))
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step appears."""
+    return folder / f"step-{step:08}"
+
+
+def part_path(folder: Path, step: int) -> Path:
+    """Where it is until then."""
+    return folder / f".{checkpoint_path(folder, step).name}.part"
+
+
+def newest(folder: Path, warn: Warn) -> Path | None:
+    """The newest checkpoint that is whole: all files are there and have their sizes. Checksums are for `load`.
+
+    warn: is told of each newer one that is not.
+    """
+    return next(whole_checkpoints(folder, warn), None)
+
+
+def whole_checkpoints(folder: Path, warn: Warn) -> Iterator[Path]:
+    """Newest first. warn: is told of those that are left out."""
+    for path in reversed(checkpoints(folder)):
+        try:
+            check_files(path)
+        except CorruptCheckpoint as error:
+            warn(str(error))
+        else:
+            yield path
+
+
+def check_files(path: Path) -> Index:
+    """The table of a checkpoint. Raises CorruptCheckpoint, naming the file, if one is missing, has another size than
+    the table says, or if `state.json` has changed.
+    """
+    index = read_index(path)
+    for name, size in index.files.items():
+        file = path / name
+        if not file.is_file():
+            raise CorruptCheckpoint(file, "it is missing")
+        if file.stat().st_size != size:
+            raise CorruptCheckpoint(file, f"it has {file.stat().st_size} bytes, {size} were written")
+    if absent := {STATE, *(piece.file for piece in index.pieces)} - index.files.keys():
+        raise CorruptCheckpoint(path / INDEX, f"it does not list {min(absent)}")
+    if zlib.crc32((path / STATE).read_bytes()) != index.state_crc32:
+        raise CorruptCheckpoint(path / STATE, "its checksum is not that of what was written")
+    return index
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What the run wrote into `state.json`. Raises CorruptCheckpoint as `check_files` does."""
+    check_files(path)
+    state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+    return state
+
+
+def publish(folder: Path, step: int, index: Index) -> Path:
+    """Add the table to what all ranks have written for a step, and let the checkpoint appear, all at once.
+
+    After a crash at any moment, and after a power cut, there is the whole checkpoint or none. One of the same step, of
+    an earlier attempt, is replaced.
+    """
+    part, target = part_path(folder, step), checkpoint_path(folder, step)
+    write_durably(part / INDEX, index.to_json().encode())
+    _flush_folder(part)
+    if target.exists():
+        replaced = folder / f".{target.name}.replaced.part"
+        target.rename(replaced)
+        part.rename(target)
+        shutil.rmtree(replaced)
+    else:
+        part.rename(target)
+    _flush_folder(folder)
+    return target
+
+
+def prune(folder: Path, latest: Path, keep: int) -> None:
+    """Remove those before the `keep` newest ones up to `latest`. Later ones are of a run that was resumed further back;
+    `latest` never gives way to them.
+    """
+    for path in [one for one in checkpoints(folder) if step_of(one) <= step_of(latest)][:-keep]:
+        # Under its own name a checkpoint is whole, even if this process ends in the middle of the removal.
+        doomed = folder / f".{path.name}.removed.part"
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def clear_unfinished(folder: Path) -> None:
+    """Remove what processes left that ended in the middle of a checkpoint."""
+    for path in folder.glob(".step-*.part"):
+        shutil.rmtree(path)
+
+
+def write_durably(file: Path, data: bytes) -> None:
+    """Write a file that survives a power cut."""
+    with file.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    """The names in a folder survive a power cut from here on."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_recipe(path: Path, saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
+    """Raises ValueError, naming the first difference, if a checkpoint is of another recipe: values by section."""
+    for section in recipe:
+        for key in recipe[section].keys() | saved.get(section, {}).keys():
+            was, now = saved.get(section, {}).get(key), recipe[section].get(key)
+            if was != now:
+                raise ValueError(
+                    f"cannot resume {path}: {section}.{key} was {was!r} and is now {now!r}; "
+                    f"restore it, or start a new run in another folder"
+                )

@@ -1,0 +1,268 @@
+"""What goes wrong with checkpoints: full disks, processes that are killed, damaged files, other recipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strata.comm.launch import World
+from strata.train.checkpoints.checkpointer import Checkpointer
+from strata.train.checkpoints.folder import checkpoints, newest, read_state
+from strata.train.checkpoints.index import CorruptCheckpoint
+from strata.train.checkpoints.reader import load
+from strata.train.checkpoints.state import Piece
+from tests.parallel.ranks import run_ranks
+
+ALONE = World(0, 0, 1, torch.device("cpu"), None)
+RECIPE = {"run": {"seed": 3}, "data": {"files": ["a", "b"]}}
+
+
+def pieces_with(value: float, rank: int = 0, ranks: int = 1, elements: int = 60_000) -> list[Piece]:
+    """This rank's part of two tensors, filled with a value."""
+    part = elements // ranks
+    return [
+        Piece(kind, "weight", (elements,), ((0, elements),), rank * part, torch.full((part,), float(value)))
+        for kind in ("master", "exp_avg")
+    ]
+
+
+def state_at(step: int) -> dict[str, Any]:
+    return {"recipe": RECIPE, "position": {"step": step}}
+
+
+def write(folder: Path, *steps: int, keep: int = 3, warn: Callable[[str], None] | None = None) -> list[Path]:
+    """Checkpoints of one process, whose tensors hold the step."""
+    warnings: list[str] = []
+    checkpointer = Checkpointer(folder, ALONE, keep=keep, warn=warn or warnings.append)
+    for step in steps:
+        checkpointer.start(step, state_at(step), pieces_with(step))
+        checkpointer.finish()
+    assert not warnings
+    return checkpoints(folder)
+
+
+def one_rank_cannot_write(world: World, folder: Path) -> dict[str, Any]:
+    """A checkpoint that fails between two that do not, and what is restored once a file is damaged."""
+    warnings: list[str] = []
+    where = folder / "checkpoints"
+    if world.is_main:
+        (where / ".step-00000009.part").mkdir(parents=True)
+    checkpointer = Checkpointer(where, world, keep=2, warn=warnings.append)
+    cleared = not any(where.iterdir())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    seen = []
+    for step in (1, 2, 3):
+        if step == 2 and world.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        checkpointer.start(step, state_at(step), pieces_with(step, world.rank, world.size))
+        checkpointer.before_update()
+        told = len(warnings)
+        while (path := checkpointer.poll()) is None and len(warnings) == told:
+            time.sleep(0.001 * (1 + world.rank))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        remains = (where / f".step-{step:08}.part").exists()
+        seen.append([path and path.name, [one.name for one in checkpoints(where)], remains])
+    pieces = pieces_with(float("nan"), world.rank, world.size)
+    restored = [checkpointer.restore(pieces, RECIPE)]
+    values = [piece.tensor.unique().tolist() for piece in pieces]
+    if world.is_main:
+        flip(where / "step-00000003" / "rank-00001.safetensors", -5)
+    restored.append(checkpointer.restore(pieces, RECIPE))
+    values += [piece.tensor.unique().tolist() for piece in pieces]
+    return {"cleared": cleared, "seen": seen, "warnings": warnings, "restored": restored, "values": values}
+
+
+def test_a_full_disk_on_one_rank_fails_the_checkpoint_on_all(tmp_path: Path) -> None:
+    ranks = run_ranks(one_rank_cannot_write, 2, tmp_path)
+    for rank in ranks:
+        assert rank["cleared"]
+        assert rank["seen"] == [
+            ["step-00000001", ["step-00000001"], False],
+            [None, ["step-00000001"], False],
+            ["step-00000003", ["step-00000001", "step-00000003"], False],
+        ]
+        full, damaged = rank["warnings"]
+        assert full == (
+            "the checkpoint of step 2 was not written (rank 1: OSError: [Errno 27] File too large); those before remain"
+        )
+        assert "step-00000003 is corrupt: rank-00001.safetensors: the checksum of exp_avg/weight" in damaged
+        assert rank["restored"] == [state_at(3), state_at(1)]
+        assert rank["values"] == [[3.0], [3.0], [1.0], [1.0]]
+
+
+def killed_while_writing(folder: Path, kills: int) -> None:
+    """Processes that write checkpoints one after another, each killed at a random moment; then one is read."""
+    draw = random.Random(5)
+    last, unfinished = 0, 0
+    for _ in range(kills):
+        before = last + 1
+        if not (process := os.fork()):
+            checkpointer = Checkpointer(folder, ALONE, keep=2, warn=print)
+            for step in range(before, before + 1000):
+                checkpointer.start(step, state_at(step), pieces_with(step, elements=1_000_000))
+                checkpointer.finish()
+        time.sleep(draw.uniform(0.02, 0.2))
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        unfinished += bool(list(folder.glob(".step-*.part")))
+        path = newest(folder, _fail)
+        if path is not None:
+            pieces = pieces_with(float("nan"), elements=1_000_000)
+            load(path, pieces)
+            step = read_state(path)["position"]["step"]
+            assert path.name == f"step-{step:08}"
+            assert step >= last, "a checkpoint that was whole has gone"
+            assert all((piece.tensor == step).all() for piece in pieces)
+            last = step
+    print(json.dumps({"last": last, "unfinished": unfinished}))
+
+
+def _fail(message: str) -> None:
+    raise AssertionError(message)
+
+
+def test_a_process_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    code = f"from {__name__} import *; killed_while_writing(Path({str(tmp_path)!r}), kills=20)"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["last"] > 5
+    assert found["unfinished"] > 3  # the kills did hit checkpoints in the middle
+    write(tmp_path, found["last"] + 1)
+    assert not list(tmp_path.glob(".*"))
+
+
+def flip(file: Path, at: int) -> None:
+    """Change one bit of a file. at: the byte, from the end if negative."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a byte of the data": (
+        lambda path: flip(path / "rank-00000.safetensors", -100),
+        r"rank-00000\.safetensors: the checksum of exp_avg/weight is not that of what was written",
+    ),
+    "the header": (lambda path: flip(path / "rank-00000.safetensors", 9), r"rank-00000\.safetensors: "),
+    "a truncated file": (
+        lambda path: cut(path / "rank-00000.safetensors"),
+        r"rank-00000\.safetensors: it has \d+ bytes, \d+ were written",
+    ),
+    "a missing file": (lambda path: (path / "rank-00000.safetensors").unlink(), r"rank-00000\.safetensors: it is miss"),
+    "a missing index": (lambda path: (path / "index.json").unlink(), r"index\.json: it is missing"),
+    "an index cut short": (lambda path: cut(path / "index.json") or cut(path / "index.json"), r"index\.json: it is no"),
+    "a missing state": (lambda path: (path / "state.json").unlink(), r"state\.json: it is missing"),
+    "a changed state": (lambda path: flip(path / "state.json", 20), r"state\.json: its checksum is not that"),
+    "no folder": (lambda path: shutil.rmtree(path) or path.mkdir(), r"index\.json: it is missing"),
+}
+SEEN_BY_SIZE = {*DAMAGE} - {"a byte of the data", "the header"}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named_and_the_checkpoint_before_is_taken(kind: str, tmp_path: Path) -> None:
+    older, latest = write(tmp_path, 10, 20)
+    damage, message = DAMAGE[kind]
+    damage(latest)
+    full = rf"^checkpoint {latest} is corrupt: {message}.*; remove it to resume from the one before$"
+    with pytest.raises(CorruptCheckpoint, match=full):
+        load(latest, pieces_with(0))
+    warnings: list[str] = []
+    assert newest(tmp_path, warnings.append) == (older if kind in SEEN_BY_SIZE else latest)
+    assert len(warnings) == (kind in SEEN_BY_SIZE)
+    warnings.clear()
+    checkpointer = Checkpointer(tmp_path, ALONE, keep=3, warn=warnings.append)
+    pieces = pieces_with(float("nan"))
+    assert checkpointer.restore(pieces, RECIPE) == state_at(10)
+    assert all((piece.tensor == 10).all() for piece in pieces)
+    assert len(warnings) == 1
+    damage(older)
+    with pytest.raises(ValueError, match=r"all 2 checkpoints in .* are corrupt; remove them to begin again"):
+        checkpointer.restore(pieces, RECIPE)
+
+
+def test_tables_that_do_not_make_up_whole_tensors_are_refused(tmp_path: Path) -> None:
+    (path,) = write(tmp_path, 10)
+    table = json.loads((path / "index.json").read_text())
+    for change, message in (
+        ({"start": 1}, "a piece of master/weight lies outside of it"),
+        ({"elements": 59_999}, "master/weight has 60000 elements, and the pieces together 59999"),
+        ({"shape": [60_000.5]}, "has a size that is not a count"),
+        ({"surprise": 1}, "unexpected keyword"),
+    ):
+        changed = table | {"pieces": [table["pieces"][0] | change, *table["pieces"][1:]]}
+        (path / "index.json").write_text(json.dumps(changed))
+        with pytest.raises(CorruptCheckpoint, match=message):
+            load(path, pieces_with(0))
+    (path / "index.json").write_text(json.dumps(table | {"format": "strata-checkpoint-9"}))
+    with pytest.raises(ValueError, match=r"format 'strata-checkpoint-9'; this version reads 'strata-checkpoint-1'"):
+        newest(tmp_path, _fail)
+
+
+def test_another_recipe_is_an_error_that_names_the_difference(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    checkpointer = Checkpointer(tmp_path, ALONE, keep=1, warn=_fail)
+    with pytest.raises(ValueError, match=r"cannot resume .*step-00000010: data\.files was \['a', 'b'\] and is now"):
+        checkpointer.restore(pieces_with(0), RECIPE | {"data": {"files": ["a"]}})
+
+
+def test_the_latest_remain_and_a_repeated_step_is_replaced(tmp_path: Path) -> None:
+    assert Checkpointer(tmp_path, ALONE, keep=2, warn=_fail).restore(pieces_with(0), RECIPE) is None
+    assert newest(tmp_path, _fail) is None
+    assert [path.name[-2:] for path in write(tmp_path, 10, 20, 30, keep=2)] == ["20", "30"]
+    # A run that was resumed at 20: what it writes does not give way to what it left behind.
+    assert [path.name[-2:] for path in write(tmp_path, 25, keep=1)] == ["25", "30"]
+    flip(tmp_path / "step-00000030" / "state.json", 20)
+    assert [path.name[-2:] for path in write(tmp_path, 30, keep=1)] == ["30"]
+    assert newest(tmp_path, _fail) == tmp_path / "step-00000030"
+    with pytest.raises(ValueError, match="keep = 0 checkpoints must be at least 1"):
+        Checkpointer(tmp_path, ALONE, keep=0, warn=_fail)
+
+
+def test_a_start_waits_for_the_checkpoint_before_and_training_does_not(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, ALONE, keep=5, warn=_fail)
+    pieces = pieces_with(1, elements=20_000_000)
+    checkpointer.prepare(pieces)
+    assert checkpointer.stalled_seconds == 0
+    began = time.perf_counter()
+    checkpointer.start(1, state_at(1), pieces)
+    returned = time.perf_counter() - began
+    assert checkpointer.stalled_seconds < returned
+    assert checkpointer.poll() is None  # 160 MB are not on the disk yet
+    checkpointer.before_update()
+    for piece in pieces:
+        piece.tensor.fill_(2)
+    checkpointer.start(2, state_at(2), pieces)
+    assert checkpoints(tmp_path) == [tmp_path / "step-00000001"]
+    assert checkpointer.stalled_seconds > returned
+    checkpointer.finish()
+    for step in (1, 2):
+        load(tmp_path / f"step-{step:08}", pieces)
+        assert all((piece.tensor == step).all() for piece in pieces)
+
+
+def test_what_cannot_be_stored_is_an_error_before_training(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, ALONE, keep=1, warn=_fail)
+    for tensor in (torch.zeros(4, dtype=torch.int64), torch.zeros(2, 2), torch.zeros(8)[::2]):
+        with pytest.raises(ValueError, match=r"master of weight must be flat, contiguous and of a float dtype, not "):
+            checkpointer.prepare([Piece("master", "weight", (4,), ((0, 4),), 0, tensor)])

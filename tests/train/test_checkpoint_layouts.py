@@ -1,0 +1,221 @@
+"""Checkpoints written under one layout and read under others, bit by bit, and their export."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strata.comm.launch import World
+from strata.models.config import ModelConfig
+from strata.models.families import build
+from strata.models.weights import load as load_model
+from strata.parallel.data_parallel import gradient_axes
+from strata.parallel.layout import Layout
+from strata.parallel.parallelize import Parallel, parallelize
+from strata.parallel.schedules import make_schedule
+from strata.parallel.stages import ModelPart, layer_spans
+from strata.train.checkpoints.checkpointer import Checkpointer
+from strata.train.checkpoints.export import export
+from strata.train.checkpoints.folder import newest
+from strata.train.checkpoints.reader import load
+from strata.train.checkpoints.state import Piece, pieces_of
+from tests.parallel.models import config_of, random_model
+from tests.parallel.ranks import run_ranks
+
+# Sizes that ranks do not divide, an embedding that is tied, and head norms of two elements: of four ranks of FSDP, two
+# have none of them.
+CONFIGS = {"dense": config_of("qwen3-biases-tied", head_dim=2), "experts": config_of("qwen3-moe", head_dim=2)}
+LAYOUTS: dict[int, dict[str, tuple[str, Layout]]] = {
+    1: {"dense": ("dense", Layout()), "experts": ("experts", Layout())},
+    2: {
+        "dp2": ("dense", Layout(dp=2)),
+        "zero2": ("dense", Layout(shard=2, zero=2)),
+        "tp2": ("dense", Layout(tp=2)),
+        "fsdp2": ("dense", Layout(shard=2, zero=3)),
+        "pp2": ("dense", Layout(pp=2)),
+        "ep2": ("experts", Layout(shard=2, ep=2, zero=1)),
+    },
+    4: {
+        "zero1-tp": ("dense", Layout(shard=2, tp=2, zero=1, sequence_parallel=True)),
+        "hsdp": ("dense", Layout(dp=2, shard=2, zero=3)),
+        "fsdp4": ("dense", Layout(shard=4, zero=3)),
+        "pp2-dp": ("dense", Layout(pp=2, dp=2)),
+        "ep2-fsdp4": ("experts", Layout(shard=4, ep=2, zero=3)),
+    },
+}
+KINDS = ("exp_avg", "exp_avg_sq")
+RECIPE = {"run": {"seed": 1}}
+
+
+def value_of(kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Of a whole tensor, the same wherever it is asked for."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{kind} {name}".encode()))
+    return torch.randn(shape, generator=generator)
+
+
+def model_of(config: ModelConfig, layout: Layout, world: World) -> Any:
+    """Whole, or this rank's stages."""
+    model = random_model(config, torch.float32)
+    if layout.pp == 1:
+        return model
+    schedule = make_schedule(layout.schedule, layout.pp, layout.micro_batches)
+    stages = schedule.stages_of(layout.mesh(world).axis("pp").index)
+    return ModelPart(model, layer_spans(model, schedule.stages, 8), stages)
+
+
+def pieces_under(world: World, config: ModelConfig, layout: Layout) -> tuple[list[Piece], Parallel]:
+    """A rank's masters and moments, with no values yet."""
+    mesh = layout.mesh(world)
+    model = model_of(config, layout, world)
+    parallel = parallelize(model, config, layout, mesh, compute_dtype=torch.bfloat16, bucket_elements=1)
+    parts = parallel.gradients.parts
+    state = {kind: [torch.zeros(part.master.numel()) for part in parts] for kind in KINDS}
+    axes = gradient_axes(mesh, parallel.sharding, layout.zero)
+    pieces = pieces_of(parts, state, parallel.sharding, axes)
+    assert len(pieces) == 3 * len(parts)
+    forget(pieces)
+    return pieces, parallel
+
+
+def forget(pieces: list[Piece]) -> None:
+    for piece in pieces:
+        piece.tensor.fill_(torch.nan)
+
+
+def wanted(piece: Piece, parallel: Parallel) -> Tensor:
+    """By the cut that training makes."""
+    part = parallel.sharding.part(piece.name, value_of(piece.kind, piece.name, piece.shape))
+    assert list(part.shape) == [end - first for first, end in piece.box]
+    return part.flatten()[piece.start : piece.start + piece.tensor.numel()]
+
+
+def write_and_read(world: World, folder: Path, others: list[str]) -> dict[str, Any]:
+    """Write a checkpoint of every layout of this world, and read those and the `others` of the folder under each.
+
+    Returns what was not equal, and by layout which parameters this rank has something of.
+    """
+    layouts = LAYOUTS[world.size]
+    made = {name: pieces_under(world, CONFIGS[kind], layout) for name, (kind, layout) in layouts.items()}
+    for name, (pieces, parallel) in made.items():
+        for piece in pieces:
+            piece.tensor.copy_(wanted(piece, parallel))
+        checkpointer = Checkpointer(folder / name, world, keep=1, warn=_fail)
+        checkpointer.start(7, {"recipe": RECIPE, "position": {"step": 7}}, pieces)
+        checkpointer.before_update()
+        forget(pieces)
+        path = checkpointer.finish()
+        assert path == folder / name / "step-00000007"
+        assert checkpointer.finish() is None
+    wrong = []
+    for name, (pieces, parallel) in made.items():
+        for source in [*layouts, *others]:
+            if family_of(source) == family_of(name):
+                forget(pieces)
+                load(folder / source / "step-00000007", pieces)
+                wrong += [
+                    f"{source} under {name}: {piece.kind} of {piece.name}"
+                    for piece in pieces
+                    if not torch.equal(piece.tensor, wanted(piece, parallel))
+                ]
+    held = {name: sorted({piece.name for piece in pieces}) for name, (pieces, _) in made.items()}
+    return {"wrong": wrong, "held": held}
+
+
+def family_of(name: str) -> str:
+    return next(layouts[name][0] for layouts in LAYOUTS.values() if name in layouts)
+
+
+def _fail(message: str) -> None:
+    raise AssertionError(message)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of every layout of two and four ranks, which read each other's."""
+    folder = tmp_path_factory.mktemp("layouts")
+    two = run_ranks(write_and_read, 2, folder, others=[])
+    four = run_ranks(write_and_read, 4, folder, others=list(LAYOUTS[2]))
+    assert [rank["wrong"] for rank in (*two, *four)] == [[]] * 6
+    # What the layouts were chosen for: ranks with other parameters, and with nothing of a parameter that others divide.
+    assert not set(two[0]["held"]["pp2"]) & set(two[1]["held"]["pp2"])
+    assert set(four[3]["held"]["fsdp4"]) < set(four[0]["held"]["fsdp4"])
+    return folder
+
+
+def test_one_process_reads_what_any_layout_wrote(written: Path) -> None:
+    world = World(0, 0, 1, torch.device("cpu"), None)
+    for family in CONFIGS:
+        pieces, _ = pieces_under(world, CONFIGS[family], Layout())
+        for source in (name for size in (2, 4) for name in LAYOUTS[size] if family_of(name) == family):
+            forget(pieces)
+            path = newest(written / source, _fail)
+            assert path is not None
+            load(path, pieces)
+            for piece in pieces:
+                whole = value_of(piece.kind, piece.name, piece.shape)
+                assert torch.equal(piece.tensor.view(piece.shape), whole), (source, piece.kind, piece.name)
+
+
+def test_ranks_that_hold_the_same_share_the_writing(written: Path) -> None:
+    for name in ("dp2", "hsdp"):
+        files = json.loads((written / name / "step-00000007" / "index.json").read_text())["files"]
+        sizes = [size for file, size in files.items() if file.startswith("rank-")]
+        assert max(sizes) < 1.4 * min(sizes), (name, files)
+
+
+@pytest.mark.parametrize("source", ["fsdp4", "pp2", "ep2"])
+def test_export_is_the_masters_rounded(source: str, written: Path, tmp_path: Path) -> None:
+    config = CONFIGS[family_of(source)]
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    path = written / source / "step-00000007"
+    export(path, config, tmp_path / "tokenizer", tmp_path / "out")
+    model, read = load_model(tmp_path / "out")
+    assert (read.dtype, read.tied) == (torch.bfloat16, config.tied)
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert_masters(model, torch.bfloat16)
+    export(path, config, tmp_path / "tokenizer", tmp_path / "wide", torch.float32)
+    assert_masters(load_model(tmp_path / "wide")[0], torch.float32)
+
+
+def assert_masters(model: nn.Module, dtype: torch.dtype) -> None:
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, value_of("master", name, tuple(parameter.shape)).to(dtype)), name
+
+
+def test_another_model_is_an_error_that_names_the_difference(written: Path, tmp_path: Path) -> None:
+    path = written / "zero2" / "step-00000007"
+    for changes, reason in (
+        (
+            {"intermediate_size": 39},
+            r"has model\.layers\.0\.mlp\.gate_proj\.weight of shape \[37, 24\], the model \[39",
+        ),
+        ({"num_hidden_layers": 3}, r"has no master of model\.layers\.2\."),
+        ({"num_hidden_layers": 1}, r"has model\.layers\.1\..*, which this model has not"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            export(path, config_of("qwen3-biases-tied", head_dim=2, **changes), tmp_path, tmp_path / "out")
+    momentum = Piece("momentum", "model.norm.weight", (24,), ((0, 24),), 0, torch.zeros(24))
+    with pytest.raises(ValueError, match=r"has no momentum of model\.norm\.weight; it is of another model or another"):
+        load(path, [momentum])
+
+
+def test_a_state_that_does_not_fit_its_part_is_an_error() -> None:
+    world = World(0, 0, 1, torch.device("cpu"), None)
+    layout = Layout()
+    mesh = layout.mesh(world)
+    with torch.device("meta"):
+        model = build(CONFIGS["dense"])
+    parallel = parallelize(model, CONFIGS["dense"], layout, mesh)
+    parts, axes = parallel.gradients.parts, gradient_axes(mesh, parallel.sharding, 0)
+    state: Mapping[str, list[Tensor]] = {"momentum": [torch.zeros(0) for _ in parts]}
+    assert {piece.kind for piece in pieces_of(parts, state, parallel.sharding, axes)} == {"master"}
+    with pytest.raises(ValueError, match=r"momentum of .* has 3 elements, its part"):
+        pieces_of(parts, {"momentum": [torch.zeros(3) for _ in parts]}, parallel.sharding, axes)
