@@ -127,14 +127,17 @@ class Bucket:
             first = self.slots[part.name].first + part.start - self._first
             part.master.grad = self.gradient[first : first + part.master.numel()]
 
+    def round_masters(self) -> None:
+        """Into this rank's part of the weights."""
+        if self.master.data_ptr() != self.own_weights.data_ptr():
+            self.own_weights.copy_(self.master)
+
     def start_gather(self) -> None:
-        """Round the masters into this rank's part of the weights, and send it to the others."""
+        """Send this rank's part of the weights to the others, and forget the gradient."""
         self._check_place()
         for part in self.parts:
             part.master.grad = None
         self._reduced = None
-        if self.master.data_ptr() != self.own_weights.data_ptr():
-            self.own_weights.copy_(self.master)
         self._gathering = start_gather(self.own_weights, self.axes.divided, self.weights)
 
     def wait(self) -> None:

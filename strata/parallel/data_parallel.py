@@ -83,7 +83,8 @@ class Gradients(Protocol):
     """The gradients of a step, and the weights that it changes, however they are divided among ranks.
 
     A step: for each micro-batch a backward pass and `accumulate`, with `announce_last` before the last pass; `reduce`,
-    `norm`, `clip`; the optimizer changes the masters of `parts`; `publish`. All ranks call these alike. The loss whose
+    `norm`, `clip`; the optimizer changes the masters of `parts`; `publish`, or `gather` after an optimizer that has
+    rounded the masters into the weights of `parts` itself. All ranks call these alike. The loss whose
     gradients are added up is each rank's share of the loss of the whole step: nothing is averaged.
     """
 
@@ -106,6 +107,9 @@ class Gradients(Protocol):
 
     def publish(self) -> None:
         """Give every rank the weights that the masters now say, and forget the gradients."""
+
+    def gather(self) -> None:
+        """Give every rank the weights that the parts' weights now say, and forget the gradients."""
 
 
 @torch.no_grad()

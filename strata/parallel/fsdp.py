@@ -99,6 +99,9 @@ class FsdpGradients:
             torch._foreach_mul_(list(self._gradients.values()), clip_factor(norm, most))
 
     def publish(self) -> None:
+        self.gather()  # the masters are the weights
+
+    def gather(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
         for part in self.parts:

@@ -45,7 +45,7 @@ class ZeroGradients:
         sent; None is float32, or the parameters' dtype if that is wider.
         bucket_elements: the least number in a message, unless all are fewer; a message never ends within a layer.
         """
-        _leave_meta(model, device)
+        leave_meta(model, device)
         self._everyone, self._reduces_every_pass = everyone, reduce_every_pass
         self._buckets = _make_buckets(model, axes, compute_dtype, reduce_dtype, bucket_elements)
         self.parts = [part for bucket in self._buckets for part in bucket.parts]
@@ -120,9 +120,20 @@ class ZeroGradients:
         self.start_publishing()
         self.wait()
 
+    def gather(self) -> None:
+        self.start_gathering()
+        self.wait()
+
     @torch.no_grad()
     def start_publishing(self) -> None:
         """`publish` without its end: parameters hold neither old nor new weights until `wait`."""
+        for bucket in self._buckets:
+            bucket.round_masters()
+        self.start_gathering()
+
+    @torch.no_grad()
+    def start_gathering(self) -> None:
+        """`gather` without its end, as `start_publishing` is."""
         for bucket in reversed(self._buckets):
             bucket.start_gather()
 
@@ -132,7 +143,7 @@ class ZeroGradients:
             self._buckets[place].wait()
 
     def wait_in_graph(self, graph: fx.GraphModule) -> None:
-        """Let a captured graph, in place, wait for weights before it first reads them, so that `start_publishing` at
+        """Let a captured graph, in place, wait for weights before it first reads them, so that `start_gathering` at
         the end of a step or at the beginning of the next runs while the first layers compute. Do so before the graph is
         divided.
         """
@@ -165,7 +176,7 @@ class ZeroGradients:
         self._under_way = [one for one in self._under_way if next(one, ended) is not ended]
 
 
-def _leave_meta(model: nn.Module, device: torch.device) -> None:
+def leave_meta(model: nn.Module, device: torch.device) -> None:
     """Buffers that are on the meta device get memory; parameters there become zeros on `device` that take none, so that
     a bucket, and never the whole model, has them in the masters' dtype.
     """

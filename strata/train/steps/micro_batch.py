@@ -1,0 +1,35 @@
+"""From a pack on the host to what a rank computes with."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from strata.comm.mesh import Axis
+from strata.kernels.loss import IGNORED
+from strata.parallel.context import Method, divide_batch
+from strata.parallel.pipeline import MicroBatch
+from strata.parallel.zigzag import Zigzag
+from strata.train.pack import PackedBatch
+
+
+def micro_batch(packed: PackedBatch, device: torch.device, context: Axis, method: Method) -> MicroBatch:
+    """The pack on the device, or this rank's tokens of it along `context`, with rows and targets of those.
+
+    method: how attention crosses the ranks, see `divide_batch`.
+    """
+    batch, rows, targets = packed.to(device)
+    if context.group is None:
+        return MicroBatch(batch, rows, targets)
+    lengths = packed.lengths.tolist()
+    own = every_target(packed)[Zigzag(tuple(lengths), context.size).rows(context.index)]
+    counted = np.flatnonzero(own != IGNORED)
+    part = divide_batch(batch, lengths, context, method)
+    return MicroBatch(part, torch.from_numpy(counted).to(device), torch.from_numpy(own[counted]).to(device))
+
+
+def every_target(packed: PackedBatch) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """[tokens] int64: a target for every token, -100 where it does not count."""
+    targets = np.full(len(packed.tokens), IGNORED, dtype=np.int64)
+    targets[packed.rows] = packed.targets
+    return targets

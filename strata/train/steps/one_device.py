@@ -1,0 +1,118 @@
+"""The gradients of one process: nothing travels, and those of a step with one pass are not even copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from strata.parallel.buckets import divide_into_buckets
+from strata.parallel.data_parallel import Part, clip_factor
+from strata.parallel.zero import leave_meta
+
+
+class OneDeviceGradients:
+    """`Gradients` of a model that one process holds whole.
+
+    Gradients of a step with one pass keep the model's dtype; those of several passes add up in the masters'.
+    """
+
+    parts: Sequence[Part]
+
+    def __init__(self, model: nn.Module, device: torch.device, compute_dtype: torch.dtype) -> None:
+        """The parameters of `model` become views of flat memory on `device`, so that those which may be merged lie side
+        by side; masters keep the dtype that the parameters have. The model may be on the meta device.
+        """
+        leave_meta(model, device)
+        parameters = dict(model.named_parameters())
+        sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+        (order,) = divide_into_buckets(list(parameters), sizes, sum(sizes.values()))
+        wide = parameters[order[0]].dtype
+        self._weights = torch.zeros(sum(sizes.values()), dtype=compute_dtype, device=device)
+        self._masters = self._weights if wide == compute_dtype else torch.zeros_like(self._weights, dtype=wide)
+        self.parts = list(self._place(parameters, order))
+        self._leaves: dict[Tensor, list[str]] = {parameter: [name] for name, parameter in parameters.items()}
+        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._held: dict[str, Tensor] = {}
+        self._is_first, self._is_last = True, False
+
+    def _place(self, parameters: dict[str, nn.Parameter], order: Sequence[str]) -> Iterator[Part]:
+        end = 0
+        for name in order:
+            parameter = parameters[name]
+            place = slice(end, end := end + parameter.numel())
+            values = parameter.detach().flatten()
+            weight, master = self._weights[place], nn.Parameter(self._masters[place])
+            master.grad_dtype = None  # a gradient may be narrower
+            with torch.no_grad():
+                master.copy_(values)
+                weight.copy_(values)
+            parameter.data = weight.view(parameter.shape)
+            yield Part(name, parameter.shape, 0, weight, master)
+
+    def watch(self, leaf: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        """Take the gradient of `leaf`, which is a view of several parameters that lie side by side, as theirs."""
+        for before, after in pairwise(parameters):
+            assert before.data_ptr() + before.nbytes == after.data_ptr()
+        self._leaves[leaf] = [name for parameter in parameters for name in self._leaves[parameter]]
+
+    def take(self, leaf: Tensor) -> None:
+        """Nothing to do before the pass has ended: no message waits for this gradient."""
+
+    def announce_last(self) -> None:
+        self._is_last = True
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        is_only = self._is_first and self._is_last
+        for leaf, names in self._leaves.items():
+            if leaf.grad is None:
+                continue
+            pieces = leaf.grad.split([self._shapes[name][0] for name in names])
+            for name, piece in zip(names, pieces, strict=True):
+                self._add(name, piece.flatten(), copy=not is_only)
+            leaf.grad = None
+        self._is_first = False
+
+    def _add(self, name: str, gradient: Tensor, *, copy: bool) -> None:
+        if name in self._held:
+            self._held[name].add_(gradient)
+        else:
+            self._held[name] = gradient.to(self._masters.dtype, copy=True) if copy else gradient
+
+    def reduce(self) -> None:
+        for part in self.parts:
+            held = self._held.get(part.name)
+            part.master.grad = torch.zeros_like(part.master) if held is None else held
+        self._held = {}
+        self._is_first, self._is_last = True, False
+
+    def norm(self) -> Tensor:
+        norms = torch._foreach_norm(self._gradients(), 2, dtype=self._masters.dtype)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm
+
+    def clip(self, norm: Tensor, most: float) -> None:
+        torch._foreach_mul_(self._gradients(), clip_factor(norm, most))
+
+    def _gradients(self) -> list[Tensor]:
+        return [part.master.grad for part in self.parts if part.master.grad is not None]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        if self._masters is not self._weights:
+            self._weights.copy_(self._masters)
+        self.gather()
+
+    def gather(self) -> None:
+        self.start_gathering()
+
+    def start_gathering(self) -> None:
+        """Forget the gradients: nobody else has weights."""
+        for part in self.parts:
+            part.master.grad = None
+
+    def wait(self) -> None:
+        """The weights are there."""

@@ -1,0 +1,118 @@
+"""A training step of this rank, over any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from strata.comm.collectives import start_all_reduce
+from strata.comm.mesh import Mesh
+from strata.models.batch import Batch
+from strata.parallel.data_parallel import all_ranks
+from strata.parallel.layout import Layout
+from strata.parallel.parallelize import Parallel
+from strata.train.checkpoints.state import Piece
+from strata.train.optimizer.clip import clip_scale
+from strata.train.optimizer.part_optimizer import PartOptimizer
+from strata.train.pack import PackedBatch
+from strata.train.steps.micro_batch import micro_batch
+from strata.train.steps.passes import GraphPasses, Passes
+from strata.train.steps.recorded import RecordedStep, Shape, fixed_shape, shape_of_all
+from strata.train.steps.result import StepResult
+
+
+class ParallelStep:
+    """A `Stepper`: passes over this rank's packs, the gradient's sum and norm over all ranks, the update.
+
+    The updated weights travel at the beginning of the next step, while its first layers compute. On a GPU, steps
+    through a graph that recur in shape are recorded: if all ranks had, in two steps in a row, one pack each of equally
+    many sequences of one same length. The host never waits for the device.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        parallel: Parallel,
+        optimizer: PartOptimizer,
+        pieces: Callable[[], list[Piece]],
+        layout: Layout,
+        mesh: Mesh,
+        *,
+        clip: float,
+        dtype: torch.dtype,
+        before_update: Callable[[], None],
+        records: bool,
+    ) -> None:
+        """pieces: those of the parts and of the optimizer's state. clip: the largest norm of the gradient of an update.
+        dtype: of the loss. before_update: is called right before masters and state change. records: whether steps that
+        recur in shape are recorded, where they can be.
+        """
+        self._passes, self._gradients, self._optimizer, self._pieces = passes, parallel.gradients, optimizer, pieces
+        self._clip, self._dtype, self._before_update = clip, dtype, before_update
+        self._device = mesh.world.device
+        self._to_micro_batch = partial(micro_batch, device=self._device, context=mesh.axis("cp"), method=layout.context)
+        self._documents = mesh.flattened("dp", "shard")
+        self._tokens = mesh.flattened("dp", "shard", "cp")
+        self._everyone = all_ranks(mesh)
+        self._records = records and self._device.type == "cuda" and isinstance(passes, GraphPasses)
+        self._before: Shape | None = None
+        self._recorded: RecordedStep | None = None
+
+    def __call__(self, batches: Sequence[PackedBatch], rate: float) -> StepResult:
+        self._optimizer.begin(rate)
+        recorded = self._recording(batches) if self._records else None
+        if recorded is not None:
+            loss, norm, counted = recorded(batches[0], self._before_update)
+        else:
+            loss, norm, counted = self._run(batches)
+        return StepResult(loss, norm, {"counted": counted})
+
+    def pieces(self) -> list[Piece]:
+        return self._pieces()
+
+    def restored(self, steps: int) -> None:
+        self._optimizer.restored(steps)
+        self._gradients.gather()
+
+    def publish(self) -> None:
+        self._gradients.gather()
+
+    def _run(self, batches: Sequence[PackedBatch]) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, norm and number of counted tokens."""
+        own = torch.tensor(float(sum(len(one.targets) for one in batches)), dtype=self._dtype)
+        if self._device.type == "cuda":
+            own = own.pin_memory().to(self._device, non_blocking=True)
+        micro_batches = [self._to_micro_batch(one) for one in batches]
+        found = self._reduced(partial(self._passes, micro_batches), own)
+        self._before_update()
+        self._update(found[1])
+        return found
+
+    def _reduced(self, run: Callable[[Tensor], Tensor], own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The passes of `run`, which is given how many tokens all ranks count, and the sums over all ranks."""
+        counted = start_all_reduce(own.clone(), self._documents).wait()
+        share = run(counted.clamp(min=1))
+        self._gradients.reduce()
+        norm = self._gradients.norm()
+        return start_all_reduce(share, self._tokens).wait(), norm, counted
+
+    def _over_all(self, batch: Batch, targets: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert isinstance(self._passes, GraphPasses)
+        return self._reduced(partial(self._passes.over_all, batch, targets), own)
+
+    def _update(self, norm: Tensor) -> None:
+        self._optimizer.update(clip_scale(norm, self._clip))
+
+    def _recording(self, batches: Sequence[PackedBatch]) -> RecordedStep | None:
+        """The recorded step of this shape, if it recurs on all ranks."""
+        before, self._before = self._before, shape_of_all(fixed_shape(batches), self._everyone)
+        if self._before is None or self._before != before:
+            return None
+        if self._recorded is None or self._recorded.shape != self._before:
+            self._recorded = None
+            torch.cuda.empty_cache()  # a recording has memory of its own
+            self._recorded = RecordedStep(self._before, self._device, self._over_all, self._update)
+        return self._recorded

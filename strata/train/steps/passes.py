@@ -1,0 +1,127 @@
+"""Forward and backward passes over a rank's packs, for every kind of layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from strata.comm.mesh import Axis
+from strata.kernels.loss_grad import cross_entropy_gradients
+from strata.models.batch import Batch
+from strata.models.layers import CausalLM
+from strata.parallel.data_parallel import Gradients
+from strata.parallel.loss import vocabulary_cross_entropy
+from strata.parallel.pipeline import MicroBatch, Pipeline
+from strata.train.compile import TrainingGraph
+
+# What the logits that exist at once may take: all of 16384 tokens of a vocabulary of 128256 in bfloat16.
+LOGITS_BYTES = 5 * 2**30
+
+
+class Passes(Protocol):
+    """Computes with the weights of the last update and leaves a rank's share of the step's gradient with its
+    `Gradients`, not yet reduced.
+    """
+
+    def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
+        """counted: [] the tokens with a loss in the whole step, on all ranks. Returns these batches' share of the loss,
+        [], alike on all ranks along "tp" and "pp".
+        """
+
+
+class WatchedGradients(Gradients, Protocol):
+    """`Gradients` that take those of merged matrices, and weights that may arrive while the first layers compute."""
+
+    def watch(self, leaf: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        """Take the gradient of `leaf`, of which the parameters are views that lie side by side, as theirs."""
+
+    def take(self, leaf: Tensor) -> None:
+        """The gradient of `leaf` is complete for this pass. For one that autograd does not tell of."""
+
+    def start_gathering(self) -> None:
+        """`gather` without its end: parameters hold neither old nor new weights until `wait`."""
+
+    def wait(self) -> None:
+        """Until all weights are there. On a GPU the stream waits, not the host."""
+
+
+class ModulePasses:
+    """Through the model as it is, however `parallelize` has divided it."""
+
+    def __init__(self, model: CausalLM, gradients: Gradients, tensor_axis: Axis, vocab_size: int) -> None:
+        self._model, self._gradients = model, gradients
+        self._tensor_axis, self._vocab_size = tensor_axis, vocab_size
+
+    def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
+        self._gradients.gather()
+        total = torch.zeros_like(counted)
+        for one in batches:
+            if one is batches[-1]:
+                self._gradients.announce_last()
+            hidden = self._model(one.batch).index_select(0, one.rows)
+            # Read after the forward pass, which gathers it where weights are divided.
+            head = head_weight(self._model)
+            losses = vocabulary_cross_entropy(hidden, head, one.targets, self._tensor_axis, self._vocab_size)
+            loss = losses.sum() / counted
+            loss.backward()
+            self._gradients.accumulate()
+            total += loss.detach()
+        return total
+
+
+class PipelinePasses:
+    """Through the stages of a pipeline; the packs are its micro-batches."""
+
+    def __init__(self, pipeline: Pipeline, gradients: Gradients) -> None:
+        self._pipeline, self._gradients = pipeline, gradients
+
+    def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
+        self._gradients.gather()
+        return self._pipeline.run(batches, counted, self._gradients)
+
+
+class GraphPasses:
+    """Through the merged and fused graph of a model that every rank holds whole."""
+
+    def __init__(self, model: CausalLM, graph: TrainingGraph, gradients: WatchedGradients) -> None:
+        self._model, self._graph, self._gradients = model, graph, gradients
+        for whole, parameters in graph.merged:
+            gradients.watch(whole, parameters)
+
+    def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
+        scale = counted.reciprocal()
+        self._gradients.start_gathering()
+        total = torch.zeros_like(counted)
+        for one in batches:
+            total += self._pass(one.batch, one.rows, one.targets, scale, is_last=one is batches[-1])
+        return total
+
+    def over_all(self, batch: Batch, targets: Tensor, counted: Tensor) -> Tensor:
+        """The same for one batch with a target for every token, -100 where it does not count."""
+        self._gradients.start_gathering()
+        return self._pass(batch, None, targets, counted.reciprocal(), is_last=True)
+
+    def _pass(self, batch: Batch, rows: Tensor | None, targets: Tensor, scale: Tensor, *, is_last: bool) -> Tensor:
+        if is_last:
+            self._gradients.announce_last()
+        hidden = self._graph(batch)
+        self._gradients.wait()  # for the head, which is not in the graph
+        counted = hidden if rows is None else hidden.index_select(0, rows)
+        head = head_weight(self._model)
+        loss: Tensor
+        loss, of_counted, head.grad = cross_entropy_gradients(
+            counted.detach(), head.detach(), targets, scale, LOGITS_BYTES
+        )
+        if self._model.lm_head is not None:  # the backward pass adds to that of a tied one
+            self._gradients.take(head)
+        counted.backward(of_counted)
+        self._gradients.accumulate()
+        return loss
+
+
+def head_weight(model: CausalLM) -> Tensor:
+    """[vocab, hidden]: the head's own matrix, or the embedding's when they are tied."""
+    return model.model.embed_tokens.weight if model.lm_head is None else model.lm_head.weight

@@ -1,0 +1,87 @@
+"""A step over batches of one fixed shape: recorded once as CUDA graphs, messages included, and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from strata.comm.collectives import start_all_reduce
+from strata.comm.mesh import Axis
+from strata.graph.cudagraph import CudaGraphs
+from strata.models.batch import Batch
+from strata.train.pack import PackedBatch
+from strata.train.steps.micro_batch import every_target
+
+Shape = tuple[int, int]  # sequences, tokens of each
+
+
+class RecordedStep:
+    """The passes of a step as one recording and its update as another, so that something may happen between them."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        device: torch.device,
+        passes: Callable[[Batch, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+        update: Callable[[Tensor], None],
+    ) -> None:
+        """passes: Batch, targets [tokens] (-100 where none counts) and this rank's count of them [] to loss, norm and
+        the count of all ranks, [] each; run again without an update, they give the same. update: takes the norm.
+        """
+        sequences, length = shape
+        count = sequences * length
+        self.shape, self._passes, self._update = shape, passes, update
+        self._batch = Batch(
+            tokens=torch.zeros(count, dtype=torch.int32, device=device),
+            positions=torch.arange(length, dtype=torch.int32, device=device).repeat(sequences),
+            offsets=torch.arange(0, count + 1, length, dtype=torch.int32, device=device),
+            longest=length,
+        )
+        self._targets = torch.zeros(count, dtype=torch.int64, device=device)
+        self._own, self._loss, self._norm, self._counted = torch.zeros(4, device=device).unbind()
+        self._recordings = CudaGraphs()
+        self._recorded = False
+
+    def __call__(self, packed: PackedBatch, before_update: Callable[[], None]) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, norm and count of the step over `packed`, which has the shape of this one."""
+        self._batch.tokens.copy_(torch.from_numpy(packed.tokens).pin_memory(), non_blocking=True)
+        self._targets.copy_(torch.from_numpy(every_target(packed)).pin_memory(), non_blocking=True)
+        self._own.fill_(len(packed.targets))
+        if not self._recorded:
+            self._recordings.record("passes", self._run_passes)
+        # Recording runs nothing, and what ran before it left its gradients elsewhere.
+        self._recordings.replay("passes")
+        before_update()
+        if self._recorded:
+            self._recordings.replay("update")
+        else:
+            self._recordings.record("update", self._run_update)  # which runs it once before
+            self._recorded = True
+        return self._loss.clone(), self._norm.clone(), self._counted.clone()
+
+    def _run_passes(self) -> None:
+        loss, norm, counted = self._passes(self._batch, self._targets, self._own)
+        self._loss.copy_(loss)
+        self._norm.copy_(norm)
+        self._counted.copy_(counted)
+
+    def _run_update(self) -> None:
+        self._update(self._norm)
+
+
+def fixed_shape(batches: Sequence[PackedBatch]) -> Shape | None:
+    """Sequences and tokens of each, if the step is one batch of sequences of one length."""
+    if len(batches) != 1:
+        return None
+    lengths = batches[0].lengths
+    return (len(lengths), int(lengths[0])) if (lengths == lengths[0]).all() else None
+
+
+def shape_of_all(shape: Shape | None, everyone: Axis) -> Shape | None:
+    """`shape` if all ranks have it, else None. The hosts wait for each other, not for the devices."""
+    sequences, length = shape or (0, 0)
+    extremes = torch.tensor([sequences, length, -sequences, -length])
+    least = start_all_reduce(extremes, everyone, "min").wait()
+    return shape if shape is not None and bool((least[:2] == -least[2:]).all()) else None

@@ -1,0 +1,115 @@
+"""Steps over layouts against one process in float64, on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strata.comm.launch import World
+from strata.models.families import build
+from strata.models.initialize import initialize
+from strata.models.save import save
+from strata.parallel.layout import Layout
+from strata.train.optimizer.config import OptimizerConfig
+from strata.train.steps.make import fresh, make_step, stored
+from tests.parallel.models import config_of
+from tests.parallel.ranks import run_ranks
+from tests.train.step_ranks import errors_of, four_ranks, made, two_ranks
+
+ALONE = World(0, 0, 1, torch.device("cpu"), None)
+
+LAYOUTS: dict[int, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
+    2: [
+        ("llama", {"shard": 2, "zero": 2}, {}),
+        ("qwen3-biases-tied", {"dp": 2}, {"recompute": "operations"}),
+        ("llama-biases-tied", {"shard": 2, "zero": 1}, {"recompute": "layers"}),
+        ("llama", {"shard": 2, "zero": 3}, {"recompute": "layers"}),
+        ("qwen3-biases-tied", {"tp": 2, "sequence_parallel": True}, {"recompute": "layers"}),
+        ("llama", {"cp": 2, "zero": 1}, {}),
+        ("llama", {"cp": 2, "context": "ulysses"}, {"recompute": "layers"}),
+        ("qwen3-biases-tied", {"pp": 2, "micro_batches": 2}, {"recompute": "layers"}),
+        ("llama", {"pp": 2, "micro_batches": 2, "schedule": "zero-bubble"}, {}),
+        ("qwen3-moe", {"shard": 2, "ep": 2, "zero": 2}, {"recompute": "layers"}),
+        ("mixtral", {"shard": 2, "zero": 1}, {}),
+    ],
+    4: [
+        ("llama", {"dp": 2, "shard": 2, "zero": 2}, {"recompute": "mlp"}),
+        ("llama", {"shard": 2, "tp": 2, "zero": 3, "sequence_parallel": True}, {"recompute": "layers"}),
+        ("llama", {"cp": 2, "tp": 2}, {}),
+        ("qwen3-biases-tied", {"pp": 2, "shard": 2, "zero": 1, "micro_batches": 2}, {}),
+        ("llama", {"pp": 2, "cp": 2, "zero": 1, "micro_batches": 2}, {}),
+        ("qwen3-moe", {"shard": 4, "ep": 2, "zero": 3}, {"recompute": "layers"}),
+    ],
+}
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_steps_of_layouts_equal_one_process(world: int, tmp_path: Path) -> None:
+    ranks = run_ranks(two_ranks if world == 2 else four_ranks, world, tmp_path, timeout=180, layouts=LAYOUTS[world])
+    for one, *found in zip(LAYOUTS[world], *(rank["worst"] for rank in ranks), strict=True):
+        assert max(error for _, error in found) < 1e-9, (one, found)
+    if world == 2:
+        for rank in ranks:
+            found = rank["skipped"]
+            assert not found["finite"]
+            assert found["counted"] == found["wanted"]
+            for true in ("same", "again", "pieces"):
+                assert found[true], true
+            assert found["kinds"] == ["exp_avg", "exp_avg_sq", "master"]
+            assert found["called"] == 3
+        assert ranks[0]["skipped"]["loss"] == ranks[1]["skipped"]["loss"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "mlp"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-biases-tied", "mixtral"])
+def test_steps_of_one_device_equal_plain_pytorch(family: str, recompute: str) -> None:
+    errors = errors_of(ALONE, family, Layout(), recompute=recompute)
+    assert max(errors.values()) < 1e-9, errors
+
+
+def test_first_values_are_those_of_initialize_and_of_a_folder(tmp_path: Path) -> None:
+    for family in ("llama-biases-tied", "qwen3-moe"):
+        config = config_of(family)
+        model = build(config)
+        initialize(model, 3)
+        folder = tmp_path / family
+        save(model, config, folder)
+        for values in (fresh(3), stored(folder)):
+            step = make_step(config, Layout(), Layout().mesh(ALONE), OptimizerConfig(learning_rate=1e-3), values)
+            masters = {piece.name: piece.tensor for piece in step.pieces() if piece.kind == "master"}
+            for name, parameter in model.named_parameters():
+                assert torch.equal(masters[name], parameter.detach().flatten()), (family, name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "int4"}, "precision = 'int4' must be one of bf16, fp8-tensor, fp8-row"),
+        ({"recompute": "half"}, "recompute = 'half' must be one of none, operations, mlp, layers"),
+    ],
+)
+def test_unknown_choices_are_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(ALONE, config_of("llama"), Layout(), **options)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "message"),
+    [
+        (Layout(tp=2), {"precision": "fp8-row"}, r"precision = 'fp8-row' is for layouts that divide documents only"),
+        (Layout(shard=2, zero=3), {"recompute": "mlp"}, r"recompute = 'mlp' is for layouts that divide documents only"),
+        (
+            Layout(pp=2, schedule="zero-bubble", micro_batches=2),
+            {"recompute": "layers"},
+            r"recompute = 'layers' does not go with schedule 'zero-bubble'",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(layout: Layout, options: dict[str, str], message: str) -> None:
+    two = World(0, 0, 2, torch.device("cpu"), None)
+    optimizer = OptimizerConfig(learning_rate=1e-3)
+    with pytest.raises(ValueError, match=message):
+        make_step(config_of("llama"), layout, layout.mesh(two), optimizer, fresh(0), **options)
