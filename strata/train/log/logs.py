@@ -1,0 +1,98 @@
+"""All places where the log of a run goes, behind one interface; only rank 0 writes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from strata.train.log.config import LogConfig
+from strata.train.log.json_lines import JsonLines
+
+FILE = "log.jsonl"
+
+
+class Sink(Protocol):
+    """A place that lines go to."""
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """values: numbers, text or lists of them."""
+
+    def close(self) -> None:
+        """Write what still waits."""
+
+
+class Logs:
+    """Lines for several sinks; without any, as on ranks other than 0, nothing happens.
+
+    A sink that fails (a full disk) costs lines, never the run: `warn` hears of its first failure.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], warn: Callable[[str], None]) -> None:
+        self._sinks, self._warn = list(sinks), warn
+        self._failed: set[int] = set()
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """One line, of the step that was just done."""
+        self._each(lambda sink: sink.write(step, values))
+
+    def close(self) -> None:
+        self._each(lambda sink: sink.close())
+        self._sinks.clear()
+
+    def __enter__(self) -> Logs:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _each(self, work: Callable[[Sink], None]) -> None:
+        for number, sink in enumerate(self._sinks):
+            try:
+                work(sink)
+            except Exception as error:  # of foreign code too, whose errors have no common type
+                if number not in self._failed:
+                    self._failed.add(number)
+                    self._warn(f"the log is incomplete, training goes on: {type(sink).__name__}: {error}")
+
+
+def open_logs(
+    folder: Path,
+    config: LogConfig,
+    step: int,
+    run_config: Mapping[str, Any],
+    *,
+    rank: int = 0,
+    warn: Callable[[str], None] = warnings.warn,
+) -> Logs:
+    """The logs of the run in `folder`: `log.jsonl`, and what `config` asks for.
+
+    step: how many steps are done; what an earlier run logged after them is dropped. run_config: what the run was
+    started with, as JSON has it. rank: of the world; others than 0 write nothing. warn: hears of sinks that fail later.
+    Raises ValueError, on every rank, if a package that the config asks for is not installed.
+    """
+    _require("tensorboard", config.tensorboard, "pip install 'strata-llm[log]'")
+    _require("wandb", config.wandb, "pip install wandb")
+    if rank:
+        return Logs((), warn)
+    sinks: list[Sink] = [JsonLines(folder / FILE, step)]
+    # Imported only if asked for: both packages take long, and neither is a dependency.
+    if config.tensorboard:
+        from strata.train.log.tensorboard import TensorBoard
+
+        sinks.append(TensorBoard(folder / "tensorboard", step))
+    if config.wandb:
+        from strata.train.log.weights_and_biases import WeightsAndBiases
+
+        sinks.append(WeightsAndBiases(folder, config, run_config))
+    return Logs(sinks, warn)
+
+
+def _require(package: str, wanted: bool, install: str) -> None:
+    if wanted and find_spec(package) is None:
+        raise ValueError(f"log.{package} = true needs the package {package}: {install}, or leave it out")

@@ -1,0 +1,55 @@
+"""A run's curves as one picture, from its log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from strata.train.log.json_lines import read_lines
+from strata.train.log.logs import FILE
+
+REPORT = "report.svg"
+# By name in the log: the title, and whether the scale is logarithmic.
+PANELS = {
+    "loss": ("loss", False),
+    "gradient_norm": ("gradient norm before clipping", True),
+    "learning_rate": ("learning rate", False),
+    "tokens_per_second": ("tokens/s", False),
+    "mfu": ("MFU", False),
+}
+
+
+def draw_report(folder: Path) -> Path | None:
+    """Draw `report.svg` from the log of the run in `folder`, a panel for each curve that it has.
+
+    Returns the picture's path; None, and draws nothing, without matplotlib or without two lines to connect.
+    """
+    lines = read_lines(folder / FILE) if (folder / FILE).exists() else []
+    curves = {name: _points(lines, name) for name in PANELS}
+    drawn = {name: points for name, points in curves.items() if len(points) > 1}
+    if not drawn or find_spec("matplotlib") is None:
+        return None
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"svg.hashsalt": "strata", "svg.fonttype": "none", "font.size": 8}):
+        figure = Figure(figsize=(8, 1.6 * len(drawn)), layout="constrained")
+        panels = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
+        for panel, (name, points) in zip(panels, drawn.items(), strict=True):
+            title, is_logarithmic = PANELS[name]
+            panel.plot(*zip(*points, strict=True), color="#2a6fb0", linewidth=1)
+            panel.set_title(title, loc="left", fontsize=8)
+            if is_logarithmic and min(value for _, value in points) > 0:
+                panel.set_yscale("log")
+            panel.spines[["top", "right"]].set_visible(False)
+        panels[-1].set_xlabel("step")
+        figure.suptitle(folder.name, fontsize=8)
+        figure.savefig(folder / REPORT, metadata={"Date": None})
+    return folder / REPORT
+
+
+def _points(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Step and value of the lines that have one; a step without a finite value is a gap in the data."""
+    return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
