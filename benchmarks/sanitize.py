@@ -54,7 +54,7 @@ VOCABULARY = 3001
 
 
 # Files whose kernels only training runs: no call here launches them yet.
-TRAINING = {"activation_grad", "adamw", "fp8", "loss_grad", "norm_grad", "rope_grad"}
+TRAINING = {"activation_grad", "adamw", "fp8", "loss_grad", "muon", "norm_grad", "rope_grad"}
 
 
 def own_kernels() -> set[str]:

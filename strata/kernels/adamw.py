@@ -48,27 +48,46 @@ def adamw(
 ) -> Tensor:
     """One update, in place. Returns `weight`, which is `master` rounded afterwards.
 
-    weight: what the model computes with, of any floating dtype. master, first, second: the weights and the two moments,
-    float32 and of one shape with weight and gradient; all contiguous. step [4] float32: learning rate,
-    1 - beta1^t, 1 - beta2^t, and what the gradient is multiplied by (clipping); on the device, so that a recorded step
-    reads them anew.
+    weight: what the model computes with, of any floating dtype; `master` itself if the model has that precision.
+    master, first, second: the weights and the two moments, float32 and of one shape with weight and gradient; all
+    contiguous. step [4] float32: learning rate, 1 - beta1^t, 1 - beta2^t, and what the gradient is multiplied by
+    (clipping); on the device, so that a recorded step reads them anew. If that factor is 0 nothing changes, whatever
+    the gradient holds.
     """
     rate, correction1, correction2, factor = step.unbind()
+    is_applied = factor != 0
     given = gradient.to(master.dtype) * factor
-    master.mul_(1 - rate * decay)
-    first.add_((given - first) * (1 - beta1))
-    second.mul_(beta2).add_(given.square() * (1 - beta2))
-    master.sub_(rate / correction1 * first / ((second / correction2).sqrt() + eps))
-    return weight.copy_(master)
+    mean = first + (given - first) * (1 - beta1)
+    square = second * beta2 + given.square() * (1 - beta2)
+    value = master * (1 - rate * decay) - rate / correction1 * mean / ((square / correction2).sqrt() + eps)
+    for held, new in ((first, mean), (second, square), (master, value), (weight, value)):
+        held.copy_(torch.where(is_applied, new, held))
+    return weight
 
 
 @jit
-def adamw_kernel(weight, master, first, second, gradient, step, count, beta1, beta2, eps, decay, BLOCK: tl.constexpr):
+def adamw_kernel(
+    weight,
+    master,
+    first,
+    second,
+    gradient,
+    step,
+    count,
+    beta1,
+    beta2,
+    eps,
+    decay,
+    BLOCK: tl.constexpr,
+    SEPARATE: tl.constexpr,
+):
+    """SEPARATE: whether `weight` is other memory than `master`."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    held = place < count
-    rate = tl.load(step)
+    rate, factor = tl.load(step), tl.load(step + 3)
     correction1, correction2 = tl.load(step + 1), tl.load(step + 2)
-    given = tl.load(gradient + place, mask=held).to(tl.float32) * tl.load(step + 3)
+    # A step that is skipped neither reads nor writes.
+    held = (place < count) & (factor != 0)
+    given = tl.load(gradient + place, mask=held).to(tl.float32) * factor
     value = tl.load(master + place, mask=held)
     mean = tl.load(first + place, mask=held)
     square = tl.load(second + place, mask=held)
@@ -78,7 +97,8 @@ def adamw_kernel(weight, master, first, second, gradient, step, count, beta1, be
     tl.store(first + place, mean, mask=held)
     tl.store(second + place, square, mask=held)
     tl.store(master + place, value, mask=held)
-    tl.store(weight + place, value.to(weight.dtype.element_ty), mask=held)
+    if SEPARATE:
+        tl.store(weight + place, value.to(weight.dtype.element_ty), mask=held)
 
 
 _BLOCK = 1024
@@ -111,6 +131,7 @@ def _triton(
         eps,
         decay,
         BLOCK=_BLOCK,
+        SEPARATE=weight.data_ptr() != master.data_ptr(),
         num_warps=_WARPS,
     )
     return weight
@@ -131,4 +152,7 @@ def compile_cases() -> list[CompileCase]:
     signature = dict.fromkeys(("weight", "gradient"), "*bf16:16")
     signature |= dict.fromkeys(("master", "first", "second", "step"), "*fp32:16") | {"count": "i32:16"}
     signature |= dict.fromkeys(("beta1", "beta2", "eps", "decay"), "fp32")
-    return [CompileCase("adamw", adamw_kernel, signature, {"BLOCK": _BLOCK}, _WARPS, 2)]
+    constants = {"BLOCK": _BLOCK, "SEPARATE": True}
+    # Four elements a thread, in one load each.
+    vectors = ("ld.global.v4.b32", "st.global.v4.b32")
+    return [CompileCase("adamw", adamw_kernel, signature, constants, _WARPS, 2, must_contain=vectors)]

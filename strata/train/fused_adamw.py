@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from strata.kernels.adamw import adamw
 from strata.train.config import OptimizerConfig
-from strata.train.optim import EMBEDDING
+from strata.train.optimizer.clip import clip_scale
+from strata.train.optimizer.part_optimizer import EMBEDDING
 
 
 class FusedAdamW:
@@ -54,12 +55,15 @@ class FusedAdamW:
 
     @torch.no_grad()
     def update(self) -> Tensor:
-        """The part that the device does, with the same launches in every step. Returns the norm before clipping."""
+        """The part that the device does, with the same launches in every step. Returns the norm before clipping.
+
+        Where the norm is not finite nothing changes.
+        """
         config = self._config
         gradients = self._sums or self._gradients()
         norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32)
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        self._step[3].copy_((config.clip / (norm + 1e-6)).clamp(max=1.0))
+        self._step[3].copy_(clip_scale(norm, config.clip))
         for name, gradient in gradients.items():
             parameter = self._parameters[name]
             decay = config.weight_decay if parameter.dim() > 1 and name != EMBEDDING else 0.0

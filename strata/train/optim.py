@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from strata.train.config import OptimizerConfig
-
-EMBEDDING = "model.embed_tokens.weight"
+from strata.train.optimizer.part_optimizer import EMBEDDING
 
 
 class Optimizer:

@@ -25,6 +25,8 @@ TRAINING = {
     "linear_cross_entropy",
     "cross_entropy_gradients",
     "adamw",
+    "muon_momentum",
+    "muon_update",
     "quantize",
     "scaled_product",
     "linear_fp8",

@@ -1,0 +1,226 @@
+"""Muon (Jordan et al. 2024) for the matrices of the layers, whole whatever the layout, and AdamW for the rest.
+
+Momentum is divided as the parts are. Every matrix is gathered to one rank, orthogonalized there, and the result goes
+back in parts, while the next ones are gathered (`muon_plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from strata.comm.collectives import Pending, start_all_to_all
+from strata.comm.mesh import Axis
+from strata.kernels.muon import muon_momentum, muon_update
+from strata.parallel.data_parallel import Part
+from strata.train.optimizer.adamw import AdamW
+from strata.train.optimizer.config import OptimizerConfig
+from strata.train.optimizer.memory import StateMemory
+from strata.train.optimizer.muon_plan import Round, Stack, Transfer, is_layer_matrix
+from strata.train.optimizer.orthogonalize import orthogonalize
+from strata.train.optimizer.part_optimizer import decay_of, gradient_of
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements of one of this rank's parts. size: of the step of their matrix."""
+
+    part: int
+    held: slice
+    size: float
+
+
+@dataclass(frozen=True)
+class _OwnRound:
+    """A `Round` as one rank sees it. Counts are elements for or from each rank, and lists are in the order of ranks.
+
+    sent, idle: what this rank holds, for the owners, and of which other ranks send a copy. arriving: for this rank's
+    batch. results: of the batch, for those that hold it. changed: what this rank holds, as the results arrive.
+    """
+
+    batch: tuple[Stack, ...]
+    sent: tuple[_Piece, ...]
+    idle: tuple[_Piece, ...]
+    sent_counts: tuple[int, ...]
+    arriving: tuple[Transfer, ...]
+    arriving_counts: tuple[int, ...]
+    results: tuple[Transfer, ...]
+    result_counts: tuple[int, ...]
+    changed: tuple[_Piece, ...]
+    changed_counts: tuple[int, ...]
+
+
+class Muon:
+    """A `PartOptimizer`: kinds of state are "momentum", and those of `AdamW`.
+
+    A step is rate * 0.2 * sqrt(max(rows, columns)) against the orthogonal matrix, whose elements then have a root mean
+    square as AdamW's steps do, so its learning rate carries over (Liu et al. 2025).
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        masters: Sequence[Tensor],
+        config: OptimizerConfig,
+        memory: StateMemory,
+        rounds: Sequence[Round],
+        axis: Axis,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """masters, dtype: as for `AdamW`. rounds: of the ranks along `axis`, which together hold every matrix whole."""
+        self._config, self._memory, self._axis = config, memory, axis
+        self._parts, self._masters = parts, masters
+        self._is_matrix = [is_layer_matrix(part.name, part.shape) for part in parts]
+        counts = [part.master.numel() if own else 0 for part, own in zip(parts, self._is_matrix, strict=True)]
+        self._momentum = [memory.zeros(count, dtype) for count in counts]
+        others = [place for place, own in enumerate(self._is_matrix) if not own]
+        self._adamw = AdamW(
+            [parts[place] for place in others], [masters[place] for place in others], config, memory, device, dtype
+        )
+        places = {part.name: (place, part) for place, part in enumerate(parts)}
+        self._rounds = [_own_round(one, axis, places) for one in rounds]
+        # Learning rate, and what gradients are multiplied by: see `muon_momentum`.
+        self._step = torch.zeros(2, dtype=dtype, device=device)
+        is_narrow = device.type == "cuda" and dtype == torch.float32
+        # Of the products and of what is sent. The iteration is stable in bfloat16.
+        self._dtype = torch.bfloat16 if is_narrow else dtype
+
+    def begin(self, rate: float) -> None:
+        self._adamw.begin(rate)
+        self._step[0].fill_(rate)
+
+    @torch.no_grad()
+    def update(self, scale: Tensor) -> None:
+        self._adamw.update(scale)
+        self._step[1].copy_(scale)
+        self._memory.start()
+        returning: tuple[_OwnRound, Pending] | None = None
+        gathering = [self._start_gather(one) for one in self._rounds[:1]]
+        for now, after in pairwise([*self._rounds, None]):
+            assert now is not None
+            arrived = gathering.pop().wait()
+            if after is not None:
+                gathering.append(self._start_gather(after))
+            results = _orthogonalized(now, arrived)
+            pending = start_all_to_all(results, self._axis, now.result_counts, now.changed_counts)
+            if returning is not None:
+                self._apply(*returning)
+            returning = now, pending
+        if returning is not None:
+            self._apply(*returning)
+        self._memory.finish()
+
+    def _start_gather(self, now: _OwnRound) -> Pending:
+        """Change the momentum of what this rank holds, and send it to the owners."""
+        pieces = (*now.sent, *now.idle)
+        counts = [piece.held.stop - piece.held.start for piece in pieces]
+        made = torch.empty(sum(counts), dtype=self._dtype, device=self._step.device)
+        for piece, result in zip(pieces, made.split(counts) if counts else (), strict=True):
+            gradient = gradient_of(self._parts[piece.part])[piece.held]
+            work = partial(self._change_momentum, result, gradient)
+            self._memory.run([self._momentum[piece.part][piece.held]], work)
+        return start_all_to_all(made[: sum(now.sent_counts)], self._axis, now.sent_counts, now.arriving_counts)
+
+    def _change_momentum(self, result: Tensor, gradient: Tensor, held: slice, state: Sequence[Tensor]) -> None:
+        muon_momentum(result[held], state[0], gradient[held], self._step, self._config.momentum)
+
+    def _apply(self, now: _OwnRound, returned: Pending) -> None:
+        counts = [piece.held.stop - piece.held.start for piece in now.changed]
+        for piece, direction in zip(now.changed, returned.wait().split(counts) if counts else (), strict=True):
+            weight = self._parts[piece.part].weight.view(-1)[piece.held]
+            work = partial(self._change_master, weight, direction, piece)
+            self._memory.run([self._masters[piece.part][piece.held]], work)
+
+    def _change_master(
+        self, weight: Tensor, direction: Tensor, piece: _Piece, held: slice, state: Sequence[Tensor]
+    ) -> None:
+        decay = decay_of(self._parts[piece.part], self._config.weight_decay)
+        muon_update(weight[held], state[0], direction[held], self._step, piece.size, decay)
+
+    def state(self) -> dict[str, list[Tensor]]:
+        kinds = {"momentum": self._momentum}
+        nothing = self._step.new_zeros(0)
+        for kind, tensors in self._adamw.state().items():
+            others = iter(tensors)
+            kinds[kind] = [nothing if own else next(others) for own in self._is_matrix]
+        return kinds | ({"master": list(self._masters)} if self._memory.keeps_masters else {})
+
+    @torch.no_grad()
+    def restored(self, steps: int) -> None:
+        self._adamw.restored(steps)
+        for part, master, own in zip(self._parts, self._masters, self._is_matrix, strict=True):
+            if own:
+                part.weight.view(-1).copy_(master)
+
+
+def _orthogonalized(now: _OwnRound, arrived: Tensor) -> Tensor:
+    """What arrived from all ranks, flat, to the results for all ranks, flat."""
+    if not now.batch:
+        return arrived
+    count, shape = sum(stack.count for stack in now.batch), now.batch[0].shape
+    batch = arrived.new_empty((count, *shape))
+    regions = dict(_regions(now.batch, batch))
+    flat = {key: region.view(-1) if region.is_contiguous() else region.flatten() for key, region in regions.items()}
+    for transfer, piece in zip(now.arriving, arrived.split([one.elements for one in now.arriving]), strict=True):
+        flat[transfer.stack, transfer.box][transfer.start : transfer.end] = piece
+    for key, region in regions.items():
+        if not region.is_contiguous():
+            region.copy_(flat[key].view_as(region))
+    made = orthogonalize(batch).contiguous()
+    flat = {key: region.flatten() for key, region in _regions(now.batch, made)}
+    return torch.cat([flat[one.stack, one.box][one.start : one.end] for one in now.results])
+
+
+def _regions(stacks: Sequence[Stack], batch: Tensor) -> Iterator[tuple[tuple[Stack, int], Tensor]]:
+    """Where the boxes of each stack lie in the batch of all of them, [matrices, rows, columns]; views."""
+    for stack, held in zip(stacks, batch.split([stack.count for stack in stacks]), strict=True):
+        rows = held.view(-1, stack.shape[1])
+        for number, box in enumerate(stack.boxes):
+            yield (stack, number), rows[slice(*box.rows), slice(*box.columns)]
+
+
+def _own_round(whole: Round, axis: Axis, places: dict[str, tuple[int, Part]]) -> _OwnRound:
+    """places: this rank's parts by name, with their numbers."""
+    own = axis.index
+    sent = sorted((one for one in whole.gathered if one.source == own), key=lambda one: one.target)
+    arriving = sorted((one for one in whole.gathered if one.target == own), key=lambda one: one.source)
+    results = sorted((one for one in whole.returned if one.source == own), key=lambda one: one.target)
+    changed = sorted((one for one in whole.returned if one.target == own), key=lambda one: one.source)
+    sends = {(one.stack, one.box, one.start) for one in sent}
+    idle = [one for one in changed if (one.stack, one.box, one.start) not in sends]
+    return _OwnRound(
+        whole.batches[own],
+        _pieces(sent, places),
+        _pieces(idle, places),
+        _counts([(one.target, one.elements) for one in sent], axis.size),
+        tuple(arriving),
+        _counts([(one.source, one.elements) for one in arriving], axis.size),
+        tuple(results),
+        _counts([(one.target, one.elements) for one in results], axis.size),
+        _pieces(changed, places),
+        _counts([(one.source, one.elements) for one in changed], axis.size),
+    )
+
+
+def _pieces(transfers: Sequence[Transfer], places: dict[str, tuple[int, Part]]) -> tuple[_Piece, ...]:
+    pieces = []
+    for one in transfers:
+        place, part = places[one.stack.name]
+        first = one.stack.boxes[one.box].start + one.start - part.start
+        size = 0.2 * max(one.stack.shape) ** 0.5
+        pieces.append(_Piece(place, slice(first, first + one.elements), size))
+    return tuple(pieces)
+
+
+def _counts(elements: Sequence[tuple[int, int]], ranks: int) -> tuple[int, ...]:
+    """Elements by rank."""
+    total = [0] * ranks
+    for rank, count in elements:
+        total[rank] += count
+    return tuple(total)

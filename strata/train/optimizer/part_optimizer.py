@@ -1,0 +1,71 @@
+"""What a training step asks of an optimizer, and what optimizers know of the parts of parameters that they change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from strata.parallel.data_parallel import Part
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class PartOptimizer(Protocol):
+    """Changes the masters of the parts that a rank keeps, and rounds them into the parts' weights.
+
+    A step: `begin` on the host, then, once `Gradients.reduce` has set the gradients of the masters, `update`. All ranks
+    call these alike.
+    """
+
+    def begin(self, rate: float) -> None:
+        """What the host decides, written to the device: learning rate, and what follows from the number of the step.
+
+        A step that `update` skips counts as one.
+        """
+
+    def update(self, scale: Tensor) -> None:
+        """Change masters and weights by the gradients times `scale`, [] on the device; the same launches every step.
+
+        Where `scale` is 0, masters, weights and moments stay, whatever the gradients hold. Does not wait.
+        """
+
+    def state(self) -> dict[str, list[Tensor]]:
+        """By kind, one flat tensor for each part, the live memory; without elements where a part has none of a kind.
+
+        The kind "master" is there only if state lies in host memory: masters of the parts then may hold no values.
+        Host tensors are complete when the device has done what `update` launched.
+        """
+
+    def restored(self, steps: int) -> None:
+        """Go on after `steps` steps from masters and state that were filled in place: weights are rounded anew."""
+
+
+def decay_of(part: Part, decay: float) -> float:
+    """Decay of norms, of biases and of the embedding's rows that a step has not seen would only shrink them."""
+    return decay if len(part.shape) > 1 and part.name != EMBEDDING else 0.0
+
+
+def gradient_of(part: Part) -> Tensor:
+    """Of the part, flat. Raises RuntimeError if there is none."""
+    if part.master.grad is None:
+        raise RuntimeError(f"the gradient of {part.name} is missing; reduce the gradients before the update")
+    return part.master.grad.view(-1)
+
+
+def has_own_master(part: Part) -> bool:
+    """Whether the master is other memory than the weight."""
+    return part.master.data_ptr() != part.weight.data_ptr()
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One flat view of contiguous tensors that lie one after another in one memory; None if they do not."""
+    first, end = tensors[0], tensors[0].data_ptr()
+    memory = first.untyped_storage().data_ptr()
+    for one in tensors:
+        if one.data_ptr() != end or one.untyped_storage().data_ptr() != memory or one.dtype != first.dtype:
+            return None
+        end += one.nbytes
+    return torch.as_strided(first, (sum(one.numel() for one in tensors),), (1,), first.storage_offset())

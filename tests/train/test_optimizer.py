@@ -1,0 +1,294 @@
+"""AdamW and Muon over parts in one process: the formulas, steps that are skipped, weights, and state in the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strata.comm.launch import World
+from strata.kernels.adamw import adamw
+from strata.kernels.muon import muon_momentum, muon_update
+from strata.models.layers import CausalLM
+from strata.parallel.data_parallel import Part
+from strata.parallel.layout import Layout
+from strata.parallel.parallelize import Parallel, parallelize
+from strata.train.config import OptimizerConfig as OneDeviceConfig
+from strata.train.fused_adamw import FusedAdamW
+from strata.train.optim import masters_of
+from strata.train.optimizer import make
+from strata.train.optimizer.adamw import AdamW
+from strata.train.optimizer.clip import clip_scale
+from strata.train.optimizer.config import OptimizerConfig
+from strata.train.optimizer.make import make_optimizer
+from strata.train.optimizer.memory import HostMemory
+from strata.train.optimizer.orthogonalize import orthogonalize
+from strata.train.optimizer.part_optimizer import PartOptimizer, joined
+from tests.parallel.models import config_of, random_model
+from tests.train.plain_optimizers import plain_step
+
+RATE = 1e-2
+ONE = torch.ones(())
+ALONE = World(0, 0, 1, torch.device("cpu"), None)
+Made = tuple[CausalLM, Parallel, PartOptimizer]
+
+
+def of_one_process(
+    model_name: str = "llama-biases-tied",
+    dtype: torch.dtype = torch.float64,
+    compute_dtype: torch.dtype | None = None,
+    **settings: Any,
+) -> Made:
+    config, layout = config_of(model_name), Layout()
+    mesh = layout.mesh(ALONE)
+    model = random_model(config, dtype)
+    parallel = parallelize(model, config, layout, mesh, compute_dtype=compute_dtype)
+    chosen = OptimizerConfig(learning_rate=RATE, **settings)
+    return model, parallel, make_optimizer(parallel.gradients.parts, chosen, mesh, parallel.sharding)
+
+
+def draw_gradients(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(one.shape, generator=generator, dtype=torch.float64) for name, one in model.named_parameters()
+    }
+
+
+def step(made: Made, number: int, scale: Tensor | float, gradients: dict[str, Tensor] | None = None) -> None:
+    """The step of this number, from 1 on, with gradients drawn for it."""
+    model, parallel, optimizer = made
+    drawn = gradients or draw_gradients(model, number)
+    for name, parameter in model.named_parameters():
+        parameter.grad = drawn[name].to(parameter.dtype)
+    parallel.gradients.accumulate()
+    parallel.gradients.reduce()
+    optimizer.begin(RATE / number)
+    optimizer.update(torch.as_tensor(scale, dtype=torch.float64))
+    parallel.gradients.publish()
+
+
+def everything(made: Made) -> list[Tensor]:
+    """Copies of weights, masters and state."""
+    model, parallel, optimizer = made
+    masters = [part.master.detach() for part in parallel.gradients.parts]
+    state = [one for tensors in optimizer.state().values() for one in tensors]
+    return [one.detach().clone() for one in (*model.parameters(), *masters, *state)]
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("model_name", ["llama-biases-tied", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_four_steps_are_those_of_the_papers(name: str, model_name: str) -> None:
+    made = of_one_process(model_name, name=name, momentum=0.9)
+    twin, state = random_model(config_of(model_name)), {}
+    for number in range(1, 5):
+        step(made, number, 0.5)
+        for key, gradient in draw_gradients(twin, number).items():
+            twin.get_parameter(key).grad = gradient
+        settings = OptimizerConfig(learning_rate=RATE, name=name, momentum=0.9)
+        plain_step(twin, state, settings, RATE / number, number, 0.5)
+    for key, wanted in twin.named_parameters():
+        torch.testing.assert_close(made[0].get_parameter(key), wanted, rtol=1e-10, atol=1e-12)
+    parts, found = made[1].gradients.parts, made[2].state()
+    for kind, tensors in found.items():
+        for part, tensor in zip(parts, tensors, strict=True):
+            wanted = state.get(f"{kind}.{part.name}", tensor.new_zeros(0))
+            torch.testing.assert_close(tensor, wanted.flatten(), rtol=1e-10, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1.0])
+def test_scale_zero_changes_nothing(name: str, bad: float) -> None:
+    made = of_one_process("mixtral", torch.float32, torch.bfloat16, name=name)
+    step(made, 1, 1.0)
+    before = everything(made)
+    step(made, 2, 0.0, {key: one.fill_(bad) for key, one in draw_gradients(made[0], 2).items()})
+    assert same(everything(made), before)
+    step(made, 3, 1.0)
+    assert all(one.isfinite().all() for one in everything(made))
+    assert not same(everything(made), before)
+
+
+def test_skipped_operations_leave_everything_alone() -> None:
+    held = [torch.randn(9) for _ in range(4)]
+    before = [one.clone() for one in held]
+    bad = torch.full((9,), float("nan"))
+    adamw(*held, bad, torch.tensor([0.1, 0.1, 0.1, 0.0]), 0.9, 0.95, 1e-8, 0.1)
+    weight, master, momentum, _ = held
+    result = muon_momentum(torch.ones(9), momentum, bad, torch.tensor([0.1, 0.0]), 0.95)
+    muon_update(weight, master, bad, torch.tensor([0.1, 0.0]), 1.0, 0.1)
+    assert same(held, before)
+    assert not result.any()
+
+
+def test_scale_is_one_below_the_clip_and_zero_where_nothing_is_finite() -> None:
+    norms = torch.tensor([0.0, 0.5, 4.0, float("inf"), float("nan")])
+    scales = [clip_scale(norm, 1.0).item() for norm in norms]
+    assert scales == pytest.approx([1, 1, 0.25, 0, 0], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_weights_are_rounded_masters_before_they_are_published(name: str) -> None:
+    made = of_one_process("llama", torch.float32, torch.bfloat16, name=name)
+    model, parallel, optimizer = made
+    for number in (1, 2):
+        step(made, number, 1.0)
+        for part in parallel.gradients.parts:
+            assert torch.equal(part.weight, part.master.detach().bfloat16())
+    with torch.no_grad():
+        for part in parallel.gradients.parts:
+            part.master.mul_(1.5)
+    optimizer.restored(7)
+    assert all(torch.equal(part.weight, part.master.detach().bfloat16()) for part in parallel.gradients.parts)
+    assert model.model.norm.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_restored_state_goes_on_with_the_same_bits(name: str) -> None:
+    made, again = (of_one_process("llama", torch.float32, torch.bfloat16, name=name) for _ in range(2))
+    for number in (1, 2, 3):
+        step(made, number, 1.0)
+    with torch.no_grad():
+        for part, stored in zip(again[1].gradients.parts, made[1].gradients.parts, strict=True):
+            part.master.copy_(stored.master)
+        for kind, tensors in again[2].state().items():
+            for tensor, stored in zip(tensors, made[2].state()[kind], strict=True):
+                tensor.copy_(stored)
+    again[2].restored(3)
+    for one in (made, again):
+        step(one, 4, 1.0)
+    assert same(everything(again), everything(made))
+
+
+def test_adamw_over_parts_has_the_bits_of_one_device() -> None:
+    """`FusedAdamW` launches a parameter at a time, this many at once."""
+    made = of_one_process("qwen3-biases-tied", torch.float32, torch.bfloat16, clip=0.5)
+    model = random_model(config_of("qwen3-biases-tied"), torch.float32)
+    masters = masters_of(model)
+    model = model.bfloat16()
+    one_device = FusedAdamW(model, OneDeviceConfig(learning_rate=RATE, clip=0.5), masters)
+    for number in range(1, 4):
+        for key, gradient in draw_gradients(model, number).items():
+            model.get_parameter(key).grad = gradient.bfloat16()
+        norm = one_device.step(RATE / number)
+        step(made, number, clip_scale(norm, 0.5))
+    assert isinstance(made[2], AdamW)
+    assert len(made[2]._runs) < 10 < len(made[1].gradients.parts)
+    for part in made[1].gradients.parts:
+        assert torch.equal(part.master.detach().view(-1), one_device.masters[part.name].view(-1)), part.name
+        assert torch.equal(part.weight, model.get_parameter(part.name).view(-1)), part.name
+
+
+def test_one_device_skips_a_step_without_a_finite_norm() -> None:
+    model = random_model(config_of("llama"), torch.float32)
+    masters = masters_of(model)
+    optimizer = FusedAdamW(model.bfloat16(), OneDeviceConfig(learning_rate=RATE), masters)
+    before = {name: one.clone() for name, one in optimizer.state().items()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    model.model.norm.weight.grad[0] = float("nan")
+    assert optimizer.step(RATE).isnan()
+    assert all(torch.equal(one, before[name]) for name, one in optimizer.state().items())
+
+
+def host_memory(device: torch.device, dtype: torch.dtype) -> HostMemory:
+    """Blocks that end within parts; a CPU takes the way of a GPU without its streams."""
+    return HostMemory(device, dtype, block=37)
+
+
+@pytest.mark.parametrize("compute_dtype", [torch.bfloat16, None])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_state_in_the_host_has_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, name: str, compute_dtype: torch.dtype | None
+) -> None:
+    plain = of_one_process("mixtral", torch.float32, compute_dtype, name=name)
+    monkeypatch.setattr(make, "_memory", lambda config, device, dtype: host_memory(device, dtype))
+    parts = [copy_of(part) for part in plain[1].gradients.parts]
+    mesh = Layout().mesh(ALONE)
+    settings = OptimizerConfig(learning_rate=RATE, name=name, offload=True)
+    moved = make_optimizer(parts, settings, mesh, plain[1].sharding)
+    for number in (1, 2, 3):
+        drawn = draw_gradients(plain[0], number)
+        for part in parts:
+            part.master.grad = drawn[part.name].to(compute_dtype or torch.float32).float().view(part.master.shape)
+        moved.begin(RATE / number)
+        moved.update(torch.tensor(0.5))
+        step(plain, number, 0.5)
+    state, wanted = moved.state(), plain[2].state()
+    assert state.keys() == {"master", *wanted}
+    wanted["master"] = [part.master.detach() for part in plain[1].gradients.parts]
+    for kind, tensors in state.items():
+        assert same(tensors, wanted[kind]), kind
+    assert same([part.weight for part in parts], [part.weight for part in plain[1].gradients.parts])
+    for part in parts:
+        is_freed = part.master.untyped_storage().nbytes() == 0
+        assert is_freed == (compute_dtype is not None)
+
+
+def copy_of(part: Part) -> Part:
+    weight = part.weight.detach().clone()
+    is_weight = part.weight.data_ptr() == part.master.data_ptr()
+    return Part(
+        part.name, part.shape, part.start, weight, nn.Parameter(weight if is_weight else part.master.detach().clone())
+    )
+
+
+def test_a_cpu_keeps_its_state_where_it_is() -> None:
+    made = of_one_process(offload=True)
+    assert "master" not in made[2].state()
+
+
+def test_orthogonalized_singular_values_are_those_of_the_polynomial() -> None:
+    torch.manual_seed(0)
+    for shape in ((3, 5, 9), (2, 9, 5), (1, 6, 6)):
+        x = torch.randn(shape, dtype=torch.float64)
+        u, sizes, v = torch.linalg.svd(x, full_matrices=False)
+        sizes = sizes / sizes.square().sum(-1, keepdim=True).sqrt()
+        for _ in range(5):
+            sizes = 3.4445 * sizes - 4.7750 * sizes**3 + 2.0315 * sizes**5
+        torch.testing.assert_close(orthogonalize(x), u @ torch.diag_embed(sizes) @ v, rtol=1e-5, atol=1e-6)
+    assert not orthogonalize(torch.zeros(1, 3, 4)).any()
+
+
+def test_tensors_are_joined_where_they_lie_side_by_side() -> None:
+    flat = torch.arange(10.0)
+    whole = joined([flat[2:5], flat[5:6], flat[6:9]])
+    assert whole is not None
+    assert whole.tolist() == [2, 3, 4, 5, 6, 7, 8]
+    assert joined([flat[2:5], flat[6:7]]) is None
+    assert joined([flat[:5], torch.arange(5.0)]) is None
+
+
+def test_a_gradient_that_is_missing_is_told() -> None:
+    made = of_one_process()
+    with pytest.raises(RuntimeError, match=r"the gradient of model\..* is missing; reduce the gradients"):
+        made[2].update(ONE)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"name": "sgd"}, "optimizer.name = 'sgd' must be one of adamw, muon"),
+    ({"learning_rate": 0.0}, "optimizer.learning_rate = 0.0 must be positive"),
+    ({"clip": float("nan")}, "optimizer.clip = nan must be positive"),
+    ({"weight_decay": -1.0}, "optimizer.weight_decay = -1.0 must not be negative"),
+    ({"momentum": 1.0}, r"optimizer.momentum = 1.0 must lie in \[0, 1\)"),
+])  # fmt: skip
+def test_wrong_settings_are_told(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(**{"learning_rate": RATE} | change)
+
+
+@pytest.mark.parametrize("operation", [muon_momentum, muon_update])
+def test_cost_of_the_ends_of_muon_is_the_hand_count(operation: Callable[..., Any]) -> None:
+    narrow, wide = torch.empty(100, dtype=torch.bfloat16, device="meta"), torch.empty(100, device="meta")
+    if operation is muon_momentum:
+        cost = muon_momentum.cost(narrow, wide, wide, torch.empty(2), 0.95, workload=None)
+        assert (cost.read, cost.written) == (800, 600)
+    else:
+        cost = muon_update.cost(narrow, wide, narrow, torch.empty(2), 1.0, 0.1, workload=None)
+        assert (cost.read, cost.written) == (600, 600)
