@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import tokenizers
@@ -20,6 +21,11 @@ class Encoder:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._id = {token: _known(tokenizer, token) for token in (BEGIN, END, SYSTEM, USER, ASSISTANT)}
+
+    @classmethod
+    def load(cls, folder: Path) -> Encoder:
+        """With the tokenizer of a folder. Raises ValueError if that one lacks a special token of the exercises."""
+        return cls(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
 
     def prompt(self, example: Example) -> list[int]:
         """The question as a chat of one message, up to where the reply begins."""

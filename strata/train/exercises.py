@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import tokenizers
 
 from strata.models.tokenizer import Tokenizer
 from strata.train.data.encoding import Encoded
@@ -86,7 +85,7 @@ def _digest_and_size(tokenizer_folder: Path) -> tuple[str, int]:
 
 
 def _write(job: _Job) -> ShardEntry:
-    encoder = Encoder(tokenizers.Tokenizer.from_file(str(job.tokenizer / "tokenizer.json")))
+    encoder = Encoder.load(job.tokenizer)
     parts = [
         encoder.encode([document(job.seed, index) for index in range(first, min(first + _AT_ONCE, job.end))])
         for first in range(job.first, job.end, _AT_ONCE)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 from typer.testing import CliRunner
 
 from strata.cli.main import app
@@ -107,7 +106,7 @@ def test_more_documents_begin_with_the_same(written: Path, tmp_path: Path) -> No
 
 def test_a_step_has_what_the_encoder_wrote(written: Path) -> None:
     dataset = TokenDataset(written)
-    encoder = Encoder(tokenizers.Tokenizer.from_file(str(written / "tokenizer/tokenizer.json")))
+    encoder = Encoder.load(written / "tokenizer")
     step = Loader(Mixture([dataset], [1.0], 0), 1024, 4, 50).step(Place())
     assert sum(map(len, step.samples)) > 20
     for batch, samples in zip(step.batches, step.samples, strict=True):
