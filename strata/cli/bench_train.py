@@ -1,4 +1,4 @@
-"""`strata bench train`: T6, tokens per second of training steps on one GPU, beside their floor."""
+"""`strata bench train`: T6 and T7, tokens per second of training steps on each GPU, beside their floor."""
 
 from __future__ import annotations
 
@@ -12,29 +12,50 @@ from strata.cli.bench_run import AsJson, Save
 
 
 def train(
-    shape: Annotated[str, typer.Option(help="A shape (1B) with random weights, or a config.json.")] = "1B",
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 2,
+    shape: Annotated[
+        str, typer.Option("--shape", "--model", help="A shape (1B, 8B, 30B-A3B) with random weights, or a config.json.")
+    ] = "1B",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a pack.")] = 2,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 8192,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a repetition.")] = 10,
     repeat: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 3,
     precision: Annotated[str, typer.Option(help="Of the layers' products: bf16, fp8-tensor, fp8-row.")] = "bf16",
+    recompute: Annotated[
+        str, typer.Option(help="What the backward pass computes again: none, operations, mlp, layers.")
+    ] = "none",
+    ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine, a GPU each; or start torchrun.")] = 1,
+    layout: Annotated[
+        str | None,
+        typer.Option(help='Such as "shard=8,zero=2" or "pp=4,micro_batches=8"; auto if left out.', show_default=False),
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
+    offload: Annotated[bool, typer.Option(help="Masters and moments in host memory.")] = False,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for small models.")] = "cuda",
+    eager: Annotated[bool, typer.Option(help="Record no CUDA graph.")] = False,
     losses: Annotated[
         Path | None, typer.Option(help="Write the loss of every step to this file.", show_default=False)
     ] = None,
-    kernels: Annotated[bool, typer.Option(help="Trace one more step: milliseconds of each kernel, in --json.")] = False,
+    kernels: Annotated[
+        bool, typer.Option(help="Trace one more step: milliseconds of each kernel, and of exposed messages, in --json.")
+    ] = False,
     as_json: AsJson = False,
     save: Save = None,
 ) -> None:
-    """T6: tokens per second of training on one GPU with float32 masters and AdamW; MFU and memory beside.
+    """T6 and T7: tokens per second of training on each GPU with float32 masters; MFU and memory beside.
 
-    Example: strata bench train --shape 1B --batch 2 --sequence 8192
+    Examples: strata bench train --shape 1B --batch 2 --sequence 8192
+
+    strata bench train --shape 8B --ranks 8 --layout shard=8,zero=2 --recompute mlp
     """
-    from strata.cli.train_speed import measure
-    from strata.train.config import PRECISIONS
+    from strata.cli.train_ranks import is_a_rank, start_ranks
+    from strata.cli.train_speed import TrainingTest, measure
 
-    if precision not in PRECISIONS:
-        raise ValueError(f"--precision {precision} is not one of {', '.join(PRECISIONS)}")
-    values, text = measure(
-        shape, batch, sequence, precision, steps=steps, repeat=repeat, losses=losses, kernels=kernels
+    if ranks > 1 and not is_a_rank():
+        raise typer.Exit(start_ranks(ranks))
+    test = TrainingTest(
+        shape, batch, sequence, precision, recompute, layout, optimizer, offload=offload, records=not eager
     )
-    report(values, text, as_json=as_json, save=save)
+    found = measure(test, device, steps=steps, repeat=repeat, losses=losses, kernels=kernels)
+    if found is not None:
+        values, text = found
+        report(values, text, as_json=as_json, save=save)
