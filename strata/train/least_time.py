@@ -62,6 +62,17 @@ class StepTime:
         return _exposed(self.messages)
 
     @property
+    def by_kind(self) -> dict[str, float]:
+        """Seconds under the names of `strata.train.step_kinds`."""
+        return {
+            "products": self.products,
+            "attention": self.attention,
+            "optimizer": self.update,
+            "communication": self.communication,
+            "idle": self.bubble,
+        }
+
+    @property
     def seconds(self) -> float:
         return self.products + self.attention + self.update + self.bubble + self.communication
 

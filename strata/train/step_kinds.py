@@ -1,0 +1,151 @@
+"""Where the time of traced steps went, by kind of work; arithmetic on the events of a Chrome trace alone."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# What a kernel or operator does, by the first kind of which its name, in small letters, holds a word: Strata's own
+# kernels, those of cuBLAS, cuDNN and NCCL, ATen's operators and autograd's nodes.
+KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("communication", ("nccl", "gloo", "c10d", "all_reduce", "reduce_scatter", "all_gather", "sendrecv")),
+    ("attention", ("attention", "attn", "sdpa", "flash", "fmha")),
+    ("optimizer", ("adamw", "muon", "newton", "multi_tensor", "lpnorm", "_foreach", "vector_norm", "strata.update")),
+    ("loss", ("softmax_gradient", "crossentropy", "cross_entropy", "nll_loss", "log_softmax", "logsumexp")),
+    ("products", ("gemm", "gemv", "nvjet", "cutlass", "splitk", "linear", "::mm", "::bmm", "addmm", "matmul")),
+    ("norms", ("rms_norm", "rmsnorm", "layer_norm", "norm_kernel", "norm_grad", "prenorm")),
+)
+OTHER, COMMUNICATION, IDLE = "other", "communication", "idle"
+ORDER = ("products", "attention", "norms", "loss", "optimizer", OTHER, COMMUNICATION, IDLE)
+
+_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+_HOST = {"cpu_op", "user_annotation"}
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """Seconds of one step, the mean of `steps`, by kind; they add up to `total`, so an instant counts once.
+
+    communication: what no other work hides. On a GPU, idle is when nothing runs there; on a CPU, Python's own time, and
+    the head's product is part of the loss. floors: the least seconds of those kinds for which it is known.
+    """
+
+    steps: int
+    total: float
+    seconds: Mapping[str, float]
+    floors: Mapping[str, float]
+
+    def text(self) -> str:
+        """Rows for people."""
+        lines = [f"{f'a step, mean of {self.steps}':<22}{'ms':>10}{'share':>9}{'floor ms':>11}{'floor/ms':>10}"]
+        rows = [(kind, self.seconds.get(kind, 0.0), self.floors.get(kind)) for kind in ORDER]
+        known = sum(self.floors.get(kind, 0.0) for kind in ORDER)
+        rows.append(("total", self.total, known or None))
+        for kind, seconds, least in rows:
+            line = f"{kind:<22}{seconds * 1e3:>10.2f}{seconds / self.total:>9.1%}"
+            if least is not None:
+                line += f"{least * 1e3:>11.2f}" + (f"{least / seconds:>10.0%}" if seconds else "")
+            lines.append(line)
+        return "\n".join(lines)
+
+
+def kind_of(name: str) -> str:
+    """What a kernel or operator of that name does, one of `KINDS` or `OTHER`."""
+    small = name.lower()
+    return next((kind for kind, words in KINDS if any(word in small for word in words)), OTHER)
+
+
+def read_step_trace(events: Iterable[Mapping[str, Any]], step: str, floors: Mapping[str, float]) -> StepTable:
+    """Add up what ran in the steps, which are the annotations named `step`.
+
+    events: `traceEvents` of a Chrome trace by torch.profiler. Kernels count if there are any, otherwise the operators
+    of the thread that ran the steps. Raises ValueError if there is no step.
+    """
+    spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    marks = [event for event in spans if event["name"] == step and event.get("cat") == "user_annotation"]
+    if not marks:
+        raise ValueError(f"the trace holds no annotation named {step}")
+    start = min(event["ts"] for event in marks)
+    end = max(event["ts"] + event["dur"] for event in marks)
+    work = [event for event in spans if event.get("cat") in _DEVICE and event["ts"] >= start]
+    if work:
+        end = max(end, *(event["ts"] + event["dur"] for event in work))
+    else:
+        threads = {(event["pid"], event["tid"]) for event in marks}
+        work = [
+            event
+            for event in spans
+            if event.get("cat") in _HOST
+            and event["name"] != step
+            and start <= event["ts"] < end
+            and ((event["pid"], event["tid"]) in threads or kind_of(event["name"]) == COMMUNICATION)
+        ]
+    lanes = defaultdict(list)
+    for event in work:
+        lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], kind_of(event["name"])))
+    pieces = [piece for lane in lanes.values() for piece in _flattened(lane)]
+    microseconds = _each_instant_once(pieces)
+    microseconds[IDLE] = max(0.0, end - start - sum(microseconds.values()))
+    per_step = 1e-6 / len(marks)
+    seconds = {kind: microseconds[kind] * per_step for kind in ORDER}
+    return StepTable(len(marks), sum(seconds.values()), seconds, floors)
+
+
+_Piece = tuple[float, float, str]  # start, end, kind
+
+
+def _flattened(lane: Sequence[_Piece]) -> Iterator[_Piece]:
+    """Nested intervals of one thread or stream as intervals side by side; the outermost known kind is that of all it
+    holds, so a product inside the optimizer is the optimizer's.
+    """
+    open_: list[_Piece] = []
+    at = 0.0
+    for start, end, kind in sorted(lane, key=lambda piece: (piece[0], -piece[1])):
+        while open_ and open_[-1][1] <= start:
+            yield at, open_[-1][1], open_[-1][2]
+            at = open_.pop()[1]
+        if open_:
+            yield at, start, open_[-1][2]
+            kind = kind if open_[-1][2] == OTHER else open_[-1][2]
+            end = min(end, open_[-1][1])
+        open_.append((start, end, kind))
+        at = start
+    while open_:
+        yield at, open_[-1][1], open_[-1][2]
+        at = open_.pop()[1]
+
+
+def _each_instant_once(pieces: Iterable[_Piece]) -> Counter[str]:
+    """Time by kind: of work side by side the first that started counts, and communication only where nothing else is.
+
+    Microseconds, of any kind that there is.
+    """
+    found: Counter[str] = Counter()
+    busy: list[tuple[float, float]] = []
+    ordered = sorted(pieces)
+    for start, end, kind in ordered:
+        if kind == COMMUNICATION:
+            continue
+        first = max(start, busy[-1][1]) if busy else start
+        if end > first:
+            found[kind] += end - first  # type: ignore[assignment]
+            busy.append((first, end))
+    covered = float("-inf")
+    place = 0
+    for start, end, kind in ordered:
+        if kind != COMMUNICATION:
+            continue
+        start = max(start, covered)
+        if end <= start:
+            continue
+        covered = end
+        while place < len(busy) and busy[place][1] <= start:
+            place += 1
+        hidden, number = 0.0, place
+        while number < len(busy) and busy[number][0] < end:
+            hidden += min(end, busy[number][1]) - max(start, busy[number][0])
+            number += 1
+        found[kind] += end - start - hidden  # type: ignore[assignment]
+    return found
