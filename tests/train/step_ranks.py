@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from strata.comm.launch import World
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
+from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
 from strata.train.checkpoints.state import Piece
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.pack import PackedBatch
 from strata.train.steps.make import make_step
 from strata.train.steps.parallel_step import ParallelStep
+from strata.train.steps.recorded import shape_of_all
 from tests.parallel.models import config_of, loss_of, random_model
 from tests.parallel.ranks import relative_error
 
@@ -39,13 +41,16 @@ def pack_of(seed: int, lengths: list[int], vocab: int, share: float) -> PackedBa
 
 
 def packs_of(config: ModelConfig, step: int, replica: int) -> list[PackedBatch]:
-    """Other numbers of tokens on every replica; the second pack of the first replica has no token that counts."""
+    """Other numbers of tokens on every replica. No token counts in the second pack of the first replica, nor in any of
+    the second replica in step 1.
+    """
+    none = {(0, 0, 1), (1, 0, 1), (2, 0, 1), (1, 1, 0), (1, 1, 1)}
     return [
         pack_of(
             100 * step + 10 * replica + micro,
             [5 + replica, 1 + micro, 7],
             config.vocab_size,
-            0.0 if (replica, micro) == (0, 1) else 0.7,
+            0.0 if (step, replica, micro) in none else 0.7,
         )
         for micro in range(PACKS)
     ]
@@ -108,7 +113,7 @@ def errors_of(world: World, family: str, layout: Layout, **options: Any) -> dict
         errors[f"norm {index}"] = abs(float(result.norm) / norms[index] - 1)
     for piece in step.pieces():
         if piece.kind == "master":
-            errors[piece.name] = relative_error(piece.tensor, of_whole(piece, model.get_parameter(piece.name)))
+            errors[piece.name] = relative_error(piece.tensor.cpu(), of_whole(piece, model.get_parameter(piece.name)))
     return errors
 
 
@@ -163,8 +168,16 @@ def skipped_and_restored(world: World, folder: Path) -> dict[str, Any]:
     }
 
 
+def shapes(world: World) -> list[list[int] | None]:
+    """What ranks agree on that have the same shape, another length, and one of them none."""
+    everyone = all_ranks(Layout(dp=2).mesh(world))
+    own = [(2, 8), (2, 8 + world.rank), None if world.rank else (2, 8)]
+    return [None if found is None else list(found) for found in (shape_of_all(one, everyone) for one in own)]
+
+
 def two_ranks(world: World, folder: Path, layouts: list[list[Any]]) -> dict[str, Any]:
-    return {"worst": worst(world, folder, layouts), "skipped": skipped_and_restored(world, folder)}
+    found = {"worst": worst(world, folder, layouts), "skipped": skipped_and_restored(world, folder)}
+    return found | {"shapes": shapes(world)}
 
 
 def four_ranks(world: World, folder: Path, layouts: list[list[Any]]) -> dict[str, Any]:

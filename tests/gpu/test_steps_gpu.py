@@ -1,0 +1,121 @@
+"""Steps over NCCL: layouts against one process on the CPU, and recorded steps against the same ones launched anew."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strata.comm.launch import World, join_world
+from strata.models.config import config_from_dict
+from strata.parallel.layout import Layout
+from strata.train.optimizer.config import OptimizerConfig
+from strata.train.steps.make import fresh, make_step
+from tests.train.step_ranks import errors_of, pack_of
+
+pytestmark = pytest.mark.gpu
+
+LAYOUTS: dict[int, list[tuple[str, Layout]]] = {
+    1: [("llama", Layout()), ("qwen3-biases-tied", Layout())],
+    2: [
+        ("llama", Layout(shard=2, zero=2)),
+        ("qwen3-biases-tied", Layout(dp=2)),
+        ("llama", Layout(shard=2, zero=3)),
+        ("llama", Layout(tp=2, sequence_parallel=True)),
+        ("llama", Layout(cp=2, zero=1)),
+        ("llama", Layout(pp=2, micro_batches=2)),
+        ("qwen3-moe", Layout(shard=2, ep=2, zero=2)),
+    ],
+    4: [
+        ("llama", Layout(dp=2, shard=2, zero=2)),
+        ("llama", Layout(shard=2, tp=2, zero=3, sequence_parallel=True)),
+        ("qwen3-biases-tied", Layout(pp=2, shard=2, zero=1, micro_batches=2)),
+    ],
+}
+WIDE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 512,
+}
+STEPS = 6
+RATE = 1e-3
+
+
+def recorded(world: World, precision: str, recompute: str, *, records: bool, tied: bool) -> dict[str, Any]:
+    """Losses and norms of steps of one shape on all ranks, with one of another shape on one rank in between."""
+    config = config_from_dict(WIDE | {"tie_word_embeddings": tied})
+    layout = Layout() if world.size == 1 else Layout(shard=world.size, zero=2)
+    step = make_step(
+        config,
+        layout,
+        layout.mesh(world),
+        OptimizerConfig(learning_rate=RATE),
+        fresh(0),
+        precision=precision,
+        recompute=recompute,
+        records=records,
+    )
+    found = []
+    for index in range(STEPS):
+        other = index == STEPS - 2 and world.rank == 0
+        lengths = [512, 300, 212] if other else [512, 512]
+        result = step([pack_of(10 * index + world.rank, lengths, 50, 1.0)], RATE)
+        found.append([result.loss.item(), result.norm.item()])
+    return {"steps": found, "recorded": step._recorded is not None}
+
+
+def of_rank(world: World) -> dict[str, Any]:
+    worst = []
+    for family, layout in LAYOUTS[world.size]:
+        errors = errors_of(world, family, layout)
+        name = max(errors, key=errors.__getitem__)
+        worst.append([name, errors[name]])
+    pairs = []
+    for precision, recompute, tied in (
+        ("bf16", "none", True),
+        ("bf16", "mlp", False),
+        ("fp8-row", "operations", False),
+    ):
+        pairs.append([recorded(world, precision, recompute, records=one, tied=tied) for one in (True, False)])
+    return {"worst": worst, "pairs": pairs}
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_layouts_and_recordings(ranks: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    subprocess.run([*launch, "-m", "tests.gpu.test_steps_gpu", str(tmp_path)], check=True, timeout=400)
+    for rank in range(ranks):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        for (family, layout), (name, error) in zip(LAYOUTS[ranks], found["worst"], strict=True):
+            assert error < 1e-4, (family, layout, name, error)
+        for replayed, launched in found["pairs"]:
+            assert replayed["recorded"]
+            assert not launched["recorded"]
+            steps = torch.tensor(replayed["steps"])
+            torch.testing.assert_close(steps, torch.tensor(launched["steps"]), rtol=1e-2, atol=0)
+            assert steps[-1, 0] < 0.95 * steps[0, 0]
+
+
+def main() -> None:
+    """One rank."""
+    with join_world("cuda", timeout_seconds=120) as world:
+        found = of_rank(world)
+        (Path(sys.argv[1]) / f"{world.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
