@@ -217,5 +217,8 @@ def test_a_state_that_does_not_fit_its_part_is_an_error() -> None:
     parts, axes = parallel.gradients.parts, gradient_axes(mesh, parallel.sharding, 0)
     state: Mapping[str, list[Tensor]] = {"momentum": [torch.zeros(0) for _ in parts]}
     assert {piece.kind for piece in pieces_of(parts, state, parallel.sharding, axes)} == {"master"}
+    elsewhere = [torch.zeros(part.master.numel()) for part in parts]
+    made = pieces_of(parts, {"master": elsewhere}, parallel.sharding, axes)
+    assert [piece.tensor.data_ptr() for piece in made] == [tensor.data_ptr() for tensor in elsewhere]
     with pytest.raises(ValueError, match=r"momentum of .* has 3 elements, its part"):
         pieces_of(parts, {"momentum": [torch.zeros(3) for _ in parts]}, parallel.sharding, axes)

@@ -36,8 +36,8 @@ def runs(draw: st.DrawFn) -> tuple[tuple[int, ...], Run, Run]:
 
 @settings(max_examples=300, deadline=None)
 @given(runs())
-def test_what_two_runs_share_is_copied_and_nothing_else(given: tuple[tuple[int, ...], Run, Run]) -> None:
-    shape, source, target = given
+def test_what_two_runs_share_is_copied_and_nothing_else(drawn: tuple[tuple[int, ...], Run, Run]) -> None:
+    shape, source, target = drawn
     values = torch.randn(math.prod(shape), dtype=torch.float64)
     have, want = flat_places(shape, source), flat_places(shape, target)
     out = torch.full((target.elements,), float("nan"), dtype=torch.float64)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,13 @@ from strata.train.checkpoints.folder import (
     check_recipe,
     checkpoint_path,
     checkpoints,
-    clear_unfinished,
     part_path,
     prune,
     publish,
     read_state,
+    remove,
+    set_aside,
+    unfinished,
 )
 from strata.train.checkpoints.index import CorruptCheckpoint, Index, StoredPiece
 from strata.train.checkpoints.reader import load
@@ -42,7 +44,8 @@ class Checkpointer:
     """The checkpoints of a run, in a folder that all ranks see. Every rank makes one, and calls its methods alike.
 
     A step: the passes, `before_update`, the optimizer's update, `poll`, and after some steps `start`. One checkpoint at
-    a time is under way; at the end `finish`.
+    a time is under way; at the end `finish`. A rank that cannot write makes the checkpoint fail on all of them, and
+    the run goes on.
 
     stalled_seconds: for how long, since the beginning, these calls have kept the host from training.
     """
@@ -60,10 +63,11 @@ class Checkpointer:
         self._copied: torch.cuda.Event | None = None
         self._buffer = HostBuffer(0, pinned=False)
         self._writer: ShareWriter | None = None
+        self._remover: threading.Thread | None = None
         self._step = 0
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
-            clear_unfinished(folder)
+            remove(unfinished(folder))
         self._agree(True)
 
     def prepare(self, pieces: Sequence[Piece]) -> None:
@@ -117,13 +121,16 @@ class Checkpointer:
             return self._settle(self._writer)
 
     def finish(self) -> Path | None:
-        """Wait for the checkpoint under way; the result is that of `poll`."""
+        """Wait for the checkpoint under way, and until what it replaces is removed; the result is that of `poll`."""
+        path = None
         while self._writer is not None:
-            if (path := self.poll()) is not None:
-                return path
+            path = self.poll()
             with self._stall():
                 time.sleep(_POLL_SECONDS)
-        return None
+        if self._remover is not None:
+            with self._stall():
+                self._remover.join()
+        return path
 
     def restore(self, pieces: Sequence[Piece], recipe: Mapping[str, Any]) -> dict[str, Any] | None:
         """Fill the pieces from the newest checkpoint that can be read, whatever layout wrote it. Returns the state that
@@ -186,7 +193,11 @@ class Checkpointer:
         if self.world.is_main:
             errors = errors or self._publish(reports)
             if errors:
-                shutil.rmtree(writer.part, ignore_errors=True)
+                with suppress(OSError):  # it may not exist, and the disk may be why
+                    set_aside(writer.part)
+            # Listed while no rank can have begun another one.
+            self._remover = threading.Thread(target=remove, args=(unfinished(self.folder),), name="remove", daemon=True)
+            self._remover.start()
         errors = gather_json(errors, self._everyone, _HOST)[0]
         if errors:
             self.warn(f"the checkpoint of step {self._step} was not written ({'; '.join(errors)}); those before remain")

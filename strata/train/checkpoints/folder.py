@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,31 +92,36 @@ def publish(folder: Path, step: int, index: Index) -> Path:
     write_durably(part / INDEX, index.to_json().encode())
     _flush_folder(part)
     if target.exists():
-        replaced = folder / f".{target.name}.replaced.part"
-        target.rename(replaced)
-        part.rename(target)
-        shutil.rmtree(replaced)
-    else:
-        part.rename(target)
+        set_aside(target)
+    part.rename(target)
     _flush_folder(folder)
     return target
 
 
 def prune(folder: Path, latest: Path, keep: int) -> None:
-    """Remove those before the `keep` newest ones up to `latest`. Later ones are of a run that was resumed further back;
-    `latest` never gives way to them.
+    """Set aside those before the `keep` newest ones up to `latest`. Later ones are of a run that was resumed further
+    back; `latest` never gives way to them.
     """
     for path in [one for one in checkpoints(folder) if step_of(one) <= step_of(latest)][:-keep]:
-        # Under its own name a checkpoint is whole, even if this process ends in the middle of the removal.
-        doomed = folder / f".{path.name}.removed.part"
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+        set_aside(path)
 
 
-def clear_unfinished(folder: Path) -> None:
-    """Remove what processes left that ended in the middle of a checkpoint."""
-    for path in folder.glob(".step-*.part"):
-        shutil.rmtree(path)
+def set_aside(path: Path) -> None:
+    """Let a checkpoint disappear at once, whole or in part, and be one of the `unfinished`: removing takes seconds."""
+    path.rename(path.with_name(f".step-removed{path.name}.part"))
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """What is to be removed, unless a checkpoint is being written: what was set aside, and what processes left that
+    ended in the middle of one.
+    """
+    return sorted(folder.glob(".step-*.part"))
+
+
+def remove(paths: Sequence[Path]) -> None:
+    """Remove folders. What cannot be removed stays, and is tried again with the next ones."""
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def write_durably(file: Path, data: bytes) -> None:
