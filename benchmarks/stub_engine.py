@@ -8,6 +8,7 @@ benchmarks/http_overhead.py starts it, with its StubConfig as JSON on standard i
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -135,6 +136,7 @@ class StubEngine:
             page_size=16,
             device="none",
             startup={},
+            pid=os.getpid(),
         )
 
 

@@ -78,6 +78,14 @@ def serve(
     request_timeout: Annotated[
         float, typer.Option(min=0.001, help="Seconds that a request may take.", rich_help_panel=_LIMITS)
     ] = 600.0,
+    engine_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds in which the engine must say something while it has requests, or is killed; 0 for no end.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 300.0,
     requests_per_minute: Annotated[
         int | None, typer.Option(min=1, help="Of each key; more get 429.", rich_help_panel=_LIMITS)
     ] = None,
@@ -151,6 +159,7 @@ def serve(
         reasoning=reasoning,
         max_queue=max_queue,
         request_timeout=request_timeout,
+        engine_timeout=engine_timeout,
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
         concurrency=concurrency,

@@ -82,7 +82,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
     default_params: the sampling parameters of the model's generation_config.json.
     max_sequences, num_pages, page_size: what it can run at once.
-    startup: seconds by phase.
+    startup: seconds by phase. pid: of its process, for whoever finds that it hangs; None leaves it alone.
     """
 
     model: str
@@ -97,6 +97,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     device: str
     startup: dict[str, float]
     protocol: int = PROTOCOL
+    pid: int | None = None
 
 
 class Delta(msgspec.Struct, array_like=True, frozen=True):

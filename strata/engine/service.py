@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import time
 import traceback
 from collections.abc import Callable
@@ -336,6 +337,7 @@ def _ready(engine: Engine, model: str) -> Ready:
         page_size=engine.pages.page_size,
         device=engine.ledger.device,
         startup=engine.startup,
+        pid=os.getpid(),
     )
 
 

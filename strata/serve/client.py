@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import signal
 import struct
+from contextlib import suppress
 
 import msgspec
 import zmq
@@ -33,6 +37,8 @@ FRAMES_A_TURN = 64
 RETRY_MS = 20
 # How long a closing client waits until its last messages are out, in milliseconds.
 LINGER_MS = 500
+
+_log = logging.getLogger("strata.serve")
 
 
 class EngineRefused(ValueError):
@@ -130,13 +136,16 @@ class EngineClient:
 
     ready: Ready
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, most_silence: float = 0.0) -> None:
         """Prepares the connection; `connect` makes one that is ready for use."""
         self._loop = asyncio.get_running_loop()
         self._answered: asyncio.Future[Ready | None] = self._loop.create_future()
         self._dead: asyncio.Future[str] = self._loop.create_future()
         self._streams: dict[str, Stream] = {}
         self._vectors: dict[str, asyncio.Future[list[float]]] = {}
+        self._most_silence = most_silence
+        self._silent_since = 0.0  # by the loop's clock, of an engine that has requests
+        self._watchdog: asyncio.TimerHandle | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self.statistics = Statistics()
@@ -154,12 +163,14 @@ class EngineClient:
         self._send(Hello())
 
     @classmethod
-    async def connect(cls, address: str, *, timeout: float | None = None) -> EngineClient:
+    async def connect(cls, address: str, *, timeout: float | None = None, most_silence: float = 0.0) -> EngineClient:
         """A client of the engine that serves, or will serve, at `address`; waits until it is ready.
 
+        most_silence: seconds after which an engine that has requests and says nothing is killed; 0 for never. (One that
+            works says how it stands twice a second, to clients whose requests wait too.)
         Raises EngineGone if the engine dies meanwhile or is not ready after `timeout` seconds.
         """
-        client = cls(address)
+        client = cls(address, most_silence)
         try:
             async with asyncio.timeout(timeout):
                 ready = await client._answered
@@ -201,6 +212,7 @@ class EngineClient:
         if not self.alive:
             stream._fail(EngineGone(self._dead.result()))
             return stream
+        self._watch_silence()
         self._streams[add.id] = stream
         self._send(add)
         return stream
@@ -211,6 +223,7 @@ class EngineClient:
         if not self.alive:
             raise EngineGone(self._dead.result())
         vector: asyncio.Future[list[float]] = self._loop.create_future()
+        self._watch_silence()
         self._vectors[request.id] = vector
         self._send(request)
         try:
@@ -260,6 +273,7 @@ class EngineClient:
         for _ in range(FRAMES_A_TURN):
             if not self.alive or not _has_mail(self._socket):
                 return
+            self._silent_since = self._loop.time()
             self._receive(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
         self._read_later()
 
@@ -302,10 +316,36 @@ class EngineClient:
                 self._read()  # its last words
             self._die("the engine process has ended")
 
+    def _watch_silence(self) -> None:
+        """A request is about to be sent."""
+        if not self._streams and not self._vectors:
+            self._silent_since = self._loop.time()
+        if self._most_silence and self._watchdog is None:
+            self._watchdog = self._loop.call_later(self._most_silence, self._check_silence)
+
+    def _check_silence(self) -> None:
+        self._watchdog = None
+        if not self._streams and not self._vectors:
+            return
+        if _has_mail(self._socket):  # this process was busy
+            self._silent_since = self._loop.time()
+        due = self._silent_since + self._most_silence
+        if self._loop.time() < due:
+            self._watchdog = self._loop.call_at(due, self._check_silence)
+            return
+        reason = f"it has requests and said nothing for {self._most_silence:g} s"
+        _log.error("the engine is taken for dead and killed: %s", reason)
+        if self.ready.pid is not None:  # whoever has started it learns of it so
+            with suppress(ProcessLookupError):
+                os.kill(self.ready.pid, signal.SIGKILL)
+        self._die(reason)
+
     def _die(self, reason: str) -> None:
         if not self.alive:
             return
         self._dead.set_result(reason)
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_reader(self._monitor.fileno())
         if not self._answered.done():

@@ -16,6 +16,7 @@ class ServeSettings:
     chat_template: the text of a template that replaces the model's own.
     tool_format: "hermes", "llama3" or None (tools are refused). reasoning: split <think>...</think> off the content.
     max_queue: requests that may wait; more are told to come again. request_timeout: most seconds of one request.
+    engine_timeout: seconds in which an engine that has requests must say something, or is taken for dead; 0 for no end.
     requests_per_minute, tokens_per_minute, concurrency: bounds of each key; None for none.
     shutdown_timeout: seconds that running requests get to finish after SIGTERM.
     api_workers: processes that serve HTTP.
@@ -33,6 +34,7 @@ class ServeSettings:
     reasoning: bool = False
     max_queue: int = 512
     request_timeout: float = 600.0
+    engine_timeout: float = 300.0
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrency: int | None = None

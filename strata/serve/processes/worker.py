@@ -41,7 +41,7 @@ from strata.serve.state import ServerState
 
 _KEEP_ALIVE_SECONDS = 30  # of a connection between two requests
 _FLUSH_SECONDS = 2  # in which clients are to take their last words
-# After which a thread that renders or tokenizes gets the interpreter from the one that writes streams; by default 5 ms,
+# After which a thread that tokenizes gets the interpreter from the one that writes streams; by default 5 ms,
 # twice in the time to first token of a chat.
 SWITCH_SECONDS = 2e-4
 READY = "ready"
@@ -120,7 +120,7 @@ class ApiServer:
         with suppress(ValueError):  # there may be no template, or none that takes this
             # Starts the process that renders, while the engine starts, too; the first chat would wait for it.
             await templates.render(tokenizer.rendering([{"role": "user", "content": "Hello"}]))
-        client = await EngineClient.connect(self._address)
+        client = await EngineClient.connect(self._address, most_silence=settings.engine_timeout)
         return ServerState(
             settings=settings,
             client=client,
@@ -161,7 +161,8 @@ class ApiServer:
             await self._state.client.wait_dead()
             await self._state.client.close()
             try:
-                self._state.client = await EngineClient.connect(self._address)
+                silence = self._job.settings.engine_timeout
+                self._state.client = await EngineClient.connect(self._address, most_silence=silence)
             except EngineGone as error:
                 _log.warning("the new engine is gone: %s", error)
             else:
