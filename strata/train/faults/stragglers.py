@@ -1,0 +1,101 @@
+"""Finds the ranks that compute more slowly than the others, which all then wait for in every step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from strata.comm.collectives import start_gather
+from strata.comm.mesh import Axis
+from strata.train.faults.config import FaultsConfig
+
+
+class ComputeClock:
+    """The time that this rank spends computing in each step: between `begin` and `end`, which stand around work that
+    waits for no other rank. On a GPU by events in its stream, so the host waits for nothing.
+
+    Where ranks wait for each other within a layer (tensor, context and pipeline parallel), these look alike, and it is
+    their group that is compared with others.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._begun: torch.cuda.Event | float = 0.0
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event] | float] = []
+
+    def begin(self) -> None:
+        self._begun = _event() if self._is_cuda else time.perf_counter()
+
+    def end(self) -> None:
+        if isinstance(self._begun, float):
+            self._spans.append(time.perf_counter() - self._begun)
+        else:
+            self._spans.append((self._begun, _event()))
+
+    def take(self) -> list[float]:
+        """Seconds of each step since the last call. Waits for a GPU to have finished them."""
+        spans, self._spans = self._spans, []
+        return [span if isinstance(span, float) else _seconds(*span) for span in spans]
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """Of one interval of the log. seconds, median: of computing in a step, by the slowest rank and by the middle one.
+
+    share: what the slowest takes longer, of the whole step's time: what the run would gain without it. slow: the ranks
+    that were too slow in several intervals in a row. line: about them, for a person; "" if there are none.
+    """
+
+    rank: int
+    seconds: float
+    median: float
+    share: float
+    slow: tuple[int, ...]
+    line: str
+
+
+class Stragglers:
+    """Compares the ranks once an interval of the log. All ranks judge alike."""
+
+    def __init__(self, config: FaultsConfig, everyone: Axis) -> None:
+        """everyone: all ranks."""
+        self._config, self._everyone = config, everyone
+        self._slow_for = [0] * everyone.size
+
+    def report(self, seconds: Sequence[float], step_seconds: float) -> Slowest:
+        """Exchange what each rank measured, through the host. All ranks call it at the same step.
+
+        seconds: `ComputeClock.take`, of at least one step. step_seconds: of a whole step in this interval, with its
+        waiting.
+        """
+        own = torch.tensor([median(seconds)], dtype=torch.float64)
+        return self.judge(start_gather(own, self._everyone).wait().tolist(), step_seconds)
+
+    def judge(self, seconds: Sequence[float], step_seconds: float) -> Slowest:
+        """`report`, from what the ranks measured, in their order."""
+        middle, slowest = median(seconds), max(range(len(seconds)), key=lambda rank: seconds[rank])
+        limit = middle * (1 + self._config.straggler_share)
+        self._slow_for = [count + 1 if one > limit else 0 for count, one in zip(self._slow_for, seconds, strict=True)]
+        wanted = self._config.straggler_intervals
+        slow = tuple(rank for rank, count in enumerate(self._slow_for) if count >= wanted)
+        share = (seconds[slowest] - middle) / step_seconds
+        shown = ", ".join(
+            f"rank {rank} {seconds[rank] * 1e3:.1f} ms (+{seconds[rank] / middle - 1:.0%})" for rank in slow
+        )
+        line = f"slower than the median of {middle * 1e3:.1f} ms a step for {wanted} intervals: {shown}" if slow else ""
+        return Slowest(slowest, seconds[slowest], middle, share, slow, line)
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+    ended.synchronize()
+    return float(begun.elapsed_time(ended)) / 1e3
