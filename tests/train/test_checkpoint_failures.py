@@ -21,7 +21,7 @@ import torch
 from strata.comm.launch import World
 from strata.train.checkpoints.checkpointer import Checkpointer
 from strata.train.checkpoints.folder import checkpoints, newest, read_state
-from strata.train.checkpoints.index import CorruptCheckpoint
+from strata.train.checkpoints.index import CorruptCheckpoint, Index
 from strata.train.checkpoints.reader import load
 from strata.train.checkpoints.state import Piece
 from tests.parallel.ranks import run_ranks
@@ -240,6 +240,24 @@ def test_the_latest_remain_and_a_repeated_step_is_replaced(tmp_path: Path) -> No
     assert newest(tmp_path, _fail) == tmp_path / "step-00000030"
     with pytest.raises(ValueError, match="keep = 0 checkpoints must be at least 1"):
         Checkpointer(tmp_path, ALONE, keep=0, warn=_fail)
+
+
+def test_a_table_that_cannot_be_written_leaves_the_checkpoints_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 10)
+    warnings: list[str] = []
+    target = Checkpointer(tmp_path, ALONE, keep=1, warn=warnings.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "to_json", lambda self: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        target.start(20, state_at(20), pieces_with(20))
+        assert target.finish() is None
+    (warning,) = warnings
+    assert "step 20 was not written (rank 0: OSError: [Errno 28] No space left on device)" in warning
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+    target.start(30, state_at(30), pieces_with(30))
+    assert target.finish() == tmp_path / "step-00000030"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000030"]
 
 
 def test_a_start_waits_for_the_checkpoint_before_and_training_does_not(tmp_path: Path) -> None:

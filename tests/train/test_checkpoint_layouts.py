@@ -140,8 +140,8 @@ def _fail(message: str) -> None:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint of every layout of two and four ranks, which read each other's."""
     folder = tmp_path_factory.mktemp("layouts")
-    two = run_ranks(write_and_read, 2, folder, others=[])
-    four = run_ranks(write_and_read, 4, folder, others=list(LAYOUTS[2]))
+    two = run_ranks(write_and_read, 2, folder, timeout=120, others=[])
+    four = run_ranks(write_and_read, 4, folder, timeout=120, others=list(LAYOUTS[2]))
     assert [rank["wrong"] for rank in (*two, *four)] == [[]] * 6
     # What the layouts were chosen for: ranks with other parameters, and with nothing of a parameter that others divide.
     assert not set(two[0]["held"]["pp2"]) & set(two[1]["held"]["pp2"])
