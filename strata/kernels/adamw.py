@@ -141,7 +141,36 @@ def _fits(
     weight: Tensor, master: Tensor, first: Tensor, second: Tensor, gradient: Tensor, step: Tensor, *others: float
 ) -> bool:
     wide = all(state.dtype == torch.float32 for state in (master, first, second))
-    return wide and all(one.is_contiguous() for one in (weight, master, first, second, gradient))
+    return wide and _are_contiguous(weight, master, first, second, gradient)
+
+
+def _are_contiguous(
+    weight: Tensor, master: Tensor, first: Tensor, second: Tensor, gradient: Tensor, *others: object
+) -> bool:
+    return all(one.is_contiguous() for one in (weight, master, first, second, gradient))
+
+
+# Elements of which a CPU's cache holds the tensors and the results in between.
+_CPU_BLOCK = 1 << 14
+
+
+@adamw.implement("reference in blocks", "cpu", supports=_are_contiguous)
+def _in_blocks(
+    weight: Tensor,
+    master: Tensor,
+    first: Tensor,
+    second: Tensor,
+    gradient: Tensor,
+    step: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+) -> Tensor:
+    blocks = (one.view(-1).split(_CPU_BLOCK) for one in (weight, master, first, second, gradient))
+    for block in zip(*blocks, strict=True):
+        adamw.reference(*block, step, beta1, beta2, eps, decay)
+    return weight
 
 
 if HAS_TRITON:

@@ -292,3 +292,15 @@ def test_cost_of_the_ends_of_muon_is_the_hand_count(operation: Callable[..., Any
     else:
         cost = muon_update.cost(narrow, wide, narrow, torch.empty(2), 1.0, 0.1, workload=None)
         assert (cost.read, cost.written) == (600, 600)
+
+
+def test_adamw_on_a_cpu_has_the_bits_of_its_reference() -> None:
+    """It goes block by block; the last is smaller."""
+    state = [torch.randn(40_000), torch.randn(40_000), torch.rand(40_000)]
+    weight, gradient = state[0].bfloat16(), torch.randn(40_000)
+    wanted = [one.clone() for one in (weight, *state)]
+    rest = (gradient, torch.tensor([0.01, 0.5, 0.3, 0.7]), 0.9, 0.95, 1e-8, 0.1)
+    assert adamw.bind("cpu").choose(weight, *state, *rest).name == "reference in blocks"
+    adamw(weight, *state, *rest)
+    adamw.reference(*wanted, *rest)
+    assert same([weight, *state], wanted)

@@ -1,0 +1,233 @@
+"""Optimizers on a GPU: the bits of one device, state that streams from the host, bfloat16 products, and layouts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strata.comm.launch import World, join_world
+from strata.comm.mesh import Mesh
+from strata.graph.cudagraph import CudaGraphs
+from strata.kernels.muon import muon_momentum, muon_update
+from strata.parallel.data_parallel import Part
+from strata.parallel.families import Placement
+from strata.parallel.layout import Layout
+from strata.parallel.tensor import TensorSharding
+from strata.train.config import OptimizerConfig as OneDeviceConfig
+from strata.train.fused_adamw import FusedAdamW
+from strata.train.optimizer.clip import clip_scale
+from strata.train.optimizer.config import OptimizerConfig
+from strata.train.optimizer.make import make_optimizer
+from strata.train.optimizer.orthogonalize import orthogonalize
+from strata.train.optimizer.part_optimizer import PartOptimizer
+from tests.parallel.models import config_of, random_model
+from tests.train.test_optimizer_layouts import steps_against_one_process
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+RATE = 1e-2
+SHAPES = {
+    "model.embed_tokens.weight": (5000, 512),
+    "model.layers.0.self_attn.q_proj.weight": (512, 512),
+    "model.layers.0.mlp.gate_proj.weight": (13333, 512),  # more than a block of the ring, and ends within one
+    "model.layers.0.mlp.down_proj.weight": (512, 1536),
+    "model.layers.0.mlp.experts.gate_up_proj": (4, 256, 512),
+    "model.layers.0.input_layernorm.weight": (512,),
+}
+
+
+def make(name: str, *, offload: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[list[Part], PartOptimizer]:
+    """Parts that lie one after another, of one rank; masters apart from weights in another dtype."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    count = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    masters = torch.randn(count, device="cuda", generator=generator)
+    weights = masters if dtype == torch.float32 else masters.to(dtype)
+    parts, first = [], 0
+    for key, shape in SHAPES.items():
+        held = slice(first, first + torch.Size(shape).numel())
+        parts.append(Part(key, torch.Size(shape), 0, weights[held], nn.Parameter(masters[held])))
+        first = held.stop
+    world = World(0, 0, 1, torch.device("cuda", 0), None)
+    mesh = Mesh.of(world, {})
+    sharding = TensorSharding(mesh.axis("tp"), False, dict.fromkeys(SHAPES, Placement.PER_TOKEN), SHAPES)
+    return parts, make_optimizer(parts, OptimizerConfig(RATE, name=name, offload=offload), mesh, sharding)
+
+
+def set_gradients(parts: list[Part], seed: int) -> None:
+    """In the memory that they had before, if they had any, so that a recorded update reads them."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    flat = torch.randn(sum(part.master.numel() for part in parts), device="cuda", generator=generator)
+    for part, drawn in zip(parts, flat.split([part.master.numel() for part in parts]), strict=True):
+        if part.master.grad is None:
+            part.master.grad = drawn
+        else:
+            part.master.grad.copy_(drawn)
+
+
+def everything(parts: list[Part], optimizer: PartOptimizer) -> dict[str, list[Tensor]]:
+    """On the host."""
+    torch.cuda.synchronize()
+    masters = {"master": [part.master.detach() for part in parts]}
+    kinds = {"weight": [part.weight for part in parts], **masters, **optimizer.state()}
+    return {kind: [one.cpu().clone() for one in tensors] for kind, tensors in kinds.items()}
+
+
+def assert_same(found: dict[str, list[Tensor]], wanted: dict[str, list[Tensor]]) -> None:
+    assert found.keys() == wanted.keys()
+    for kind, tensors in found.items():
+        for key, one, other in zip(SHAPES, tensors, wanted[kind], strict=True):
+            assert torch.equal(one, other), (kind, key)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_state_in_the_host_has_the_same_bits_recorded_or_not(name: str, dtype: torch.dtype) -> None:
+    found = []
+    for offload, recorded in ((False, False), (True, False), (True, True)):
+        parts, optimizer = make(name, offload=offload, dtype=dtype)
+        graphs, scale = CudaGraphs(), torch.tensor(0.5, device="cuda")
+        for step in range(1, 5):
+            set_gradients(parts, step)
+            optimizer.begin(RATE / step)
+            if not recorded:
+                optimizer.update(scale)
+            elif step == 1:
+                graphs.record("update", lambda optimizer=optimizer, scale=scale: optimizer.update(scale))
+            else:
+                graphs.replay("update")
+        if offload:
+            state = optimizer.state()
+            moments = [one for kind in ("exp_avg", "momentum") for one in state.get(kind, ()) if one.numel()]
+            assert all(one.is_pinned() for one in moments)
+            is_freed = [part.master.untyped_storage().nbytes() == 0 for part in parts]
+            assert is_freed == [dtype != torch.float32] * len(parts)
+        found.append(everything(parts, optimizer))
+    for one in found[1:]:
+        assert_same(one, found[0])
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_scale_zero_changes_nothing(name: str, offload: bool) -> None:
+    parts, optimizer = make(name, offload=offload)
+    set_gradients(parts, 0)
+    optimizer.begin(RATE)
+    optimizer.update(torch.tensor(1.0, device="cuda"))
+    before = everything(parts, optimizer)
+    for part in parts:
+        part.master.grad.fill_(float("nan"))
+    optimizer.begin(RATE)
+    optimizer.update(clip_scale(torch.tensor(float("nan"), device="cuda"), 1.0))
+    assert_same(everything(parts, optimizer), before)
+
+
+def test_restored_masters_are_rounded_into_the_weights() -> None:
+    parts, optimizer = make("adamw", offload=True)
+    masters = optimizer.state()["master"]
+    for master in masters:
+        master.mul_(1.5)
+    optimizer.restored(3)
+    for part, master in zip(parts, masters, strict=True):
+        assert torch.equal(part.weight.cpu(), master.bfloat16())
+
+
+def test_adamw_over_parts_has_the_bits_of_one_device() -> None:
+    model = random_model(config_of("llama"), torch.float32).cuda()
+    masters = {name: one.detach().clone() for name, one in model.named_parameters()}
+    parts = [
+        Part(name, one.shape, 0, one.bfloat16().flatten(), nn.Parameter(one.clone().flatten()))
+        for name, one in masters.items()
+    ]
+    world = World(0, 0, 1, torch.device("cuda", 0), None)
+    mesh = Mesh.of(world, {})
+    sharding = TensorSharding(mesh.axis("tp"), False, {}, {})
+    optimizer = make_optimizer(parts, OptimizerConfig(RATE, clip=0.5), mesh, sharding)
+    model = model.bfloat16()
+    one_device = FusedAdamW(model, OneDeviceConfig(RATE, clip=0.5), masters)
+    for step in range(1, 4):
+        torch.manual_seed(step)
+        for part in parts:
+            drawn = torch.randn(part.shape, device="cuda").bfloat16()
+            model.get_parameter(part.name).grad = drawn
+            part.master.grad = drawn.float().flatten()
+        scale = clip_scale(one_device.step(RATE), 0.5)
+        optimizer.begin(RATE)
+        optimizer.update(scale)
+    for part in parts:
+        assert torch.equal(part.master.detach(), one_device.masters[part.name].flatten()), part.name
+        assert torch.equal(part.weight, model.get_parameter(part.name).detach().flatten()), part.name
+
+
+@pytest.mark.parametrize("count", [1, 777, 100_000])
+@pytest.mark.parametrize("factor", [0.7, 0.0])
+def test_ends_of_muon_are_their_references(count: int, factor: float) -> None:
+    step = torch.tensor([0.01, factor], device="cuda")
+    momentum, gradient, master = torch.randn(3, count, device="cuda").clone().unbind()
+    direction = torch.randn(count, device="cuda").bfloat16()
+    result, weight = (torch.zeros(count, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    assert muon_momentum.bind("cuda").choose(result, momentum, gradient, step, 0.95).name == "triton"
+    assert muon_update.bind("cuda").choose(weight, master, direction, step, 3.0, 0.1).name == "triton"
+    wanted = [one.clone() for one in (result, momentum, weight, master)]
+    muon_momentum.reference(wanted[0], wanted[1], gradient, step, 0.95)
+    muon_update.reference(wanted[2], wanted[3], direction, step, 3.0, 0.1)
+    muon_momentum(result, momentum, gradient, step, 0.95)
+    muon_update(weight, master, direction, step, 3.0, 0.1)
+    for found, exact in zip((result, momentum, weight, master), wanted, strict=True):
+        close = {"rtol": 1e-2, "atol": 1e-3} if found.dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(found, exact, **close)
+
+
+@pytest.mark.parametrize("shape", [(1, 256, 1024), (2, 512, 256)])
+def test_orthogonalized_in_bfloat16(shape: tuple[int, int, int]) -> None:
+    x = torch.randn(shape, device="cuda", dtype=torch.float64)
+    found, wanted = orthogonalize(x.bfloat16()).double(), orthogonalize(x)
+    assert (found - wanted).norm() < 0.02 * wanted.norm()
+    sizes = torch.linalg.svdvals(found)
+    assert sizes.min() > 0.6
+    assert sizes.max() < 1.3
+
+
+LAYOUTS = {
+    2: [
+        ("llama-biases-tied", Layout(dp=2), "muon"),
+        ("qwen3-biases-tied", Layout(shard=2, zero=1), "muon"),
+        ("llama", Layout(shard=2, zero=3), "muon"),
+        ("llama-biases-tied", Layout(tp=2), "muon"),
+        ("mixtral", Layout(shard=2, ep=2, zero=2), "muon"),
+        ("llama", Layout(shard=2, zero=2), "adamw"),
+    ],
+    4: [
+        ("llama", Layout(dp=2, shard=2, zero=1), "muon"),
+        ("qwen3-biases-tied", Layout(shard=2, tp=2, zero=2, sequence_parallel=True), "muon"),
+        ("qwen3-moe", Layout(shard=4, ep=2, zero=3), "muon"),
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_three_steps_equal_one_gpu(ranks: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    subprocess.run([*launch, "-m", "tests.gpu.test_optimizer_gpu", str(tmp_path)], check=True, timeout=300)
+    for rank in range(ranks):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        for (name, layout, optimizer), one in zip(LAYOUTS[ranks], found, strict=True):
+            assert one["worst"][1] < 1e-9, (name, layout, optimizer, one)
+
+
+def main() -> None:
+    """One rank."""
+    with join_world("cuda", timeout_seconds=120) as world:
+        found = [steps_against_one_process(world, *one) for one in LAYOUTS[world.size]]
+        (Path(sys.argv[1]) / f"{world.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
