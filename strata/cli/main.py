@@ -16,9 +16,8 @@ _HOMES = {
     "generate": "strata.cli.generate:generate",
     "chat": "strata.cli.chat:chat",
     "graph": "strata.cli.graph:graph",
-    "train": "strata.cli.train:train",
+    "train": "strata.cli.train:command",
     "data": "strata.cli.train_data:command",
-    "tune": "strata.cli.tune:tune",
     "bench": "strata.cli.bench:bench",
 }
 

@@ -1,140 +1,119 @@
-"""`strata train`: trains, evaluates and exports a model as a TOML file says."""
+"""`strata train`: trains a model as a TOML file says, on one device or on many."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
 
-from strata.engine.llm import LLM
-from strata.engine.sampling_params import SamplingParams
-from strata.hardware import specs
-from strata.models.config import config_from_dict
-from strata.train.config import RECOMPUTE, EvaluateConfig, TrainConfig, read_train_config
-from strata.train.encode import Encoder
-from strata.train.estimate import choose_recompute, least_seconds, memory, step_shape
-from strata.train.export import accuracy_table, export
-from strata.train.loop import Progress, Run, Trained, read_tokenizer
-from strata.train.score import Score, questions, score
+from strata.train.config import TrainConfig, read_train_config
+from strata.train.launch import REFUSED, launch
+from strata.train.trainer import Report
 
-GIB = 2**30
+# What a line of the log shows on the screen, where it has it.
+SHOWN = {
+    "loss": ".4f",
+    "preferred": ".2f",
+    "margin": ".3f",
+    "learning_rate": ".2e",
+    "gradient_norm": ".2f",
+    "tokens_per_second": ",",
+    "mfu": ".1%",
+}
+
+command = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 
+@command.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def train(
-    config: Annotated[Path, typer.Argument(help="TOML file; examples/builtin.toml is one.", show_default=False)],
-    resume: Annotated[bool, typer.Option(help="Continue from the latest checkpoint in the output folder.")] = False,
-    steps: Annotated[int | None, typer.Option(help="Replaces run.steps.", show_default=False)] = None,
-    device: Annotated[
-        str | None, typer.Option(help="auto, cpu or cuda; replaces run.device.", show_default=False)
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(help="TOML file; examples/ has several.", show_default=False)],
+    resume: Annotated[bool, typer.Option(help="Continue from the newest checkpoint in run.out.")] = False,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine, a GPU each; or start torchrun.")] = 1,
+    restarts: Annotated[int, typer.Option(min=0, help="How often all ranks start again when one fails.")] = 0,
+    profile: Annotated[
+        str | None, typer.Option(help="Steps to trace, such as 10-12, into run.out/profile.", show_default=False)
     ] = None,
-    out: Annotated[str | None, typer.Option(help="Replaces run.out.", show_default=False)] = None,
     estimate: Annotated[
         str | None,
         typer.Option(help="A GPU (h200): print a step's memory and least time on it, and end.", show_default=False),
     ] = None,
 ) -> None:
-    """Train a model, and evaluate and export it if the config has those sections.
+    """Train a model on what `strata data` has written: pretraining, SFT, LoRA or DPO, as the file's tables say.
 
-    Loss, learning rate, tokens/s and MFU go to the screen and to log.jsonl in the output folder.
+    Every value of the file can be replaced: --SECTION.KEY VALUE, such as --run.steps 100 --optimizer.name muon.
 
-    Example: strata train examples/builtin.toml
+    Loss, learning rate, tokens/s and MFU go to the screen and to log.jsonl in run.out; the model goes to run.out/model.
+
+    Example: strata train examples/sft.toml
     """
-    console = Console(stderr=True, highlight=False)
-    recipe = read_train_config(config)
-    flags: dict[str, Any] = {"steps": steps, "device": device, "out": out}
-    given = {name: value for name, value in flags.items() if value is not None}
-    recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, **given))
+    run = read_train_config(config, _changes(context.args))
     if estimate is not None:
-        typer.echo(estimate_text(recipe, specs.device(estimate)))
+        from strata.cli.train_estimate import estimate_text
+
+        typer.echo(estimate_text(run, estimate, ranks))
         return
-    console.print("Making the tokenizer and the model ...")
-    trained = _train(Run(recipe, peak_flops(recipe.run.device), resume=resume), console)
-    console.print(f"Model: {trained.model}")
-    if recipe.evaluate is None:
-        return
-    torch.cuda.empty_cache()  # the trainer's memory, which the engine may now take
-    scores = evaluate(trained.model, recipe.evaluate, trained.device)
-    table = json.dumps(accuracy_table(scores), indent=2) + "\n"
-    (Path(recipe.run.out) / "accuracy.json").write_text(table, encoding="utf-8")
-    console.print(_score_table(scores))
-    if recipe.export is not None:
-        target = Path(recipe.export.folder)
-        export(trained, target, scores, dataclasses.asdict(recipe))
-        console.print(f"Exported to {target}")
+    if ranks > 1 and "RANK" not in os.environ:
+        raise typer.Exit(launch([sys.executable, "-m", "strata", *sys.argv[1:]], ranks, restarts))
+    from strata.cli.train_run import run_on_this_rank
+
+    try:
+        run_on_this_rank(run, _Screen, resume=resume, steps=None if profile is None else _steps(profile))
+    except ValueError as error:
+        if "RANK" not in os.environ:
+            raise
+        print(f"strata: error: {error}", file=sys.stderr)
+        raise typer.Exit(REFUSED) from None
 
 
-def estimate_text(recipe: TrainConfig, device: specs.Device) -> str:
-    """Memory and least time of the run's largest step, for each way to recompute; the one that a run takes is marked.
-
-    The tokenizer is taken to have all the tokens that the config allows.
-    """
-    config = config_from_dict(recipe.model | {"vocab_size": recipe.tokenizer.vocab_size}, "model")
-    shape, room = step_shape(config, recipe), int(device.ceiling("memory").value)
-    chosen = choose_recompute(shape, room) if recipe.run.recompute == "auto" else recipe.run.recompute
-    lines = [
-        f"{shape.batches} x {shape.tokens} tokens, {recipe.run.precision}, {device.product} ({room / GIB:.1f} GiB)"
-    ]
-    for recompute in RECOMPUTE:
-        found = memory(shape, recompute)
-        seconds = least_seconds(shape, recompute, device)
-        mark = "*" if recompute == chosen else " "
-        lines.append(
-            f"{mark} recompute {recompute}: {found.total / GIB:.1f} GiB (state {found.state / GIB:.1f}, gradient sums "
-            f"{found.sums / GIB:.1f}, activations {found.kept / GIB:.1f}, working {found.working / GIB:.1f}); "
-            f"at least {seconds * 1e3:.1f} ms"
-        )
-    return "\n".join(lines)
+def _changes(arguments: list[str]) -> list[tuple[str, str]]:
+    """--run.steps 100 --run.out=runs/x as [("run.steps", "100"), ("run.out", "runs/x")]."""
+    changes, left = [], list(arguments)
+    while left:
+        name, given, value = left.pop(0).partition("=")
+        if not name.startswith("--") or "." not in name:
+            raise ValueError(f"{name!r} is unknown; a value of the file is replaced by --SECTION.KEY VALUE")
+        if not given and not left:
+            raise ValueError(f"{name} has no value; write {name} VALUE")
+        changes.append((name[2:].replace("-", "_"), value if given else left.pop(0)))
+    return changes
 
 
-def peak_flops(device: str) -> float | None:
-    """The maker's dense bfloat16 peak of the GPU that a run will use, FLOP/s; None on a CPU or an unlisted GPU."""
-    if device == "cpu" or not torch.cuda.is_available():
-        return None
-    known = specs.recognize(torch.cuda.get_device_name())
-    return None if known is None else known.ceiling("compute", "bfloat16", measured=False).value
+def _steps(text: str) -> range:
+    first, _, last = text.partition("-")
+    if not first.isdecimal() or (last and not last.isdecimal()):
+        raise ValueError(f"--profile {text} must be a step or a first and a last one, such as 10-12")
+    return range(int(first), int(last or first) + 1)
 
 
-def evaluate(folder: Path, config: EvaluateConfig, device: torch.device) -> list[Score]:
-    """Held-out accuracy of the model in `folder` by task, greedily decoded by the engine."""
-    encoder = Encoder(read_tokenizer(folder))
-    examples = questions(config.examples)
-    llm = LLM(folder, device=str(device))
-    params = SamplingParams(temperature=0.0, max_tokens=config.max_tokens)
-    prompts = [{"prompt_token_ids": encoder.prompt(example)} for example in examples]
-    outputs = llm.generate(prompts, params)
-    return score(examples, (output.outputs[0].text for output in outputs))
+class _Screen:
+    """Progress of a run, for the one rank that prints."""
 
+    def __init__(self, run: TrainConfig) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._run = run
 
-def _train(run: Run, console: Console) -> Trained:
-    speed = TextColumn("{task.description}")
-    with Bar(
-        TextColumn("step"), MofNCompleteColumn(), BarColumn(), speed, TimeRemainingColumn(), console=console
-    ) as bar:
-        task = bar.add_task("starting", total=run.config.run.steps, completed=run.position.step)
-        return run.train(lambda progress: _show(bar, task, progress))
+    def say(self, line: object) -> None:
+        self._console.print(line)
 
+    @contextmanager
+    def progress(self, done: int) -> Iterator[Report]:
+        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")
+        with Bar(*columns, TimeRemainingColumn(), console=self._console) as bar:
+            task = bar.add_task("starting", total=self._run.run.steps, completed=done)
 
-def _show(bar: Bar, task: TaskID, progress: Progress) -> None:
-    mfu = "" if progress.mfu is None else f"  MFU {progress.mfu:.1%}"
-    text = (
-        f"loss {progress.loss:.4f}  lr {progress.learning_rate:.2e}  norm {progress.gradient_norm:.2f}  "
-        f"{progress.tokens_per_second:,.0f} tokens/s{mfu}"
-    )
-    bar.update(task, completed=progress.step, description=text)
-    if not bar.console.is_terminal:
-        bar.console.print(f"step {progress.step}  {text}")
+            def show(line: dict[str, Any]) -> None:
+                text = "  ".join(f"{name} {line[name]:{form}}" for name, form in SHOWN.items() if name in line)
+                bar.update(task, completed=line["step"], description=text)
+                if not self._console.is_terminal:
+                    self._console.print(f"step {line['step']}  {text}")
 
-
-def _score_table(scores: list[Score]) -> Table:
-    table = Table("task", "right", "asked", "accuracy", title="Held-out accuracy")
-    for one in scores:
-        table.add_row(one.task, str(one.correct), str(one.total), f"{one.accuracy:.1%}")
-    return table
+            yield show

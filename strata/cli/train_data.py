@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from strata.train.data.shards import Index
 from strata.train.data.tokenize import tokenize
 from strata.train.exercises import write_exercises
-from strata.train.tune import base_folder
+from strata.train.start import model_folder
 
 Workers = Annotated[
     int | None, typer.Option(help="Processes; as many as there are cores if not given.", min=1, show_default=False)
@@ -69,7 +69,7 @@ def files(
     def write(report: Callable[[int, int], None]) -> Index:
         return tokenize(
             files,
-            base_folder(model),
+            model_folder(model),
             out,
             longest=longest,
             workers=workers or os.cpu_count() or 1,

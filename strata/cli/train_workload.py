@@ -47,7 +47,6 @@ def synthetic_batch(step: int, sequences: int, length: int, vocabulary: int) -> 
         offsets=np.arange(0, count + 1, length, dtype=np.int32),
         rows=np.arange(count),
         targets=targets.numpy(),
-        next_document=0,
     )
 
 

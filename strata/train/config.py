@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strata.train.tables import read_table, read_toml
+from strata.parallel.layout import Layout
+from strata.train.dpo import DpoConfig
+from strata.train.faults.config import FaultsConfig
+from strata.train.log.config import LogConfig
+from strata.train.lora import LoraConfig
+from strata.train.optimizer.config import OptimizerConfig
+from strata.train.tables import read_table, read_toml, replaced
 
 # Of the products of the layers on a GPU: "fp8-tensor" and "fp8-row" have a scale for each tensor or for each row.
 PRECISIONS = ("bf16", "fp8-tensor", "fp8-row")
@@ -17,7 +24,7 @@ RECOMPUTE = ("none", "operations", "mlp", "layers")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """out: the folder that receives log, data, checkpoints and model. Intervals are in steps.
+    """out: the folder that receives log, checkpoints and model. Intervals are in steps.
 
     precision: of the products of the layers, one of `PRECISIONS`; a CPU computes in float32 and takes "bf16" alone.
     recompute: on a GPU, one of `RECOMPUTE`, or "auto" for the first that fits ("none" for mixtures of experts).
@@ -35,42 +42,55 @@ class RunConfig:
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
 
+    def __post_init__(self) -> None:
+        _positive("run", self, "steps", "log_every", "checkpoint_every", "keep_checkpoints")
+        for name, accepted in (("precision", PRECISIONS), ("recompute", ("auto", *RECOMPUTE))):
+            if getattr(self, name) not in accepted:
+                raise ValueError(f"run.{name} = {getattr(self, name)!r} must be one of {', '.join(accepted)}")
+        if self.checkpoint_every % self.log_every:
+            # So that a log line never spans the point where a run may resume.
+            raise ValueError(
+                f"run.checkpoint_every = {self.checkpoint_every} must be a multiple of run.log_every = {self.log_every}"
+            )
+
 
 @dataclass(frozen=True)
-class TokenizerConfig:
-    """A byte-level BPE of `vocab_size` tokens, made from the first `documents` documents of the mixture."""
+class StartConfig:
+    """What a run begins with, a folder or "builtin": a trained `model`; or, for a fresh one, only its `tokenizer`."""
 
-    vocab_size: int = 4096
-    documents: int = 60_000
+    model: str | None = None
+    tokenizer: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.tokenizer is None):
+            raise ValueError("[start] needs either a model, to go on from, or a tokenizer and a [model] table")
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """folder: what `strata data` has written. weight: its share of the tokens, relative to the other sources."""
+
+    folder: str
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """A step is `batches_per_step` packed batches of at most `tokens_per_batch` tokens each.
+    """A step is `packs_per_step` packs of at most `tokens_per_pack` tokens, over all ranks.
 
-    workers: processes that write shards of `documents_per_shard` documents ahead of the training loop; 0 writes each
-    shard when it is needed.
+    window: samples that are packed together; larger fills packs better. skip_corrupt: train without damaged shards.
     """
 
-    tokens_per_batch: int
-    batches_per_step: int = 1
-    documents_per_shard: int = 16_384
-    workers: int = 0
+    sources: list[SourceConfig]
+    tokens_per_pack: int
+    packs_per_step: int = 1
+    window: int = 1024
+    skip_corrupt: bool = False
 
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019). Weight decay applies to matrices except the embedding.
-
-    clip: the largest Euclidean norm of the whole gradient.
-    """
-
-    learning_rate: float
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip: float = 1.0
+    def __post_init__(self) -> None:
+        _positive("data", self, "tokens_per_pack", "packs_per_step", "window")
+        if not self.sources:
+            raise ValueError("data.sources is empty; name at least one folder that `strata data` has written")
 
 
 @dataclass(frozen=True)
@@ -80,10 +100,15 @@ class ScheduleConfig:
     warmup: int
     decay: int
 
+    def __post_init__(self) -> None:
+        for name in ("warmup", "decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"schedule.{name} = {getattr(self, name)} must not be negative")
+
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Held-out questions per task, answered greedily with at most `max_tokens` tokens."""
+    """Held-out questions of each exercise, answered greedily with at most `max_tokens` tokens."""
 
     examples: int = 300
     max_tokens: int = 384
@@ -98,69 +123,56 @@ class ExportConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A whole run. `model` holds the fields of a config.json; the tokenizer supplies vocab_size and the special ids."""
+    """A whole run.
+
+    model: the fields of a config.json for a fresh model; the tokenizer supplies the special ids and, unless it is to be
+    padded, vocab_size. parallel: how the ranks share the work; left out, `auto_layout` decides. lora: train adapters
+    alone. dpo: learn preferences.
+    """
 
     run: RunConfig
-    model: dict[str, Any]
+    start: StartConfig
     data: DataConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    model: dict[str, Any] | None = None
+    parallel: Layout | None = None
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    lora: LoraConfig | None = None
+    dpo: DpoConfig | None = None
     evaluate: EvaluateConfig | None = None
     export: ExportConfig | None = None
 
     def __post_init__(self) -> None:
-        run, data, optimizer, schedule = self.run, self.data, self.optimizer, self.schedule
-        for name, value in (
-            ("run.steps", run.steps),
-            ("run.log_every", run.log_every),
-            ("run.checkpoint_every", run.checkpoint_every),
-            ("run.keep_checkpoints", run.keep_checkpoints),
-            ("tokenizer.documents", self.tokenizer.documents),
-            ("data.tokens_per_batch", data.tokens_per_batch),
-            ("data.batches_per_step", data.batches_per_step),
-            ("data.documents_per_shard", data.documents_per_shard),
-            ("optimizer.learning_rate", optimizer.learning_rate),
-            ("optimizer.eps", optimizer.eps),
-            ("optimizer.clip", optimizer.clip),
-        ):
-            if not value > 0:
-                raise ValueError(f"{name} = {value} must be positive")
-        for name, value in (
-            ("data.workers", data.workers),
-            ("optimizer.weight_decay", optimizer.weight_decay),
-            ("schedule.warmup", schedule.warmup),
-            ("schedule.decay", schedule.decay),
-        ):
-            if value < 0:
-                raise ValueError(f"{name} = {value} must not be negative")
-        for name, beta in (("optimizer.beta1", optimizer.beta1), ("optimizer.beta2", optimizer.beta2)):
-            if not 0 <= beta < 1:
-                raise ValueError(f"{name} = {beta} must lie in [0, 1)")
-        for name, choice, choices in (
-            ("run.precision", run.precision, PRECISIONS),
-            ("run.recompute", run.recompute, ("auto", *RECOMPUTE)),
-        ):
-            if choice not in choices:
-                raise ValueError(f"{name} = {choice!r} must be one of {', '.join(choices)}")
-        if run.checkpoint_every % run.log_every:
-            # So that a log line never spans the point where a run may resume.
+        if self.schedule.warmup + self.schedule.decay > self.run.steps:
             raise ValueError(
-                f"run.checkpoint_every = {run.checkpoint_every} must be a multiple of run.log_every = {run.log_every}"
+                f"schedule.warmup + schedule.decay = {self.schedule.warmup + self.schedule.decay} exceeds "
+                f"run.steps = {self.run.steps}"
             )
-        if schedule.warmup + schedule.decay > run.steps:
-            raise ValueError(
-                f"schedule.warmup + schedule.decay = {schedule.warmup + schedule.decay} exceeds run.steps = {run.steps}"
-            )
-        if not 512 <= self.tokenizer.vocab_size <= 65_536:
-            raise ValueError(f"tokenizer.vocab_size = {self.tokenizer.vocab_size} must lie in 512..65536")
+        if (self.model is None) == (self.start.model is None):
+            raise ValueError("a fresh model has a [model] table and start.tokenizer, a trained one start.model alone")
+        if self.model is not None and (self.lora is not None or self.dpo is not None):
+            raise ValueError("[lora] and [dpo] start from a trained model: remove [model], or those")
+        if self.export is not None and self.evaluate is None:
+            raise ValueError("[export] writes a card with accuracies: add [evaluate], or remove [export]")
 
 
-def read_train_config(path: Path) -> TrainConfig:
-    """The run that a TOML file describes. Raises ValueError for a missing file, an unknown key or a wrong value."""
-    return train_config_from_dict(read_toml(path), str(path))
+def read_train_config(path: Path, changes: Sequence[tuple[str, str]] = ()) -> TrainConfig:
+    """The run that a TOML file describes.
+
+    changes: (section.key, value as TOML writes it) that replace what the file says. Raises ValueError for a missing
+    file, an unknown key or a wrong value.
+    """
+    return train_config_from_dict(replaced(read_toml(path), changes), str(path))
 
 
 def train_config_from_dict(values: dict[str, Any], where: str) -> TrainConfig:
     """The same from a parsed document; `where` names it in errors."""
     return read_table(TrainConfig, values, where)
+
+
+def _positive(section: str, config: object, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{section}.{name} = {getattr(config, name)} must be positive")

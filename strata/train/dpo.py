@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +16,10 @@ from torch import Tensor
 
 from strata.kernels.loss import linear_cross_entropy
 from strata.models.layers import CausalLM
-from strata.train.data.loader import SampleId, Step, collate
+from strata.train.data.loader import collate
 from strata.train.data.mixture import Mixture
-from strata.train.optim import Optimizer
-from strata.train.pack import PackedBatch
-from strata.train.step import head_weight
+from strata.train.pack import PackedBatch, Samples
+from strata.train.steps.passes import head_weight
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,9 @@ class Reference:
         """tables: of each dataset, [samples, 2] float32: chosen, rejected."""
         self._tables = tables
 
-    def of(self, samples: Sequence[SampleId]) -> Tensor:
+    def of(self, samples: Samples) -> Tensor:
         """[samples, 2] on the CPU."""
-        return torch.stack([self._tables[one.dataset][one.number] for one in samples])
+        return torch.stack([self._tables[one.dataset][one.number] for one in samples.ids()])
 
     @classmethod
     def computed(cls, model: CausalLM, mixture: Mixture, capacity: int, cache: Path, base: str) -> Reference:
@@ -96,28 +95,20 @@ def weights_digest(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-class DpoGradients:
-    """The gradient of the mean DPO loss over all pairs of a step."""
+class DpoObjective:
+    """The DPO loss of the pairs of a pack; for the log how many pairs have a positive margin, and the margins."""
 
-    def __init__(self, model: CausalLM, optimizer: Optimizer, reference: Reference, config: DpoConfig) -> None:
-        self._model, self._optimizer, self._reference, self._config = model, optimizer, reference, config
+    def __init__(self, reference: Reference, config: DpoConfig) -> None:
+        self._reference, self._config = reference, config
 
-    def __call__(self, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
-        """Forward and backward of every batch. Returns the loss [] and, for the log, what share of the pairs has a
-        positive margin, and the mean margin."""
-        pairs = sum(map(len, step.samples))
-        losses, margins = [], []
-        for packed, samples in zip(step.batches, step.samples, strict=True):
-            policy = reply_logprobs(self._model, packed).view(-1, 2)
-            each, margin = dpo_loss(policy, self._reference.of(samples).to(policy.device), self._config)
-            loss = each.sum() / pairs
-            loss.backward()
-            self._optimizer.accumulate()
-            losses.append(loss.detach())
-            margins.append(margin.detach())
-        all_margins = torch.cat(margins)
-        metrics = {"preferred": (all_margins > 0).float().mean(), "margin": all_margins.mean()}
-        return torch.stack(losses).sum(), metrics
+    def count(self, packed: PackedBatch) -> int:
+        return len(packed.lengths) // 2
+
+    def __call__(self, model: CausalLM, packed: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        policy = reply_logprobs(model, packed).view(-1, 2)
+        assert packed.samples is not None, "pairs are known by their place in the mixture"
+        losses, margins = dpo_loss(policy, self._reference.of(packed.samples).to(policy.device), self._config)
+        return losses.sum(), {"preferred": (margins > 0).to(margins.dtype).sum(), "margin": margins.sum()}
 
 
 @torch.no_grad()
@@ -129,15 +120,18 @@ def _logprobs(model: CausalLM, mixture: Mixture, dataset: int, capacity: int) ->
     return torch.cat(parts)
 
 
-def _in_order(mixture: Mixture, dataset: int, capacity: int) -> Iterator[list[SampleId]]:
+def _in_order(mixture: Mixture, dataset: int, capacity: int) -> Iterator[Samples]:
     """All samples of a dataset in runs of at most `capacity` tokens."""
     lengths = mixture.datasets[dataset].lengths(np.arange(mixture.datasets[dataset].samples))
-    run: list[SampleId] = []
-    filled = 0
+    first, tokens = 0, 0
     for number, length in enumerate(lengths.tolist()):
-        if run and filled + length > capacity:
-            yield run
-            run, filled = [], 0
-        run.append(SampleId(number, dataset, number))
-        filled += length
-    yield run
+        if number > first and tokens + length > capacity:
+            yield _run(dataset, first, number, tokens)
+            first, tokens = number, 0
+        tokens += length
+    yield _run(dataset, first, len(lengths), tokens)
+
+
+def _run(dataset: int, first: int, end: int, tokens: int) -> Samples:
+    numbers = np.arange(first, end)
+    return Samples(numbers, np.full_like(numbers, dataset), numbers, tokens)

@@ -7,12 +7,13 @@ from dataclasses import dataclass, fields
 from strata.hardware.specs import Device
 from strata.models.config import ModelConfig
 from strata.parallel.families import TABLES, Placement
+from strata.parallel.layout import Layout
 from strata.parallel.timeline import peak_activations
 from strata.train.config import TrainConfig
 from strata.train.flops import document_flops
-from strata.train.graph_step import LOGITS_BYTES
 from strata.train.least_time import BUCKET, StepTime, least_time
 from strata.train.step_shape import Held, StepShape
+from strata.train.steps.passes import LOGITS_BYTES
 
 # Of a device's memory, what a run may plan with: the rest is the driver's, the libraries' and lost between blocks.
 USABLE = 0.94
@@ -82,11 +83,11 @@ def estimate(shape: StepShape, device: Device, recompute: str = "auto") -> Estim
     return Estimate(recompute, memory_by_rank(shape, recompute), time, ways * shape.tokens, flops / time.seconds / peak)
 
 
-def step_shape(config: ModelConfig, run: TrainConfig) -> StepShape:
-    """The largest step of a run: full batches, of documents as long as the model takes."""
-    tokens = run.data.tokens_per_batch
-    length = min(tokens, config.max_length)
-    return StepShape(config, tokens, length, run.data.batches_per_step, run.run.precision)
+def step_shape(run: TrainConfig, config: ModelConfig, layout: Layout) -> StepShape:
+    """The largest step of a run: full packs, of documents as long as the model takes."""
+    tokens = run.data.tokens_per_pack
+    packs = max(1, run.data.packs_per_step // (layout.dp * layout.shard))
+    return StepShape(config, tokens, min(tokens, config.max_length), packs, run.run.precision, layout)
 
 
 def choose_recompute(shape: StepShape, device_bytes: int) -> str:
@@ -101,11 +102,6 @@ def choose_recompute(shape: StepShape, device_bytes: int) -> str:
         f"the model and its optimizer) and {usable / 2**30:.1f} are usable; lower the tokens of a batch or the model, "
         f"or divide it among more ranks"
     )
-
-
-def least_seconds(shape: StepShape, recompute: str, device: Device) -> float:
-    """The whole of `least_time`."""
-    return least_time(shape, recompute, device).seconds
 
 
 def memory(shape: StepShape, recompute: str) -> Memory:

@@ -6,12 +6,26 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from strata.models.config import read_config
-from strata.train.loop import Trained
+from strata.train.position import Position
 from strata.train.score import Score
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a run leaves. model: the folder of the model. log: its JSON lines."""
+
+    model: Path
+    log: Path
+    position: Position
+    device: torch.device
+
 
 CARD = """\
 # The built-in model of Strata
@@ -53,7 +67,7 @@ def accuracy_table(scores: Sequence[Score]) -> dict[str, Any]:
     return {one.task: {"correct": one.correct, "total": one.total, "accuracy": one.accuracy} for one in scores}
 
 
-def model_card(trained: Trained, scores: Sequence[Score]) -> str:
+def model_card(trained: Finished, scores: Sequence[Score]) -> str:
     """MODEL_CARD.md of a finished run."""
     config = read_config(trained.model)
     bytes_written = (trained.model / "model.safetensors").stat().st_size
@@ -75,7 +89,7 @@ def model_card(trained: Trained, scores: Sequence[Score]) -> str:
     )
 
 
-def export(trained: Trained, target: Path, scores: Sequence[Score], recipe: dict[str, Any]) -> None:
+def export(trained: Finished, target: Path, scores: Sequence[Score], recipe: dict[str, Any]) -> None:
     """Put the model with card, accuracy, recipe (the config as JSON values) and log into `target`, replacing files."""
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(trained.model.iterdir()):

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata.models.config import ModelConfig
-from strata.models.layers import CausalLM
 from strata.train.pack import PackedBatch
 
 
@@ -82,8 +81,3 @@ def visible_pairs(lengths: Sequence[int] | NDArray[np.int32], window: int | None
     tokens = np.asarray(lengths, dtype=np.int64)
     growing = tokens if window is None else np.minimum(tokens, window)  # each of these sees one key more than the last
     return int((growing * (growing + 1) // 2 + (tokens - growing) * growing).sum())
-
-
-def step_flops(model: CausalLM, config: ModelConfig, batches: Sequence[PackedBatch]) -> int:
-    """The sum of `batch_flops`, for the loop of one device."""
-    return batch_flops(config, batches).total

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Table = TypeVar("Table")
 
@@ -18,6 +19,27 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"training config {path} does not exist") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as TOML: {error}") from None
+
+
+def replaced(values: dict[str, Any], changes: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """A document with other values. changes: ("section.key", the value as TOML writes it, or bare text).
+
+    Raises ValueError if a change does not name a section and a key; whether they exist, `read_table` decides.
+    """
+    changed = {name: dict(table) if isinstance(table, dict) else table for name, table in values.items()}
+    for path, text in changes:
+        section, _, key = path.partition(".")
+        if not section or not key:
+            raise ValueError(f"--{path}: write --SECTION.KEY VALUE, for example --run.steps 100")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        table = changed.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ValueError(f"--{path}: {section} is no section")
+        table[key] = value
+    return changed
 
 
 def read_table(cls: type[Table], values: Any, where: str) -> Table:
@@ -50,6 +72,10 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         return _value(next(one for one in parts if one is not type(None)), value, where)
     if dataclasses.is_dataclass(kind):
         return read_table(kind, value, where)  # type: ignore[arg-type]
+    if origin is Literal:
+        if not any(value == one and type(value) is type(one) for one in parts):
+            raise ValueError(f"{where} must be one of {', '.join(map(str, parts))}, got {value!r}")
+        return value
     if kind is float and type(value) is int:
         return float(value)
     expected = dict if origin is dict else kind

@@ -28,6 +28,7 @@ from strata.train.checkpoints.folder import (
     read_state,
     remove,
     set_aside,
+    step_of,
     unfinished,
 )
 from strata.train.checkpoints.index import CorruptCheckpoint, Index, StoredPiece
@@ -132,13 +133,20 @@ class Checkpointer:
                 self._remover.join()
         return path
 
-    def restore(self, pieces: Sequence[Piece], recipe: Mapping[str, Any]) -> dict[str, Any] | None:
+    def restore(
+        self, pieces: Sequence[Piece], recipe: Mapping[str, Any], *, before: int | None = None
+    ) -> dict[str, Any] | None:
         """Fill the pieces from the newest checkpoint that can be read, whatever layout wrote it. Returns the state that
         was given to `start`; None if there is no checkpoint.
 
-        recipe: what the checkpoint must have been made with, see `check_recipe`. Raises ValueError, on all ranks, if it
+        recipe: what the checkpoint must have been made with, see `check_recipe`. before: if given, checkpoints of this
+        step and later ones are given up for good. Raises ValueError, on all ranks, if it
         is another, if the checkpoint is of another model or optimizer, or if all checkpoints are corrupt.
         """
+        if before is not None and self.world.is_main:
+            for path in checkpoints(self.folder):
+                if step_of(path) >= before:
+                    set_aside(path)
         # As the first rank sees the folder, so that all ranks read the same.
         found = gather_json([path.name for path in checkpoints(self.folder)], self._everyone, _HOST)[0]
         for path in (self.folder / name for name in reversed(found)):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from strata.models.config import ModelConfig
 from strata.models.tokenizer import Tokenizer
@@ -14,7 +13,7 @@ from strata.train.data.mixture import Mixture
 from strata.train.data.packing import best_fit
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenizer_digest
-from strata.train.pack import PackedBatch, pack
+from strata.train.pack import PackedBatch, Samples, pack
 
 
 @dataclass(frozen=True)
@@ -26,48 +25,17 @@ class Place:
 
 
 @dataclass(frozen=True)
-class SampleId:
-    """Which sample, and at which position of the mixture it stands."""
-
-    position: int
-    dataset: int
-    number: int
-
-
-@dataclass(frozen=True)
-class Samples:
-    """What stands in a pack: positions in the mixture, datasets, and numbers in those, [samples] int64 each.
-
-    tokens: how many it has.
-    """
-
-    positions: NDArray[np.int64]
-    datasets: NDArray[np.int64]
-    numbers: NDArray[np.int64]
-    tokens: int
-
-    def ids(self) -> list[SampleId]:
-        columns = (self.positions.tolist(), self.datasets.tolist(), self.numbers.tolist())
-        return [SampleId(*one) for one in zip(*columns, strict=True)]
-
-
-@dataclass(frozen=True)
 class Step:
     """What one rank trains on in one step.
 
-    batches: a packed batch for each pack of this rank. packs: what is in each. next: the place of the step after.
-    utilisation: share of the room in the packs of all ranks that holds tokens.
+    batches: the packs of this rank. next: the place of the step after. tokens: in the packs of all ranks; utilisation:
+    the share of the room there that they fill.
     """
 
     batches: list[PackedBatch]
-    packs: list[Samples]
     next: Place
+    tokens: int
     utilisation: float
-
-    @property
-    def samples(self) -> list[list[SampleId]]:
-        """What is in each pack, sample by sample."""
-        return [pack.ids() for pack in self.packs]
 
 
 class Loader:
@@ -104,10 +72,9 @@ class Loader:
             first += len(taken)
             if first == len(packs):
                 window, first = window + 1, 0
-        filled = sum(pack.tokens for pack in chosen)
-        own = chosen[self._rank :: self._ranks]
-        batches = [_packed(self.mixture, one.datasets, one.numbers) for one in own]
-        return Step(batches, own, Place(window, first), filled / (self._capacity * self._packs))
+        tokens = sum(pack.tokens for pack in chosen)
+        batches = [collate(self.mixture, one) for one in chosen[self._rank :: self._ranks]]
+        return Step(batches, Place(window, first), tokens, tokens / (self._capacity * self._packs))
 
     def _packs_of(self, window: int) -> list[Samples]:
         """The packs of a window. The window used last is remembered."""
@@ -121,14 +88,9 @@ class Loader:
         return self._held[1]
 
 
-def collate(mixture: Mixture, samples: Sequence[SampleId]) -> PackedBatch:
+def collate(mixture: Mixture, samples: Samples) -> PackedBatch:
     """The documents of the samples, one after another, as the model reads them: none sees another."""
-    return _packed(mixture, np.array([one.dataset for one in samples]), np.array([one.number for one in samples]))
-
-
-def _packed(mixture: Mixture, sources: NDArray[np.int64], numbers: NDArray[np.int64]) -> PackedBatch:
-    # A packed batch of a mixture has no next document: the step's place says where the next one begins.
-    return pack([mixture.documents(sources, numbers)], -1)
+    return pack(mixture.documents(samples.datasets, samples.numbers), samples)
 
 
 def check_data(datasets: Sequence[TokenDataset], kind: str, config: ModelConfig, tokenizer: Tokenizer) -> None:

@@ -29,6 +29,7 @@ from strata.train.compile import TrainingGraph
 from strata.train.config import PRECISIONS, RECOMPUTE
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.make import make_optimizer
+from strata.train.phases import NOBODY, Phases
 from strata.train.recompute import recompute_modules
 from strata.train.steps.one_device import OneDeviceGradients
 from strata.train.steps.parallel_step import ParallelStep
@@ -65,6 +66,7 @@ def make_step(
     *,
     precision: str = "bf16",
     recompute: str = "none",
+    phases: Phases = NOBODY,
     before_update: Callable[[], None] = lambda: None,
     max_length: int | None = None,
     dtype: torch.dtype = torch.float32,
@@ -78,7 +80,7 @@ def make_step(
 
     A layout that divides documents only, with ZeRO of at most 2, runs the merged and fused graph: `precision` may then
     be any of `PRECISIONS` and `recompute` any of `RECOMPUTE`. All others run the modules, in bf16, with recompute
-    "none" or "layers". max_length: of a sequence, see `build`. before_update, records: see `ParallelStep`.
+    "none" or "layers". max_length: of a sequence, see `build`. phases, before_update, records: see `ParallelStep`.
 
     Raises ValueError for what does not go together.
     """
@@ -109,6 +111,7 @@ def make_step(
         mesh,
         clip=optimizer_config.clip,
         dtype=dtype,
+        phases=phases,
         before_update=before_update,
         records=records,
     )

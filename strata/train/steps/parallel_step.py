@@ -18,6 +18,7 @@ from strata.train.checkpoints.state import Piece
 from strata.train.optimizer.clip import clip_scale
 from strata.train.optimizer.part_optimizer import PartOptimizer
 from strata.train.pack import PackedBatch
+from strata.train.phases import PASSES, Phases
 from strata.train.steps.micro_batch import micro_batch
 from strata.train.steps.passes import GraphPasses, Passes
 from strata.train.steps.recorded import RecordedStep, Shape, fixed_shape, shape_of_all
@@ -43,15 +44,16 @@ class ParallelStep:
         *,
         clip: float,
         dtype: torch.dtype,
+        phases: Phases,
         before_update: Callable[[], None],
         records: bool,
     ) -> None:
         """pieces: those of the parts and of the optimizer's state. clip: the largest norm of the gradient of an update.
         dtype: of the loss. before_update: is called right before masters and state change. records: whether steps that
-        recur in shape are recorded, where they can be.
+        recur in shape are recorded, where they can be. phases: hears of the parts of a step.
         """
         self._passes, self._gradients, self._optimizer, self._pieces = passes, parallel.gradients, optimizer, pieces
-        self._clip, self._dtype, self._before_update = clip, dtype, before_update
+        self._clip, self._dtype, self._phases, self._before_update = clip, dtype, phases, before_update
         self._device = mesh.world.device
         self._to_micro_batch = partial(micro_batch, device=self._device, context=mesh.axis("cp"), method=layout.context)
         self._documents = mesh.flattened("dp", "shard")
@@ -65,7 +67,8 @@ class ParallelStep:
         self._optimizer.begin(rate)
         recorded = self._recording(batches) if self._records else None
         if recorded is not None:
-            loss, norm, counted = recorded(batches[0], self._before_update)
+            self._phases.at("replayed passes")
+            loss, norm, counted = recorded(batches[0], self._begin_update)
         else:
             loss, norm, counted = self._run(batches)
         return StepResult(loss, norm, {"counted": counted})
@@ -87,14 +90,20 @@ class ParallelStep:
             own = own.pin_memory().to(self._device, non_blocking=True)
         micro_batches = [self._to_micro_batch(one) for one in batches]
         found = self._reduced(partial(self._passes, micro_batches), own)
-        self._before_update()
+        self._begin_update()
         self._update(found[1])
         return found
+
+    def _begin_update(self) -> None:
+        self._phases.at("update")
+        self._before_update()
 
     def _reduced(self, run: Callable[[Tensor], Tensor], own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The passes of `run`, which is given how many tokens all ranks count, and the sums over all ranks."""
         counted = start_all_reduce(own.clone(), self._documents).wait()
+        self._phases.at(PASSES)
         share = run(counted.clamp(min=1))
+        self._phases.at("reduce")
         self._gradients.reduce()
         norm = self._gradients.norm()
         return start_all_reduce(share, self._tokens).wait(), norm, counted

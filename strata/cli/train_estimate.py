@@ -1,0 +1,61 @@
+"""`strata train --estimate`: what a run's step takes on a GPU, told without one."""
+
+from __future__ import annotations
+
+from strata.hardware import specs
+from strata.models.config import ModelConfig, read_config
+from strata.models.tokenizer import Tokenizer
+from strata.parallel.layout import Layout, auto_layout
+from strata.train.config import TrainConfig
+from strata.train.estimate import Estimate, choose_recompute, estimate, step_shape
+from strata.train.layout import with_micro_batches
+from strata.train.start import fresh_config, model_folder
+
+GIB = 2**30
+
+
+def estimate_text(run: TrainConfig, device_name: str, ranks: int) -> str:
+    """Memory of the fullest rank and least time of the run's largest step, for each way to recompute; the one that a
+    run takes is marked. ranks: as many as `parallel` has if that says more.
+    """
+    device = specs.device(device_name)
+    config, room = model_config(run), int(device.ceiling("memory").value)
+    layout, reason = run.parallel, "as the config says"
+    if layout is None:
+        layout, reason = auto_layout(config, ranks, room)
+    layout = with_micro_batches(layout, run.data.packs_per_step)
+    layout.check(config, layout.ranks if run.parallel is not None else ranks)
+    shape = step_shape(run, config, layout)
+    chosen = choose_recompute(shape, room) if run.run.recompute == "auto" else run.run.recompute
+    lines = [
+        f"{_named(layout)} ({reason}), {shape.batches} x {shape.tokens} tokens a replica, {run.run.precision}, "
+        f"{device.product} ({room / GIB:.1f} GiB)"
+    ]
+    for recompute in shape.recomputes:
+        mark = "*" if recompute == chosen else " "
+        lines.append(f"{mark} recompute {recompute}: {_told(estimate(shape, device, recompute))}")
+    return "\n".join(lines)
+
+
+def model_config(run: TrainConfig) -> ModelConfig:
+    """Of the model that a run trains. Raises ValueError if its folder is not there."""
+    folder = model_folder(run.start.model or run.start.tokenizer or "")
+    if run.model is None:
+        return read_config(folder)
+    with Tokenizer.load(folder) as tokenizer:
+        return fresh_config(run.model, tokenizer)
+
+
+def _named(layout: Layout) -> str:
+    axes = [f"{name} {getattr(layout, name)}" for name in ("pp", "dp", "shard", "cp", "tp", "ep")]
+    return ", ".join(axis for axis in axes if not axis.endswith(" 1")) or "one rank"
+
+
+def _told(found: Estimate) -> str:
+    memory, time = found.fullest, found.time
+    return (
+        f"{memory.total / GIB:.1f} GiB (state {memory.state / GIB:.1f}, gradient sums {memory.sums / GIB:.1f}, "
+        f"activations {memory.kept / GIB:.1f}, working {memory.working / GIB:.1f}); "
+        f"at least {time.seconds * 1e3:.1f} ms (messages that nothing hides {time.communication * 1e3:.1f} ms), "
+        f"{found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.1%}"
+    )

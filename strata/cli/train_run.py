@@ -1,0 +1,122 @@
+"""A training run from its config to the finished model, on this rank: `strata train` without its command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from rich.table import Table
+
+from strata.comm.launch import World, join_world
+from strata.engine.llm import LLM
+from strata.engine.sampling_params import SamplingParams
+from strata.hardware import specs
+from strata.train.config import EvaluateConfig, TrainConfig
+from strata.train.encode import Encoder
+from strata.train.export import Finished, accuracy_table, export
+from strata.train.finish import save_model
+from strata.train.log.picture import draw_report
+from strata.train.profile import StepProfiler
+from strata.train.score import Score, questions, score
+from strata.train.trainer import Report, Trainer
+
+
+class Screen(Protocol):
+    """Where a run shows what it does."""
+
+    def say(self, line: object) -> None:
+        """A line, or a table."""
+
+    def progress(self, done: int) -> AbstractContextManager[Report]:
+        """Around the steps of a run of which `done` are done; receives the lines of the log."""
+
+
+def run_on_this_rank(
+    config: TrainConfig, screen_of: Callable[[TrainConfig], Screen], *, resume: bool, steps: range | None
+) -> None:
+    """Train, then evaluate and export on the first rank. steps: to profile."""
+    with join_world(config.run.device, timeout_seconds=config.faults.collective_seconds) as world:
+        screen = screen_of(config) if world.is_main else _Silent()
+        finished = _train(config, world, screen, resume=resume or world.restarts > 0, steps=steps)
+    if finished is None:
+        return
+    screen.say(f"Model: {finished.model}")
+    if config.evaluate is None:
+        return
+    if finished.device.type == "cuda":
+        torch.cuda.empty_cache()  # the trainer's memory, which the engine may now take
+    scores = evaluate(finished.model, config.evaluate, finished.device)
+    table = json.dumps(accuracy_table(scores), indent=2) + "\n"
+    (Path(config.run.out) / "accuracy.json").write_text(table, encoding="utf-8")
+    screen.say(_score_table(scores))
+    if config.export is not None:
+        target = Path(config.export.folder)
+        export(finished, target, scores, asdict(config))
+        screen.say(f"Exported to {target}")
+
+
+def _train(config: TrainConfig, world: World, screen: Screen, *, resume: bool, steps: range | None) -> Finished | None:
+    """All steps. On the first rank the finished run; what trained it is gone."""
+    folder = Path(config.run.out)
+    profiler = None
+    if steps is not None:
+        profiler = StepProfiler(folder / "profile", steps, world.device, rank=world.rank)
+    run = Trainer(config, world, resume=resume, peak_flops=peak_flops(world.device), warn=screen.say, profiler=profiler)
+    with screen.progress(run.position.step) as report:
+        position = run.train(report)
+    if profiler is not None and profiler.table is not None:
+        for line in (profiler.table.text(), *profiler.notes):
+            screen.say(line)
+    if not world.is_main:
+        return None
+    draw_report(folder)
+    return Finished(save_model(run), folder / "log.jsonl", position, world.device)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The maker's dense bfloat16 peak of a GPU, FLOP/s; None for a CPU or an unlisted GPU."""
+    if device.type == "cpu":
+        return None
+    known = specs.recognize(torch.cuda.get_device_name(device))
+    return None if known is None else known.ceiling("compute", "bfloat16", measured=False).value
+
+
+def evaluate(folder: Path, config: EvaluateConfig, device: torch.device) -> list[Score]:
+    """Held-out accuracy of the model in `folder` by exercise, greedily decoded by the engine."""
+    encoder = Encoder.load(folder)
+    examples = questions(config.examples)
+    llm = LLM(folder, device=str(device))
+    params = SamplingParams(temperature=0.0, max_tokens=config.max_tokens)
+    prompts = [{"prompt_token_ids": encoder.prompt(example)} for example in examples]
+    outputs = llm.generate(prompts, params)
+    return score(examples, (output.outputs[0].text for output in outputs))
+
+
+def _score_table(scores: list[Score]) -> Table:
+    table = Table("task", "right", "asked", "accuracy", title="Held-out accuracy")
+    for one in scores:
+        table.add_row(one.task, str(one.correct), str(one.total), f"{one.accuracy:.1%}")
+    return table
+
+
+class _Silent:
+    """The screen of ranks that do not print."""
+
+    def say(self, line: object) -> None:
+        pass
+
+    def progress(self, done: int) -> AbstractContextManager[Report]:
+        return _Silence()
+
+
+class _Silence:
+    def __enter__(self) -> Report:
+        return lambda _: None
+
+    def __exit__(self, *_: object) -> None:
+        pass

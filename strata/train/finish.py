@@ -1,0 +1,37 @@
+"""The end of a run: its model as a folder that serves at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from strata.models.save import save
+from strata.train.checkpoints.export import export
+from strata.train.checkpoints.folder import newest
+from strata.train.lora import merge_lora, save_adapter
+from strata.train.steps.tune_step import TuneStep
+from strata.train.trainer import Trainer
+
+
+def save_model(run: Trainer) -> Path:
+    """Write the model of a finished run as Hugging Face lays it out, and return its folder. One rank calls this.
+
+    It has the dtype that the run started from, bfloat16 if fresh. A LoRA run leaves the merged model, and its adapter
+    beside it in `adapter`.
+    """
+    config, folder = run.config, run.folder / "model"
+    dtype = run.start.config.dtype or torch.float32
+    if config.model is not None:
+        dtype = torch.bfloat16
+    if config.lora is not None:
+        assert isinstance(run.stepper, TuneStep)
+        model = run.stepper.model
+        save_adapter(model, config.lora, str(config.start.model), run.folder / "adapter")
+        merge_lora(model)
+        save(model.to("cpu", dtype), run.start.config, folder, run.start.tokenizer)
+        return folder
+    newest_checkpoint = newest(run.folder / "checkpoints", run.warn)
+    assert newest_checkpoint is not None, "a run ends with a checkpoint"
+    export(newest_checkpoint, run.start.config, run.start.tokenizer, folder, dtype)
+    return folder

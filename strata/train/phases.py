@@ -1,0 +1,62 @@
+"""What a rank is doing within a step, told once to all who want to know: hang watch, trace, clock of its computing."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from strata.train.faults.hang import HangWatch
+from strata.train.faults.stragglers import ComputeClock
+
+# Forward and backward passes: the part of a step in which a rank need not wait for others.
+PASSES = "passes"
+
+
+class Phases(Protocol):
+    """Told when a phase begins, which ends the one before."""
+
+    def at(self, phase: str) -> None:
+        """phase: `PASSES` or another name, such as "data", "reduce", "update", "checkpoint"."""
+
+
+class Nobody:
+    """`Phases` that nobody follows."""
+
+    def at(self, phase: str) -> None:
+        pass
+
+
+NOBODY = Nobody()
+
+
+class FollowedPhases:
+    """`Phases` that a hang watch, a profiler's trace and a clock follow."""
+
+    def __init__(self, watch: HangWatch, clock: ComputeClock) -> None:
+        self._watch, self._clock = watch, clock
+        self._step = 0
+        self._phase = ""
+        self._range: torch.profiler.record_function | None = None
+
+    def step(self, number: int) -> None:
+        """The phases from now on are those of this step."""
+        self._step = number
+
+    def at(self, phase: str) -> None:
+        if self._phase == PASSES:
+            self._clock.end()
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+        self._watch.at(self._step, phase)
+        self._phase = phase
+        self._range = torch.profiler.record_function(f"strata.{phase}")
+        self._range.__enter__()
+        if phase == PASSES:
+            self._clock.begin()
+
+    def close(self) -> None:
+        """The last phase has ended."""
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None

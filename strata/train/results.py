@@ -1,0 +1,54 @@
+"""Losses and norms of the steps that have been launched, read when the device has them, so that it never waits."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from strata.train.steps.result import StepResult
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Loss, gradient norm before clipping, and what else the step says of itself, of the step with this number."""
+
+    step: int
+    loss: float
+    norm: float
+    metrics: Mapping[str, float]
+
+
+class Results:
+    """A queue of readings. `ready(behind=n)` gives those that are at least `n` steps old, oldest first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._waiting: deque[tuple[int, tuple[str, ...], Tensor, torch.cuda.Event | None]] = deque()
+
+    def add(self, step: int, result: StepResult) -> None:
+        """Begin to copy a result to the host."""
+        values = torch.stack([one.detach().float() for one in (result.loss, result.norm, *result.metrics.values())])
+        arrived = None
+        if self._device.type == "cuda":
+            host = torch.empty(values.shape, pin_memory=True)
+            values = host.copy_(values, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._waiting.append((step, tuple(result.metrics), values, arrived))
+
+    def ready(self, *, behind: int) -> Iterator[Reading]:
+        """Waits for the device where a reading has not arrived."""
+        while len(self._waiting) > behind:
+            step, names, values, arrived = self._waiting.popleft()
+            if arrived is not None:
+                arrived.synchronize()
+            loss, norm, *rest = values.tolist()
+            yield Reading(step, loss, norm, dict(zip(names, rest, strict=True)))
+
+    def forget(self) -> None:
+        """Drop what waits: the run goes back to before."""
+        self._waiting.clear()

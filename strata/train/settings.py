@@ -1,0 +1,47 @@
+"""How a process is set while it trains: deterministic kernels, and no garbage collection in the middle of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Deterministic kernels inside, if wanted, so that a resumed run repeats the bits; undone at the end."""
+    if not wanted:
+        yield
+        return
+    # cuBLAS is deterministic only with workspaces of a fixed size; it reads this when it is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    # Not warn_only: FlashAttention's backward takes its deterministic path only when determinism is demanded.
+    torch.use_deterministic_algorithms(True)
+    # Results are written whole before they are read; filling them first would cost a pass over memory each.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+@contextlib.contextmanager
+def collected_between_steps() -> Iterator[None]:
+    """No garbage collection of its own accord, which can hold a step up for hundreds of milliseconds."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,61 @@
+"""What a run begins with: tokenizer, shape and weights, checked against its data before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import strata
+from strata.models.config import ModelConfig, config_from_dict, read_config
+from strata.models.tokenizer import Tokenizer
+from strata.train.config import TrainConfig
+from strata.train.data.loader import check_data
+from strata.train.data.shards import TokenDataset
+
+BUILTIN = "builtin"
+
+
+@dataclass(frozen=True)
+class Start:
+    """config: of the model. weights: the folder that has them; None for a fresh model. tokenizer: its folder."""
+
+    config: ModelConfig
+    weights: Path | None
+    tokenizer: Path
+
+
+def starting_point(config: TrainConfig, datasets: Sequence[TokenDataset]) -> Start:
+    """Raises ValueError where start, model and data do not go together."""
+    kind = "preference" if config.dpo else datasets[0].index.kind
+    if kind == "preference" and not config.dpo:
+        raise ValueError("the data holds preferences: add a [dpo] table, or use chats")
+    folder = model_folder(config.start.model or config.start.tokenizer or "")
+    with Tokenizer.load(folder) as tokenizer:
+        found = read_config(folder) if config.model is None else fresh_config(config.model, tokenizer)
+        check_data(datasets, kind, found, tokenizer)
+    return Start(found, None if config.model is not None else folder, folder)
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a model or tokenizer, or that of the built-in model. Raises ValueError if there is none."""
+    folder = Path(strata.__file__).parent / "models" / "builtin" if name == BUILTIN else Path(name)
+    if not folder.is_dir():
+        raise ValueError(f"model {name!r} is no folder; give a model folder or {BUILTIN!r}")
+    return folder
+
+
+def fresh_config(fields: dict[str, object], tokenizer: Tokenizer) -> ModelConfig:
+    """The config of a fresh model: what the run says, and what follows from the tokenizer.
+
+    A vocab_size above the tokenizer's makes a model with spare rows. Raises ValueError for one below.
+    """
+    derived = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_ids[0] if tokenizer.eos_ids else None}
+    if taken := sorted(fields.keys() & derived.keys()):
+        raise ValueError(f"model.{taken[0]} follows from the tokenizer; remove it from the config")
+    config = config_from_dict({"vocab_size": tokenizer.vocab_size} | fields | derived, "model")
+    if config.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {config.vocab_size} is less than the tokenizer's {tokenizer.vocab_size}; remove it"
+        )
+    return config

@@ -1,0 +1,121 @@
+"""From a run's config to the step that trains its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from strata.comm.collectives import start_all_reduce
+from strata.comm.mesh import Mesh
+from strata.models.layers import CausalLM
+from strata.models.weights import load
+from strata.parallel.data_parallel import all_ranks
+from strata.parallel.layout import Layout
+from strata.train.config import TrainConfig
+from strata.train.data.mixture import Mixture
+from strata.train.dpo import DpoObjective, Reference, weights_digest
+from strata.train.estimate import choose_recompute, step_shape
+from strata.train.layout import device_memory
+from strata.train.lora import add_lora
+from strata.train.phases import Phases
+from strata.train.start import Start
+from strata.train.steps.make import fresh, make_step, stored
+from strata.train.steps.objective import NextToken, Objective
+from strata.train.steps.parallel_step import ParallelStep
+from strata.train.steps.tune_step import TuneStep
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a step is made from. before_update: called right before masters and optimizer state change."""
+
+    config: TrainConfig
+    start: Start
+    layout: Layout
+    mesh: Mesh
+    mixture: Mixture
+    folder: Path
+    phases: Phases
+    before_update: Callable[[], None]
+
+
+def make_stepper(setting: Setting) -> ParallelStep | TuneStep:
+    """All weights of any layout, or with [lora] and [dpo] what those train. A collective call."""
+    config = setting.config
+    _check_device(config.run.precision, setting.mesh.world.device)
+    if config.lora is not None or config.dpo is not None:
+        return _tune_step(setting)
+    weights = setting.start.weights
+    return make_step(
+        setting.start.config,
+        setting.layout,
+        setting.mesh,
+        config.optimizer,
+        fresh(config.run.seed) if weights is None else stored(weights),
+        precision=config.run.precision,
+        recompute=_recompute(setting),
+        phases=setting.phases,
+        before_update=setting.before_update,
+    )
+
+
+def _recompute(setting: Setting) -> str:
+    """What the backward pass computes again: the first way that fits."""
+    config, device = setting.config, setting.mesh.world.device
+    if config.run.recompute != "auto":
+        return config.run.recompute
+    if device.type == "cpu":
+        return "none"
+    return choose_recompute(step_shape(config, setting.start.config, setting.layout), device_memory(device))
+
+
+def _tune_step(setting: Setting) -> TuneStep:
+    config, device = setting.config, setting.mesh.world.device
+    assert setting.start.weights is not None
+    model, _ = load(setting.start.weights, "cpu", torch.float32)
+    narrow = torch.bfloat16 if device.type == "cuda" else torch.float32
+    objective: Objective = NextToken()
+    if config.dpo is not None:
+        objective = DpoObjective(_reference(setting, model, narrow), config.dpo)
+    trained: torch.nn.Module = model.to(device)
+    if config.lora is not None:
+        trained = add_lora(model.to(narrow), config.lora, config.run.seed)
+    return TuneStep(
+        model,
+        trained,
+        objective,
+        config.optimizer,
+        setting.layout,
+        setting.mesh,
+        compute_dtype=None if config.lora is not None else narrow,
+        phases=setting.phases,
+        before_update=setting.before_update,
+    )
+
+
+def _reference(setting: Setting, model: CausalLM, dtype: torch.dtype) -> Reference:
+    """Of DPO: made by one rank, with a copy of the model as the run will compute with it, and found by the others."""
+    assert setting.start.weights is not None
+    everyone, device = all_ranks(setting.mesh), setting.mesh.world.device
+    arguments = (
+        setting.mixture,
+        setting.config.data.tokens_per_pack,
+        setting.folder / "reference.safetensors",
+        weights_digest(setting.start.weights),
+    )
+    if everyone.index == 0:
+        Reference.computed(deepcopy(model).to(device, dtype), *arguments)
+    start_all_reduce(torch.zeros((), device=device), everyone).wait()
+    return Reference.computed(model, *arguments)
+
+
+def _check_device(precision: str, device: torch.device) -> None:
+    if precision != "bf16" and (device.type == "cpu" or torch.cuda.get_device_capability(device) < (8, 9)):
+        raise ValueError(
+            f"run.precision = {precision!r} needs a GPU that multiplies 8-bit floating point (compute capability 8.9 "
+            f"or higher); use 'bf16' on this {device.type}"
+        )

@@ -1,0 +1,106 @@
+"""A step of fine-tuning with any objective, on ranks that each hold the whole model: LoRA, DPO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from strata.comm.collectives import start_all_reduce
+from strata.comm.mesh import Mesh
+from strata.models.layers import CausalLM
+from strata.parallel.data_parallel import all_ranks, gradient_axes
+from strata.parallel.families import Placement
+from strata.parallel.layout import Layout
+from strata.parallel.tensor import TensorSharding
+from strata.parallel.zero import ZeroGradients
+from strata.train.checkpoints.state import Piece, pieces_of
+from strata.train.optimizer.clip import clip_scale
+from strata.train.optimizer.config import OptimizerConfig
+from strata.train.optimizer.make import make_optimizer
+from strata.train.pack import PackedBatch
+from strata.train.phases import NOBODY, PASSES, Phases
+from strata.train.steps.objective import Objective
+from strata.train.steps.result import StepResult
+
+BUCKET_ELEMENTS = 1 << 25
+
+
+class TuneStep:
+    """`Stepper` that changes `trained` so that `objective` over `model` falls."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        trained: nn.Module,
+        objective: Objective,
+        config: OptimizerConfig,
+        layout: Layout,
+        mesh: Mesh,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        phases: Phases = NOBODY,
+        before_update: Callable[[], None] = lambda: None,
+    ) -> None:
+        """trained: the module whose parameters change, `model` or what was put into it, in float32 and alike on all
+        ranks. layout: of the mesh, with documents divided and nothing else: gradients and optimizer state may be.
+        compute_dtype: of the trained parameters from now on; None leaves it. phases, before_update: see
+        `ParallelStep`.
+        """
+        self.model, self._objective, self._clip = model, objective, config.clip
+        self._phases, self._before_update = phases, before_update
+        self._device = mesh.world.device
+        self._documents = mesh.flattened("dp", "shard")
+        shapes = {name: tuple(parameter.shape) for name, parameter in trained.named_parameters()}
+        whole = dict.fromkeys(shapes, Placement.PER_TOKEN)
+        self._sharding = TensorSharding(mesh.axis("tp"), False, whole, shapes)
+        self._axes = gradient_axes(mesh, self._sharding, layout.zero)
+        self._gradients = ZeroGradients(
+            trained,
+            self._axes,
+            all_ranks(mesh),
+            self._device,
+            reduce_every_pass=layout.zero == 2,
+            compute_dtype=compute_dtype,
+            bucket_elements=BUCKET_ELEMENTS,
+        )
+        self._optimizer = make_optimizer(self._gradients.parts, config, mesh, self._sharding)
+
+    def __call__(self, batches: Sequence[PackedBatch], rate: float) -> StepResult:
+        own = torch.tensor(float(sum(map(self._objective.count, batches))))
+        counted = start_all_reduce(own.to(self._device), self._documents).wait()
+        totals: dict[str, Tensor] = {}
+        self._phases.at(PASSES)
+        for packed in batches:
+            if packed is batches[-1]:
+                self._gradients.announce_last()
+            total, sums = self._objective(self.model, packed)
+            (total / counted).backward()
+            self._gradients.accumulate()
+            for name, one in {"loss": total, **sums}.items():
+                totals[name] = totals.get(name, torch.zeros_like(one)) + one.detach()
+        self._phases.at("reduce")
+        means = start_all_reduce(torch.stack(list(totals.values())), self._documents).wait() / counted
+        named = dict(zip(totals, means.unbind(), strict=True))
+        return StepResult(named.pop("loss"), self._update(rate), named | {"counted": counted})
+
+    def pieces(self) -> list[Piece]:
+        return pieces_of(self._gradients.parts, self._optimizer.state(), self._sharding, self._axes)
+
+    def restored(self, steps: int) -> None:
+        self._optimizer.restored(steps)
+        self._gradients.gather()
+
+    def publish(self) -> None:
+        self._gradients.gather()
+
+    def _update(self, rate: float) -> Tensor:
+        self._gradients.reduce()
+        norm = self._gradients.norm()
+        self._phases.at("update")
+        self._before_update()
+        self._optimizer.begin(rate)
+        self._optimizer.update(clip_scale(norm, self._clip))
+        self._gradients.gather()
+        return norm

@@ -1,0 +1,248 @@
+"""A training run on one rank, from its config to the last checkpoint: the same loop for one process and for many."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from strata.comm.launch import World
+from strata.parallel.data_parallel import all_ranks
+from strata.train.checkpoints.checkpointer import Checkpointer
+from strata.train.checkpoints.folder import checkpoints
+from strata.train.config import TrainConfig
+from strata.train.data.ahead import ahead
+from strata.train.data.loader import Loader, Step
+from strata.train.data.mixture import Mixture
+from strata.train.data.shards import TokenDataset
+from strata.train.faults.guard import Kind, LossGuard, Verdict
+from strata.train.faults.hang import HangWatch
+from strata.train.faults.stragglers import ComputeClock
+from strata.train.layout import chosen_layout
+from strata.train.log.logs import Logs, open_logs
+from strata.train.meter import Meter
+from strata.train.phases import FollowedPhases
+from strata.train.position import Position
+from strata.train.profile import StepProfiler
+from strata.train.recipe import recipe_of
+from strata.train.results import Reading, Results
+from strata.train.schedule import learning_rate
+from strata.train.settings import collected_between_steps, deterministic
+from strata.train.start import starting_point
+from strata.train.stepper import Setting, make_stepper
+
+Report = Callable[[dict[str, Any]], None]
+
+
+class TrainingStopped(ValueError):
+    """The policy for faults ends the run; what was saved before is good."""
+
+
+class _RollBack(Exception):
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.reason)
+        self.verdict = verdict
+
+
+class Trainer:
+    """The parts of one run on this rank, ready to step. Made fresh, or as the newest checkpoint left them.
+
+    A context manager: inside, a rank that hangs is noticed. All ranks make one with the same config and call it alike.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        *,
+        resume: bool = False,
+        peak_flops: float | None = None,
+        warn: Callable[[str], None] = lambda _: None,
+        profiler: StepProfiler | None = None,
+    ) -> None:
+        """resume: go on from the newest checkpoint, if there is one. peak_flops: the device's dense peak, FLOP/s, for
+        MFU. warn: receives lines for people. profiler: traces its steps.
+
+        Raises ValueError, before anything is trained, for what does not go together.
+        """
+        self.config, self.warn, self._profiler = config, warn, profiler
+        self.folder = Path(config.run.out)
+        existing = checkpoints(self.folder / "checkpoints")
+        if existing and not resume:
+            raise ValueError(f"{self.folder} holds a run ({existing[-1].name}); resume it or choose another out")
+        datasets = [TokenDataset(one.folder, skip_corrupt=config.data.skip_corrupt) for one in config.data.sources]
+        self.start = starting_point(config, datasets)
+        self.layout = chosen_layout(config, self.start.config, world, warn)
+        self._watch = HangWatch(world, self.folder / "faults", config.faults.hang_seconds)
+        self.world = self._watch.world
+        self.mesh = self.layout.mesh(self.world)
+        documents, data = self.mesh.flattened("dp", "shard"), config.data
+        self.mixture = Mixture(datasets, [one.weight for one in data.sources], config.run.seed)
+        self.loader = Loader(
+            self.mixture,
+            data.tokens_per_pack,
+            data.packs_per_step,
+            data.window,
+            rank=documents.index,
+            ranks=documents.size,
+        )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.checkpoints = Checkpointer(
+            self.folder / "checkpoints", self.world, keep=config.run.keep_checkpoints, warn=warn
+        )
+        clock = ComputeClock(self.world.device)
+        self._phases = FollowedPhases(self._watch, clock)
+        self.stepper = make_stepper(
+            Setting(
+                config,
+                self.start,
+                self.layout,
+                self.mesh,
+                self.mixture,
+                self.folder,
+                self._phases,
+                self.checkpoints.before_update,
+            )
+        )
+        self._meter = Meter(
+            self.start.config,
+            config.faults,
+            all_ranks(self.mesh),
+            documents.size,
+            self.world.device,
+            clock,
+            peak_flops=peak_flops,
+            weights_are_frozen=config.lora is not None,
+        )
+        self._guard = LossGuard(config.faults)
+        self._results = Results(self.world.device)
+        self._recipe = recipe_of(config, datasets, self.world.device.type)
+        self.position = Position()
+        if existing:
+            self._guard.restore(self._load()["guard"])
+
+    def train(self, report: Report = lambda _: None) -> Position:
+        """All steps that are left, and a checkpoint of the last. `report` receives each line of the log, on every rank.
+
+        Raises TrainingStopped where the policy for faults says so.
+        """
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._watch)
+            held.callback(self._phases.close)
+            held.enter_context(deterministic(self.config.run.deterministic))
+            held.enter_context(collected_between_steps())
+            log = held.enter_context(self._open_log())
+            self.checkpoints.prepare(self.stepper.pieces())
+            while self.position.step < self.config.run.steps:
+                try:
+                    self._advance(log, report)
+                except _RollBack as back:
+                    self.warn(back.verdict.reason)
+                    self._go_back(back.verdict)
+            self.checkpoints.finish()
+        return self.position
+
+    def _advance(self, log: Logs, report: Report) -> None:
+        """Steps until the end."""
+        run = self.config.run
+        self._meter.restart(self.position.tokens)
+        last = self._guard.data_step(run.steps)
+        with ahead(self.loader, self.position.place, last - self.position.data_step) as steps:
+            while self.position.step < run.steps:
+                with self._traced(self.position.step + 1):
+                    self._one_step(self._next(steps))
+                is_last = self.position.step == run.steps
+                is_logged = is_last or self.position.step % run.log_every == 0
+                self._phases.at("log")
+                # The device computes while the numbers of the step before are looked at.
+                for reading in self._results.ready(behind=0 if is_logged else 1):
+                    self._judge(reading)
+                if is_logged:
+                    self._write_line(log, report)
+                self._phases.at("checkpoint")
+                self.checkpoints.poll()
+                if is_last or self.position.step % run.checkpoint_every == 0:
+                    self.checkpoints.start(self.position.step, self._state(), self.stepper.pieces())
+                    gc.collect()
+                    self._meter.restart(self.position.tokens)
+
+    def _traced(self, number: int) -> AbstractContextManager[None]:
+        self._phases.step(number)
+        return contextlib.nullcontext() if self._profiler is None else self._profiler.step(number)
+
+    def _write_line(self, log: Logs, report: Report) -> None:
+        values, about_ranks = self._meter.line(self.position, self._rate(self.position.step - 1))
+        values["checkpoint_stall"] = round(self.checkpoints.stalled_seconds, 3)
+        if about_ranks:
+            self.warn(about_ranks)
+        log.write(self.position.step, values)
+        report(values)
+
+    def _next(self, steps: Iterator[Step]) -> Step:
+        """The samples of the next step, past those that are left out."""
+        self._phases.at("data")
+        wanted = self._guard.data_step(self.position.step + 1)
+        while True:
+            step = next(steps)
+            if self.position.data_step + 1 == wanted:
+                return step
+            self.position = self.position.without(step)
+
+    def _one_step(self, step: Step) -> None:
+        result = self.stepper(step.batches, self._rate(self.position.step))
+        self.position = self.position.after(step)
+        self._results.add(self.position.step, result)
+        self._meter.count(step)
+
+    def _rate(self, step: int) -> float:
+        optimizer, schedule = self.config.optimizer, self.config.schedule
+        return learning_rate(
+            step,
+            peak=optimizer.learning_rate,
+            steps=self.config.run.steps,
+            warmup=schedule.warmup,
+            decay=schedule.decay,
+        )
+
+    def _judge(self, reading: Reading) -> None:
+        """Raises what follows from a step's numbers, on all ranks alike, as they see the same."""
+        verdict = self._guard.observe(reading.step, reading.loss, reading.norm)
+        if verdict.kind is Kind.STOP:
+            raise TrainingStopped(verdict.reason)
+        if verdict.kind is Kind.ROLLBACK:
+            raise _RollBack(verdict)
+        if verdict.kind is not Kind.OK:
+            self.warn(verdict.reason)
+        self._meter.read(reading, is_skipped=verdict.kind is Kind.SKIPPED)
+
+    def _state(self) -> dict[str, Any]:
+        return {"position": self.position.to_json(), "guard": self._guard.state(), "recipe": self._recipe}
+
+    def _go_back(self, verdict: Verdict) -> None:
+        self._results.forget()
+        self.checkpoints.finish()
+        state = self._load(before=verdict.before)
+        self._guard.roll_back(state["guard"])
+
+    def _load(self, *, before: int | None = None) -> dict[str, Any]:
+        """Continue from the newest checkpoint, of a step less than `before`. Returns the state that was saved in it."""
+        state = self.checkpoints.restore(self.stepper.pieces(), self._recipe, before=before)
+        if state is None:
+            raise TrainingStopped(f"{self.folder} has no checkpoint to go back to; save more often, or begin again")
+        self.position = Position.from_json(state["position"])
+        self.stepper.restored(self.position.step)
+        return state
+
+    def _open_log(self) -> Logs:
+        return open_logs(
+            self.folder,
+            self.config.log,
+            self.position.step,
+            asdict(self.config),
+            rank=self.world.rank,
+            warn=self.warn,
+        )
