@@ -8,7 +8,6 @@ the ranks that only lost their connection; here the rank that failed first is sh
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import signal
 import socket
@@ -45,18 +44,19 @@ def launch(command: Sequence[str], ranks: int, restarts: int = 0) -> int:
     if ranks < 1 or restarts < 0:
         raise ValueError(f"{ranks} ranks and {restarts} restarts: at least 1 rank and 0 restarts are needed")
     with _signals() as told:
-        for attempt in itertools.count():
+        attempt = 0
+        while True:
             failed = _run(command, ranks, attempt, told)
             if told:
                 return 128 + told[0]
             if failed is None:
                 return 0
             goes_on = attempt < restarts and failed.code != REFUSED
-            then = f"; restart {attempt + 1} of {restarts}" if goes_on else ""
+            attempt += 1
+            then = f"; restart {attempt} of {restarts}" if goes_on else ""
             print(f"strata: rank {failed.rank} {_ending(failed.code)}{then}", file=sys.stderr, flush=True)
             if not goes_on:
                 return failed.code if failed.code > 0 else 128 - failed.code
-    raise AssertionError("the loop has no end of its own")
 
 
 class _Rank:

@@ -70,6 +70,22 @@ def test_a_rank_killed_three_times_in_a_row(tmp_path: Path) -> None:
     assert "Traceback" not in said  # of the ranks that only lost a peer
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_torchrun_starts_killed_ranks_again_as_well(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [*torchrun, "-m", "tests.train.fault_ranks", "counts", str(tmp_path)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        until(lambda: has_reached(tmp_path, 5, 0))
+        os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
+        _, said = running.communicate(timeout=60)
+    finally:
+        running.terminate()
+        running.wait()
+    assert running.returncode == 0, said
+    assert json.loads((tmp_path / "checkpoint.json").read_text())["step"] == STEPS
+
+
 def test_the_rank_that_failed_first_is_shown_once(tmp_path: Path) -> None:
     running = start("raises", tmp_path, 3, 0)
     _, said = running.communicate(timeout=60)

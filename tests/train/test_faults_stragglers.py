@@ -11,7 +11,6 @@ import torch
 
 from strata.comm.launch import World
 from strata.comm.mesh import Axis, Mesh
-from strata.parallel.data_parallel import all_ranks
 from strata.train.faults.config import FaultsConfig
 from strata.train.faults.hang import HangWatch
 from strata.train.faults.stragglers import ComputeClock, Stragglers
@@ -33,14 +32,14 @@ def test_a_rank_is_slow_after_several_intervals_in_a_row() -> None:
 
 
 def test_one_process_is_never_slow() -> None:
-    alone = Stragglers(CONFIG, all_ranks(Mesh.of(World(0, 0, 1, torch.device("cpu"), None), {})))
+    alone = Stragglers(CONFIG, Mesh.of(World(0, 0, 1, torch.device("cpu"), None), {}).axis("dp"))
     assert [alone.report([2.0, 3.0, 9.0], 9.0).slow for _ in range(4)] == [()] * 4
 
 
 def three(world: World, folder: Path) -> dict[str, Any]:
     """Rank 1 computes longer in two intervals of three steps; and what a watch counts of the exchanges."""
     with HangWatch(world, folder / "faults", 60.0) as watch:
-        axis = all_ranks(Mesh.of(watch.world, {"dp": world.size}))
+        axis = Mesh.of(watch.world, {"dp": world.size}).axis("dp")
         clock, stragglers = ComputeClock(world.device), Stragglers(CONFIG, axis)
         lines = []
         for interval in range(2):
@@ -63,5 +62,5 @@ def test_ranks_exchange_what_they_measured(tmp_path: Path) -> None:
         assert (slowest, none, slow) == (1, [], [1])
         assert "rank 1 12" in line
         assert one["left"] == []
-        assert one["next"] == ["pp*dp*shard*cp*tp", 3]
+        assert one["next"] == ["dp", 3]
     assert not (tmp_path / "faults" / "reporting").exists()
