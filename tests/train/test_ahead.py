@@ -21,7 +21,7 @@ class Counted(Loader):
         self.asked += 1
         if place.window == self.bad:
             raise OSError("the disk is gone")
-        return Step([], [], Place(place.window + 1), 1.0)
+        return Step([], Place(place.window + 1), 0, 1.0)
 
 
 def threads() -> list[str]:
