@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import Mesh
+from strata.comm.transfers import PendingTransfers, Transfer, start_transfers
 from strata.models.batch import Batch
 from strata.parallel.data_parallel import Gradients
 from strata.parallel.families import span
@@ -92,12 +91,11 @@ def _check_fsdp(part: ModelPart, schedule: Schedule) -> None:
         )
 
 
-@dataclass
+@dataclass(frozen=True)
 class _UnderWay:
-    """Transfers that have started. kept: what is sent, which must not be freed. arriving: by what made them."""
+    """Transfers that have started. arriving: by what made them."""
 
-    works: list[dist.Work]
-    kept: list[Tensor]
+    pending: PendingTransfers
     arriving: list[tuple[Action, Tensor]]
 
 
@@ -136,19 +134,15 @@ class _Step:
 
     def exchange(self, exchange: Exchange) -> None:
         """Start transfers, all in one message to the communication library."""
-        under_way = _UnderWay([], [], [])
-        operations = []
-        for transfer in exchange.transfers:
-            if transfer.source == self.axis.index:
-                tensor = self.outbox.pop(transfer.made).contiguous()
-                under_way.kept.append(tensor)
-                operations.append(dist.P2POp(dist.isend, tensor, self.axis.ranks[transfer.target], self.axis.group))
+        transfers, arriving = [], []
+        for one in exchange.transfers:
+            if one.source == self.axis.index:
+                tensor = self.outbox.pop(one.made).contiguous()
             else:
-                tensor = self._empty(transfer.made.micro_batch)
-                under_way.arriving.append((transfer.made, tensor))
-                operations.append(dist.P2POp(dist.irecv, tensor, self.axis.ranks[transfer.source], self.axis.group))
-        under_way.works = dist.batch_isend_irecv(operations)
-        self.under_way.append(under_way)
+                tensor = self._empty(one.made.micro_batch)
+                arriving.append((one.made, tensor))
+            transfers.append(Transfer(tensor, one.source, one.target))
+        self.under_way.append(_UnderWay(start_transfers(transfers, self.axis), arriving))
 
     def finish(self) -> Tensor:
         """Wait for what is still under way. Returns the loss."""
@@ -230,8 +224,7 @@ class _Step:
 
     def _wait_for_next(self) -> None:
         first = self.under_way.popleft()
-        for work in first.works:
-            work.wait()
+        first.pending.wait()
         for made, tensor in first.arriving:
             self._deliver(made, tensor)
 
@@ -249,18 +242,18 @@ class _Tie:
 
     def __init__(self, pipeline: Pipeline, dtype: torch.dtype, device: torch.device) -> None:
         part, axis, homes = pipeline.part, pipeline.axis, pipeline.schedule.homes
-        self.part, self.axis, self.last = part, axis, homes[-1]
+        self.part, self.axis, self.first, self.last = part, axis, homes[0], homes[-1]
         self.lends = part.is_tied and 0 in part.own and homes[0] != homes[-1]
-        self.works: list[dist.Work] = []
+        self.under_way: list[PendingTransfers] = []
         if part.borrows_head:
             first, end = span(part.vocab_size, pipeline.tensor_axis.size, pipeline.tensor_axis.index)
             self.copy = torch.empty(end - first, part.hidden_size, dtype=dtype, device=device)
             # Sums over micro-batches are kept wide.
             self.gradient = torch.zeros_like(self.copy, dtype=torch.promote_types(dtype, torch.float32))
-            self._transfer(dist.irecv, self.copy, homes[0])
+            self._transfer(self.copy, self.first, self.last)
             self.copy.requires_grad_()
         if self.lends:
-            self._transfer(dist.isend, self._embedding().detach().contiguous(), self.last)
+            self._transfer(self._embedding().detach().contiguous(), self.first, self.last)
 
     def head_weight(self) -> Tensor:
         """[this rank's rows of the vocabulary, hidden]."""
@@ -279,12 +272,12 @@ class _Tie:
         """The gradient of the borrowed weight to its owner, where it arrives as that of a pass of its own."""
         self._wait()
         if self.part.borrows_head:
-            self._transfer(dist.isend, self.gradient, 0)
+            self._transfer(self.gradient, self.last, self.first)
             self._wait()
         if self.lends:
             weight = self._embedding()
             gradient = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-            self._transfer(dist.irecv, gradient, self.last)
+            self._transfer(gradient, self.last, self.first)
             self._wait()
             torch.autograd.backward([weight], [gradient.to(weight.dtype)])
 
@@ -292,11 +285,10 @@ class _Tie:
         assert self.part.model.embed_tokens is not None
         return self.part.model.embed_tokens.weight
 
-    def _transfer(self, direction: Callable[..., Any], tensor: Tensor, rank: int) -> None:
-        operation = dist.P2POp(direction, tensor, self.axis.ranks[rank], self.axis.group)
-        self.works += dist.batch_isend_irecv([operation])
+    def _transfer(self, tensor: Tensor, source: int, target: int) -> None:
+        self.under_way.append(start_transfers([Transfer(tensor, source, target)], self.axis))
 
     def _wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        self.works.clear()
+        for pending in self.under_way:
+            pending.wait()
+        self.under_way.clear()
