@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import subprocess
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -88,7 +89,7 @@ class AsyncWorker:
         self._received.clear()
         self._process.kill()
         self._process = None
-        self._loop.run_in_executor(None, self._end_process)  # what had much memory takes a while to be gone
+        threading.Thread(target=self._end_process).start()  # what had much memory takes a while to be gone
 
     def _replace(self, reason: str) -> None:
         """The process is of no more use: what it was at fails, what is behind that goes to another."""

@@ -27,6 +27,7 @@ class RequestHead:
 
     def __init__(self, scope: Scope) -> None:
         self._headers: list[tuple[bytes, bytes]] = scope["headers"]
+        self._first: dict[bytes, bytes] = dict(reversed(self._headers))
         self._target_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -37,7 +38,7 @@ class RequestHead:
 
     def text(self, name: bytes) -> str:
         """A header's value, the first if there are several; empty if there is none."""
-        return next((value.decode("latin-1") for key, value in self._headers if key == name), "")
+        return self._first.get(name, b"").decode("latin-1")
 
     def check(self) -> None:
         """Raises ApiError for headers that are too large, wrong, or ambiguous."""
