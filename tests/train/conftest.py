@@ -1,8 +1,9 @@
-"""A small run that every test of the trainer can afford, and its tokenizer."""
+"""A small run that every test of the trainer can afford, its data and its tokenizer."""
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,15 @@ from typing import Any
 import pytest
 import tokenizers
 
+from examples import toy_data
 from strata.train.config import TrainConfig, train_config_from_dict
+from strata.train.data.tokenize import tokenize
+from strata.train.exercises import write_exercises
+from strata.train.start import model_folder
 from strata.train.tasks.mixture import document
 from strata.train.vocabulary import make_tokenizer, write_tokenizer
 
+# Its [start] and [data] name folders, which fixtures make.
 SMALL: dict[str, Any] = {
     "run": {"out": "", "steps": 6, "seed": 3, "device": "cpu", "log_every": 1, "checkpoint_every": 3},
     "model": {
@@ -27,11 +33,13 @@ SMALL: dict[str, Any] = {
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     },
-    "tokenizer": {"vocab_size": 600, "documents": 200},
-    "data": {"tokens_per_batch": 1500, "batches_per_step": 2, "documents_per_shard": 32},
+    "data": {"tokens_per_pack": 600, "packs_per_step": 2, "window": 64},
     "optimizer": {"learning_rate": 5e-3},
     "schedule": {"warmup": 2, "decay": 2},
 }
+
+Small = Callable[..., TrainConfig]
+Tune = Callable[..., TrainConfig]
 
 
 @pytest.fixture(scope="session")
@@ -46,21 +54,70 @@ def tokenizer_folder(tokenizer: tokenizers.Tokenizer, tmp_path_factory: pytest.T
     return folder
 
 
-@pytest.fixture
-def small_table() -> dict[str, Any]:
-    """The small config as its TOML file would hold it, with run.out still to fill in."""
-    return copy.deepcopy(SMALL)
+@pytest.fixture(scope="session")
+def exercises(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 exercises, of 20,000 tokens or so."""
+    folder = tmp_path_factory.mktemp("exercises")
+    write_exercises(folder, 300, tokenizer_folder=tokenizer_folder, seed=3)
+    return folder
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Callable[..., TrainConfig]:
+def small_table(exercises: Path, tokenizer_folder: Path, tmp_path: Path) -> dict[str, Any]:
+    """The small config as its TOML file would hold it."""
+    values = copy.deepcopy(SMALL)
+    values["run"]["out"] = str(tmp_path / "run")
+    values["start"] = {"tokenizer": str(tokenizer_folder)}
+    values["data"]["sources"] = [{"folder": str(exercises)}]
+    return values
+
+
+@pytest.fixture
+def small(small_table: dict[str, Any]) -> Small:
     """The small config, with values replaced by section: small(run={"steps": 30})."""
+    return lambda **changes: config_of(small_table, changes)
 
-    def make(**changes: dict[str, Any]) -> TrainConfig:
-        values = copy.deepcopy(SMALL)
-        values["run"]["out"] = str(tmp_path / "run")
-        for section, changed in changes.items():
-            values[section] = values.get(section, {}) | changed
-        return train_config_from_dict(values, "test")
 
-    return make
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy data of the examples, tokenized by the built-in tokenizer: style, short, and text."""
+    folder, builtin = tmp_path_factory.mktemp("toy"), model_folder("builtin")
+    toy_data.write(folder)
+    for name in ("style", "short"):
+        tokenize([folder / f"{name}.jsonl"], builtin, folder / name)
+    (folder / "text.txt").write_text("A line of text to learn by heart.\n" * 400)
+    tokenize([folder / "text.txt"], builtin, folder / "text", longest=100)
+    return folder
+
+
+@pytest.fixture
+def tune(toy: Path, tmp_path: Path) -> Tune:
+    """A few small steps of the built-in model on one kind of the toy data; values replaced by section."""
+
+    def made(source: str, **changes: dict[str, Any]) -> TrainConfig:
+        values = {
+            "run": {"out": str(tmp_path / "run"), "steps": 4, "device": "cpu", "log_every": 1, "checkpoint_every": 2},
+            "start": {"model": "builtin"},
+            "data": {"sources": [{"folder": str(toy / source)}], "tokens_per_pack": 600},
+            "optimizer": {"learning_rate": 1e-3},
+            "schedule": {"warmup": 1, "decay": 1},
+        }
+        return config_of(values, changes)
+
+    return made
+
+
+def config_of(table: dict[str, Any], changes: dict[str, dict[str, Any]]) -> TrainConfig:
+    """The config of a table with values replaced by section. A value of None takes the key away."""
+    values = copy.deepcopy(table)
+    for section, changed in changes.items():
+        replaced = values.get(section, {}) | changed
+        values[section] = {key: value for key, value in replaced.items() if value is not None}
+    return train_config_from_dict(values, "test")
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    """The log of a run without what is measured."""
+    measured = {"seconds", "tokens_per_second", "checkpoint_stall"}
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in line.keys() - measured} for line in lines]
