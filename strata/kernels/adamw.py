@@ -150,12 +150,18 @@ def _are_contiguous(
     return all(one.is_contiguous() for one in (weight, master, first, second, gradient))
 
 
-# Elements of which a CPU's cache holds the tensors and the results in between.
-_CPU_BLOCK = 1 << 14
+# Elements of a scaled gradient that a CPU's cache holds until it has been used.
+_CPU_BLOCK = 1 << 16
 
 
-@adamw.implement("reference in blocks", "cpu", supports=_are_contiguous)
-def _in_blocks(
+def _fused_fits(
+    weight: Tensor, master: Tensor, first: Tensor, second: Tensor, gradient: Tensor, step: Tensor, *others: float
+) -> bool:
+    return master.dtype == first.dtype == second.dtype and _are_contiguous(weight, master, first, second, gradient)
+
+
+@adamw.implement("torch fused", "cpu", supports=_fused_fits)
+def _fused(
     weight: Tensor,
     master: Tensor,
     first: Tensor,
@@ -167,9 +173,22 @@ def _in_blocks(
     eps: float,
     decay: float,
 ) -> Tensor:
-    blocks = (one.view(-1).split(_CPU_BLOCK) for one in (weight, master, first, second, gradient))
-    for block in zip(*blocks, strict=True):
-        adamw.reference(*block, step, beta1, beta2, eps, decay)
+    rate, correction1, correction2, factor = step.tolist()
+    if factor == 0:
+        return weight
+    root = correction2**0.5
+    constants = {"lr": rate * root / correction1, "eps": eps * root, "weight_decay": decay * correction1 / root}
+    constants |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
+    # After endless steps torch corrects nothing: rate, eps and decay have the corrections.
+    steps = [torch.full((), torch.inf)]
+    is_ready = factor == 1 and gradient.dtype == master.dtype
+    block = max(1, master.numel()) if is_ready else _CPU_BLOCK
+    for held in zip(*(one.view(-1).split(block) for one in (master, gradient, first, second)), strict=True):
+        value, given, mean, square = held
+        scaled = given if is_ready else given.to(master.dtype) * factor
+        torch._fused_adamw_([value], [scaled], [mean], [square], [], steps, **constants)
+    if weight.data_ptr() != master.data_ptr():
+        weight.copy_(master)
     return weight
 
 
