@@ -20,7 +20,7 @@ Message = Mapping[str, Any]
 class Tokenizer:
     """A tokenizer with its special tokens and chat template. Use as a context manager, or `close` when done with chat.
 
-    bos_id: the beginning-of-sequence id, None if there is none.
+    bos_id, pad_id: of the beginning of a sequence and of padding, None if there is none.
     eos_ids: the tokenizer's own end-of-sequence id in a tuple, empty if there is none. (generation_config.json and
         config.json may name others.)
     special_ids: ids that `skip_special_tokens` leaves out.
@@ -41,6 +41,7 @@ class Tokenizer:
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self.vocab_size = 1 + max(backend.get_vocab().values(), default=-1)
         self.bos_id = self._named_id("bos_token")
+        self.pad_id = self._named_id("pad_token")
         eos_id = self._named_id("eos_token")
         self.eos_ids = () if eos_id is None else (eos_id,)
 

@@ -50,7 +50,8 @@ def fresh_config(fields: dict[str, object], tokenizer: Tokenizer) -> ModelConfig
 
     A vocab_size above the tokenizer's makes a model with spare rows. Raises ValueError for one below.
     """
-    derived = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_ids[0] if tokenizer.eos_ids else None}
+    eos = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
+    derived = {"bos_token_id": tokenizer.bos_id, "eos_token_id": eos, "pad_token_id": tokenizer.pad_id}
     if taken := sorted(fields.keys() & derived.keys()):
         raise ValueError(f"model.{taken[0]} follows from the tokenizer; remove it from the config")
     config = config_from_dict({"vocab_size": tokenizer.vocab_size} | fields | derived, "model")
