@@ -69,13 +69,21 @@ def _train(config: TrainConfig, world: World, screen: Screen, *, resume: bool, s
     run = Trainer(config, world, resume=resume, peak_flops=peak_flops(world.device), warn=screen.say, profiler=profiler)
     with screen.progress(run.position.step) as report:
         position = run.train(report)
-    if profiler is not None and profiler.table is not None:
-        for line in (profiler.table.text(), *profiler.notes):
-            screen.say(line)
+    if profiler is not None:
+        _say_profile(profiler, screen)
     if not world.is_main:
         return None
     draw_report(folder)
     return Finished(save_model(run), folder / "log.jsonl", position, world.device)
+
+
+def _say_profile(profiler: StepProfiler, screen: Screen) -> None:
+    profiler.close()  # the run may have ended within the steps
+    if profiler.table is None:
+        screen.say("no trace: none of the steps to profile was run")
+        return
+    for line in (profiler.table.text(), *profiler.notes):
+        screen.say(line)
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -8,7 +8,7 @@ import torch
 
 from strata.models.save import save
 from strata.train.checkpoints.export import export
-from strata.train.checkpoints.folder import newest
+from strata.train.checkpoints.folder import newest, step_of
 from strata.train.lora import merge_lora, save_adapter
 from strata.train.steps.tune_step import TuneStep
 from strata.train.trainer import Trainer
@@ -18,7 +18,7 @@ def save_model(run: Trainer) -> Path:
     """Write the model of a finished run as Hugging Face lays it out, and return its folder. One rank calls this.
 
     It has the dtype that the run started from, bfloat16 if fresh. A LoRA run leaves the merged model, and its adapter
-    beside it in `adapter`.
+    beside it in `adapter`. Raises ValueError if the last step has no checkpoint, of which the model is made otherwise.
     """
     config, folder = run.config, run.folder / "model"
     dtype = run.start.config.dtype or torch.float32
@@ -32,6 +32,10 @@ def save_model(run: Trainer) -> Path:
         save(model.to("cpu", dtype), run.start.config, folder, run.start.tokenizer)
         return folder
     newest_checkpoint = newest(run.folder / "checkpoints", run.warn)
-    assert newest_checkpoint is not None, "a run ends with a checkpoint"
+    if newest_checkpoint is None or step_of(newest_checkpoint) != run.position.step:
+        raise ValueError(
+            f"the checkpoint of step {run.position.step} was not written, and the model is made of it; make room and "
+            f"resume the run"
+        )
     export(newest_checkpoint, run.start.config, run.start.tokenizer, folder, dtype)
     return folder

@@ -135,11 +135,11 @@ class Trainer:
             held.callback(self._phases.close)
             held.enter_context(deterministic(self.config.run.deterministic))
             held.enter_context(collected_between_steps())
-            log = held.enter_context(self._open_log())
             self.checkpoints.prepare(self.stepper.pieces())
             while self.position.step < self.config.run.steps:
                 try:
-                    self._advance(log, report)
+                    with self._open_log() as log:  # which drops the lines of steps that are repeated
+                        self._advance(log, report)
                 except _RollBack as back:
                     self.warn(back.verdict.reason)
                     self._go_back(back.verdict)
@@ -212,6 +212,7 @@ class Trainer:
         """Raises what follows from a step's numbers, on all ranks alike, as they see the same."""
         verdict = self._guard.observe(reading.step, reading.loss, reading.norm)
         if verdict.kind is Kind.STOP:
+            self.checkpoints.finish()  # one of an earlier step may be under way
             raise TrainingStopped(verdict.reason)
         if verdict.kind is Kind.ROLLBACK:
             raise _RollBack(verdict)

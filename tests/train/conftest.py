@@ -17,6 +17,7 @@ from strata.train.data.tokenize import tokenize
 from strata.train.exercises import write_exercises
 from strata.train.start import model_folder
 from strata.train.tasks.mixture import document
+from strata.train.trainer import Trainer
 from strata.train.vocabulary import make_tokenizer, write_tokenizer
 
 # Its [start] and [data] name folders, which fixtures make.
@@ -36,6 +37,23 @@ SMALL: dict[str, Any] = {
     "data": {"tokens_per_pack": 600, "packs_per_step": 2, "window": 64},
     "optimizer": {"learning_rate": 5e-3},
     "schedule": {"warmup": 2, "decay": 2},
+}
+
+# A fresh model of the toy text, with the built-in tokenizer.
+FRESH: dict[str, Any] = {
+    "start": {"model": None, "tokenizer": "builtin"},
+    "model": {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+    },
+    "optimizer": {"learning_rate": 1e-2},
 }
 
 Small = Callable[..., TrainConfig]
@@ -121,3 +139,19 @@ def log(folder: Path) -> list[dict[str, Any]]:
     measured = {"seconds", "tokens_per_second", "checkpoint_stall"}
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return [{key: line[key] for key in line.keys() - measured} for line in lines]
+
+
+class CutOff(Exception):
+    """The end of a run at any place."""
+
+
+def cut_off(run: Trainer, step: int) -> None:
+    """Train until the line of a step is in the log, with the checkpoint before it on the disk, and no further."""
+
+    def stop(line: dict[str, Any]) -> None:
+        if line["step"] == step:
+            run.checkpoints.finish()
+            raise CutOff
+
+    with pytest.raises(CutOff):
+        run.train(stop)
