@@ -1,0 +1,134 @@
+"""`strata train` over two ranks that are killed or stopped: it goes on, and ends as if nothing had been.
+
+Short by default; STRATA_FULL_FAULTS=1 kills thirty times, at moments that may lie in starting and resuming too.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.train.tiny_run import Files, last_checkpoint, log_of, repeatable, write_files, write_toml
+from tests.train.train_ranks import ALONE, Command, train
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+
+FULL = bool(os.environ.get("STRATA_FULL_FAULTS"))
+STEPS = 48
+LAYOUT = {"shard": 2, "zero": 2}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return write_files(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture(scope="module")
+def through(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a run on two ranks that nothing happens to."""
+    folder = tmp_path_factory.mktemp("through")
+    table = files.table(folder / "run", run={"steps": STEPS}, parallel=LAYOUT)
+    with Command(write_toml(folder / "run.toml", table), "--ranks", 2) as command:
+        code, said = command.end()
+        assert code == 0, said
+    return folder / "run"
+
+
+def assert_same(folder: Path, through: Path) -> None:
+    """Every step is in the log once, with the same numbers; masters, moments and position have the same bits."""
+    log = log_of(folder)
+    assert [line["step"] for line in log] == list(range(1, STEPS + 1))
+    assert repeatable(log) == repeatable(log_of(through))
+    assert last_checkpoint(folder) == last_checkpoint(through)
+    assert (folder / "model/model.safetensors").read_bytes() == (through / "model/model.safetensors").read_bytes()
+
+
+def has_reached(folder: Path, step: int) -> bool:
+    log = log_of(folder)
+    return bool(log) and log[-1]["step"] >= step
+
+
+def first_step_after(command: Command, folder: Path, begun: int) -> float:
+    """When the log has a new step, after the file `begun` was replaced by what resuming keeps of it."""
+    log = folder / "log.jsonl"
+    command.until(lambda: log.stat().st_ino != begun)
+    kept = log.stat().st_size
+    command.until(lambda: log.stat().st_size > kept)
+    return time.monotonic()
+
+
+def test_killed_five_times_in_a_row(files: Files, through: Path, tmp_path: Path) -> None:
+    chance = random.Random(7)
+    out = tmp_path / "run"
+    table = files.table(out, run={"steps": STEPS}, parallel=LAYOUT)
+    pauses = []
+    with Command(write_toml(tmp_path / "run.toml", table), "--ranks", 2, "--restarts", 9) as command:
+        for number in range(5):
+            at = chance.randint(9 * number + 1, 9 * number + 6)
+            command.until(lambda at=at: has_reached(out, at))
+            time.sleep(chance.uniform(0.0, 0.1))
+            begun = (out / "log.jsonl").stat().st_ino
+            command.signal(*chance.choice([(0,), (1,), (0, 1)]))
+            killed = time.monotonic()
+            pauses.append(first_step_after(command, out, begun) - killed)
+        code, said = command.end()
+    print(f"seconds from a kill to the first new step: {', '.join(f'{pause:.1f}' for pause in pauses)}")
+    assert code == 0, said
+    assert said.count("was killed by SIGKILL; restart ") == 5
+    assert "Traceback" not in said
+    assert max(pauses) < 60
+    assert_same(out, through)
+
+
+@pytest.mark.skipif(not FULL, reason="takes minutes; STRATA_FULL_FAULTS=1 runs it")
+def test_killed_thirty_times_at_any_moment(files: Files, through: Path, tmp_path: Path) -> None:
+    chance = random.Random(11)
+    out = tmp_path / "run"
+    table = files.table(out, run={"steps": STEPS}, parallel=LAYOUT)
+    with Command(write_toml(tmp_path / "run.toml", table), "--ranks", 2, "--restarts", 30) as command:
+        for _ in range(30):
+            time.sleep(chance.uniform(0.0, 8.0))
+            if has_reached(out, STEPS - 5):
+                break
+            command.until(lambda: len(command.ranks()) == 2)
+            command.signal(*chance.choice([(0,), (1,), (0, 1)]))
+        code, said = command.end()
+    assert code == 0, said
+    assert_same(out, through)
+
+
+def test_one_process_killed_and_resumed_by_hand(files: Files, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    toml = write_toml(tmp_path / "run.toml", files.table(out, run={"steps": 20}))
+    with Command(toml) as command:
+        command.until(lambda: has_reached(out, 8))
+    last = log_of(out)[-1]["step"]
+    assert last < 20
+    with Command(toml, "--resume") as command:
+        code, said = command.end()
+    assert code == 0, said
+    uninterrupted = train(ALONE, files.table(tmp_path / "through", run={"steps": 20}))
+    assert repeatable(log_of(out)) == repeatable(uninterrupted["lines"])
+    assert last_checkpoint(out) == last_checkpoint(tmp_path / "through")
+
+
+def test_a_rank_that_stops_is_named_and_all_start_again(files: Files, through: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    table = files.table(out, run={"steps": STEPS}, parallel=LAYOUT, faults={"hang_seconds": 2})
+    with Command(write_toml(tmp_path / "run.toml", table), "--ranks", 2, "--restarts", 3) as command:
+        command.until(lambda: has_reached(out, STEPS - 9))
+        command.signal(1, number=signal.SIGSTOP)
+        code, said = command.end()
+    assert code == 0, said
+    named = r"strata: no progress for 2 s: rank 1 .*; rank 0 waits in \w+ \d+ of '[a-z*]+'"
+    assert len(re.findall(named, said)) == 1, said
+    assert "strata: rank 0 failed with exit code 75; restart 1 of 3" in said
+    assert_same(out, through)

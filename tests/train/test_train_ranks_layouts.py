@@ -1,0 +1,117 @@
+"""Whole runs over two ranks of every layout against one process: the same samples, the same losses, resumed or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.ranks import run_ranks
+from tests.train.tiny_run import EXPERTS, Files, Table, write_files
+from tests.train.train_ranks import train_each
+
+LAYOUTS: dict[str, Table] = {
+    "dp": {"dp": 2},
+    "zero-1": {"shard": 2, "zero": 1},
+    "zero-2": {"shard": 2, "zero": 2},
+    "fsdp": {"shard": 2, "zero": 3},
+    "tp": {"tp": 2},
+    "tp-sequence": {"tp": 2, "sequence_parallel": True},
+    "pp": {"pp": 2},
+    "ring": {"cp": 2},
+    "ulysses": {"cp": 2, "context": "ulysses"},
+}
+# One run, two steps on each; None is one process.
+RESUMED: list[Table | None] = [{"shard": 2, "zero": 2}, None, {"tp": 2}, {"pp": 2}, {"cp": 2}]
+# Relative. float32 has a spacing of 1.2e-7, and the sums of one loss round a few times.
+BOUND = 1e-6
+LATE_SECONDS = 0.05
+
+By_name = dict[str, list[Table]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> By_name:
+    """By name, what each rank found in a run; those of one process have one."""
+    folder = tmp_path_factory.mktemp("runs")
+    files = write_files(folder / "files")
+    ranks = run_ranks(train_each, 2, folder, timeout=120, runs=_runs(files, folder))
+    return {name: [one[name] for one in ranks if name in one] for name in ranks[0]}
+
+
+def _runs(files: Files, folder: Path) -> dict[str, Table]:
+    pairs = {"sources": [{"folder": str(files.pairs)}]}
+    tables = {name: files.table(folder / name, parallel=layout) for name, layout in LAYOUTS.items()}
+    tables |= {
+        "experts": files.table(folder / "experts", model=EXPERTS, parallel={"shard": 2, "ep": 2, "zero": 1}),
+        "lora": files.tuning(folder / "lora", lora={"rank": 2}, parallel={"dp": 2}),
+        "dpo": files.tuning(folder / "dpo", data=pairs, dpo={"beta": 0.3}, parallel={"shard": 2, "zero": 2}),
+    }
+    runs: dict[str, Table] = {name: {"table": table} for name, table in tables.items()}
+    for name in ("dp", "experts", "lora", "dpo"):
+        table = {section: values for section, values in tables[name].items() if section != "parallel"}
+        table["run"] = table["run"] | {"out": str(folder / f"{name}-alone")}
+        runs[f"{name}-alone"] = {"table": table, "alone": True}
+    for number, layout in enumerate(RESUMED):
+        run = {"steps": 2 * (number + 1)}
+        table = files.table(folder / "resumed", run=run, **{} if layout is None else {"parallel": layout})
+        runs[f"resumed-{number}"] = {"table": table, "alone": layout is None, "resume": number > 0}
+    through = files.table(folder / "through", run={"steps": 2 * len(RESUMED)})
+    runs["through"] = {"table": through, "alone": True}
+    slow = files.table(folder / "slow", run={"steps": 6}, parallel={"dp": 2}, faults={"straggler_intervals": 2})
+    runs["slow"] = {"table": slow, "late": LATE_SECONDS}
+    return runs
+
+
+def losses(run: Table) -> list[float]:
+    return [line["loss"] for line in run["lines"]]
+
+
+def samples(ranks: list[Table]) -> list[list[list[int]]]:
+    """By step the packs of ranks that divide documents: the first of each rank, the second of each, and so on."""
+    steps = zip(*(one["samples"] for one in ranks), strict=True)
+    return [[pack for packs in zip(*step, strict=True) for pack in packs] for step in steps]
+
+
+def differences(one: list[float], other: list[float]) -> list[float]:
+    return [abs(x - y) / y for x, y in zip(one, other, strict=True)]
+
+
+def test_every_layout_trains_as_one_process(found: By_name) -> None:
+    largest = {}
+    for name in (*LAYOUTS, "experts", "lora", "dpo"):
+        alone = found[f"{name if f'{name}-alone' in found else 'dp'}-alone"][0]
+        first, second = found[name]
+        assert [line["step"] for line in first["lines"]] == [1, 2, 3]
+        assert losses(first) == losses(second)
+        assert len(set(losses(first))) == 3
+        divides_documents = first["samples"] != alone["samples"]
+        assert divides_documents == (name in ("dp", "zero-1", "zero-2", "fsdp", "experts", "lora", "dpo"))
+        assert (samples([first, second]) if divides_documents else second["samples"]) == alone["samples"]
+        largest[name] = max(differences(losses(first), losses(alone)))
+    print("largest relative difference of a loss:", {name: f"{value:.0e}" for name, value in largest.items()})
+    assert max(largest.values()) < BOUND
+
+
+def test_resumed_on_other_ranks_and_layouts(found: By_name) -> None:
+    through = found["through"][0]
+    seen, trained = [], []
+    for number, layout in enumerate(RESUMED):
+        ranks = found[f"resumed-{number}"]
+        assert all(losses(one) == losses(ranks[0]) for one in ranks)
+        seen += samples(ranks) if layout == {"shard": 2, "zero": 2} else ranks[0]["samples"]
+        trained += ranks[0]["lines"]
+    assert [line["step"] for line in trained] == list(range(1, 11))
+    assert seen == through["samples"]
+    assert [line["tokens"] for line in trained] == [line["tokens"] for line in through["lines"]]
+    apart = differences([line["loss"] for line in trained], losses(through))
+    print(f"largest relative difference of a loss: {max(apart):.1e}")
+    assert max(apart) < BOUND
+
+
+def test_a_slow_rank_is_named(found: By_name) -> None:
+    first, _ = found["slow"]
+    reports = [line for line in first["said"] if "slower than the median" in line]
+    assert reports
+    assert all("rank 1 " in line and "rank 0 " not in line for line in reports)
+    assert all(line["slowest_rank"] == 1 for line in first["lines"])
