@@ -23,11 +23,11 @@ from strata.train.recompute import recompute_layers
 
 
 class TrainingGraph:
-    """`model(batch)` with merged products and fused operations; its gradients become those of the model's parameters.
+    """`model(batch)` with merged products and fused operations.
 
     The model's parameters are views of the merged weights from now on. Move or cast the model before, not after.
 
-    merged: the merged weights, and the parameters that lie in each one after another.
+    merged: the merged weights, which get the gradients, and the parameters that lie in each one after another.
     """
 
     def __init__(
@@ -59,20 +59,6 @@ class TrainingGraph:
     def __call__(self, batch: Batch) -> Tensor:
         """Hidden states [tokens, hidden] after the last norm."""
         return cast(Callable[[Batch], Tensor], self._graph)(batch)
-
-    def hand_out_gradients(self) -> None:
-        """Give every parameter the rows of its merged weight's gradient, as a view; call after a backward pass."""
-        for whole, parameters in self.merged:
-            if whole.grad is None:
-                continue
-            pieces = whole.grad.split([parameter.shape[0] for parameter in parameters])
-            for parameter, piece in zip(parameters, pieces, strict=True):
-                parameter.grad = piece
-
-    def clear_gradients(self) -> None:
-        """Let go of the merged weights' gradients; the parameters' are the optimizer's to clear."""
-        for whole, _ in self.merged:
-            whole.grad = None
 
 
 def _use_fp8(graph: fx.GraphModule, per_row: bool) -> None:

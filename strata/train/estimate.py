@@ -209,7 +209,9 @@ def _mlp_bytes(shape: StepShape, layer: int, recompute: str) -> int:
     experts = config.experts
     if experts is not None and experts.layers[layer]:
         if recompute != "none":
-            return tokens * 2 * experts.count // between  # the router's product; those of experts run again
+            # The results of the products of router and experts, and their sum, which enters the next layer.
+            gated = 2 * experts.intermediate_size if recompute == "operations" else 0
+            return tokens * 2 * (experts.count + experts.per_token * (gated + hidden) + hidden) // between
         # Logits, probabilities (float32), weights and numbers of a token's experts, and their order.
         routing = 2 * hidden + (2 + 4) * experts.count + experts.per_token * (4 + 8 + 16)
         # What enters and leaves the products; what comes home before it is weighted is one more with ep.

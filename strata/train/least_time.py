@@ -157,24 +157,19 @@ class _Passes:
         shape, config = self.shape, self.shape.config
         rate = device.ceiling("compute", "bfloat16").value
         fast = rate if shape.precision == "bf16" else device.ceiling("compute", "float8").value
+        dense, sparse = 2 * shape.own_tokens / shape.layout.tp / fast, 2 * shape.own_tokens / shape.between / rate
         once = again = 0.0
         for layer in self.held.layers:
-            elements, routed, widest = (
-                active_elements(config, layer),
-                0,
-                2 * config.hidden_size * config.intermediate_size,
-            )
+            elements = active_elements(config, layer)
+            routed, widest = 0, 2 * config.hidden_size * config.intermediate_size * dense
             if config.experts is not None and config.experts.layers[layer]:
-                experts, widest = config.experts, 0
-                routed = config.hidden_size * (experts.count + 3 * experts.per_token * experts.intermediate_size)
-            dense = 2 * shape.own_tokens / shape.layout.tp / fast
-            sparse = 2 * shape.own_tokens / shape.between / rate
+                experts = config.experts
+                each = config.hidden_size * experts.intermediate_size
+                routed = config.hidden_size * experts.count + 3 * experts.per_token * each
+                widest = 2 * experts.per_token * each * sparse
             seconds = (elements - routed) * dense + routed * sparse
             once += seconds
-            # Of experts' products no way to recompute keeps the results.
-            again += {"none": 0.0, "operations": routed * sparse, "mlp": widest * dense + routed * sparse}.get(
-                recompute, seconds
-            )
+            again += {"none": 0.0, "operations": 0.0, "mlp": widest, "layers": seconds}[recompute]
         return once, again
 
     def _attention_seconds(self, device: Device) -> float:

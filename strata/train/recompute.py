@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from strata.kernels.linear_fp8 import linear_silu_mul_fp8
 from strata.kernels.linear_silu_mul import linear_silu_mul
+from strata.kernels.moe_experts import experts
 from strata.models.layers import DecoderLayer
 
 # What is kept of a layer under "operations": results of products and of attention. The rest is memory traffic.
@@ -23,12 +24,15 @@ _KEPT = {
     "aten::mm",
     "aten::addmm",
     "aten::_scaled_mm",
+    "aten::_grouped_mm",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "torch_attn::_varlen_attn",
 }
-# Which argument of a product is the matrix [inner, columns].
-_PRODUCTS = {"aten::mm": 1, "aten::addmm": 2, "aten::_scaled_mm": 1}
+# Which argument of a product is the matrix [inner, columns], or those of experts [experts, inner, columns].
+_PRODUCTS = {"aten::mm": 1, "aten::addmm": 2, "aten::_scaled_mm": 1, "aten::_grouped_mm": 1}
+# Which argument of an operation has gate's and up's rows, the last dimension but one.
+_GATED = {linear_silu_mul: 1, linear_silu_mul_fp8: 1, experts: 3}
 
 
 def recompute_layers(graph: fx.GraphModule, recompute: str) -> fx.GraphModule:
@@ -68,15 +72,15 @@ def recompute_modules(model: nn.Module) -> None:
 
 def _gated_widths(graph: fx.GraphModule) -> frozenset[int]:
     """How many columns the products with gate's and up's weight have."""
-    gated = (node for node in graph.graph.nodes if node.target in (linear_silu_mul, linear_silu_mul_fp8))
-    return frozenset(attrgetter(str(node.args[1].target))(graph).shape[0] for node in gated)
+    gated = (node.args[_GATED[node.target]] for node in graph.graph.nodes if node.target in _GATED)
+    return frozenset(attrgetter(str(weight.target))(graph).shape[-2] for weight in gated)
 
 
 def _policy(widths: frozenset[int], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """widths: results of so many columns are not kept."""
     kept = operation.name() in _KEPT
     if kept and widths and operation.name() in _PRODUCTS:
-        kept = args[_PRODUCTS[operation.name()]].shape[1] not in widths
+        kept = args[_PRODUCTS[operation.name()]].shape[-1] not in widths
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

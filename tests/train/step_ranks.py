@@ -37,7 +37,7 @@ def pack_of(seed: int, lengths: list[int], vocab: int, share: float) -> PackedBa
     positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     inner = np.setdiff1d(np.arange(offsets[-1]), offsets[1:] - 1)
     rows = inner[draw.random(len(inner)) < share]
-    return PackedBatch(tokens, positions, offsets, rows, tokens[rows + 1].astype(np.int64), 0)
+    return PackedBatch(tokens, positions, offsets, rows, tokens[rows + 1].astype(np.int64))
 
 
 def packs_of(config: ModelConfig, step: int, replica: int) -> list[PackedBatch]:

@@ -8,18 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from strata.cli.train import estimate_text
-from strata.hardware.specs import device
+from strata.cli.train_estimate import estimate_text
+from strata.hardware.specs import Device, device
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.train.config import RECOMPUTE, read_train_config
-from strata.train.estimate import StepShape, choose_recompute, least_seconds, memory
+from strata.train.estimate import choose_recompute, memory
+from strata.train.least_time import least_time
 from strata.train.recompute import _KEPT
+from strata.train.step_shape import StepShape
 
 GIB = 2**30
 # T6: Llama-3.2-1B with a head of its own, two sequences of 8192 tokens.
 T6 = StepShape(config_from_dict(SHAPES["1B"], "1B"), 16384, 8192)
 WEIGHTS, LAYERS, HEAD = 1_498_482_688, 16 * (2048 * (3072 + 2048 + 3 * 8192)), 128256 * 2048
+
+
+def least_seconds(shape: StepShape, recompute: str, on: Device) -> float:
+    return least_time(shape, recompute, on).seconds
 
 
 def test_memory_of_t6_by_hand() -> None:
@@ -89,11 +95,26 @@ def test_least_time_by_hand() -> None:
 
 
 def test_the_command_prints_all_ways_and_marks_one() -> None:
-    recipe = read_train_config(Path(__file__).parents[2] / "examples/builtin.toml")
-    lines = estimate_text(recipe, device("h200")).splitlines()
-    assert lines[0].startswith("1 x 131072 tokens, bf16, NVIDIA H200")
+    recipe = Path(__file__).parents[2] / "examples/builtin.toml"
+    # One rank of a model whose tokenizer is at hand.
+    lines = estimate_text(read_train_config(recipe, [("start.tokenizer", "builtin")]), "h200", 1).splitlines()
+    assert "1 x 131072 tokens a replica, bf16, NVIDIA H200" in lines[0]
     assert [line[2:].split(":")[0] for line in lines[1:]] == [f"recompute {one}" for one in RECOMPUTE]
     assert [line[0] for line in lines[1:]] == ["*", *" " * (len(RECOMPUTE) - 1)]
+
+
+def test_experts_keep_the_results_of_their_products() -> None:
+    """Qwen3-30B-A3B: 128 experts 768 wide, of which a token goes to 8."""
+    shape, h200 = StepShape(config_from_dict(SHAPES["30B-A3B"], "30B-A3B"), 16384, 8192), device("h200")
+    # Two residuals' share, q k v, attention's result with 32 float32, its product; then logits, rows, their sum.
+    attention, rows = 2 * (2048 + 5120 + 4096 + 2048) + 4 * 32, 2 * (128 + 8 * (2 * 768 + 2048) + 2048)
+    narrow = replace(shape, tokens=131072)  # so that activations, not gradients, are the fullest moment
+    assert memory(narrow, "operations").kept == 48 * 131072 * (attention + rows)
+    assert memory(narrow, "mlp").kept == 48 * 131072 * (attention + rows - 2 * 8 * 2 * 768)
+    none, operations, more, most = (least_seconds(shape, one, h200) for one in RECOMPUTE)
+    assert operations == none
+    assert more - none == pytest.approx(48 * 16384 * 2 * 8 * 2 * 768 * 2048 / 800e12)
+    assert most > more
 
 
 def test_operations_that_are_kept_exist_in_this_torch() -> None:

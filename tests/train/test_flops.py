@@ -66,7 +66,7 @@ def pack() -> PackedBatch:
     offsets = np.cumsum([0, *LENGTHS]).astype(np.int32)
     tokens = np.zeros(TOKENS, dtype=np.int32)
     counted = np.zeros(COUNTED, dtype=np.int64)
-    return PackedBatch(tokens, tokens, offsets, counted, counted, 0)
+    return PackedBatch(tokens, tokens, offsets, counted, counted)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,137 @@
+"""The graph that trains against the modules, and what its backward pass computes again, on the CPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from strata.kernels.gemm import linear
+from strata.kernels.linear_fp8 import linear_fp8, linear_silu_mul_fp8
+from strata.kernels.moe_experts import experts, grouped
+from strata.kernels.op import Implementation
+from strata.models.config import ModelConfig
+from strata.models.layers import CausalLM
+from strata.train.compile import TrainingGraph
+from strata.train.steps.one_device import OneDeviceGradients
+from tests.parallel.models import config_of, random_batch, random_model
+
+FAMILIES = ("llama", "llama-biases-tied", "qwen3-biases-tied", "mixtral", "qwen3-moe")
+# Sizes that 8-bit products and the grouped products of a GPU take.
+EVEN = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+DENSE = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+GROUPED = torch.ops.aten._grouped_mm.default
+
+
+class Calls(TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Trained:
+    """One forward and backward pass through the graph. kept: bytes from one to the other; calls: of the latter."""
+
+    def __init__(self, model: CausalLM, config: ModelConfig, precision: str = "bf16", recompute: str = "none") -> None:
+        dtype = next(model.parameters()).dtype
+        gradients = OneDeviceGradients(model, torch.device("cpu"), dtype)
+        self.graph = TrainingGraph(model, precision, recompute)
+        for whole, parameters in self.graph.merged:
+            gradients.watch(whole, parameters)
+        batch, _ = random_batch(config, [5, 1, 9])
+        sizes: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            self.hidden = self.graph(batch)
+        self.kept = sum(sizes.values())
+        with Calls() as calls:
+            self.hidden.backward(upstream_of(self.hidden))
+        self.calls = calls.counts
+        gradients.announce_last()
+        gradients.accumulate()
+        gradients.reduce()
+        self.gradients = {part.name: part.master.grad for part in gradients.parts}
+
+    @property
+    def products(self) -> int:
+        return sum(self.calls[one] for one in DENSE)
+
+
+def upstream_of(hidden: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view(hidden.shape)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_the_graph_are_those_of_the_modules(family: str) -> None:
+    config = config_of(family)
+    model, found = random_model(config), Trained(random_model(config), config)
+    hidden = model(random_batch(config, [5, 1, 9])[0])
+    torch.testing.assert_close(found.hidden, hidden, rtol=1e-9, atol=1e-12)
+    hidden.backward(upstream_of(hidden))
+    for name, parameter in model.model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(
+            found.gradients[f"model.{name}"], parameter.grad.flatten(), rtol=1e-9, atol=1e-12, msg=name
+        )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8-row"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-biases-tied"])
+def test_recomputed_gradients_are_the_same_bits_from_fewer_kept_bytes(family: str, precision: str) -> None:
+    config = config_of(family, **EVEN)
+    ways = {
+        recompute: Trained(random_model(config, torch.float32), config, precision, recompute)
+        for recompute in ("none", "operations", "mlp", "layers")
+    }
+    assert ways["layers"].kept < ways["none"].kept
+    if precision == "bf16":  # products in 8 bits are no operation of their own on a CPU
+        none, operations, mlp, layers = (one.products for one in ways.values())
+        assert none == operations == mlp - 2 < layers - 2
+    assert_same_gradients(ways)
+
+
+def assert_same_gradients(ways: dict[str, Trained]) -> None:
+    for recompute, one in ways.items():
+        for name, wanted in ways["none"].gradients.items():
+            assert wanted is not None
+            assert torch.equal(one.gradients[name], wanted), (recompute, name)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_experts_multiply_again_only_what_is_not_kept(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Through the grouped products of a GPU, which a CPU computes as well: two a layer, with two gradients each."""
+    only = Implementation("grouped", grouped, "cpu", differentiable=True)
+    monkeypatch.setattr(experts, "implementations", [only])
+    monkeypatch.setattr(experts, "_bound", {})
+    config = config_of(family, **EVEN, **({"moe_intermediate_size": 24} if family == "qwen3-moe" else {}))
+    ways = {
+        recompute: Trained(random_model(config, torch.bfloat16), config, recompute=recompute)
+        for recompute in ("none", "operations", "mlp", "layers")
+    }
+    assert config.experts is not None
+    layers = sum(config.experts.layers)
+    products = [one.calls[GROUPED] for one in ways.values()]
+    assert products == [4 * layers, 4 * layers, 5 * layers, 6 * layers]
+    assert ways["layers"].kept < ways["none"].kept
+    assert_same_gradients(ways)
+
+
+def test_layers_of_sizes_that_eight_bits_do_not_fit_stay_as_they_are() -> None:
+    config = config_of("llama", **EVEN | {"intermediate_size": 24})  # no multiple of 16, so `down_proj` stays
+    graph = TrainingGraph(random_model(config, torch.float32), "fp8-tensor")._graph
+    called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert (called.count(linear), called.count(linear_fp8), called.count(linear_silu_mul_fp8)) == (2, 4, 2)
