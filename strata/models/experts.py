@@ -32,20 +32,25 @@ class ExpertNames:
 class Router(nn.Module):
     """Which experts each token goes to: [tokens, hidden] to weights and numbers of experts, both [tokens, per_token].
 
-    selection_bias: [experts] float32 or None, added to the probabilities for the choice alone
-    (`strata.models.balance`).
+    selection_bias: [experts] float32 or None, added to the probabilities for the choice alone. balance: in training,
+    what weights, choice and logits pass through (`strata.models.balance`).
     """
 
     selection_bias: Tensor | None
+    balance: nn.Module | None
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.count, hidden_size))
         self.per_token, self.normalized = config.per_token, config.normalized
         self.register_buffer("selection_bias", None)
+        self.register_module("balance", None)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, chosen = route(linear(x, self.weight, None), self.selection_bias, self.per_token, self.normalized)
+        logits = linear(x, self.weight, None)
+        weights, chosen = route(logits, self.selection_bias, self.per_token, self.normalized)
+        if self.balance is not None:
+            weights = self.balance(weights, chosen, logits)
         return weights, chosen
 
 

@@ -15,6 +15,8 @@ from strata.train.lora import LoraConfig
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.tables import read_table, read_toml, replaced
 
+# How experts are kept equally busy: by the balancing loss, by a bias on the choice, or not at all.
+BALANCE = ("loss", "bias", "none")
 # Of the products of the layers on a GPU: "fp8-tensor" and "fp8-row" have a scale for each tensor or for each row.
 PRECISIONS = ("bf16", "fp8-tensor", "fp8-row")
 # What the backward pass computes again on a GPU: nothing, what costs no products, also the widest product, or whole
@@ -107,6 +109,23 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
+class BalanceConfig:
+    """How the experts of a mixture are kept equally busy (`strata.train.steps.balance`).
+
+    method: "loss", weighed by the model's router_aux_loss_coef; "bias", for which the finished model's format has no
+    place; or "none". rate: by how much a step raises or lowers a bias.
+    """
+
+    method: str = "loss"
+    rate: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if self.method not in BALANCE:
+            raise ValueError(f"balance.method = {self.method!r} must be one of {', '.join(BALANCE)}")
+        _positive("balance", self, "rate")
+
+
+@dataclass(frozen=True)
 class EvaluateConfig:
     """Held-out questions of each exercise, answered greedily with at most `max_tokens` tokens."""
 
@@ -126,8 +145,8 @@ class TrainConfig:
     """A whole run.
 
     model: the fields of a config.json for a fresh model; the tokenizer supplies the special ids and, unless it is to be
-    padded, vocab_size. parallel: how the ranks share the work; left out, `auto_layout` decides. lora: train adapters
-    alone. dpo: learn preferences.
+    padded, vocab_size. parallel: how the ranks share the work; left out, `auto_layout` decides. balance: of a
+    model with experts; left out, by the loss. lora: train adapters alone. dpo: learn preferences.
     """
 
     run: RunConfig
@@ -137,6 +156,7 @@ class TrainConfig:
     schedule: ScheduleConfig
     model: dict[str, Any] | None = None
     parallel: Layout | None = None
+    balance: BalanceConfig | None = None
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     log: LogConfig = field(default_factory=LogConfig)
     lora: LoraConfig | None = None
@@ -154,6 +174,8 @@ class TrainConfig:
             raise ValueError("a fresh model has a [model] table and start.tokenizer, a trained one start.model alone")
         if self.model is not None and (self.lora is not None or self.dpo is not None):
             raise ValueError("[lora] and [dpo] start from a trained model: remove [model], or those")
+        if self.balance is not None and (self.lora is not None or self.dpo is not None):
+            raise ValueError("[lora] and [dpo] leave experts as busy as they are: remove [balance], or those")
         if self.export is not None and self.evaluate is None:
             raise ValueError("[export] writes a card with accuracies: add [evaluate], or remove [export]")
 

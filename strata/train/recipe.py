@@ -23,7 +23,7 @@ def recipe_of(config: TrainConfig, datasets: Sequence[TokenDataset], device: str
         del source["folder"]  # its fingerprint says what is in it
     recipe = {
         "run": {"seed": config.run.seed, "device": device, "precision": config.run.precision},
-        **{name: values[name] or {} for name in ("start", "model", "data", "optimizer", "lora", "dpo")},
+        **{name: values[name] or {} for name in ("start", "model", "data", "optimizer", "balance", "lora", "dpo")},
         "fingerprints": dict(enumerate(one.fingerprint for one in datasets)),
     }
     read: dict[str, Any] = json.loads(json.dumps(recipe))

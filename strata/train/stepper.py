@@ -15,7 +15,7 @@ from strata.models.layers import CausalLM
 from strata.models.weights import load
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
-from strata.train.config import TrainConfig
+from strata.train.config import BalanceConfig, TrainConfig
 from strata.train.data.mixture import Mixture
 from strata.train.dpo import DpoObjective, Reference, weights_digest
 from strata.train.estimate import choose_recompute, step_shape
@@ -23,6 +23,7 @@ from strata.train.layout import device_memory
 from strata.train.lora import add_lora
 from strata.train.phases import Phases
 from strata.train.start import Start
+from strata.train.steps.balance import check_balance
 from strata.train.steps.make import fresh, make_step, stored
 from strata.train.steps.objective import NextToken, Objective
 from strata.train.steps.parallel_step import ParallelStep
@@ -47,6 +48,7 @@ def make_stepper(setting: Setting) -> ParallelStep | TuneStep:
     """All weights of any layout, or with [lora] and [dpo] what those train. A collective call."""
     config = setting.config
     _check_device(config.run.precision, setting.mesh.world.device)
+    check_balance(setting.start.config, config.balance)
     if config.lora is not None or config.dpo is not None:
         return _tune_step(setting)
     weights = setting.start.weights
@@ -58,6 +60,7 @@ def make_stepper(setting: Setting) -> ParallelStep | TuneStep:
         fresh(config.run.seed) if weights is None else stored(weights),
         precision=config.run.precision,
         recompute=_recompute(setting),
+        balance=_balance(setting),
         phases=setting.phases,
         before_update=setting.before_update,
     )
@@ -71,6 +74,11 @@ def _recompute(setting: Setting) -> str:
     if device.type == "cpu":
         return "none"
     return choose_recompute(step_shape(config, setting.start.config, setting.layout), device_memory(device))
+
+
+def _balance(setting: Setting) -> BalanceConfig | None:
+    """Experts that nobody has spoken of are balanced by the loss."""
+    return None if setting.start.config.experts is None else setting.config.balance or BalanceConfig()
 
 
 def _tune_step(setting: Setting) -> TuneStep:

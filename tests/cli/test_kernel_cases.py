@@ -31,6 +31,7 @@ TRAINING = {
     "scaled_product",
     "linear_fp8",
     "linear_silu_mul_fp8",
+    "balance_routing",
 }
 # No shape of the benchmark has experts; the ids that a step reads are a few kilobytes at most.
 APART = {"route", "experts", "newest_tokens"}

@@ -26,11 +26,12 @@ from strata.parallel.tensor import shard_model
 from strata.parallel.zero import ZeroGradients
 from strata.train.checkpoints.state import pieces_of
 from strata.train.compile import TrainingGraph
-from strata.train.config import PRECISIONS, RECOMPUTE
+from strata.train.config import PRECISIONS, RECOMPUTE, BalanceConfig
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.make import make_optimizer
 from strata.train.phases import NOBODY, Phases
 from strata.train.recompute import recompute_modules
+from strata.train.steps.balance import NoBalancing, make_balancing
 from strata.train.steps.one_device import OneDeviceGradients
 from strata.train.steps.parallel_step import ParallelStep
 from strata.train.steps.passes import GraphPasses, ModulePasses, Passes, PipelinePasses
@@ -66,6 +67,7 @@ def make_step(
     *,
     precision: str = "bf16",
     recompute: str = "none",
+    balance: BalanceConfig | None = None,
     phases: Phases = NOBODY,
     before_update: Callable[[], None] = lambda: None,
     max_length: int | None = None,
@@ -80,7 +82,8 @@ def make_step(
 
     A layout that divides documents only, with ZeRO of at most 2, runs the merged and fused graph: `precision` may then
     be any of `PRECISIONS` and `recompute` any of `RECOMPUTE`. All others run the modules, in bf16, with recompute
-    "none" or "layers". max_length: of a sequence, see `build`. phases, before_update, records: see `ParallelStep`.
+    "none" or "layers". balance: of experts; None does not even count how busy they are. max_length: of a sequence, see
+    `build`. phases, before_update, records: see `ParallelStep`.
 
     Raises ValueError for what does not go together.
     """
@@ -89,7 +92,8 @@ def make_step(
     narrow = mesh.world.device.type == "cuda" and dtype == torch.float32
     with torch.device("meta"):
         whole, model = (build(config, max_length).to(dtype) for _ in range(2))
-    setting = _Setting(config, layout, mesh, torch.bfloat16 if narrow else dtype)
+    balancing = make_balancing(config, balance, layout, mesh)
+    setting = _Setting(config, layout, mesh, torch.bfloat16 if narrow else dtype, balancing)
     if divides_documents_only(layout):
         parallel, passes = _through_graph(model, setting, precision, recompute)
     else:
@@ -106,7 +110,8 @@ def make_step(
         passes,
         parallel,
         optimizer,
-        lambda: pieces_of(parts, optimizer.state(), parallel.sharding, axes),
+        balancing,
+        lambda: pieces_of(parts, optimizer.state(), parallel.sharding, axes) + balancing.pieces(),
         layout,
         mesh,
         clip=optimizer_config.clip,
@@ -148,9 +153,10 @@ class _Setting:
     layout: Layout
     mesh: Mesh
     compute_dtype: torch.dtype
+    balancing: NoBalancing
 
     def divide(self, model: CausalLM | ModelPart) -> Parallel:
-        return parallelize(
+        parallel = parallelize(
             model,
             self.config,
             self.layout,
@@ -158,6 +164,8 @@ class _Setting:
             compute_dtype=self.compute_dtype,
             bucket_elements=BUCKET_ELEMENTS,
         )
+        self.balancing.attach(model)
+        return parallel
 
 
 def _through_graph(model: CausalLM, setting: _Setting, precision: str, recompute: str) -> tuple[Parallel, Passes]:
@@ -165,6 +173,7 @@ def _through_graph(model: CausalLM, setting: _Setting, precision: str, recompute
     if mesh.world.size == 1:
         sharding = shard_model(model, mesh.axis("tp"), TABLES[setting.config.architecture])
         alone = OneDeviceGradients(model, mesh.world.device, setting.compute_dtype)
+        setting.balancing.attach(model)
         return Parallel(sharding, alone), GraphPasses(model, TrainingGraph(model, precision, recompute), alone)
     parallel = setting.divide(model)
     gradients = parallel.gradients

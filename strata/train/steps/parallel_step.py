@@ -19,6 +19,7 @@ from strata.train.optimizer.clip import clip_scale
 from strata.train.optimizer.part_optimizer import PartOptimizer
 from strata.train.pack import PackedBatch
 from strata.train.phases import PASSES, Phases
+from strata.train.steps.balance import NoBalancing
 from strata.train.steps.micro_batch import micro_batch
 from strata.train.steps.passes import GraphPasses, Passes
 from strata.train.steps.recorded import RecordedStep, Shape, fixed_shape, shape_of_all
@@ -38,6 +39,7 @@ class ParallelStep:
         passes: Passes,
         parallel: Parallel,
         optimizer: PartOptimizer,
+        balancing: NoBalancing,
         pieces: Callable[[], list[Piece]],
         layout: Layout,
         mesh: Mesh,
@@ -53,6 +55,7 @@ class ParallelStep:
         recur in shape are recorded, where they can be. phases: hears of the parts of a step.
         """
         self._passes, self._gradients, self._optimizer, self._pieces = passes, parallel.gradients, optimizer, pieces
+        self._balancing = balancing
         self._clip, self._dtype, self._phases, self._before_update = clip, dtype, phases, before_update
         self._device = mesh.world.device
         self._to_micro_batch = partial(micro_batch, device=self._device, context=mesh.axis("cp"), method=layout.context)
@@ -71,7 +74,7 @@ class ParallelStep:
             loss, norm, counted = recorded(batches[0], self._begin_update)
         else:
             loss, norm, counted = self._run(batches)
-        return StepResult(loss, norm, {"counted": counted})
+        return StepResult(loss, norm, {"counted": counted, **self._balancing.metrics()})
 
     def pieces(self) -> list[Piece]:
         return self._pieces()
@@ -85,7 +88,8 @@ class ParallelStep:
 
     def _run(self, batches: Sequence[PackedBatch]) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, norm and number of counted tokens."""
-        own = torch.tensor(float(sum(len(one.targets) for one in batches)), dtype=self._dtype)
+        counts = (sum(len(one.targets) for one in batches), sum(len(one.tokens) for one in batches))
+        own = torch.tensor(counts, dtype=self._dtype)
         if self._device.type == "cuda":
             own = own.pin_memory().to(self._device, non_blocking=True)
         micro_batches = [self._to_micro_batch(one) for one in batches]
@@ -99,21 +103,28 @@ class ParallelStep:
         self._before_update()
 
     def _reduced(self, run: Callable[[Tensor], Tensor], own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The passes of `run`, which is given how many tokens all ranks count, and the sums over all ranks."""
-        counted = start_all_reduce(own.clone(), self._documents).wait()
+        """The passes of `run`, which is given how many tokens all ranks count, and the sums over all ranks.
+
+        own: [2] how many tokens of these documents count, and how many there are.
+        """
+        counted, tokens = start_all_reduce(own, self._documents).wait().unbind()
+        self._balancing.begin(tokens)
         self._phases.at(PASSES)
         share = run(counted.clamp(min=1))
         self._phases.at("reduce")
         self._gradients.reduce()
         norm = self._gradients.norm()
+        self._balancing.reduce()
         return start_all_reduce(share, self._tokens).wait(), norm, counted
 
     def _over_all(self, batch: Batch, targets: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert isinstance(self._passes, GraphPasses)
-        return self._reduced(partial(self._passes.over_all, batch, targets), own)
+        both = torch.stack([own, torch.full_like(own, len(batch.tokens))])
+        return self._reduced(partial(self._passes.over_all, batch, targets), both)
 
     def _update(self, norm: Tensor) -> None:
         self._optimizer.update(clip_scale(norm, self._clip))
+        self._balancing.update(norm)
 
     def _recording(self, batches: Sequence[PackedBatch]) -> RecordedStep | None:
         """The recorded step of this shape, if it recurs on all ranks."""

@@ -1,0 +1,139 @@
+"""Balanced training steps of the ranks of a layout against one process that knows nothing of layouts, in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strata.comm.launch import World
+from strata.models.config import ModelConfig
+from strata.models.experts import Router
+from strata.models.layers import CausalLM
+from strata.parallel.layout import Layout
+from strata.train.config import BalanceConfig
+from strata.train.steps.parallel_step import ParallelStep
+from tests.parallel.models import config_of, loss_of, random_model
+from tests.parallel.ranks import relative_error
+from tests.train.step_ranks import OPTIMIZER, STEPS, made, of_whole, packs_of, rate_of
+
+# A weight, and a rate, at which balancing is no small part of what a step does.
+WEIGHT, RATE = 0.7, 0.05
+
+
+class Plain:
+    """A model that balances its experts in the passes of plain PyTorch, with hooks on its routers."""
+
+    def __init__(self, config: ModelConfig, method: str) -> None:
+        self.model = random_model(config)
+        self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
+        self.method, self.count = method, config.num_experts
+        self.per_token = self.routers[0].per_token
+        self.fractions = [torch.zeros(self.count, dtype=torch.float64) for _ in self.routers]
+        self.seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.routers]
+        for router, seen in zip(self.routers, self.seen, strict=True):
+            if method == "bias":
+                router.selection_bias = torch.zeros(self.count)
+            router.register_forward_hook(lambda one, given, made, seen=seen: seen.append((given[0], made[1])))
+
+    def loss(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the passes since the last call: the loss to add, its value with their own fractions, the busiest share."""
+        added = value = torch.zeros((), dtype=torch.float64)
+        shares = []
+        for place, (router, seen) in enumerate(zip(self.routers, self.seen, strict=True)):
+            probabilities = torch.cat([(x @ router.weight.T).softmax(-1) for x, _ in seen])
+            chosen = torch.cat([one for _, one in seen])
+            counts = torch.stack([(chosen == expert).sum() for expert in range(self.count)]).double()
+            means, own = probabilities.mean(0), counts / len(chosen)
+            added = added + WEIGHT * self.count * (self.fractions[place] * means).sum() / len(self.routers)
+            value = value + self.count * (own * means).sum() / len(self.routers)
+            shares.append(counts.max() / chosen.numel())
+            self.fractions[place] = own
+            if self.method == "bias":
+                assert router.selection_bias is not None
+                router.selection_bias += RATE * (counts.mean() - counts).sign().float()
+            seen.clear()
+        return added if self.method == "loss" else torch.zeros(()), value.detach(), torch.stack(shares).max()
+
+
+def plain_steps(config: ModelConfig, method: str, replicas: int) -> tuple[Plain, list[dict[str, float]]]:
+    """The model after the steps, and what each says."""
+    plain = Plain(config, method)
+    model, found = plain.model, []
+    optimizer = torch.optim.AdamW(_groups(model), lr=OPTIMIZER.learning_rate, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(STEPS):
+        packs = [one for replica in range(replicas) for one in packs_of(config, step, replica)]
+        counted = sum(len(one.targets) for one in packs)
+        total = torch.zeros((), dtype=torch.float64)
+        for one in packs:
+            batch, rows, wanted = one.to(torch.device("cpu"))
+            targets = torch.full(batch.tokens.shape, -100)
+            targets[rows] = wanted
+            total = total + loss_of(model, batch, targets) / counted
+        added, value, busiest = plain.loss()
+        (total + added).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = rate_of(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        named = {"loss": total, "norm": norm, "balance_loss": value, "busiest_expert": busiest}
+        found.append({name: one.item() for name, one in named.items()})
+    return plain, found
+
+
+def _groups(model: CausalLM) -> list[dict[str, Any]]:
+    named = dict(model.named_parameters())
+    decayed = {name for name, one in named.items() if one.dim() > 1 and "embed_tokens" not in name}
+    return [
+        {"params": [named[name] for name in named if (name in decayed) == flag], "weight_decay": decay}
+        for flag, decay in ((True, OPTIMIZER.weight_decay), (False, 0.0))
+    ]
+
+
+def balanced(
+    world: World, family: str, method: str, layout: Layout, **options: Any
+) -> tuple[ParallelStep, ModelConfig, int, int]:
+    """The step, its config, the number of replicas, and which one this rank belongs to."""
+    # Two layers with experts, which pp puts on different ranks.
+    config = config_of(family, router_aux_loss_coef=WEIGHT, num_hidden_layers=3)
+    balance = BalanceConfig(method, RATE)
+    step, replicas, own = made(world, config, layout, balance=balance, **options)
+    return step, config, replicas, own
+
+
+def errors_of(world: World, family: str, method: str, layout: Layout, **options: Any) -> dict[str, float]:
+    """Largest relative errors of what steps say, and of masters and the state of balancing after some of them."""
+    step, config, replicas, own = balanced(world, family, method, layout, **options)
+    plain, wanted = plain_steps(config, method, replicas)
+    errors: dict[str, float] = {}
+    for index, one in enumerate(wanted):
+        result = step(packs_of(config, index, own), rate_of(index))
+        said = {"loss": result.loss, "norm": result.norm, **result.metrics}
+        for name, value in one.items():
+            errors[f"{name} {index}"] = abs(float(said[name]) / value - 1)
+    state = {"expert_fractions": plain.fractions, "selection_bias": [one.selection_bias for one in plain.routers]}
+    layers = [layer for layer, is_sparse in enumerate(config.experts.layers) if is_sparse]  # type: ignore[union-attr]
+    names = [f"model.layers.{layer}.mlp.gate" for layer in layers]
+    for piece in step.pieces():
+        if piece.kind == "master":
+            whole = of_whole(piece, plain.model.get_parameter(piece.name))
+            errors[piece.name] = relative_error(piece.tensor, whole)
+        elif piece.kind in state:
+            errors[f"{piece.kind} {piece.name}"] = relative_error(
+                piece.tensor,
+                state[piece.kind][names.index(piece.name)],  # type: ignore[arg-type]
+            )
+    return errors
+
+
+def worst(world: World, folder: Path, layouts: list[list[Any]]) -> list[list[Any]]:
+    """For every (family, method, layout, options): what differs most from one process, and by how much."""
+    found = []
+    for family, method, layout, options in layouts:
+        errors = errors_of(world, family, method, Layout(**layout), **options)
+        name = max(errors, key=errors.__getitem__)
+        found.append([name, errors[name]])
+    return found
