@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -47,11 +49,11 @@ def train(
 
     strata bench train --shape 8B --ranks 8 --layout shard=8,zero=2 --recompute mlp
     """
-    from strata.cli.train_ranks import is_a_rank, start_ranks
     from strata.cli.train_speed import TrainingTest, measure
+    from strata.train.launch import launch
 
-    if ranks > 1 and not is_a_rank():
-        raise typer.Exit(start_ranks(ranks))
+    if ranks > 1 and "RANK" not in os.environ:
+        raise typer.Exit(launch([sys.executable, "-m", "strata", *sys.argv[1:]], ranks))
     test = TrainingTest(
         shape, batch, sequence, precision, recompute, layout, optimizer, offload=offload, records=not eager
     )

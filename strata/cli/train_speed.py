@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strata.cli.bench_result import cpu_name, make_result, number
 from strata.cli.costing import find_config
-from strata.cli.train_ranks import read_layout
+from strata.cli.layout_option import read_layout
 from strata.cli.train_trace import traced
 from strata.cli.train_workload import TrainingWork, learning_rate, synthetic_batch
 from strata.comm.exchange import gather_json

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strata.cli.costing import find_config
-from strata.cli.train_ranks import read_layout
+from strata.cli.layout_option import read_layout
 from strata.cli.train_speed import TrainingTest, work_of
 from strata.cli.train_trace import covered
 from strata.parallel.layout import Layout

@@ -1,27 +1,13 @@
-"""The ranks of `strata bench train`: starting them, and the layout that the command line names."""
+"""A layout as a command line names it."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from typing import Any, get_type_hints
 
 from strata.parallel.layout import Layout
 
 _FLAGS = {"true": True, "false": False}
-
-
-def is_a_rank() -> bool:
-    """Whether torchrun has started this process."""
-    return "RANK" in os.environ
-
-
-def start_ranks(count: int) -> int:
-    """Run this command once more as so many ranks on this machine. Returns the exit status."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    return subprocess.call([*launch, "-m", "strata", *sys.argv[1:]])
 
 
 def read_layout(text: str) -> Layout:
