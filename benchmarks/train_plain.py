@@ -2,9 +2,11 @@
 
 A Llama of the 1B shape by `torch.compile` of each layer, `scaled_dot_product_attention` (cuDNN), autocast to bfloat16
 over float32 weights, cross-entropy in recomputed chunks, and PyTorch's fused AdamW. The same initial weights (seed 0,
-drawn on the GPU in the order of the parameters) and the same tokens as `strata bench train`:
+drawn on the GPU in the order of the parameters), tokens and rates as `strata bench train`, whose first two steps are not
+timed, so that both take 200:
 
-    python benchmarks/train_plain.py --steps 200 --losses plain.json
+    strata bench train --steps 198 --repeat 1 --losses ours.json
+    python benchmarks/train_plain.py --steps 200 --against ours.json
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -84,8 +88,10 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, shape: Shape, length: int) -> None:
+    def __init__(self, shape: Shape, length: int, dtype: torch.dtype) -> None:
+        """dtype: of what goes from layer to layer."""
         super().__init__()
+        self.dtype = dtype
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden, shape.eps)
@@ -93,7 +99,7 @@ class Llama(nn.Module):
         self.angles = rotation(shape, length)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens).bfloat16()
+        x = self.embedding(tokens).to(self.dtype)
         for layer in self.layers:
             x = layer(x, *self.angles)
         return self.norm(x)
@@ -124,7 +130,7 @@ def tokens_of(step: int, batch: int, length: int, vocabulary: int) -> tuple[Tens
 
 
 def fill(model: nn.Module, seed: int) -> None:
-    draw = torch.Generator("cuda").manual_seed(seed)
+    draw = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -133,64 +139,103 @@ def fill(model: nn.Module, seed: int) -> None:
                 parameter.normal_(0, 0.02, generator=draw)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--sequence", type=int, default=8192)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--losses", help="write the loss of every step to this file")
-    options = parser.parse_args()
-
-    shape = Shape()
-    with torch.device("cuda"):
-        model = Llama(shape, options.sequence)
+def make_model(shape: Shape, length: int, device: str) -> Llama:
+    with torch.device(device):
+        model = Llama(shape, length, torch.bfloat16 if device == "cuda" else torch.float32)
     fill(model, 0)
-    for layer in model.layers:
-        layer.compile(fullgraph=True, dynamic=False)
-    compiled_loss = torch.compile(loss_of, dynamic=False)
+    return model
+
+
+def make_optimizer(model: Llama) -> torch.optim.AdamW:
     decayed = [p for name, p in model.named_parameters() if p.dim() > 1 and name != "embedding.weight"]
     others = [p for name, p in model.named_parameters() if p.dim() == 1 or name == "embedding.weight"]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
+
+def rate_of(step: int) -> float:
+    return 3e-4 * min(1.0, (step + 1) / 20)
+
+
+def train(shape: Shape, batch: int, length: int, steps: int, device: str) -> tuple[list[float], list[float]]:
+    """Loss and seconds of each step. On a CPU, where only numbers are compared, nothing is compiled or rounded."""
+    model, compiled_loss = make_model(shape, length, device), loss_of
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    if device == "cuda":
+        for layer in model.layers:
+            layer.compile(fullgraph=True, dynamic=False)
+        compiled_loss = torch.compile(loss_of, dynamic=False)
+    optimizer = make_optimizer(model)
     losses, seconds = [], []
-    for step in range(options.steps):
-        torch.cuda.synchronize()
+    for step in range(steps):
+        wait()
         start = time.perf_counter()
         for group in optimizer.param_groups:
-            group["lr"] = 3e-4 * min(1.0, (step + 1) / 20)
-        tokens, targets = (x.cuda() for x in tokens_of(step, options.batch, options.sequence, shape.vocabulary))
-        with torch.autocast("cuda", torch.bfloat16), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            group["lr"] = rate_of(step)
+        tokens, targets = (x.to(device) for x in tokens_of(step, batch, length, shape.vocabulary))
+        with ExitStack() as around:
+            if device == "cuda":
+                around.enter_context(torch.autocast("cuda", torch.bfloat16))
+                around.enter_context(sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
             loss = mean_loss(model(tokens), model.head.weight, targets, compiled_loss, 4096)
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
-        torch.cuda.synchronize()
+        wait()
         seconds.append(time.perf_counter() - start)
-    count = options.batch * options.sequence
-    timed = seconds[min(5, len(seconds) - 1) :]
-    speed = count / statistics.median(timed)
+    return [loss.item() for loss in losses], seconds
+
+
+def flops_per_token(shape: Shape, length: int) -> int:
+    """6 * non-embedding parameters + 6 * layers * heads * head_dim * length."""
+    with torch.device("meta"):
+        model = Llama(shape, 1, torch.float32)
     weights = sum(p.numel() for p in model.parameters()) - model.embedding.weight.numel()
-    flops = 6 * weights + 6 * shape.layers * shape.heads * shape.head_dim * options.sequence
+    return 6 * weights + 6 * shape.layers * shape.heads * shape.head_dim * length
+
+
+def largest_difference(losses: list[float], others: list[float]) -> dict[str, float]:
+    """Between the losses of two runs at the same step, and that step."""
+    if len(losses) != len(others):
+        raise SystemExit(f"{len(losses)} steps here, {len(others)} there: take as many steps in both runs")
+    differences = [abs(one - other) for one, other in zip(losses, others, strict=True)]
+    most = max(differences)
+    return {"loss_difference": most, "at_step": differences.index(most)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--sequence", type=int, default=8192)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--losses", type=Path, help="write the loss of every step to this file")
+    parser.add_argument("--against", type=Path, help="such a file of another run, to print the largest difference")
+    options = parser.parse_args()
+
+    shape = Shape()
+    losses, seconds = train(shape, options.batch, options.sequence, options.steps, "cuda")
+    timed = seconds[min(5, len(seconds) - 1) :]
+    speed = options.batch * options.sequence / statistics.median(timed)
     line = {
         "test": "T6-plain",
         "model": "1B",
         "dtype": "bf16",
         "value": speed,
         "unit": "tok/s",
-        "mfu": round(speed * flops / PEAK, 4),
+        "mfu": round(speed * flops_per_token(shape, options.sequence) / PEAK, 4),
         "memory_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
-        "loss_first": losses[0].item(),
-        "loss_last": losses[-1].item(),
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
     }
+    if options.against is not None:
+        line |= largest_difference(losses, json.loads(options.against.read_text(encoding="utf-8")))
     print(json.dumps(line))
-    if options.losses:
-        with open(options.losses, "w", encoding="utf-8") as file:
-            json.dump([loss.item() for loss in losses], file)
+    if options.losses is not None:
+        options.losses.write_text(json.dumps(losses) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
