@@ -55,6 +55,8 @@ def train(
 
     Example: strata train examples/sft.toml
     """
+    if (name := str(config)).startswith("--"):
+        raise ValueError(f"{name} stands before the file; write strata train FILE --SECTION.KEY VALUE")
     run = read_train_config(config, _changes(context.args))
     if estimate is not None:
         from strata.cli.train_estimate import estimate_text

@@ -1,0 +1,243 @@
+"""`strata train` as it is typed: whole runs, values in place of the file's, estimates, traces."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from strata.cli.main import app
+from strata.models.weights import load
+from strata.train.config import RECOMPUTE
+from strata.train.data.tokenize import tokenize
+from strata.train.exercises import write_exercises
+from strata.train.start import model_folder
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+Train = Callable[..., Result]
+
+RUN = """
+[run]
+out = "{folder}/run"
+steps = 6
+device = "cpu"
+log_every = 1
+checkpoint_every = 3
+
+[start]
+tokenizer = "{folder}/data/tokenizer"
+
+[model]
+architectures = ["LlamaForCausalLM"]
+hidden_size = 32
+intermediate_size = 48
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+head_dim = 8
+max_position_embeddings = 1024
+tie_word_embeddings = true
+
+[data]
+sources = [{{ folder = "{folder}/data" }}]
+tokens_per_pack = 600
+
+[optimizer]
+learning_rate = 5e-3
+
+[schedule]
+warmup = 2
+decay = 2
+
+[evaluate]
+examples = 1
+max_tokens = 4
+
+[export]
+folder = "{folder}/exported"
+"""
+
+
+@pytest.fixture(scope="module")
+def exercises(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exercises")
+    write_exercises(folder / "data", 200, vocab_size=600, tokenizer_documents=200)
+    return folder / "data"
+
+
+@pytest.fixture
+def train(exercises: Path, tmp_path: Path) -> Train:
+    """The command with a small run's file and further arguments."""
+    (tmp_path / "data").symlink_to(exercises)
+    (tmp_path / "run.toml").write_text(RUN.format(folder=tmp_path))
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(app, ["train", str(tmp_path / "run.toml"), *arguments])
+
+    return run
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_the_command_trains_evaluates_and_exports(train: Train, tmp_path: Path) -> None:
+    result = train("--run.steps", "4")
+    assert result.exit_code == 0, result.output
+    exported = tmp_path / "exported"
+    names = {path.name for path in exported.iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "training.jsonl", "recipe.json"} <= names
+    accuracy = json.loads((exported / "accuracy.json").read_text())
+    assert accuracy["two-digit addition"]["total"] == 1
+    assert accuracy == json.loads((tmp_path / "run/accuracy.json").read_text())
+    card = (exported / "MODEL_CARD.md").read_text()
+    assert "no general assistant" in card
+    assert "4 steps" in card
+    assert re.search(r"\| two-digit addition \| [01] \| 1 \|", card)
+    assert json.loads((exported / "recipe.json").read_text())["run"]["steps"] == 4
+    assert (exported / "training.jsonl").read_text() == (tmp_path / "run/log.jsonl").read_text()
+    load(exported)
+    assert [line["step"] for line in log(tmp_path / "run")] == [1, 2, 3, 4]
+    # What people see: each line of the log, then the model and its scores.
+    assert re.search(r"step 4 +loss \d\.\d{4} +learning_rate 2\.50e-03 +gradient_norm \d", result.output)
+    assert "Held-out accuracy" in result.output
+
+
+def test_a_run_goes_on_where_it_was(train: Train, tmp_path: Path) -> None:
+    short = ("--evaluate.examples", "1", "--schedule.decay", "0")
+    assert train("--run.steps", "3", *short).exit_code == 0
+    again = train("--run.steps", "3", *short)
+    assert "holds a run (step-00000003); resume it or choose another out" in str(again.exception)
+    assert train("--run.steps", "5", *short, "--resume").exit_code == 0
+    assert [line["step"] for line in log(tmp_path / "run")] == [1, 2, 3, 4, 5]
+
+
+def test_values_are_replaced_however_they_are_written(train: Train, tmp_path: Path) -> None:
+    other = tmp_path / "elsewhere"
+    result = train(
+        f"--run.out={other}",
+        "--run.steps=2",
+        "--schedule.warmup",
+        "1",
+        "--schedule.decay",
+        "1",
+        "--run.log-every",  # as other options are written
+        "1",
+        "--optimizer.name",
+        "muon",
+        "--model.vocab_size",
+        "640",
+        "--model.attention_bias",
+        "true",
+    )
+    assert result.exit_code == 0, result.output
+    assert [line["step"] for line in log(other)] == [1, 2]
+    assert not (tmp_path / "run").exists()
+    _, config = load(other / "model")
+    assert config.vocab_size == 640
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--run.steps"], "--run.steps has no value; write --run.steps VALUE"),
+        (["--run.steps", "--resume"], "--run.steps has no value; write --run.steps VALUE"),
+        (["--steps", "3"], "'--steps' is unknown; a value of the file is replaced by --SECTION.KEY VALUE"),
+        (["run.steps", "3"], "'run.steps' is unknown"),
+        (["--run.stepz", "3"], "run: unknown key 'stepz'"),
+        (["--walk.steps", "3"], "unknown key 'walk'"),
+        (["--run.steps", "x"], "run: steps must be of type int, got 'x'"),
+        (["--run.seed", "-x"], "run: seed must be of type int, got '-x'"),
+        (["--profile", "a-b"], "--profile a-b must be a step or a first and a last one, such as 10-12"),
+        (["--profile", "5-3"], "the steps to profile must be one after another"),
+        (["--estimate", "h900"], "h900"),
+        (["--data.tokens_per_pack", "10"], "raise data.tokens_per_pack"),
+    ],
+)
+def test_wrong_arguments_are_told_in_a_line(train: Train, tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = train(*arguments)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, ValueError)
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_value_may_begin_with_a_dash_and_the_file_stands_first(train: Train, tmp_path: Path) -> None:
+    result = train("--run.seed", "-3", "--run.steps", "4")
+    assert result.exit_code == 0, result.output
+    recipe = json.loads((tmp_path / "exported/recipe.json").read_text())
+    assert recipe["run"]["seed"] == -3
+    result = CliRunner().invoke(app, ["train", "--run.steps", "4", str(tmp_path / "run.toml")])
+    assert str(result.exception) == "--run.steps stands before the file; write strata train FILE --SECTION.KEY VALUE"
+
+
+def test_an_estimate_trains_nothing(train: Train, tmp_path: Path) -> None:
+    result = train("--estimate", "h200")
+    assert result.exit_code == 0
+    title, *ways = result.output.splitlines()
+    assert title.startswith("one rank (one rank: nothing to divide), 1 x 600 tokens a replica, bf16, NVIDIA H200")
+    assert [way[:2] for way in ways] == ["* ", "  ", "  ", "  "]
+    assert [way[2:].split(":")[0] for way in ways] == [f"recompute {name}" for name in RECOMPUTE]
+    for way in ways:
+        assert re.search(r"\d GiB \(state .*\); at least \d+\.\d ms .*, [\d,]+ tokens/s, MFU \d+\.\d%", way)
+    many = train("--estimate", "h200", "--ranks", "8", "--data.packs_per_step", "8").output.splitlines()[0]
+    assert many.startswith("shard 8 (ZeRO-1 with shard 8: ")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("steps", "traced"), [("2-3", 2), ("4", 1), ("6-9", 1)])
+def test_a_profile_is_a_trace_and_a_table(train: Train, tmp_path: Path, steps: str, traced: int) -> None:
+    result = train("--profile", steps, "--evaluate.examples", "1")
+    assert result.exit_code == 0, result.output
+    with gzip.open(tmp_path / "run/profile/trace.json.gz") as stream:
+        events = json.load(stream)["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "user_annotation" and event.get("ph") == "X"]
+    assert names.count("strata.step") == traced
+    assert {"strata.data", "strata.passes", "strata.reduce", "strata.update"} <= set(names)
+    table = result.output[result.output.index("a step, mean of") :]
+    assert table.startswith(f"a step, mean of {traced}")
+    shares = {row.split()[0]: row.split()[2] for row in table.splitlines()[1:10]}
+    assert shares["total"] == "100.0%"
+    assert float(shares["products"][:-1]) > 1
+    assert float(shares["optimizer"][:-1]) > 0
+    assert "open" in table
+    assert "https://ui.perfetto.dev" in table
+
+
+def test_steps_that_never_come_leave_no_trace(train: Train, tmp_path: Path) -> None:
+    result = train("--profile", "90-92")
+    assert result.exit_code == 0
+    assert "no trace: none of the steps to profile was run" in result.output
+    assert not (tmp_path / "run/profile").exists()
+
+
+def test_fine_tuning_from_files_to_a_model(tmp_path: Path) -> None:
+    chats = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "Sure!"}]}
+        for n in range(40)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    tokenize([tmp_path / "chats.jsonl"], model_folder("builtin"), tmp_path / "data")
+    values = {
+        "run.steps": "2",
+        "run.out": str(tmp_path / "run"),
+        "run.device": "cpu",
+        "schedule.warmup": "1",
+        "schedule.decay": "1",
+        "data.sources": f'[{{ folder = "{tmp_path}/data" }}]',
+    }
+    arguments = [part for name, value in values.items() for part in (f"--{name}", value)]
+    result = CliRunner().invoke(app, ["train", str(EXAMPLES / "sft.toml"), *arguments])
+    assert result.exit_code == 0, result.output
+    assert str(tmp_path / "run/model") in result.output.replace("\n", "")
+    load(tmp_path / "run/model")
+    adapter = json.loads((tmp_path / "run/adapter/adapter_config.json").read_text())
+    assert (adapter["r"], adapter["base_model_name_or_path"]) == (8, "builtin")

@@ -1,0 +1,177 @@
+"""The file of a run: what it may say, what is refused in which words, values of the command line in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strata.parallel.layout import Layout
+from strata.train.config import TrainConfig, read_train_config, train_config_from_dict
+from strata.train.tables import replaced
+from tests.train.conftest import Small, Tune
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "message"),
+    [
+        ("run", {"stepz": 3}, r"run: unknown key 'stepz'; known are out, steps, seed"),
+        ("run", {"steps": "6"}, r"run: steps must be of type int, got '6'"),
+        ("run", {"steps": True}, r"run: steps must be of type int, got True"),
+        ("run", {"steps": 6.0}, r"run: steps must be of type int, got 6\.0"),
+        ("run", {"steps": 0}, r"run\.steps = 0 must be positive"),
+        ("run", {"keep_checkpoints": 0}, r"run\.keep_checkpoints = 0 must be positive"),
+        ("run", {"precision": "fp4"}, r"run\.precision = 'fp4' must be one of bf16, fp8-tensor, fp8-row"),
+        ("run", {"recompute": "all"}, r"run\.recompute = 'all' must be one of auto, none, operations, mlp, layers"),
+        ("run", {"log_every": 2}, r"run\.checkpoint_every = 3 must be a multiple of run\.log_every = 2"),
+        ("run", {"deterministic": 1}, r"deterministic must be of type bool, got 1"),
+        ("schedule", {"warmup": 5}, r"schedule\.warmup \+ schedule\.decay = 7 exceeds run\.steps = 6"),
+        ("schedule", {"warmup": -1}, r"schedule\.warmup = -1 must not be negative"),
+        ("data", {"sources": []}, r"data\.sources is empty; name at least one folder"),
+        ("data", {"sources": [{"folder": "x", "wight": 1}]}, r"sources\[0\]: unknown key 'wight'"),
+        ("data", {"sources": [{"weight": 1}]}, r"sources\[0\]: 'folder' is missing"),
+        ("data", {"sources": "x"}, r"sources must be a list, got 'x'"),
+        ("data", {"packs_per_step": 0}, r"data\.packs_per_step = 0 must be positive"),
+        ("data", {"tokens_per_pack": None}, r"data: 'tokens_per_pack' is missing"),
+        ("optimizer", {"name": "sgd"}, r"optimizer\.name = 'sgd' must be one of adamw, muon"),
+        ("optimizer", {"learning_rate": float("nan")}, r"optimizer\.learning_rate = nan must be positive"),
+        ("optimizer", {"weight_decay": -0.1}, r"optimizer\.weight_decay = -0\.1 must not be negative"),
+        ("optimizer", {"beta2": 1.0}, r"optimizer\.beta2 = 1\.0 must lie in"),
+        ("optimizer", {"momentum": -1}, r"optimizer\.momentum = -1\.0 must lie in"),
+        ("parallel", {"tpp": 2}, r"parallel: unknown key 'tpp'; known are pp, dp, shard, cp, tp, ep, zero"),
+        ("parallel", {"zero": 4}, r"parallel: zero must be one of 0, 1, 2, 3, got 4"),
+        ("parallel", {"context": "star"}, r"parallel: context must be one of ring, ulysses, got 'star'"),
+        ("parallel", {"tp": "2"}, r"parallel: tp must be of type int, got '2'"),
+        ("faults", {"non_finite": "ignore"}, r"faults\.non_finite = 'ignore' must be one of skip, stop"),
+        ("faults", {"spike": "back"}, r"faults\.spike = 'back' must be one of ignore, report, rollback"),
+        ("faults", {"spike_window": 3}, r"faults\.spike_window = 3 must be at least 8"),
+        ("faults", {"hang_seconds": -5}, r"faults\.hang_seconds = -5\.0 must be at least 1, or 0"),
+        ("log", {"tensorboard": "yes"}, r"log: tensorboard must be of type bool, got 'yes'"),
+        ("log", {"wandb_offline": True}, r"log\.wandb_offline says how log\.wandb writes, which is off"),
+        (
+            "start",
+            {"tokenizer": None},
+            r"\[start\] needs either a model, to go on from, or a tokenizer and",
+        ),
+        ("start", {"model": "builtin"}, r"\[start\] needs either a model, to go on from, or a tokenizer"),
+        ("start", {"model": "builtin", "tokenizer": None}, r"a fresh model has a \[model\] table and start\.tokenizer"),
+        ("lora", {}, r"\[lora\] and \[dpo\] start from a trained model: remove \[model\], or those"),
+        ("dpo", {}, r"\[lora\] and \[dpo\] start from a trained model: remove \[model\], or those"),
+        (
+            "export",
+            {"folder": "x"},
+            r"\[export\] writes a card with accuracies: add \[evaluate\], or remove",
+        ),
+        ("speed", {"fast": True}, r"test: unknown key 'speed'"),
+        ("tokenizer", {"vocab_size": 600}, r"test: unknown key 'tokenizer'"),
+    ],
+)
+def test_wrong_configs_are_refused(small: Small, section: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        small(**{section: changes})
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "message"),
+    [
+        ("lora", {"rank": "8"}, r"lora: rank must be of type int, got '8'"),
+        ("lora", {"rank": 0}, r"lora\.rank = 0 and lora\.alpha = 16\.0 must be positive"),
+        ("lora", {"projections": ["q_proj", 3]}, r"projections\[1\] must be of type str, got 3"),
+        ("dpo", {"beta": 0}, r"dpo\.beta = 0\.0 must be positive"),
+        ("start", {"model": None, "tokenizer": "builtin"}, r"a fresh model has a \[model\] table and start\.tokenizer"),
+    ],
+)
+def test_wrong_tuning_is_refused(tune: Tune, section: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tune("style", **{section: changes})
+
+
+def test_missing_section_and_missing_file(small_table: dict[str, Any], tmp_path: Path) -> None:
+    for name in ("run", "start", "data", "optimizer", "schedule"):
+        with pytest.raises(ValueError, match=f"test: '{name}' is missing"):
+            train_config_from_dict({key: value for key, value in small_table.items() if key != name}, "test")
+    with pytest.raises(ValueError, match=r"data must be a table, got 3"):
+        train_config_from_dict(small_table | {"data": 3}, "test")
+    with pytest.raises(ValueError, match=r"none\.toml does not exist"):
+        read_train_config(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("run = [")
+    with pytest.raises(ValueError, match=r"bad\.toml cannot be read as TOML"):
+        read_train_config(tmp_path / "bad.toml")
+    (tmp_path / "latin.toml").write_bytes(b"# \xe9")
+    with pytest.raises(ValueError, match=r"latin\.toml cannot be read as TOML"):
+        read_train_config(tmp_path / "latin.toml")
+
+
+SHIPPED: dict[str, Callable[[TrainConfig], bool]] = {
+    "sft": lambda run: run.lora is not None and run.start.model == "builtin",
+    "dpo": lambda run: run.dpo is not None and run.lora is None,
+    "pretrain": lambda run: run.model is not None and run.start.tokenizer == "builtin",
+    "builtin": lambda run: run.evaluate is not None and run.export is not None,
+    "1b": lambda run: run.parallel is None and run.model is not None,
+    "8b": lambda run: run.parallel == Layout(shard=8, zero=2),
+}
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(EXAMPLES.glob("*.toml"))])
+def test_the_shipped_recipes_are_valid(name: str) -> None:
+    run = read_train_config(EXAMPLES / f"{name}.toml")
+    assert SHIPPED[name](run)
+    assert f"strata train examples/{name}.toml" in (EXAMPLES / f"{name}.toml").read_text()
+
+
+def changed(*changes: tuple[str, str]) -> TrainConfig:
+    return read_train_config(EXAMPLES / "sft.toml", changes)
+
+
+def test_values_of_every_type_replace_those_of_the_file() -> None:
+    run = changed(
+        ("run.steps", "50"),
+        ("run.out", "runs/other"),  # bare text
+        ("run.device", '"cpu"'),
+        ("run.deterministic", "false"),
+        ("optimizer.learning_rate", "1e-3"),
+        ("optimizer.weight_decay", "0"),
+        ("data.sources", '[{ folder = "a" }, { folder = "b", weight = 2 }]'),
+        ("lora.projections", '["q_proj", "v_proj"]'),
+        ("faults.spike", "rollback"),  # a section that the file does not have
+        ("schedule.warmup", "6"),
+        ("schedule.warmup", "7"),  # the last one counts
+    )
+    assert (run.run.steps, run.run.out, run.run.device, run.run.deterministic) == (50, "runs/other", "cpu", False)
+    assert (run.optimizer.learning_rate, run.optimizer.weight_decay) == (1e-3, 0.0)
+    assert [(one.folder, one.weight) for one in run.data.sources] == [("a", 1.0), ("b", 2.0)]
+    assert run.lora is not None
+    assert (run.lora.projections, run.lora.rank) == (["q_proj", "v_proj"], 8)
+    assert (run.faults.spike, run.schedule.warmup, run.schedule.decay) == ("rollback", 7, 20)
+    assert changed(("run.out", "with space = and more")).run.out == "with space = and more"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("run.stepz", "3", r"run: unknown key 'stepz'; known are out, steps"),
+        ("runs.steps", "3", r"sft\.toml: unknown key 'runs'; known are run, start, data"),
+        ("run.steps", "many", r"run: steps must be of type int, got 'many'"),
+        ("run.steps", "1e3", r"run: steps must be of type int, got 1000\.0"),
+        ("run.out", "5", r"run: out must be of type str, got 5"),
+        ("run.steps", "0", r"run\.steps = 0 must be positive"),
+        ("data.sources.folder", "x", r"data: unknown key 'sources\.folder'"),
+        ("run.", "3", r"--run\.: write --SECTION\.KEY VALUE, for example --run\.steps 100"),
+        (".steps", "3", r"--\.steps: write --SECTION\.KEY VALUE"),
+    ],
+)
+def test_wrong_values_are_refused(name: str, value: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        changed((name, value))
+
+
+def test_what_is_replaced_is_a_copy() -> None:
+    document = {"run": {"steps": 3}, "title": "x"}
+    assert replaced(document, [("run.steps", "4")]) == {"run": {"steps": 4}, "title": "x"}
+    assert document == {"run": {"steps": 3}, "title": "x"}
+    with pytest.raises(ValueError, match=r"--title\.a: title is no section"):
+        replaced(document, [("title.a", "4")])
