@@ -2,8 +2,8 @@
 
 A Llama of the 1B shape by `torch.compile` of each layer, `scaled_dot_product_attention` (cuDNN), autocast to bfloat16
 over float32 weights, cross-entropy in recomputed chunks, and PyTorch's fused AdamW. The same initial weights (seed 0,
-drawn on the GPU in the order of the parameters), tokens and rates as `strata bench train`, whose first two steps are not
-timed, so that both take 200:
+drawn on the GPU in the order of the parameters), tokens and rates as `strata bench train`, which takes two steps more
+than it times:
 
     strata bench train --steps 198 --repeat 1 --losses ours.json
     python benchmarks/train_plain.py --steps 200 --against ours.json
