@@ -124,6 +124,16 @@ class BalanceConfig:
             raise ValueError(f"balance.method = {self.method!r} must be one of {', '.join(BALANCE)}")
         _positive("balance", self, "rate")
 
+    @property
+    def warning(self) -> str:
+        """What people should know before such a run, and after it; or ""."""
+        if self.method != "bias":
+            return ""
+        return (
+            "the finished model will route tokens without the bias that keeps its experts equally busy: its format has "
+            "no place for it; checkpoints have it, and the log's losses are with it. balance.method = 'loss' needs none"
+        )
+
 
 @dataclass(frozen=True)
 class EvaluateConfig:

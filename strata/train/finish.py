@@ -37,5 +37,7 @@ def save_model(run: Trainer) -> Path:
             f"the checkpoint of step {run.position.step} was not written, and the model is made of it; make room and "
             f"resume the run"
         )
+    if config.balance is not None and config.balance.warning:
+        run.warn(config.balance.warning)
     export(newest_checkpoint, run.start.config, run.start.tokenizer, folder, dtype)
     return folder

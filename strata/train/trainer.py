@@ -118,6 +118,8 @@ class Trainer:
             peak_flops=peak_flops,
             weights_are_frozen=config.lora is not None,
         )
+        if config.balance is not None and config.balance.warning:
+            warn(config.balance.warning)
         self._guard = LossGuard(config.faults)
         self._results = Results(self.world.device)
         self._recipe = recipe_of(config, datasets, self.world.device.type)
