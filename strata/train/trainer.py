@@ -22,6 +22,7 @@ from strata.train.data.shards import TokenDataset
 from strata.train.faults.guard import Kind, LossGuard, Verdict
 from strata.train.faults.hang import HangWatch
 from strata.train.faults.stragglers import ComputeClock
+from strata.train.folder_lock import sole_run
 from strata.train.layout import chosen_layout
 from strata.train.log.logs import Logs, open_logs
 from strata.train.meter import Meter
@@ -51,7 +52,7 @@ class _RollBack(Exception):
 class Trainer:
     """The parts of one run on this rank, ready to step. Made fresh, or as the newest checkpoint left them.
 
-    A context manager: inside, a rank that hangs is noticed. All ranks make one with the same config and call it alike.
+    All ranks make one with the same config and call it alike.
     """
 
     def __init__(
@@ -75,6 +76,9 @@ class Trainer:
         if existing and not resume:
             raise ValueError(f"{self.folder} holds a run ({existing[-1].name}); resume it or choose another out")
         datasets = [TokenDataset(one.folder, skip_corrupt=config.data.skip_corrupt) for one in config.data.sources]
+        for dataset in datasets:
+            if dataset.skipped:
+                warn(f"{dataset.folder}: training goes without damaged shards: {', '.join(dataset.skipped)}")
         self.start = starting_point(config, datasets)
         self.layout = chosen_layout(config, self.start.config, world, warn)
         self._watch = HangWatch(world, self.folder / "faults", config.faults.hang_seconds)
@@ -91,6 +95,8 @@ class Trainer:
             ranks=documents.size,
         )
         self.folder.mkdir(parents=True, exist_ok=True)
+        with self._sole_run():
+            pass  # before anything of another run is touched
         self.checkpoints = Checkpointer(
             self.folder / "checkpoints", self.world, keep=config.run.keep_checkpoints, warn=warn
         )
@@ -133,6 +139,7 @@ class Trainer:
         Raises TrainingStopped where the policy for faults says so.
         """
         with contextlib.ExitStack() as held:
+            held.enter_context(self._sole_run())
             held.enter_context(self._watch)
             held.callback(self._phases.close)
             held.enter_context(deterministic(self.config.run.deterministic))
@@ -239,6 +246,9 @@ class Trainer:
         self.position = Position.from_json(state["position"])
         self.stepper.restored(self.position.step)
         return state
+
+    def _sole_run(self) -> AbstractContextManager[None]:
+        return sole_run(self.folder) if self.world.is_main else contextlib.nullcontext()
 
     def _open_log(self) -> Logs:
         return open_logs(

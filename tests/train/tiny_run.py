@@ -40,7 +40,7 @@ EXPERTS: Table = LLAMA | {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
-WORDS = "the quick brown fox jumps over a lazy dog and then sleeps under some old tree".split()
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "sleeps", "under", "some", "tree"]
 # Of a line of the log, what depends on the clock.
 MEASURED = {"seconds", "tokens_per_second", "checkpoint_stall", "slowest_rank", "slowest_share"}
 

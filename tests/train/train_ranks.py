@@ -75,17 +75,22 @@ def train_each(world: World, folder: Path, runs: dict[str, Table]) -> dict[str, 
     return found
 
 
-def refused(world: World, folder: Path, runs: list[Table]) -> list[str]:
-    """Why each of these runs does not begin, on this rank; "" if it does. runs: the keywords of `Trainer`, and table."""
-    reasons = []
-    for one in runs:
+def refused(world: World, folder: Path, runs: dict[str, Table]) -> dict[str, Table]:
+    """By name, why each of these runs does not begin, on this rank, and what people were told.
+
+    runs: the table of each, and whether it resumes.
+    """
+    found = {}
+    for name, keywords in runs.items():
+        said: list[str] = []
+        reason = ""
         try:
-            Trainer(train_config_from_dict(one["table"], "test"), world, resume=one.get("resume", False))
+            config = train_config_from_dict(keywords["table"], "test")
+            Trainer(config, world, resume=keywords.get("resume", False), warn=said.append)
         except ValueError as error:
-            reasons.append(str(error))
-        else:
-            reasons.append("")
-    return reasons
+            reason = str(error)
+        found[name] = {"reason": reason, "said": said}
+    return found
 
 
 class Command:

@@ -1,0 +1,24 @@
+"""One run at a time in a folder."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def sole_run(folder: Path) -> Iterator[None]:
+    """Inside, no other run may use the folder; its processes may. However this one ends, the folder is free again.
+
+    Raises ValueError if another run uses it.
+    """
+    with (folder / "lock").open("a") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process trains in {folder}; wait for its end, or choose another out") from None
+        except OSError:
+            pass  # of a file system without locks
+        yield
