@@ -1,4 +1,4 @@
-"""Optimizers on a GPU: the bits of one device, state that streams from the host, bfloat16 products, and layouts."""
+"""Optimizers on a GPU: many parts in a launch, state that streams from the host, bfloat16 products, and layouts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from strata.parallel.data_parallel import Part
 from strata.parallel.families import Placement
 from strata.parallel.layout import Layout
 from strata.parallel.tensor import TensorSharding
-from strata.train.config import OptimizerConfig as OneDeviceConfig
-from strata.train.fused_adamw import FusedAdamW
+from strata.train.optimizer.adamw import AdamW
 from strata.train.optimizer.clip import clip_scale
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.make import make_optimizer
 from strata.train.optimizer.orthogonalize import orthogonalize
 from strata.train.optimizer.part_optimizer import PartOptimizer
-from tests.parallel.models import config_of, random_model
 from tests.train.test_optimizer_layouts import steps_against_one_process
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -53,10 +51,12 @@ def make(name: str, *, offload: bool, dtype: torch.dtype = torch.bfloat16) -> tu
         held = slice(first, first + torch.Size(shape).numel())
         parts.append(Part(key, torch.Size(shape), 0, weights[held], nn.Parameter(masters[held])))
         first = held.stop
-    world = World(0, 0, 1, torch.device("cuda", 0), None)
-    mesh = Mesh.of(world, {})
-    sharding = TensorSharding(mesh.axis("tp"), False, dict.fromkeys(SHAPES, Placement.PER_TOKEN), SHAPES)
-    return parts, make_optimizer(parts, OptimizerConfig(RATE, name=name, offload=offload), mesh, sharding)
+    return parts, make_optimizer(parts, OptimizerConfig(RATE, name=name, offload=offload), *one_rank())
+
+
+def one_rank() -> tuple[Mesh, TensorSharding]:
+    mesh = Mesh.of(World(0, 0, 1, torch.device("cuda", 0), None), {})
+    return mesh, TensorSharding(mesh.axis("tp"), False, dict.fromkeys(SHAPES, Placement.PER_TOKEN), SHAPES)
 
 
 def set_gradients(parts: list[Part], seed: int) -> None:
@@ -137,31 +137,24 @@ def test_restored_masters_are_rounded_into_the_weights() -> None:
         assert torch.equal(part.weight.cpu(), master.bfloat16())
 
 
-def test_adamw_over_parts_has_the_bits_of_one_device() -> None:
-    model = random_model(config_of("llama"), torch.float32).cuda()
-    masters = {name: one.detach().clone() for name, one in model.named_parameters()}
-    parts = [
-        Part(name, one.shape, 0, one.bfloat16().flatten(), nn.Parameter(one.clone().flatten()))
-        for name, one in masters.items()
+def test_adamw_changes_many_parts_at_once_with_the_bits_of_one_after_another() -> None:
+    """Parts that lie side by side are one launch, parts with memory of their own one each."""
+    parts, optimizer = make("adamw", offload=False)
+    apart = [
+        Part(one.name, one.shape, 0, one.weight.clone(), nn.Parameter(one.master.detach().clone())) for one in parts
     ]
-    world = World(0, 0, 1, torch.device("cuda", 0), None)
-    mesh = Mesh.of(world, {})
-    sharding = TensorSharding(mesh.axis("tp"), False, {}, {})
-    optimizer = make_optimizer(parts, OptimizerConfig(RATE, clip=0.5), mesh, sharding)
-    model = model.bfloat16()
-    one_device = FusedAdamW(model, OneDeviceConfig(RATE, clip=0.5), masters)
+    other = make_optimizer(apart, OptimizerConfig(RATE), *one_rank())
+    assert isinstance(optimizer, AdamW)
+    assert isinstance(other, AdamW)
+    assert len(optimizer._runs) == 3 < len(other._runs) == len(SHAPES)
     for step in range(1, 4):
-        torch.manual_seed(step)
-        for part in parts:
-            drawn = torch.randn(part.shape, device="cuda").bfloat16()
-            model.get_parameter(part.name).grad = drawn
-            part.master.grad = drawn.float().flatten()
-        scale = clip_scale(one_device.step(RATE), 0.5)
-        optimizer.begin(RATE)
-        optimizer.update(scale)
-    for part in parts:
-        assert torch.equal(part.master.detach(), one_device.masters[part.name].flatten()), part.name
-        assert torch.equal(part.weight, model.get_parameter(part.name).detach().flatten()), part.name
+        set_gradients(parts, step)
+        for one, two in zip(parts, apart, strict=True):
+            two.master.grad = one.master.grad.clone()
+        for each in (optimizer, other):
+            each.begin(RATE / step)
+            each.update(torch.tensor(0.5, device="cuda"))
+    assert_same(everything(apart, other), everything(parts, optimizer))
 
 
 @pytest.mark.parametrize("count", [1, 777, 100_000])

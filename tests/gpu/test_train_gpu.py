@@ -1,8 +1,7 @@
-"""Training on a GPU: the same loss as on the CPU, and a resumed run that repeats every bit."""
+"""Runs on a GPU: the same losses as on the CPU, and a resumed run that repeats every bit."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,65 +9,128 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from examples import toy_data
+from strata.comm.launch import World
 from strata.train.config import TrainConfig, train_config_from_dict
-from strata.train.loop import Run
+from strata.train.data.tokenize import tokenize
+from strata.train.exercises import write_exercises
+from strata.train.start import model_folder
+from strata.train.tasks.mixture import document
+from strata.train.trainer import Trainer
+from strata.train.vocabulary import make_tokenizer, write_tokenizer
+from tests.train.conftest import cut_off, log
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
+MODEL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
 
-def config(out: Path, device: str, steps: int = 20, learning_rate: float = 5e-3) -> TrainConfig:
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer and exercises; the toy data's chats and preferences."""
+    folder = tmp_path_factory.mktemp("data")
+    write_data(folder)
+    return folder
+
+
+def write_data(folder: Path) -> None:
+    (folder / "tokenizer").mkdir()
+    write_tokenizer(make_tokenizer((document(3, index) for index in range(300)), 800), folder / "tokenizer", 1024)
+    write_exercises(folder / "exercises", 4000, tokenizer_folder=folder / "tokenizer", seed=3)
+    toy_data.write(folder)
+    for name in ("style", "short"):
+        tokenize([folder / f"{name}.jsonl"], model_folder("builtin"), folder / name)
+
+
+def pretraining(data: Path, out: Path, device: str, steps: int = 20, learning_rate: float = 5e-3) -> TrainConfig:
     values: dict[str, Any] = {
         "run": {"out": str(out), "steps": steps, "device": device, "log_every": 1, "checkpoint_every": 10},
-        "model": {
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "max_position_embeddings": 1024,
-            "tie_word_embeddings": True,
-        },
-        "tokenizer": {"vocab_size": 800, "documents": 300},
-        "data": {"tokens_per_batch": 8192, "batches_per_step": 2, "documents_per_shard": 512},
+        "start": {"tokenizer": str(data / "tokenizer")},
+        "model": MODEL,
+        "data": {"sources": [{"folder": str(data / "exercises")}], "tokens_per_pack": 8192, "packs_per_step": 2},
         "optimizer": {"learning_rate": learning_rate},
         "schedule": {"warmup": 2, "decay": 2},
     }
     return train_config_from_dict(values, "test")
 
 
+def tuning(data: Path, out: Path, device: str, source: str, sections: dict[str, Any]) -> TrainConfig:
+    """Of the built-in model, gently."""
+    values: dict[str, Any] = {
+        "run": {"out": str(out), "steps": 8, "device": device, "log_every": 1, "checkpoint_every": 4},
+        "start": {"model": "builtin"},
+        "data": {"sources": [{"folder": str(data / source)}], "tokens_per_pack": 2048},
+        "optimizer": {"learning_rate": 1e-4},
+        "schedule": {"warmup": 1, "decay": 1},
+    }
+    return train_config_from_dict(values | sections, "test")
+
+
+def trainer(config: TrainConfig, *, resume: bool = False) -> Trainer:
+    device = torch.device(config.run.device, 0) if config.run.device == "cuda" else torch.device("cpu")
+    return Trainer(config, World(0, 0, 1, device, None), resume=resume)
+
+
 def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in log(folder)]
 
 
-def test_resumed_run_repeats_every_bit(tmp_path: Path) -> None:
-    Run(config(tmp_path / "through", "cuda")).train()
-    cut = config(tmp_path / "cut", "cuda")
-    stopped = Run(cut)
+def norms(folder: Path) -> list[float]:
+    return [line["gradient_norm"] for line in log(folder)]
 
-    class CutOff(Exception):
-        pass
 
-    def stop(progress: object) -> None:
-        if stopped.position.step == 13:
-            raise CutOff
-
-    with pytest.raises(CutOff):
-        stopped.train(stop)
-    resumed = Run(cut, resume=True)
-    assert resumed.position.step == 10
+def repeats_every_bit(through: TrainConfig, cut: TrainConfig, stop: int, resumes: int, last: str) -> None:
+    """A run, and one that was cut off after `stop` steps and resumed from a checkpoint of `resumes`."""
+    trainer(through).train()
+    cut_off(trainer(cut), stop)
+    resumed = trainer(cut, resume=True)
+    assert resumed.position.step == resumes
     resumed.train()
-    assert losses(tmp_path / "cut") == losses(tmp_path / "through")
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        one, other = (load_file(tmp_path / name / "checkpoints/step-00000020" / file) for name in ("through", "cut"))
-        assert all(torch.equal(one[name], other[name]) for name in one), file
+    folders = [Path(one.run.out) for one in (through, cut)]
+    assert losses(folders[0]) == losses(folders[1])
+    assert norms(folders[0]) == norms(folders[1])
+    one, other = (load_file(folder / "checkpoints" / last / "rank-00000.safetensors") for folder in folders)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
 
 
-def test_loss_follows_the_cpu(tmp_path: Path) -> None:
-    for device in ("cpu", "cuda"):
-        # A gentle rate: at a high one, bfloat16 and float32 part ways within a few steps.
-        Run(config(tmp_path / device, device, steps=10, learning_rate=1e-3)).train()
-    on_cpu, on_gpu = losses(tmp_path / "cpu"), losses(tmp_path / "cuda")
-    assert on_gpu == pytest.approx(on_cpu, rel=0.02)
-    assert on_gpu[-1] < 0.95 * on_gpu[0]
+def test_resumed_pretraining_repeats_every_bit(data: Path, tmp_path: Path) -> None:
+    through, cut = (pretraining(data, tmp_path / name, "cuda") for name in ("through", "cut"))
+    repeats_every_bit(through, cut, 13, 10, "step-00000020")
+
+
+def test_loss_follows_the_cpu(data: Path, tmp_path: Path) -> None:
+    # A gentle rate: at a high one, bfloat16 and float32 part ways within a few steps.
+    on_cpu, on_gpu = (pretraining(data, tmp_path / device, device, 10, 1e-3) for device in ("cpu", "cuda"))
+    for config in (on_cpu, on_gpu):
+        trainer(config).train()
+    found = losses(tmp_path / "cuda")
+    assert found == pytest.approx(losses(tmp_path / "cpu"), rel=0.02)
+    assert found[-1] < 0.95 * found[0]
+
+
+TUNED: list[tuple[str, dict[str, Any]]] = [("style", {"lora": {"rank": 4}}), ("style", {}), ("short", {"dpo": {}})]
+
+
+@pytest.mark.parametrize(("source", "sections"), TUNED)
+def test_fine_tuning_follows_the_cpu_and_repeats_every_bit(
+    data: Path, tmp_path: Path, source: str, sections: dict[str, Any]
+) -> None:
+    on_cpu, on_gpu, cut = (
+        tuning(data, tmp_path / name, device, source, sections)
+        for name, device in (("cpu", "cpu"), ("through", "cuda"), ("cut", "cuda"))
+    )
+    repeats_every_bit(on_gpu, cut, 6, 4, "step-00000008")
+    trainer(on_cpu).train()
+    assert losses(tmp_path / "through") == pytest.approx(losses(tmp_path / "cpu"), rel=0.1)

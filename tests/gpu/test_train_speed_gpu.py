@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from strata.comm.launch import World
 from strata.kernels import activation_grad, norm_grad, rope_grad  # noqa: F401  registers what is tested
 from strata.kernels.activation import silu_mul
 from strata.kernels.adamw import adamw
@@ -20,12 +21,12 @@ from strata.kernels.op import Operation
 from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
 from strata.kernels.rope import rope, rope_angles
 from strata.models.config import config_from_dict
-from strata.models.families import build
-from strata.models.initialize import initialize
-from strata.train.config import OptimizerConfig
-from strata.train.fused_adamw import FusedAdamW
-from strata.train.graph_step import GraphStep
+from strata.parallel.layout import Layout
+from strata.train.optimizer.config import OptimizerConfig
 from strata.train.pack import PackedBatch
+from strata.train.steps.make import fresh, make_step
+from strata.train.steps.parallel_step import ParallelStep
+from tests.train.step_ranks import pack_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -191,10 +192,17 @@ def test_adamw(count: int) -> None:
     assert torch.equal(weight, state[0].bfloat16())
 
 
-def steps(
-    device: str, lengths: tuple[int, ...], precision: str = "bf16", recompute: str = "none", count: int = 6
-) -> list[list[float]]:
-    """Loss and gradient norm of each step of a small model from the same weights on the same tokens."""
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 192,
+    "norm_topk_prob": True,
+}
+
+
+def step_on(device: str, precision: str = "bf16", recompute: str = "none", **changes: Any) -> ParallelStep:
+    """Of a small model, from the same weights on every device. changes: to the fields of its config."""
     values = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 1000,
@@ -206,21 +214,32 @@ def steps(
         "head_dim": 64,
         "tie_word_embeddings": False,
     }
-    model = build(config_from_dict(values), 512)
-    initialize(model, 0)
-    masters = {name: parameter.detach().clone().to(device) for name, parameter in model.named_parameters()}
-    model = model.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
-    step = GraphStep(model, FusedAdamW(model, OptimizerConfig(learning_rate=1e-3), masters), precision, recompute)
-    return [[value.item() for value in step([packed(i, lengths)], 1e-3)] for i in range(count)]
+    layout = Layout()
+    world = World(0, 0, 1, torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"), None)
+    return make_step(
+        config_from_dict(values | changes),
+        layout,
+        layout.mesh(world),
+        OptimizerConfig(learning_rate=1e-3),
+        fresh(0),
+        precision=precision,
+        recompute=recompute,
+        max_length=512,
+    )
 
 
-def packed(seed: int, lengths: tuple[int, ...]) -> PackedBatch:
-    """Sequences of few ids in which all tokens but each last have a target, as in packed documents."""
-    offsets = np.array([0, *np.cumsum(lengths)], dtype=np.int32)
-    tokens = np.random.default_rng(seed).integers(0, 50, offsets[-1], dtype=np.int32)
-    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
-    rows = np.setdiff1d(np.arange(offsets[-1]), offsets[1:] - 1)
-    return PackedBatch(tokens, positions, offsets, rows, tokens[rows + 1].astype(np.int64), 0)
+def steps(
+    device: str, lengths: tuple[int, ...], precision: str = "bf16", recompute: str = "none", **changes: Any
+) -> list[list[float]]:
+    """Loss and gradient norm of each step, on sequences of few ids in which all tokens but each last have a target."""
+    step = step_on(device, precision, recompute, **changes)
+    found = []
+    for seed in range(6):
+        result = step([pack_of(seed, list(lengths), 50, 1.0)], 1e-3)
+        found.append([result.loss.item(), result.norm.item()])
+    is_recorded = step._recorded is not None
+    assert is_recorded == (device == "cuda" and len(set(lengths)) == 1)
+    return found
 
 
 @pytest.mark.parametrize("lengths", [(512, 512), (512, 300, 212)], ids=["recorded", "packed"])
@@ -245,3 +264,45 @@ def test_recomputed_steps_are_the_steps(recompute: str, precision: str, lengths:
     """cuDNN's backward adds up in no fixed order, so bits may differ."""
     kept, found = (torch.tensor(steps("cuda", lengths, precision, how)) for how in ("none", recompute))
     torch.testing.assert_close(found, kept, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("lengths", [(512, 512), (512, 300, 212)], ids=["recorded", "packed"])
+def test_steps_of_experts_follow_the_cpu_and_are_recomputed(lengths: tuple[int, ...]) -> None:
+    """A token near the border between two experts may go to the other one in bfloat16."""
+    exact = torch.tensor(steps("cpu", lengths, **EXPERTS))
+    for recompute in ("none", "operations", "mlp", "layers"):
+        found = torch.tensor(steps("cuda", lengths, recompute=recompute, **EXPERTS))
+        torch.testing.assert_close(found[:, 0], exact[:, 0], rtol=5e-2, atol=0)
+        assert found[-1, 0] < 0.95 * found[0, 0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_rounded_masters_and_gradients_of_packs_add_up(tied: bool) -> None:
+    """Two packs against one with the sequences of both; then a step without a finite norm changes nothing."""
+    whole, apart = (step_on("cuda", tie_word_embeddings=tied) for _ in range(2))
+    both = [pack_of(0, [512, 300], 50, 1.0), pack_of(1, [77], 50, 1.0)]
+    joined = join(*both)
+    found, wanted = apart(both, 1e-3), whole([joined], 1e-3)
+    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-3, atol=0)
+    torch.testing.assert_close(found.norm, wanted.norm, rtol=1e-2, atol=0)
+    model = apart._passes._model  # type: ignore[attr-defined]
+    masters = {piece.name: piece.tensor for piece in apart.pieces() if piece.kind == "master"}
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter.detach().flatten(), masters[name].bfloat16()), name
+    before = [piece.tensor.clone() for piece in apart.pieces()]
+    handle = model.model.norm.weight.register_hook(lambda gradient: gradient * torch.inf)
+    assert not apart([joined], 1e-3).norm.isfinite()
+    handle.remove()
+    assert all(torch.equal(piece.tensor, one) for piece, one in zip(apart.pieces(), before, strict=True))
+
+
+def join(one: PackedBatch, other: PackedBatch) -> PackedBatch:
+    shift = len(one.tokens)
+    return PackedBatch(
+        np.concatenate([one.tokens, other.tokens]),
+        np.concatenate([one.positions, other.positions]),
+        np.concatenate([one.offsets, other.offsets[1:] + np.int32(shift)]),
+        np.concatenate([one.rows, other.rows + shift]),
+        np.concatenate([one.targets, other.targets]),
+    )
