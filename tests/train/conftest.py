@@ -98,10 +98,10 @@ def small(small_table: dict[str, Any]) -> Small:
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The toy data of the examples, tokenized by the built-in tokenizer: style, short, and text."""
+    """A little of the toy data of the examples, tokenized by the built-in tokenizer: style, short, and text."""
     folder, builtin = tmp_path_factory.mktemp("toy"), model_folder("builtin")
-    toy_data.write(folder)
-    for name in ("style", "short"):
+    for name, records in (("style", toy_data.style(60)), ("short", toy_data.short(40))):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         tokenize([folder / f"{name}.jsonl"], builtin, folder / name)
     (folder / "text.txt").write_text("A line of text to learn by heart.\n" * 400)
     tokenize([folder / "text.txt"], builtin, folder / "text", longest=100)

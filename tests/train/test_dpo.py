@@ -11,17 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from strata.comm.launch import World
 from strata.models.layers import CausalLM
 from strata.models.weights import load
-from strata.train.config import OptimizerConfig
+from strata.parallel.layout import Layout
 from strata.train.data.encoding import Document, Encoded
-from strata.train.data.loader import Loader, Place, SampleId, Step
+from strata.train.data.loader import Loader, Place, Step
 from strata.train.data.mixture import Mixture
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize
-from strata.train.dpo import DpoConfig, DpoGradients, Reference, dpo_loss, weights_digest
-from strata.train.optim import Optimizer
-from strata.train.pack import pack
+from strata.train.dpo import DpoConfig, DpoObjective, Reference, dpo_loss, weights_digest
+from strata.train.optimizer.config import OptimizerConfig
+from strata.train.pack import SampleId, Samples, pack
+from strata.train.steps.result import StepResult
+from strata.train.steps.tune_step import TuneStep
 
 CONFIG = DpoConfig(beta=0.3, label_smoothing=0.1)
 
@@ -42,9 +45,14 @@ def step_of(mixture: Mixture, packs: int) -> Step:
     return Loader(mixture, 96, packs, 7).step(Place())
 
 
+def ids_of(step: Step) -> list[SampleId]:
+    """The pairs of a step."""
+    return [one for batch in step.batches if batch.samples for one in batch.samples.ids()]
+
+
 def plain_logprob(model: CausalLM, document: Document) -> Tensor:
     offsets = np.array([0, len(document.tokens)])
-    batch, _, _ = pack([Encoded(document.tokens, document.wanted, offsets)], 0).to(torch.device("cpu"))
+    batch, _, _ = pack(Encoded(document.tokens, document.wanted, offsets)).to(torch.device("cpu"))
     each = model.head(model(batch)).log_softmax(-1)[:-1]
     chosen = each.gather(1, torch.from_numpy(document.tokens[1:].astype(np.int64))[:, None])[:, 0]
     return (chosen * torch.from_numpy(document.wanted[1:])).sum()
@@ -59,13 +67,15 @@ def test_loss_and_gradient_equal_a_plain_script(folder: Path, mixture: Mixture, 
         for weight in model.parameters():
             weight += 0.05 * torch.randn(weight.shape, generator=generator)
     step = step_of(mixture, 3)
-    gradients = DpoGradients(model, Optimizer(model, OptimizerConfig(learning_rate=1.0)), reference, CONFIG)
-    loss, metrics = gradients(step)
+    objective = DpoObjective(reference, CONFIG)
+    pairs = sum(map(objective.count, step.batches))
+    for packed in step.batches:
+        (objective(model, packed)[0] / pairs).backward()
     ours = {name: weight.grad.clone() for name, weight in model.named_parameters()}
 
     model.zero_grad()
     losses, margins = [], []
-    for one in (id for samples in step.samples for id in samples):
+    for one in ids_of(step):
         pair = mixture.datasets[0].sample(one.number)
         chosen, rejected = (plain_logprob(model, document) for document in pair)
         with torch.no_grad():
@@ -75,22 +85,33 @@ def test_loss_and_gradient_equal_a_plain_script(folder: Path, mixture: Mixture, 
         margins.append(margin.detach())
     expected = torch.stack(losses).mean()
     expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert metrics["margin"].item() == pytest.approx(torch.stack(margins).mean().item(), rel=1e-4)
-    assert metrics["preferred"].item() == pytest.approx((torch.stack(margins) > 0).float().mean().item())
+    assert pairs == len(losses) > 3
     for name, weight in model.named_parameters():
         scale = weight.grad.abs().max()
         assert scale > 0
         assert (ours[name] - weight.grad).abs().max() < 1e-4 * scale, name
+    norm = torch.cat([weight.grad.flatten() for weight in model.parameters()]).norm().item()
+    found = one_step(model, objective, step)
+    assert found.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert found.norm.item() == pytest.approx(norm, rel=1e-4)
+    assert found.metrics["margin"].item() == pytest.approx(torch.stack(margins).mean().item(), rel=1e-4)
+    assert found.metrics["preferred"].item() == pytest.approx((torch.stack(margins) > 0).float().mean().item())
+    assert found.metrics["counted"].item() == pairs
+
+
+def one_step(model: CausalLM, objective: DpoObjective, step: Step) -> StepResult:
+    """What the step that a run takes says of itself. It changes the model."""
+    model.zero_grad()
+    mesh = Layout().mesh(World(0, 0, 1, torch.device("cpu"), None))
+    return TuneStep(model, model, objective, OptimizerConfig(learning_rate=1.0), Layout(), mesh)(step.batches, 1e-3)
 
 
 def test_the_first_step_has_no_margin(folder: Path, mixture: Mixture, tmp_path: Path) -> None:
     model, _ = load(folder, "cpu", torch.float32)
     reference = Reference.computed(model, mixture, 96, tmp_path / "reference.safetensors", "base")
-    optimizer = Optimizer(model, OptimizerConfig(learning_rate=1.0))
-    loss, metrics = DpoGradients(model, optimizer, reference, DpoConfig())(step_of(mixture, 2))
-    assert loss.item() == pytest.approx(math.log(2), abs=1e-5)
-    assert metrics["margin"].item() == pytest.approx(0, abs=1e-5)
+    found = one_step(model, DpoObjective(reference, DpoConfig()), step_of(mixture, 2))
+    assert found.loss.item() == pytest.approx(math.log(2), abs=1e-5)
+    assert found.metrics["margin"].item() == pytest.approx(0, abs=1e-5)
 
 
 def test_the_reference_is_computed_once(
@@ -99,7 +120,8 @@ def test_the_reference_is_computed_once(
     model, _ = load(folder, "cpu", torch.float32)
     cache = tmp_path / "reference.safetensors"
     first = Reference.computed(model, mixture, 96, cache, weights_digest(folder))
-    pairs = [SampleId(0, 0, number) for number in range(7)]
+    numbers = np.arange(7)
+    pairs = Samples(numbers, np.zeros_like(numbers), numbers, 0)
     calls: list[int] = []
     whole = CausalLM.forward
     monkeypatch.setattr(CausalLM, "forward", lambda self, batch: (calls.append(1), whole(self, batch))[1])

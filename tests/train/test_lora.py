@@ -6,17 +6,23 @@ import copy
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from strata.comm.launch import World
 from strata.models.batch import Batch
 from strata.models.layers import CausalLM, Linear
 from strata.models.weights import load
-from strata.train.config import OptimizerConfig
+from strata.parallel.layout import Layout
+from strata.train.data.encoding import Encoded
 from strata.train.lora import PROJECTIONS, Adapters, LoraConfig, add_lora, load_adapter, merge_lora, save_adapter
-from strata.train.optim import Optimizer
+from strata.train.optimizer.config import OptimizerConfig
+from strata.train.pack import pack
+from strata.train.steps.objective import NextToken
+from strata.train.steps.tune_step import TuneStep
 
 CONFIG = LoraConfig(rank=3, alpha=6.0, projections=["q_proj", "down_proj"])
 
@@ -75,12 +81,15 @@ def test_training_changes_adapters_alone(model: CausalLM) -> None:
     adapters = filled(model)
     frozen = {name: weight.clone() for name, weight in model.named_parameters() if not weight.requires_grad}
     before = {name: weight.detach().clone() for name, weight in adapters.named_parameters()}
-    optimizer = Optimizer(adapters, OptimizerConfig(learning_rate=1e-2))
-    model(batch()).square().sum().backward()
-    optimizer.step(1e-2)
+    mesh = Layout().mesh(World(0, 0, 1, torch.device("cpu"), None))
+    step = TuneStep(model, adapters, NextToken(), OptimizerConfig(learning_rate=1e-2), Layout(), mesh)
+    documents = Encoded(np.arange(12, dtype=np.int32), np.arange(12) % 5 != 0, np.array([0, 5, 12]))
+    result = step([pack(documents)], 1e-2)
+    assert result.norm > 0
     assert all(torch.equal(model.get_parameter(name), weight) for name, weight in frozen.items())
     assert all(not torch.equal(weight, before[name]) for name, weight in adapters.named_parameters())
-    assert len(optimizer.state()) == 2 * len(before)
+    kept = [(piece.kind, piece.name) for piece in step.pieces()]
+    assert sorted(kept) == sorted((kind, name) for kind in ("master", "exp_avg", "exp_avg_sq") for name in before)
 
 
 def test_merged_weights_compute_the_same_under_the_old_names(model: CausalLM) -> None:
