@@ -29,7 +29,7 @@ class RunConfig:
     """out: the folder that receives log, checkpoints and model. Intervals are in steps.
 
     precision: of the products of the layers, one of `PRECISIONS`; a CPU computes in float32 and takes "bf16" alone.
-    recompute: on a GPU, one of `RECOMPUTE`, or "auto" for the first that fits ("none" for mixtures of experts).
+    recompute: on a GPU, one of `RECOMPUTE`, or "auto" for the first that fits.
     deterministic: a resumed run repeats every bit; a GPU then goes without cuDNN's attention.
     """
 
