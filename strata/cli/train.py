@@ -104,22 +104,23 @@ class _Screen:
     """Progress of a run, for the one rank that prints."""
 
     def __init__(self, run: TrainConfig) -> None:
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True, highlight=False, markup=False)
         self._run = run
 
     def say(self, line: object) -> None:
-        self._console.print(line)
+        self._console.print(line, soft_wrap=isinstance(line, str))
 
     @contextmanager
     def progress(self, done: int) -> Iterator[Report]:
         columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")
-        with Bar(*columns, TimeRemainingColumn(), console=self._console) as bar:
+        lines_only = not self._console.is_terminal
+        with Bar(*columns, TimeRemainingColumn(), console=self._console, disable=lines_only) as bar:
             task = bar.add_task("starting", total=self._run.run.steps, completed=done)
 
             def show(line: dict[str, Any]) -> None:
                 text = "  ".join(f"{name} {line[name]:{form}}" for name, form in SHOWN.items() if name in line)
                 bar.update(task, completed=line["step"], description=text)
-                if not self._console.is_terminal:
-                    self._console.print(f"step {line['step']}  {text}")
+                if lines_only:
+                    self.say(f"step {line['step']}  {text}")
 
             yield show
