@@ -51,18 +51,19 @@ def replies(model: Path) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
-def test_the_shipped_recipes_teach_what_they_say(toy: Path, tmp_path: Path) -> None:
-    before = replies(model_folder("builtin"))
-    assert not any(reply.startswith("Sure!") for reply in before)
-
-    styled = replies(trained("sft.toml", toy / "style", tmp_path / "sft"))
+def test_sft_with_lora_teaches_a_style(toy: Path, tmp_path: Path) -> None:
+    assert not any(reply.startswith("Sure!") for reply in replies(model_folder("builtin")))
+    styled = replies(trained("sft.toml", toy / "style", tmp_path / "run"))
     assert sum(reply.startswith("Sure!") for reply in styled) >= 0.9 * len(styled)
     # Nothing but what was asked for is forgotten: the steps are still there.
     assert sum("Answer:" in reply for reply in styled) >= 0.9 * len(styled)
-    assert (tmp_path / "sft/adapter/adapter_model.safetensors").exists()
+    assert (tmp_path / "run/adapter/adapter_model.safetensors").exists()
 
-    short = replies(trained("dpo.toml", toy / "short", tmp_path / "dpo"))
-    assert sum(map(len, short)) < 0.6 * sum(map(len, before))
-    last = log(tmp_path / "dpo")[-1]
+
+def test_dpo_makes_answers_shorter(toy: Path, tmp_path: Path) -> None:
+    before = replies(model_folder("builtin"))
+    after = replies(trained("dpo.toml", toy / "short", tmp_path / "run"))
+    assert sum(map(len, after)) < 0.6 * sum(map(len, before))
+    last = log(tmp_path / "run")[-1]
     assert last["preferred"] > 0.9
     assert last["margin"] > 1
