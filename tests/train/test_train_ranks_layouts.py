@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.parallel.ranks import run_ranks
 from tests.train.tiny_run import EXPERTS, Files, Table, write_files
 from tests.train.train_ranks import train_each
@@ -30,13 +28,13 @@ LATE_SECONDS = 0.05
 By_name = dict[str, list[Table]]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> By_name:
-    """By name, what each rank found in a run; those of one process have one."""
-    folder = tmp_path_factory.mktemp("runs")
-    files = write_files(folder / "files")
-    ranks = run_ranks(train_each, 2, folder, timeout=120, runs=_runs(files, folder))
-    return {name: [one[name] for one in ranks if name in one] for name in ranks[0]}
+def test_runs_over_two_ranks(tmp_path: Path) -> None:
+    """One launch for all, since it takes longer than the runs."""
+    ranks = run_ranks(train_each, 2, tmp_path, timeout=120, runs=_runs(write_files(tmp_path / "files"), tmp_path))
+    found = {name: [one[name] for one in ranks if name in one] for name in ranks[0]}
+    check_every_layout_trains_as_one_process(found)
+    check_resumed_on_other_ranks_and_layouts(found)
+    check_a_slow_rank_is_named(found)
 
 
 def _runs(files: Files, folder: Path) -> dict[str, Table]:
@@ -77,7 +75,7 @@ def differences(one: list[float], other: list[float]) -> list[float]:
     return [abs(x - y) / y for x, y in zip(one, other, strict=True)]
 
 
-def test_every_layout_trains_as_one_process(found: By_name) -> None:
+def check_every_layout_trains_as_one_process(found: By_name) -> None:
     largest = {}
     for name in (*LAYOUTS, "experts", "lora", "dpo"):
         alone = found[f"{name if f'{name}-alone' in found else 'dp'}-alone"][0]
@@ -93,7 +91,7 @@ def test_every_layout_trains_as_one_process(found: By_name) -> None:
     assert max(largest.values()) < BOUND
 
 
-def test_resumed_on_other_ranks_and_layouts(found: By_name) -> None:
+def check_resumed_on_other_ranks_and_layouts(found: By_name) -> None:
     through = found["through"][0]
     seen, trained = [], []
     for number, layout in enumerate(RESUMED):
@@ -109,7 +107,7 @@ def test_resumed_on_other_ranks_and_layouts(found: By_name) -> None:
     assert max(apart) < BOUND
 
 
-def test_a_slow_rank_is_named(found: By_name) -> None:
+def check_a_slow_rank_is_named(found: By_name) -> None:
     first, _ = found["slow"]
     reports = [line for line in first["said"] if "slower than the median" in line]
     assert reports
