@@ -55,13 +55,6 @@ learning_rate = 5e-3
 [schedule]
 warmup = 2
 decay = 2
-
-[evaluate]
-examples = 1
-max_tokens = 4
-
-[export]
-folder = "{folder}/exported"
 """
 
 
@@ -89,9 +82,10 @@ def log(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_command_trains_evaluates_and_exports(train: Train, tmp_path: Path) -> None:
-    result = train("--run.steps", "4")
-    assert result.exit_code == 0, result.output
     exported = tmp_path / "exported"
+    evaluate = ("--evaluate.examples", "1", "--evaluate.max_tokens", "4", "--export.folder", str(exported))
+    result = train("--run.steps", "4", *evaluate)
+    assert result.exit_code == 0, result.output
     names = {path.name for path in exported.iterdir()}
     assert {"model.safetensors", "config.json", "tokenizer.json", "training.jsonl", "recipe.json"} <= names
     accuracy = json.loads((exported / "accuracy.json").read_text())
@@ -111,11 +105,10 @@ def test_the_command_trains_evaluates_and_exports(train: Train, tmp_path: Path) 
 
 
 def test_a_run_goes_on_where_it_was(train: Train, tmp_path: Path) -> None:
-    short = ("--evaluate.examples", "1", "--schedule.decay", "0")
-    assert train("--run.steps", "3", *short).exit_code == 0
-    again = train("--run.steps", "3", *short)
+    assert train("--run.steps", "3", "--schedule.decay", "0").exit_code == 0
+    again = train("--run.steps", "3", "--schedule.decay", "0")
     assert "holds a run (step-00000003); resume it or choose another out" in str(again.exception)
-    assert train("--run.steps", "5", *short, "--resume").exit_code == 0
+    assert train("--run.steps", "5", "--schedule.decay", "0", "--resume").exit_code == 0
     assert [line["step"] for line in log(tmp_path / "run")] == [1, 2, 3, 4, 5]
 
 
@@ -173,8 +166,8 @@ def test_wrong_arguments_are_told_in_a_line(train: Train, tmp_path: Path, argume
 def test_a_value_may_begin_with_a_dash_and_the_file_stands_first(train: Train, tmp_path: Path) -> None:
     result = train("--run.seed", "-3", "--run.steps", "4")
     assert result.exit_code == 0, result.output
-    recipe = json.loads((tmp_path / "exported/recipe.json").read_text())
-    assert recipe["run"]["seed"] == -3
+    state = json.loads((tmp_path / "run/checkpoints/step-00000004/state.json").read_text())
+    assert state["recipe"]["run"]["seed"] == -3
     result = CliRunner().invoke(app, ["train", "--run.steps", "4", str(tmp_path / "run.toml")])
     assert str(result.exception) == "--run.steps stands before the file; write strata train FILE --SECTION.KEY VALUE"
 
@@ -195,7 +188,7 @@ def test_an_estimate_trains_nothing(train: Train, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("steps", "traced"), [("2-3", 2), ("4", 1), ("6-9", 1)])
 def test_a_profile_is_a_trace_and_a_table(train: Train, tmp_path: Path, steps: str, traced: int) -> None:
-    result = train("--profile", steps, "--evaluate.examples", "1")
+    result = train("--profile", steps)
     assert result.exit_code == 0, result.output
     with gzip.open(tmp_path / "run/profile/trace.json.gz") as stream:
         events = json.load(stream)["traceEvents"]
