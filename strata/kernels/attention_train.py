@@ -26,7 +26,8 @@ def _library() -> tuple[Callable[..., Any], dict[str, bool]] | None:
     return varlen_attn, {"enable_gqa": True} if "enable_gqa" in accepted else {}
 
 
-_LIBRARY = _library()
+# The import loads torch.compile, most of a second that a machine without a GPU need not wait.
+_LIBRARY = _library() if torch.cuda.is_available() else None
 # cuDNN builds a graph for each new shape, 27 ms: only lengths that recur go there.
 DENSE_MULTIPLE = 512
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from strata.train.config import TrainConfig
+from strata.train.data.loader import ORDER
 from strata.train.data.shards import TokenDataset
 
 
@@ -24,6 +25,7 @@ def recipe_of(config: TrainConfig, datasets: Sequence[TokenDataset], device: str
     recipe = {
         "run": {"seed": config.run.seed, "device": device, "precision": config.run.precision},
         **{name: values[name] or {} for name in ("start", "model", "data", "optimizer", "balance", "lora", "dpo")},
+        "order": {"version": ORDER},
         "fingerprints": dict(enumerate(one.fingerprint for one in datasets)),
     }
     read: dict[str, Any] = json.loads(json.dumps(recipe))

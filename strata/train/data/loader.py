@@ -15,6 +15,9 @@ from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenizer_digest
 from strata.train.pack import PackedBatch, Samples, pack
 
+# Raised whenever the same seed, data and settings give other packs: a run is resumed only in the order it began in.
+ORDER = 2
+
 
 @dataclass(frozen=True)
 class Place:
