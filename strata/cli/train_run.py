@@ -13,8 +13,6 @@ import torch
 from rich.table import Table
 
 from strata.comm.launch import World, join_world
-from strata.engine.llm import LLM
-from strata.engine.sampling_params import SamplingParams
 from strata.hardware import specs
 from strata.train.config import EvaluateConfig, TrainConfig
 from strata.train.encode import Encoder
@@ -96,6 +94,10 @@ def peak_flops(device: torch.device) -> float | None:
 
 def evaluate(folder: Path, config: EvaluateConfig, device: torch.device) -> list[Score]:
     """Held-out accuracy of the model in `folder` by exercise, greedily decoded by the engine."""
+    # Imported here: most runs evaluate nothing, and every rank would pay for it.
+    from strata.engine.llm import LLM
+    from strata.engine.sampling_params import SamplingParams
+
     encoder = Encoder.load(folder)
     examples = questions(config.examples)
     llm = LLM(folder, device=str(device))

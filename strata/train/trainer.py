@@ -98,7 +98,11 @@ class Trainer:
         with self._sole_run():
             pass  # before anything of another run is touched
         self.checkpoints = Checkpointer(
-            self.folder / "checkpoints", self.world, keep=config.run.keep_checkpoints, warn=warn
+            self.folder / "checkpoints",
+            self.world,
+            keep=config.run.keep_checkpoints,
+            warn=warn,
+            waits=lambda: self._watch.at(self.position.step, "checkpoint"),  # a slow disk is no hang
         )
         clock = ComputeClock(self.world.device)
         self._phases = FollowedPhases(self._watch, clock)

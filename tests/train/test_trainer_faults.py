@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from strata.comm.launch import World
+from strata.train.checkpoints.checkpointer import Checkpointer
 from strata.train.checkpoints.folder import checkpoints, read_state
 from strata.train.checkpoints.state import Piece
 from strata.train.config import TrainConfig
@@ -306,3 +308,15 @@ def test_half_written_and_corrupt_checkpoints(small: Small, tmp_path: Path) -> N
         (path / "state.json").write_text("{}")
     with pytest.raises(ValueError, match=r"all 2 checkpoints in .* are corrupt; remove them to begin again"):
         Trainer(small(), ALONE, resume=True)
+
+
+def test_a_slow_disk_is_no_hang(tmp_path: Path) -> None:
+    """While the end of a run waits for its checkpoint, it says again and again that it is still there."""
+    told: list[float] = []
+    world = World(0, 0, 1, torch.device("cpu"), None)
+    writer = Checkpointer(tmp_path, world, keep=1, warn=pytest.fail, waits=lambda: told.append(time.monotonic()))
+    tensor = torch.zeros(8_000_000)
+    piece = Piece("master", "weight", (tensor.numel(),), ((0, tensor.numel()),), 0, tensor)
+    writer.start(1, {"recipe": {}}, [piece])
+    assert writer.finish() is not None
+    assert told

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -51,13 +51,16 @@ class Checkpointer:
     stalled_seconds: for how long, since the beginning, these calls have kept the host from training.
     """
 
-    def __init__(self, folder: Path, world: World, *, keep: int, warn: Warn) -> None:
+    def __init__(
+        self, folder: Path, world: World, *, keep: int, warn: Warn, waits: Callable[[], None] = lambda: None
+    ) -> None:
         """Removes what an interrupted run left unfinished. keep: how many checkpoints remain. warn: is told, on every
-        rank, of a checkpoint that could not be written or read.
+        rank, of a checkpoint that could not be written or read. waits: called now and then while a call waits for one to
+        be written, which may take long.
         """
         if keep < 1:
             raise ValueError(f"keep = {keep} checkpoints must be at least 1")
-        self.folder, self.world, self.keep, self.warn = folder, world, keep, warn
+        self.folder, self.world, self.keep, self.warn, self._waits = folder, world, keep, warn, waits
         self.stalled_seconds = 0.0
         self._everyone = Mesh.of(world, {"dp": world.size}).axis("dp")
         self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
@@ -126,6 +129,7 @@ class Checkpointer:
         path = None
         while self._writer is not None:
             path = self.poll()
+            self._waits()
             with self._stall():
                 time.sleep(_POLL_SECONDS)
         if self._remover is not None:
