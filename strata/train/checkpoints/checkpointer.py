@@ -55,8 +55,8 @@ class Checkpointer:
         self, folder: Path, world: World, *, keep: int, warn: Warn, waits: Callable[[], None] = lambda: None
     ) -> None:
         """Removes what an interrupted run left unfinished. keep: how many checkpoints remain. warn: is told, on every
-        rank, of a checkpoint that could not be written or read. waits: called now and then while a call waits for one to
-        be written, which may take long.
+        rank, of a checkpoint that could not be written or read. waits: called now and then while a call waits for one
+        to be written, which may take long.
         """
         if keep < 1:
             raise ValueError(f"keep = {keep} checkpoints must be at least 1")
