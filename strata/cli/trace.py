@@ -25,7 +25,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("lookup", ("embedding", "index", "gather", "newest_tokens")),
     ("loss", ("softmax_gradient",)),
     ("quantization", ("quantize", "largest_kernel")),
-    ("optimizer", ("adamw",)),
+    ("optimizer", ("adamw", "muon")),
 )
 OTHER = "other"
 

@@ -72,7 +72,9 @@ _ARGUMENTS = {
 
 @cache
 def _library() -> Any:
-    """The cuBLASLt that torch has loaded into this process, None if it has not."""
+    """The cuBLASLt that torch has loaded into this process, None if it has not or has no device for it."""
+    if not torch.cuda.is_available():  # torch's builds for CUDA load it anyway
+        return None
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.is_file() else []
     paths = sorted({line.split(maxsplit=5)[5] for line in lines if "libcublasLt.so" in line})
