@@ -50,14 +50,15 @@ def train(
     strata bench train --shape 8B --ranks 8 --layout shard=8,zero=2 --recompute mlp
     """
     from strata.cli.train_speed import TrainingTest, measure
-    from strata.train.launch import launch
+    from strata.train.launch import ended_at_once, launch
 
     if ranks > 1 and "RANK" not in os.environ:
         raise typer.Exit(launch([sys.executable, "-m", "strata", *sys.argv[1:]], ranks))
     test = TrainingTest(
         shape, batch, sequence, precision, recompute, layout, optimizer, offload=offload, records=not eager
     )
-    found = measure(test, device, steps=steps, repeat=repeat, losses=losses, kernels=kernels)
+    with ended_at_once():
+        found = measure(test, device, steps=steps, repeat=repeat, losses=losses, kernels=kernels)
     if found is not None:
         values, text = found
         report(values, text, as_json=as_json, save=save)

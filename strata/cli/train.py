@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from strata.train.config import TrainConfig, read_train_config
-from strata.train.launch import REFUSED, launch
+from strata.train.launch import ended_at_once, launch
 from strata.train.trainer import Report
 
 # What a line of the log shows on the screen, where it has it.
@@ -69,13 +69,8 @@ def train(
     from strata.cli.train_run import run_on_this_rank
 
     try:
-        run_on_this_rank(run, _Screen, resume=resume, steps=None if profile is None else _steps(profile))
-    except ValueError as error:
-        if "RANK" not in os.environ:
-            raise
-        print(f"strata: error: {error}", file=sys.stderr, flush=True)
-        # At once: in the seconds that an orderly end takes, the launcher would show what other ranks say of the same.
-        os._exit(REFUSED)
+        with ended_at_once():
+            run_on_this_rank(run, _Screen, resume=resume, steps=None if profile is None else _steps(profile))
     finally:
         gc.freeze()  # or the end of the process searches all that was imported for garbage, for seconds
 

@@ -59,6 +59,29 @@ def launch(command: Sequence[str], ranks: int, restarts: int = 0) -> int:
                 return failed.code if failed.code > 0 else 128 - failed.code
 
 
+@contextmanager
+def ended_at_once() -> Iterator[None]:
+    """Around what a rank does: an error ends its process at once, with the code `REFUSED` for a ValueError and 1 for
+    any other; without ranks it is raised as ever.
+
+    In the seconds that an orderly end of Python takes, the launcher would show what other ranks say of the same. And it
+    may not end: NCCL waits for recorded steps to be freed, and the launcher, with all other ranks, for this one.
+    """
+    try:
+        yield
+    except Exception as error:
+        if "RANK" not in os.environ:
+            raise
+        is_refused = isinstance(error, ValueError)
+        if is_refused:
+            print(f"strata: error: {error}", file=sys.stderr)
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(REFUSED if is_refused else 1)
+
+
 class _Rank:
     """A process and what it wrote to standard error that has not appeared yet."""
 

@@ -20,7 +20,7 @@ BUSY_CYCLES = 1_000_000_000  # about half a second
 
 def test_copies_lie_between_the_updates_before_and_after(tmp_path: Path) -> None:
     world = World(0, 0, 1, torch.device("cuda", 0), None)
-    on_device = torch.zeros(ELEMENTS, device="cuda")
+    on_device = torch.ones(ELEMENTS, device="cuda")  # loads the kernel that fills: later, that may wait for the device
     on_host = torch.zeros(1000).pin_memory()
     pieces = [
         Piece(kind, "weight", tuple(tensor.shape), ((0, tensor.numel()),), 0, tensor)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.train.launch import launch
+from strata.train.launch import REFUSED, ended_at_once, launch
 from tests.train.fault_ranks import STEPS
 
 
@@ -129,3 +129,23 @@ def test_no_process_is_left(tmp_path: Path, number: signal.Signals) -> None:
 def test_no_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="0 ranks and 0 restarts: at least 1 rank"):
         launch(["true"], 0)
+
+
+@pytest.mark.parametrize(("error", "code", "last"), [("Value", REFUSED, "strata: error: no"), ("OS", 1, "OSError: no")])
+def test_a_rank_that_fails_ends_although_python_would_wait(
+    monkeypatch: pytest.MonkeyPatch, error: str, code: int, last: str
+) -> None:
+    """As NCCL's end waits for recorded steps; the launcher waits for the rank, and so would all others."""
+    lines = (
+        "import threading",
+        "from strata.train.launch import ended_at_once",
+        "threading.Thread(target=threading.Event().wait).start()",
+        "with ended_at_once():",
+        f"    raise {error}Error('no')",
+    )
+    command = [sys.executable, "-c", "\n".join(lines)]
+    found = subprocess.run(command, env=os.environ | {"RANK": "0"}, capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stderr.splitlines()[-1]) == (code, last)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="no"), ended_at_once():
+        raise ValueError("no")
