@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -47,6 +48,7 @@ def run_on_this_rank(
     if config.evaluate is None:
         return
     if finished.device.type == "cuda":
+        gc.collect()  # graphs of a model are cycles
         torch.cuda.empty_cache()  # the trainer's memory, which the engine may now take
     scores = evaluate(finished.model, config.evaluate, finished.device)
     table = json.dumps(accuracy_table(scores), indent=2) + "\n"

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from strata.comm.observer import Observer
+from strata.comm.recordings import forget_recordings
 
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -72,6 +73,9 @@ def join_world(device: str = "auto", *, timeout_seconds: float = 600.0) -> Itera
     yield World(rank, local_rank, size, chosen, backend, restarts)
     # Not after an error: leaving waits for what is under way, and the other ranks are not told of it but by this one's
     # end, which says who failed first.
+    if chosen.type == "cuda":
+        torch.cuda.synchronize()
+    forget_recordings()
     dist.destroy_process_group()
 
 

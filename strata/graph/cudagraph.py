@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strata.comm.recordings import hold
+
 
 def borrowed(tensor: Tensor) -> Tensor:
     """The same memory of a contiguous CUDA tensor, without keeping it: for what the next recording may overwrite.
@@ -33,15 +35,21 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        hold(self)
 
-    def record(self, key: Hashable, run: Callable[[], None]) -> None:
-        """Run `run` once to warm up (compilation, library handles), then record it under `key`."""
+    def record(self, key: Hashable, run: Callable[[], None], between: Callable[[], None] = lambda: None) -> None:
+        """Run `run` once to warm up (compilation, library handles), then record it under `key`.
+
+        between: lets go of what the first run left, whose memory could not be freed or used while the second is
+        recorded.
+        """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             run()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
+        between()
         graph = torch.cuda.CUDAGraph()
         collecting = gc.isenabled()
         gc.disable()  # a collection that frees device memory would break the recording
@@ -57,3 +65,7 @@ class CudaGraphs:
     def replay(self, key: Hashable) -> None:
         """Launch the recording on the current stream."""
         self._graphs[key].replay()
+
+    def forget(self) -> None:
+        """Free all recordings. None is replayed after."""
+        self._graphs.clear()

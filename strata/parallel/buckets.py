@@ -132,12 +132,16 @@ class Bucket:
         if self.master.data_ptr() != self.own_weights.data_ptr():
             self.own_weights.copy_(self.master)
 
-    def start_gather(self) -> None:
-        """Send this rank's part of the weights to the others, and forget the gradient."""
-        self._check_place()
+    def forget(self) -> None:
+        """The gradient."""
         for part in self.parts:
             part.master.grad = None
         self._reduced = None
+
+    def start_gather(self) -> None:
+        """Send this rank's part of the weights to the others, and forget the gradient."""
+        self._check_place()
+        self.forget()
         self._gathering = start_gather(self.own_weights, self.axes.divided, self.weights)
 
     def wait(self) -> None:

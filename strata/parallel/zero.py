@@ -131,6 +131,11 @@ class ZeroGradients:
             bucket.round_masters()
         self.start_gathering()
 
+    def forget(self) -> None:
+        """The gradients, and free their memory."""
+        for bucket in self._buckets:
+            bucket.forget()
+
     @torch.no_grad()
     def start_gathering(self) -> None:
         """`gather` without its end, as `start_publishing` is."""
@@ -148,13 +153,16 @@ class ZeroGradients:
         divided.
         """
         waited: set[int] = set()
-        for node in graph.graph.find_nodes(op="get_attr"):
-            names = [name for name in node.meta.get("parameters", ()) if self._home[name] not in waited]
+        layer = None  # of what stands before: the weight of the last norm has none, and is waited for in the last one
+        for node in list(graph.graph.nodes):
+            layer = layer if node.meta.get("layer") is None else node.meta["layer"]
+            fetched = node.meta.get("parameters", ()) if node.op == "get_attr" else ()
+            names = [name for name in fetched if self._home[name] not in waited]
             if names:
                 waited |= {self._home[name] for name in names}
                 with graph.graph.inserting_before(node):
                     waiting = graph.graph.call_function(self.wait, (names,))
-                waiting.meta["layer"] = node.meta["layer"]
+                waiting.meta["layer"] = layer
         graph.recompile()
 
     def _send_rest(self) -> None:

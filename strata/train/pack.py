@@ -61,15 +61,15 @@ class PackedBatch:
     def to(self, device: torch.device) -> tuple[Batch, Tensor, Tensor]:
         """The model's batch, rows [targets] and targets [targets] on `device`."""
         batch = Batch(
-            _move(self.tokens, device),
-            _move(self.positions, device),
-            _move(self.offsets, device),
+            move(self.tokens, device),
+            move(self.positions, device),
+            move(self.offsets, device),
             int(self.lengths.max()),
         )
-        return batch, _move(self.rows, device), _move(self.targets, device)
+        return batch, move(self.rows, device), move(self.targets, device)
 
 
-def _move(array: NDArray[np.int32] | NDArray[np.int64], device: torch.device) -> Tensor:
+def move(array: NDArray[np.int32] | NDArray[np.int64], device: torch.device) -> Tensor:
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 

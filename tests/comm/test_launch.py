@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
 
+from strata.comm import launch
 from strata.comm.launch import World, join_world
 from strata.comm.mesh import Mesh
+from strata.comm.recordings import hold
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -54,6 +58,26 @@ def test_an_unknown_device_is_refused(environment: pytest.MonkeyPatch) -> None:
         environment.setenv(name, value)
     with pytest.raises(ValueError, match="process 5 of this machine has no GPU of its own, there are 4"), join_world():
         pass
+
+
+def test_recordings_that_somebody_keeps_are_gone_before_the_ranks_part(environment: pytest.MonkeyPatch) -> None:
+    """NCCL's end waits for them."""
+    happened = []
+
+    class Kept:
+        def forget(self) -> None:
+            happened.append("forgotten")
+
+    for name, value in TORCHRUN.items():
+        environment.setenv(name, value)
+    environment.setenv("WORLD_SIZE", "2")
+    environment.setattr(launch, "rendezvous", lambda *_, **__: iter([(HashStore(), 0, 2)]))
+    environment.setattr(dist, "init_process_group", lambda *_, **__: None)
+    environment.setattr(dist, "destroy_process_group", lambda: happened.append("parted"))
+    kept = Kept()
+    with join_world("cpu"):
+        hold(kept)
+    assert happened == ["forgotten", "parted"]
 
 
 @pytest.mark.parametrize(

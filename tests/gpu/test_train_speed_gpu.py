@@ -24,6 +24,7 @@ from strata.models.config import config_from_dict
 from strata.parallel.layout import Layout
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.pack import PackedBatch
+from strata.train.settings import deterministic
 from strata.train.steps.make import fresh, make_step
 from strata.train.steps.parallel_step import ParallelStep
 from tests.train.step_ranks import pack_of
@@ -248,6 +249,25 @@ def test_steps_follow_the_cpu(lengths: tuple[int, ...]) -> None:
     exact, found = (torch.tensor(steps(device, lengths)) for device in ("cpu", "cuda"))
     torch.testing.assert_close(found, exact, rtol=3e-2, atol=0)
     assert found[-1, 0] < 0.95 * found[0, 0]
+
+
+@pytest.mark.parametrize("recompute", ["none", "mlp"])
+def test_replayed_steps_have_the_bits_of_launched_ones_where_that_is_wanted(recompute: str) -> None:
+    """Or a run that resumes, whose first step is launched, would not repeat the one that went through."""
+    found = []
+    with deterministic(True):
+        for replays in (True, False):
+            step = step_on("cuda", recompute=recompute)
+            numbers = []
+            for seed in range(6):
+                if not replays:
+                    step._before = None
+                result = step([pack_of(seed, [512, 512], 50, 0.7)], 1e-3)
+                numbers.append([result.loss.item(), result.norm.item()])
+            assert (step._recorded is not None) == replays
+            found.append((numbers, [piece.tensor.clone() for piece in step.pieces()]))
+    assert found[0][0] == found[1][0]
+    assert all(map(torch.equal, found[0][1], found[1][1]))
 
 
 @pytest.mark.parametrize("precision", ["fp8-tensor", "fp8-row"])

@@ -10,6 +10,8 @@ import torch
 
 from strata.comm import collectives
 from strata.comm.launch import World
+from strata.kernels.attention import attention
+from strata.kernels.op import Implementation
 from strata.models.batch import Batch
 from strata.models.families import build
 from strata.models.layers import CausalLM
@@ -228,6 +230,35 @@ def test_a_parameter_that_was_moved_away_is_told(alone: World) -> None:
     model.model.norm.weight.data = model.model.norm.weight.data.clone()
     with pytest.raises(RuntimeError, match=r"parameter model\.norm\.weight was moved away from the memory"):
         gradients.publish()
+
+
+@pytest.mark.parametrize("recompute", ["none", "mlp"])
+def test_a_graph_waits_for_weights_no_sooner_than_it_needs_them(
+    monkeypatch: pytest.MonkeyPatch, alone: World, recompute: str
+) -> None:
+    """The last norm's travel last, with the head's: the first layers do not wait for them."""
+    model = random_model(CONFIG)
+    _, gradients = divided(alone, model, 1)
+    happened: list[str] = []
+    monkeypatch.setattr(gradients, "wait", lambda names: happened.extend(names))
+    graph = TrainingGraph(model, recompute=recompute, prepare=gradients.wait_in_graph)
+    of_layer = attention.bind("cpu", differentiable=True).candidates[0].run
+
+    def attend(*given: Any) -> torch.Tensor:
+        happened.append("attention")
+        found: torch.Tensor = of_layer(*given)
+        return found
+
+    monkeypatch.setattr(attention, "_bound", {})
+    monkeypatch.setattr(attention, "implementations", [Implementation("told", attend, "cpu", differentiable=True)])
+    graph(random_batch(CONFIG, [7, 5])[0])
+    assert happened[0] == "model.embed_tokens.weight"
+    layers = [place for place, name in enumerate(happened) if name == "attention"]
+    assert happened.index("model.norm.weight") > layers[-1]
+    for layer, place in enumerate(layers):
+        assert happened.index(f"model.layers.{layer}.input_layernorm.weight") in range(
+            layers[layer - 1] if layer else 0, place
+        )
 
 
 def test_a_gradient_that_comes_too_late_is_told(alone: World) -> None:

@@ -36,6 +36,28 @@ def test_one_process_is_never_slow() -> None:
     assert [alone.report([2.0, 3.0, 9.0], 9.0).slow for _ in range(4)] == [()] * 4
 
 
+def test_what_is_recorded_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA answers no question about an event that was recorded into a graph."""
+
+    class Event:
+        def __init__(self, **_: object) -> None:
+            assert not torch.cuda.is_current_stream_capturing()
+
+        def record(self) -> None: ...
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, _: object) -> float:
+            return 2000.0
+
+    clock = ComputeClock(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for captures in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=captures: now)
+        clock.begin()
+        clock.end()
+    assert clock.take() == [2.0]
+
+
 def three(world: World, folder: Path) -> dict[str, Any]:
     """Rank 1 computes longer in two intervals of three steps; and what a watch counts of the exchanges."""
     with HangWatch(world, folder / "faults", 60.0) as watch:

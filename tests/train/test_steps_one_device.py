@@ -199,8 +199,9 @@ class Replayed:
     def __init__(self) -> None:
         self._runs: dict[str, Callable[[], None]] = {}
 
-    def record(self, key: str, run: Callable[[], None]) -> None:
+    def record(self, key: str, run: Callable[[], None], between: Callable[[], None] = lambda: None) -> None:
         run()
+        between()
         self._runs[key] = run
 
     def replay(self, key: str) -> None:
@@ -231,6 +232,23 @@ def test_recorded_steps_are_the_launched_ones(monkeypatch: pytest.MonkeyPatch, f
     assert len(called) == 2 * len(work)
     for name, master in state(steps[0], "master").items():
         torch.testing.assert_close(master, state(steps[1], "master")[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_step_that_may_be_recorded_is_launched_as_a_recording_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that resumes has nothing recorded: its first step has the bits of one that is replayed."""
+    monkeypatch.setattr(recorded, "CudaGraphs", Replayed)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+    through, resumed = (step_of("llama", torch.float32) for _ in range(2))
+    through._records = resumed._records = True
+    for index in range(4):
+        resumed._before = None
+        found, wanted = (step([pack_of(index, [8, 8], 61, 0.6)], RATE) for step in (resumed, through))
+        assert torch.equal(found.loss, wanted.loss)
+        assert torch.equal(found.norm, wanted.norm)
+    assert resumed._recorded is None
+    assert through._recorded is not None
+    for name, master in state(through, "master").items():
+        assert torch.equal(master, state(resumed, "master")[name]), name
 
 
 def test_gradients_of_several_passes_add_up_in_the_masters_precision() -> None:

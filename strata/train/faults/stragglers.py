@@ -19,18 +19,24 @@ class ComputeClock:
     waits for no other rank. On a GPU by events in its stream, so the host waits for nothing.
 
     Where ranks wait for each other within a layer (tensor, context and pipeline parallel), these look alike, and it is
-    their group that is compared with others.
+    their group that is compared with others. What is recorded, and so runs later, is not timed: the host cannot ask for
+    an event in a recording.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._begun: torch.cuda.Event | float = 0.0
+        self._begun: torch.cuda.Event | float | None = None
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event] | float] = []
 
     def begin(self) -> None:
-        self._begun = _event() if self._is_cuda else time.perf_counter()
+        if not self._is_cuda:
+            self._begun = time.perf_counter()
+        else:
+            self._begun = None if torch.cuda.is_current_stream_capturing() else _event()
 
     def end(self) -> None:
+        if self._begun is None:
+            return
         if isinstance(self._begun, float):
             self._spans.append(time.perf_counter() - self._begun)
         else:

@@ -110,7 +110,10 @@ class OneDeviceGradients:
         self.start_gathering()
 
     def start_gathering(self) -> None:
-        """Forget the gradients: nobody else has weights."""
+        """Nobody else has weights."""
+        self.forget()
+
+    def forget(self) -> None:
         for part in self.parts:
             part.master.grad = None
 

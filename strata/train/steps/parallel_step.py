@@ -17,10 +17,10 @@ from strata.parallel.parallelize import Parallel
 from strata.train.checkpoints.state import Piece
 from strata.train.optimizer.clip import clip_scale
 from strata.train.optimizer.part_optimizer import PartOptimizer
-from strata.train.pack import PackedBatch
+from strata.train.pack import PackedBatch, move
 from strata.train.phases import PASSES, Phases
 from strata.train.steps.balance import NoBalancing
-from strata.train.steps.micro_batch import micro_batch
+from strata.train.steps.micro_batch import every_target, micro_batch
 from strata.train.steps.passes import GraphPasses, Passes
 from strata.train.steps.recorded import RecordedStep, Shape, fixed_shape, shape_of_all
 from strata.train.steps.result import StepResult
@@ -68,7 +68,8 @@ class ParallelStep:
 
     def __call__(self, batches: Sequence[PackedBatch], rate: float) -> StepResult:
         self._optimizer.begin(rate)
-        recorded = self._recording(batches) if self._records else None
+        before, self._before = self._before, self._shape_of_all(batches)
+        recorded = self._recording() if self._before is not None and self._before == before else None
         if recorded is not None:
             self._phases.at("replayed passes")
             loss, norm, counted = recorded(batches[0], self._begin_update)
@@ -92,11 +93,18 @@ class ParallelStep:
         own = torch.tensor(counts, dtype=self._dtype)
         if self._device.type == "cuda":
             own = own.pin_memory().to(self._device, non_blocking=True)
-        micro_batches = [self._to_micro_batch(one) for one in batches]
-        found = self._reduced(partial(self._passes, micro_batches), own)
+        found = self._reduced(self._passes_over(batches), own)
         self._begin_update()
         self._update(found[1])
         return found
+
+    def _passes_over(self, batches: Sequence[PackedBatch]) -> Callable[[Tensor], Tensor]:
+        if self._before is None:
+            return partial(self._passes, [self._to_micro_batch(one) for one in batches])
+        # As a recording computes, so that a run that resumes, and has nothing recorded yet, repeats the bits.
+        assert isinstance(self._passes, GraphPasses)
+        targets = move(every_target(batches[0]), self._device)
+        return partial(self._passes.over_all, batches[0].to(self._device)[0], targets)
 
     def _begin_update(self) -> None:
         self._phases.at("update")
@@ -126,13 +134,15 @@ class ParallelStep:
         self._optimizer.update(clip_scale(norm, self._clip))
         self._balancing.update(norm)
 
-    def _recording(self, batches: Sequence[PackedBatch]) -> RecordedStep | None:
-        """The recorded step of this shape, if it recurs on all ranks."""
-        before, self._before = self._before, shape_of_all(fixed_shape(batches), self._everyone)
-        if self._before is None or self._before != before:
-            return None
+    def _shape_of_all(self, batches: Sequence[PackedBatch]) -> Shape | None:
+        return shape_of_all(fixed_shape(batches), self._everyone) if self._records else None
+
+    def _recording(self) -> RecordedStep:
+        """The recorded step of the shape that recurs on all ranks."""
+        assert self._before is not None
+        assert isinstance(self._passes, GraphPasses)
         if self._recorded is None or self._recorded.shape != self._before:
             self._recorded = None
             torch.cuda.empty_cache()  # a recording has memory of its own
-            self._recorded = RecordedStep(self._before, self._device, self._over_all, self._update)
+            self._recorded = RecordedStep(self._before, self._device, self._over_all, self._update, self._passes.forget)
         return self._recorded

@@ -41,6 +41,9 @@ class WatchedGradients(Gradients, Protocol):
     def take(self, leaf: Tensor) -> None:
         """The gradient of `leaf` is complete for this pass. For one that autograd does not tell of."""
 
+    def forget(self) -> None:
+        """The gradients that `reduce` left, and free their memory."""
+
     def start_gathering(self) -> None:
         """`gather` without its end: parameters hold neither old nor new weights until `wait`."""
 
@@ -90,6 +93,7 @@ class GraphPasses:
         self._model, self._graph, self._gradients = model, graph, gradients
         for whole, parameters in graph.merged:
             gradients.watch(whole, parameters)
+        self.forget = gradients.forget
 
     def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
         scale = counted.reciprocal()

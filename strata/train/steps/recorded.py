@@ -26,13 +26,15 @@ class RecordedStep:
         device: torch.device,
         passes: Callable[[Batch, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
         update: Callable[[Tensor], None],
+        forget: Callable[[], None],
     ) -> None:
         """passes: Batch, targets [tokens] (-100 where none counts) and this rank's count of them [] to loss, norm and
         the count of all ranks, [] each; run again without an update, they give the same. update: takes the norm.
+        forget: the gradients that passes left.
         """
         sequences, length = shape
         count = sequences * length
-        self.shape, self._passes, self._update = shape, passes, update
+        self.shape, self._passes, self._update, self._forget = shape, passes, update, forget
         self._batch = Batch(
             tokens=torch.zeros(count, dtype=torch.int32, device=device),
             positions=torch.arange(length, dtype=torch.int32, device=device).repeat(sequences),
@@ -50,7 +52,7 @@ class RecordedStep:
         self._targets.copy_(torch.from_numpy(every_target(packed)).pin_memory(), non_blocking=True)
         self._own.fill_(len(packed.targets))
         if not self._recorded:
-            self._recordings.record("passes", self._run_passes)
+            self._recordings.record("passes", self._run_passes, self._forget)
         # Recording runs nothing, and what ran before it left its gradients elsewhere.
         self._recordings.replay("passes")
         before_update()
