@@ -49,8 +49,8 @@ WIDE = {
     "tie_word_embeddings": False,
     "max_position_embeddings": 512,
 }
-STEPS = 8
-OTHER = 4  # of another shape on one rank; what was recorded before is replayed again afterwards
+STEPS = 10
+OTHER = 4  # of another shape on one rank; after four more of one shape, the last two steps are recorded anew
 RATE = 1e-3
 
 

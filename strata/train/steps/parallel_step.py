@@ -31,7 +31,8 @@ class ParallelStep:
 
     The updated weights travel at the beginning of the next step, while its first layers compute. On a GPU, steps
     through a graph that recur in shape are recorded: if all ranks had, in two steps in a row, one pack each of equally
-    many sequences of one same length. The host never waits for the device.
+    many sequences of one same length. A step of another shape ends that, because it needs the memory; then it takes
+    twice as many steps in a row. The host never waits for the device.
     """
 
     def __init__(
@@ -64,16 +65,19 @@ class ParallelStep:
         self._everyone = all_ranks(mesh)
         self._records = records and self._device.type == "cuda" and isinstance(passes, GraphPasses)
         self._before: Shape | None = None
+        self._in_a_row, self._wanted = 0, 2  # steps of the shape of the one before; those that it takes to record
         self._recorded: RecordedStep | None = None
 
     def __call__(self, batches: Sequence[PackedBatch], rate: float) -> StepResult:
         self._optimizer.begin(rate)
         before, self._before = self._before, self._shape_of_all(batches)
-        recorded = self._recording() if self._before is not None and self._before == before else None
+        self._in_a_row = self._in_a_row + 1 if self._before == before else 1
+        recorded = self._recording() if self._before is not None and self._in_a_row >= self._wanted else None
         if recorded is not None:
             self._phases.at("replayed passes")
             loss, norm, counted = recorded(batches[0], self._begin_update)
         else:
+            self._forget_recording()
             loss, norm, counted = self._run(batches)
         return StepResult(loss, norm, {"counted": counted, **self._balancing.metrics()})
 
@@ -141,8 +145,16 @@ class ParallelStep:
         """The recorded step of the shape that recurs on all ranks."""
         assert self._before is not None
         assert isinstance(self._passes, GraphPasses)
-        if self._recorded is None or self._recorded.shape != self._before:
-            self._recorded = None
+        if self._recorded is None:
             torch.cuda.empty_cache()  # a recording has memory of its own
             self._recorded = RecordedStep(self._before, self._device, self._over_all, self._update, self._passes.forget)
         return self._recorded
+
+    def _forget_recording(self) -> None:
+        """A step that is launched takes as much memory, which there may not be twice."""
+        if self._recorded is not None:
+            assert isinstance(self._passes, GraphPasses)
+            self._recorded = None
+            self._passes.forget()  # they lie in it
+            self._wanted *= 2
+            torch.cuda.empty_cache()
