@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,7 +14,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from strata.comm.observer import Observer
-from strata.comm.recordings import forget_recordings
 
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -26,7 +25,8 @@ class World:
     rank: from 0 to size - 1. local_rank: the same among the processes of this machine. device: where this process
     computes. backend: what torch.distributed was started with; None for one process alone, which starts nothing.
     restarts: how often all ranks were started again after one failed. observer: told of the collectives along the axes
-    of this world; `dataclasses.replace` gives a world one.
+    of this world; `dataclasses.replace` gives a world one. leaving: called as the ranks part, before NCCL ends, which
+    waits for every CUDA graph that holds messages: who records one adds what frees it.
     """
 
     rank: int
@@ -36,6 +36,14 @@ class World:
     backend: str | None
     restarts: int = 0
     observer: Observer | None = field(default=None, repr=False, compare=False)
+    leaving: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
+
+    def part(self) -> None:
+        """Wait for the device, and call all that is in `leaving`, once."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        while self.leaving:
+            self.leaving.pop()()
 
     @property
     def is_main(self) -> bool:
@@ -60,7 +68,9 @@ def join_world(device: str = "auto", *, timeout_seconds: float = 600.0) -> Itera
         torch.cuda.set_device(chosen)
     restarts = _count(os.environ, "TORCHELASTIC_RESTART_COUNT", "0")
     if size == 1:
-        yield World(0, local_rank, 1, chosen, None, restarts)
+        world = World(0, local_rank, 1, chosen, None, restarts)
+        yield world
+        world.part()
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     # With its device known, NCCL connects now and not in the middle of the first step.
@@ -70,12 +80,11 @@ def join_world(device: str = "auto", *, timeout_seconds: float = 600.0) -> Itera
     # torchrun keeps its store when it starts the ranks again: without a prefix they find addresses of those that died.
     store = PrefixStore(f"restart-{restarts}", store)
     dist.init_process_group(backend, timeout=timeout, device_id=bound, store=store, rank=rank, world_size=size)
-    yield World(rank, local_rank, size, chosen, backend, restarts)
+    world = World(rank, local_rank, size, chosen, backend, restarts)
+    yield world
     # Not after an error: leaving waits for what is under way, and the other ranks are not told of it but by this one's
     # end, which says who failed first.
-    if chosen.type == "cuda":
-        torch.cuda.synchronize()
-    forget_recordings()
+    world.part()
     dist.destroy_process_group()
 
 

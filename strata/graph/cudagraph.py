@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.comm.recordings import hold
-
 
 def borrowed(tensor: Tensor) -> Tensor:
     """The same memory of a contiguous CUDA tensor, without keeping it: for what the next recording may overwrite.
@@ -35,7 +33,6 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        hold(self)
 
     def record(self, key: Hashable, run: Callable[[], None], between: Callable[[], None] = lambda: None) -> None:
         """Run `run` once to warm up (compilation, library handles), then record it under `key`.
@@ -65,7 +62,3 @@ class CudaGraphs:
     def replay(self, key: Hashable) -> None:
         """Launch the recording on the current stream."""
         self._graphs[key].replay()
-
-    def forget(self) -> None:
-        """Free all recordings. None is replayed after."""
-        self._graphs.clear()

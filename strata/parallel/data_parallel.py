@@ -82,10 +82,10 @@ class Part:
 class Gradients(Protocol):
     """The gradients of a step, and the weights that it changes, however they are divided among ranks.
 
-    A step: for each micro-batch a backward pass and `accumulate`, with `announce_last` before the last pass; `reduce`,
-    `norm`, `clip`; the optimizer changes the masters of `parts`; `publish`, or `gather` after an optimizer that has
-    rounded the masters into the weights of `parts` itself. All ranks call these alike. The loss whose
-    gradients are added up is each rank's share of the loss of the whole step: nothing is averaged.
+    A step: for each micro-batch a backward pass and `accumulate`, with `announce_last` before the last pass; `reduce`
+    and `norm`; the optimizer, which clips, changes the masters of `parts`; `publish`, or `gather` after one that has
+    rounded the masters into the weights of `parts` itself. All ranks call these alike. The loss whose gradients are
+    added up is each rank's share of the loss of the whole step: nothing is averaged.
     """
 
     parts: Sequence[Part]
@@ -101,9 +101,6 @@ class Gradients(Protocol):
 
     def norm(self) -> Tensor:
         """The Euclidean norm of the whole gradient, [] on the device, alike on all ranks; does not wait for it."""
-
-    def clip(self, norm: Tensor, most: float) -> None:
-        """Scale the gradient to a norm of at most `most`. norm: what `norm` returned."""
 
     def publish(self) -> None:
         """Give every rank the weights that the masters now say, and forget the gradients."""
@@ -145,8 +142,3 @@ def global_norm(gradients: Sequence[Tensor], zero: Tensor, everyone: Axis) -> Te
     """
     squares = [norm.to(zero.dtype).square() for norm in torch._foreach_norm(list(gradients))] if gradients else []
     return start_all_reduce(torch.stack([zero, *squares]).sum(), everyone).wait().sqrt()
-
-
-def clip_factor(norm: Tensor, most: float) -> Tensor:
-    """What a gradient of that norm is multiplied by, as in `torch.nn.utils.clip_grad_norm_`."""
-    return (most / (norm + 1e-6)).clamp(max=1.0)

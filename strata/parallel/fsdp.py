@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from strata.comm.mesh import Axis, Mesh
 from strata.models.layers import DecoderLayer
-from strata.parallel.data_parallel import GradientAxes, Part, clip_factor, global_norm
+from strata.parallel.data_parallel import GradientAxes, Part, global_norm
 from strata.parallel.families import Placement
 from strata.parallel.tensor import TensorSharding
 
@@ -93,10 +93,6 @@ class FsdpGradients:
     def norm(self) -> Tensor:
         counted = [gradient for name, gradient in self._gradients.items() if self._axes[name].is_counted]
         return global_norm(counted, self._zero, self._everyone)
-
-    def clip(self, norm: Tensor, most: float) -> None:
-        if self._gradients:
-            torch._foreach_mul_(list(self._gradients.values()), clip_factor(norm, most))
 
     def publish(self) -> None:
         self.gather()  # the masters are the weights

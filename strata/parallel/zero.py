@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from strata.comm.mesh import Axis
 from strata.parallel.buckets import Bucket, divide_into_buckets
-from strata.parallel.data_parallel import GradientAxes, Part, clip_factor, global_norm
+from strata.parallel.data_parallel import GradientAxes, Part, global_norm
 
 
 class ZeroGradients:
@@ -113,23 +113,15 @@ class ZeroGradients:
         counted = [bucket.gradient for bucket in self._buckets if bucket.axes.is_counted]
         return global_norm(counted, self._buckets[0].master.new_zeros(()), self._everyone)
 
-    def clip(self, norm: Tensor, most: float) -> None:
-        torch._foreach_mul_([bucket.gradient for bucket in self._buckets], clip_factor(norm, most))
-
+    @torch.no_grad()
     def publish(self) -> None:
-        self.start_publishing()
-        self.wait()
+        for bucket in self._buckets:
+            bucket.round_masters()
+        self.gather()
 
     def gather(self) -> None:
         self.start_gathering()
         self.wait()
-
-    @torch.no_grad()
-    def start_publishing(self) -> None:
-        """`publish` without its end: parameters hold neither old nor new weights until `wait`."""
-        for bucket in self._buckets:
-            bucket.round_masters()
-        self.start_gathering()
 
     def forget(self) -> None:
         """The gradients, and free their memory."""
@@ -138,7 +130,7 @@ class ZeroGradients:
 
     @torch.no_grad()
     def start_gathering(self) -> None:
-        """`gather` without its end, as `start_publishing` is."""
+        """`gather` without its end: parameters hold neither old nor new weights until `wait`."""
         for bucket in reversed(self._buckets):
             bucket.start_gather()
 

@@ -10,7 +10,6 @@ from torch.distributed import HashStore
 from strata.comm import launch
 from strata.comm.launch import World, join_world
 from strata.comm.mesh import Mesh
-from strata.comm.recordings import hold
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -60,13 +59,9 @@ def test_an_unknown_device_is_refused(environment: pytest.MonkeyPatch) -> None:
         pass
 
 
-def test_recordings_that_somebody_keeps_are_gone_before_the_ranks_part(environment: pytest.MonkeyPatch) -> None:
+def test_recordings_are_gone_before_the_ranks_part(environment: pytest.MonkeyPatch) -> None:
     """NCCL's end waits for them."""
-    happened = []
-
-    class Kept:
-        def forget(self) -> None:
-            happened.append("forgotten")
+    happened: list[str] = []
 
     for name, value in TORCHRUN.items():
         environment.setenv(name, value)
@@ -74,10 +69,10 @@ def test_recordings_that_somebody_keeps_are_gone_before_the_ranks_part(environme
     environment.setattr(launch, "rendezvous", lambda *_, **__: iter([(HashStore(), 0, 2)]))
     environment.setattr(dist, "init_process_group", lambda *_, **__: None)
     environment.setattr(dist, "destroy_process_group", lambda: happened.append("parted"))
-    kept = Kept()
-    with join_world("cpu"):
-        hold(kept)
-    assert happened == ["forgotten", "parted"]
+    with join_world("cpu") as world:
+        world.leaving.append(lambda: happened.append("freed"))
+    assert happened == ["freed", "parted"]
+    assert not world.leaving, "or it would keep what it frees"
 
 
 @pytest.mark.parametrize(

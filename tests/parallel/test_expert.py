@@ -13,22 +13,13 @@ from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.models.balance import routers
 from strata.models.batch import Batch
-from strata.models.config import ModelConfig, config_from_dict
+from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
 from strata.parallel.expert import shard_experts
-from tests.parallel.models import SIZES, gradients_of, loss_of, random_batch, random_model
+from tests.parallel.models import config_of, gradients_of, loss_of, random_batch, random_model
 from tests.parallel.ranks import relative_error, run_ranks
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3-moe": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 10,
-        "mlp_only_layers": [0],
-    },
-}
+FAMILIES = ("mixtral", "qwen3-moe")
 # Of one rank each; the last one of four has a single token.
 LENGTHS = [[9, 4], [1, 13], [6], [1]]
 # Experts that no token goes to: the last one, and all that the last rank holds.
@@ -51,8 +42,8 @@ def equal_to_one_process(world: World, folder: Path) -> dict[str, Any]:
     """Of every model the largest relative error, by what it is the error of."""
     mesh = Mesh.of(world, {"shard": world.size, "ep": world.size})
     axis, found = mesh.axis("ep"), {}
-    for name, values in CONFIGS.items():
-        config = config_from_dict(SIZES | values)
+    for name in FAMILIES:
+        config = config_of(name)
         for kind, idle in IDLE.items():
             whole, model = model_with_idle_experts(config, idle), model_with_idle_experts(config, idle)
             losses = [loss_of(whole, *each) for each in batches(config, world.size)]
@@ -89,7 +80,7 @@ def test_results_and_gradients_equal_one_process(world: int, tmp_path: Path) -> 
 
 
 def test_one_rank_is_left_as_it_is() -> None:
-    config = config_from_dict(SIZES | CONFIGS["mixtral"])
+    config = config_of("mixtral")
     model = random_model(config)
     before = list(model.modules())
     shard_experts(model, Mesh.of(World(0, 0, 1, torch.device("cpu"), None), {}).axis("ep"))

@@ -156,7 +156,7 @@ def merged_graph(world: World) -> dict[str, Any]:
             master.mul_(2)
         for parameter in source.parameters():
             parameter.mul_(2)
-    gradients.start_publishing()
+    gradients.start_gathering()
     hidden = relative_error(graph(own[0]), source(own[0]))
     under_way = [bucket._gathering is not None for bucket in gradients._buckets]
     gradients.wait()

@@ -15,9 +15,9 @@ from strata.models.layers import CausalLM
 from strata.parallel.layout import Layout
 from strata.train.config import BalanceConfig
 from strata.train.steps.parallel_step import ParallelStep
-from tests.parallel.models import config_of, loss_of, random_model
+from tests.parallel.models import config_of, random_model
 from tests.parallel.ranks import relative_error
-from tests.train.step_ranks import OPTIMIZER, STEPS, made, of_whole, packs_of, rate_of
+from tests.train.step_ranks import OPTIMIZER, STEPS, made, of_whole, packs_of, plain_loss, rate_of
 
 # A weight, and a rate, at which balancing is no small part of what a step does.
 WEIGHT, RATE = 0.7, 0.05
@@ -64,14 +64,7 @@ def plain_steps(config: ModelConfig, method: str, replicas: int) -> tuple[Plain,
     model, found = plain.model, []
     optimizer = torch.optim.AdamW(_groups(model), lr=OPTIMIZER.learning_rate, betas=(0.9, 0.95), eps=1e-8)
     for step in range(STEPS):
-        packs = [one for replica in range(replicas) for one in packs_of(config, step, replica)]
-        counted = sum(len(one.targets) for one in packs)
-        total = torch.zeros((), dtype=torch.float64)
-        for one in packs:
-            batch, rows, wanted = one.to(torch.device("cpu"))
-            targets = torch.full(batch.tokens.shape, -100)
-            targets[rows] = wanted
-            total = total + loss_of(model, batch, targets) / counted
+        total = plain_loss(model, [one for replica in range(replicas) for one in packs_of(config, step, replica)])
         added, value, busiest = plain.loss()
         (total + added).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip)

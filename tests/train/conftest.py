@@ -20,21 +20,12 @@ from strata.train.start import model_folder
 from strata.train.tasks.mixture import document
 from strata.train.trainer import Trainer
 from strata.train.vocabulary import make_tokenizer, write_tokenizer
+from tests.train.tiny_run import LLAMA
 
 # Its [start] and [data] name folders, which fixtures make.
 SMALL: dict[str, Any] = {
     "run": {"out": "", "steps": 6, "seed": 3, "device": "cpu", "log_every": 1, "checkpoint_every": 3},
-    "model": {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
-    },
+    "model": LLAMA | {"max_position_embeddings": 1024},
     "data": {"tokens_per_pack": 600, "packs_per_step": 2, "window": 64},
     "optimizer": {"learning_rate": 5e-3},
     "schedule": {"warmup": 2, "decay": 2},
@@ -43,17 +34,8 @@ SMALL: dict[str, Any] = {
 # A fresh model of the toy text, with the built-in tokenizer.
 FRESH: dict[str, Any] = {
     "start": {"model": None, "tokenizer": "builtin"},
-    "model": {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": True,
-    },
+    "model": LLAMA
+    | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128},
     "optimizer": {"learning_rate": 1e-2},
 }
 

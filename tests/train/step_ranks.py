@@ -56,6 +56,18 @@ def packs_of(config: ModelConfig, step: int, replica: int) -> list[PackedBatch]:
     ]
 
 
+def plain_loss(model: CausalLM, packs: list[PackedBatch]) -> Tensor:
+    """The mean over the counted tokens of all packs, [] with its gradient."""
+    counted = sum(len(one.targets) for one in packs)
+    total = torch.zeros((), dtype=torch.float64)
+    for one in packs:
+        batch, rows, wanted = one.to(torch.device("cpu"))
+        targets = torch.full(batch.tokens.shape, -100)
+        targets[rows] = wanted
+        total = total + loss_of(model, batch, targets) / counted
+    return total
+
+
 def one_process(config: ModelConfig, replicas: int, steps: int) -> tuple[CausalLM, list[float], list[float]]:
     """The model after the steps, losses and norms, by plain PyTorch."""
     model = random_model(config)
@@ -68,14 +80,7 @@ def one_process(config: ModelConfig, replicas: int, steps: int) -> tuple[CausalL
     optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, betas=(0.9, 0.95), eps=1e-8)
     losses, norms = [], []
     for step in range(steps):
-        packs = [one for replica in range(replicas) for one in packs_of(config, step, replica)]
-        counted = sum(len(one.targets) for one in packs)
-        total = torch.zeros((), dtype=torch.float64)
-        for one in packs:
-            batch, rows, wanted = one.to(torch.device("cpu"))
-            targets = torch.full(batch.tokens.shape, -100)
-            targets[rows] = wanted
-            total = total + loss_of(model, batch, targets) / counted
+        total = plain_loss(model, [one for replica in range(replicas) for one in packs_of(config, step, replica)])
         total.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip)))
         for group in optimizer.param_groups:

@@ -59,10 +59,11 @@ def one_rank_cannot_write(world: World, folder: Path) -> dict[str, Any]:
     """A checkpoint that fails between two that do not, and what is restored once a file is damaged."""
     warnings: list[str] = []
     where = folder / "checkpoints"
+    unfinished = where / ".step-00000009.part"
     if world.is_main:
-        (where / ".step-00000009.part").mkdir(parents=True)
+        unfinished.mkdir(parents=True)
     checkpointer = Checkpointer(where, world, keep=2, warn=warnings.append)
-    cleared = not any(where.iterdir())
+    cleared = not unfinished.exists()  # nothing else: the other rank may have begun the first checkpoint
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     seen = []
     for step in (1, 2, 3):

@@ -266,8 +266,6 @@ def test_gradients_of_several_passes_add_up_in_the_masters_precision() -> None:
     assert bias.master.grad is not None
     assert bias.master.grad.tolist() == [1 + 2**-9] * 4
     assert held.norm().item() == pytest.approx(2 * (1 + 2**-9), rel=1e-6)
-    held.clip(held.norm(), 0.5)
-    assert held.norm().item() == pytest.approx(0.5, rel=1e-5)
     held.gather()
     assert bias.master.grad is None
 

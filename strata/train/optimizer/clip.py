@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strata.parallel.data_parallel import clip_factor
-
 
 def clip_scale(norm: Tensor, most: float) -> Tensor:
-    """min(1, most / (norm + 1e-6)), and 0 where the norm is not finite; [] as `norm`, on its device, not waited for."""
-    return torch.where(norm.isfinite(), clip_factor(norm, most), 0)
+    """min(1, most / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` has it, and 0 where the norm is not finite; []
+    as `norm`, on its device, not waited for.
+    """
+    return torch.where(norm.isfinite(), (most / (norm + 1e-6)).clamp(max=1.0), 0)

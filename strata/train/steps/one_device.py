@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from strata.parallel.buckets import divide_into_buckets
-from strata.parallel.data_parallel import Part, clip_factor
+from strata.parallel.data_parallel import Part
 from strata.parallel.zero import leave_meta
 
 
@@ -90,15 +90,10 @@ class OneDeviceGradients:
         self._is_first, self._is_last = True, False
 
     def norm(self) -> Tensor:
-        norms = torch._foreach_norm(self._gradients(), 2, dtype=self._masters.dtype)
+        gradients = [part.master.grad for part in self.parts if part.master.grad is not None]
+        norms = torch._foreach_norm(gradients, 2, dtype=self._masters.dtype)
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return norm
-
-    def clip(self, norm: Tensor, most: float) -> None:
-        torch._foreach_mul_(self._gradients(), clip_factor(norm, most))
-
-    def _gradients(self) -> list[Tensor]:
-        return [part.master.grad for part in self.parts if part.master.grad is not None]
 
     @torch.no_grad()
     def publish(self) -> None:
