@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from math import ceil
 
 import pytest
 import uvloop
@@ -97,12 +98,17 @@ def test_only_what_is_too_slow_fails_and_what_waits_behind_it_is_rendered(run):
 
 def test_time_spent_behind_others_does_not_count(run):
     async def task(renderer):
-        await renderer.render(rendering(SLOW))
+        shortest = 1.5
+        for _ in range(5):
+            start = time.monotonic()
+            await renderer.render(rendering(SLOW))
+            shortest = min(shortest, time.monotonic() - start)
+        many = ceil(2 * 1.5 / shortest)
         start = time.monotonic()
-        await asyncio.gather(*(renderer.render(rendering(SLOW)) for _ in range(100)))
-        assert time.monotonic() - start > 0.6
+        await asyncio.gather(*(renderer.render(rendering(SLOW)) for _ in range(many)))
+        assert time.monotonic() - start > 1.5
 
-    run(task, deadline=0.6)
+    run(task, deadline=1.5)
 
 
 def test_an_answer_that_came_while_the_loop_was_busy_is_in_time(run):
