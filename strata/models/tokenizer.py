@@ -11,6 +11,7 @@ from typing import Any
 import tokenizers
 
 from strata.models.chat_template import Rendering, TemplateRenderer
+from strata.models.folder import why_no_folder
 from strata.models.json_object import read_object
 from strata.models.special_tokens import SpecialTokens, read_special_tokens
 
@@ -54,11 +55,14 @@ class Tokenizer:
         this ignores add_bos_token and add_eos_token. Raises ValueError for what is missing or corrupt.
         """
         folder = Path(folder)
+        if not folder.is_dir():
+            raise ValueError(f"{why_no_folder(folder)}; give a folder with a tokenizer.json")
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ValueError(
-                f"{path} does not exist: save the tokenizer in that form (AutoTokenizer.from_pretrained(...)"
-                f".save_pretrained(folder)), or pass prompts as token ids with skip_tokenizer_init=True"
+                f"{folder} has no tokenizer.json: save the tokenizer in that form "
+                "(AutoTokenizer.from_pretrained(...).save_pretrained(folder)); from Python, "
+                "LLM(..., skip_tokenizer_init=True) takes token ids and needs none"
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))

@@ -18,6 +18,7 @@ from strata.models.checkpoint import StoredTensor, read_checkpoint, shorten
 from strata.models.config import DTYPES, ModelConfig, config_from_dict, read_config
 from strata.models.experts import stored_parameters, stored_views
 from strata.models.families import build
+from strata.models.folder import why_no_folder
 from strata.models.initialize import randomize
 from strata.models.layers import CausalLM
 from strata.models.memory import require_memory
@@ -48,7 +49,7 @@ def resolve(model: str | Path, load_format: str = "auto") -> tuple[ModelConfig, 
         return config, folder
     if str(model) not in SHAPES:
         names = ", ".join(map(repr, SHAPES))
-        raise ValueError(f"model folder {str(model)!r} does not exist; give a folder, or for dummy weights {names}")
+        raise ValueError(f"{why_no_folder(folder)}; give a folder, or for dummy weights {names}")
     if load_format != "dummy":
         raise ValueError(f"the shape {str(model)!r} has no weights; use load_format='dummy', or give a model folder")
     return config_from_dict(SHAPES[str(model)], str(model)), None

@@ -1,0 +1,47 @@
+"""Which model a name given by a user means: the built-in one, a folder, or a shape with random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from strata.models.shapes import SHAPES
+
+BUILTIN = "builtin"
+BUILTIN_FOLDER = Path(__file__).resolve().parent / BUILTIN
+
+
+def model_folder(name: str | None) -> Path:
+    """The folder of a model; of the built-in one for `BUILTIN` and None.
+
+    Raises ValueError if there is no such folder or it has no config.json.
+    """
+    if name is None or name == BUILTIN:
+        return BUILTIN_FOLDER
+    folder = Path(name)
+    if not folder.is_dir():
+        if name in SHAPES:
+            raise ValueError(
+                f"{name!r} is a shape, which has no weights and no tokenizer; give a model folder or {BUILTIN!r}"
+            )
+        raise ValueError(f"{why_no_folder(folder)}; give a model folder or {BUILTIN!r}")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model folder {name!r} has no config.json; give the folder that has one, or {BUILTIN!r}")
+    return folder
+
+
+def folder_or_shape(name: str | None) -> str:
+    """The folder of a model as `model_folder` finds it, or the name of a shape as it is.
+
+    Raises ValueError for anything else.
+    """
+    if name is None or name == BUILTIN or Path(name).is_dir():
+        return str(model_folder(name))
+    if name not in SHAPES:
+        shapes = ", ".join(SHAPES)
+        raise ValueError(f"{why_no_folder(Path(name))}; give a model folder, {BUILTIN!r}, or a shape ({shapes})")
+    return name
+
+
+def why_no_folder(folder: Path) -> str:
+    """For a path that is no folder: whether something else stands there."""
+    return f"model folder {str(folder)!r} " + ("is a file" if folder.exists() else "does not exist")
