@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,10 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from strata.cli import options
-from strata.cli.serve import BUILTIN_MODEL, TOOL_FORMATS, ToolCallParser
+from strata.cli.serve import TOOL_FORMATS, ToolCallParser
+from strata.models.folder import model_folder
 from strata.serve.batch_file import BatchResults, read_requests
 from strata.serve.client import EngineGone
-from strata.serve.run_batch import run_batch
+from strata.serve.run_batch import EngineNotStarted, run_batch
 from strata.serve.settings import ServeSettings
 
 # There is one caller, who has asked for all of it: nothing is refused for being too much at once or taking too long.
@@ -48,7 +50,7 @@ def run(
     Example: strata run-batch requests.jsonl results.jsonl
     """
     start = time.monotonic()
-    folder = str(model if model is not None else BUILTIN_MODEL)
+    folder = str(model_folder(model))
     settings = ServeSettings(
         model=folder,
         served_model_names=tuple(served_model_name or [Path(folder).resolve().name]),
@@ -67,10 +69,14 @@ def run(
         "gpu_memory_utilization": gpu_memory_utilization,
         "deterministic": deterministic,
     }
-    if results.exists() and results.samefile(requests):
+    if results.exists() and requests.exists() and results.samefile(requests):
         raise ValueError(f"{results} holds the requests: name another file for the results")
-    with BatchResults(results) as written:
-        _answer(requests, written, settings, engine)
+    with BatchResults(results, read_requests(requests)) as written:
+        stopped = _answer(requests, written, settings, engine)
+    if stopped is not None:
+        there = f"{written.succeeded + written.failed} of {written.total} requests have their result in {results}"
+        typer.echo(f"stopped: {there}; the same command goes on", err=True)
+        raise typer.Exit(128 + stopped)
     seconds = time.monotonic() - start
     told = f"{written.succeeded} succeeded, {written.failed} failed; {seconds:.1f} s: {results}"
     typer.echo(told, err=True)
@@ -78,20 +84,42 @@ def run(
         raise typer.Exit(1)
 
 
-def _answer(requests: Path, results: BatchResults, settings: ServeSettings, engine: Mapping[str, Any]) -> None:
-    """What is left to be answered, with a bar on standard error."""
-    lines = [request in results for request in read_requests(requests)]
-    if all(lines):
-        return
+def _answer(requests: Path, results: BatchResults, settings: ServeSettings, engine: Mapping[str, Any]) -> int | None:
+    """What is left to be answered, with a bar on a terminal. Returns the signal that has stopped it, if one has."""
+    if results.succeeded + results.failed == results.total:
+        return None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("requests", total=len(lines))
+    console = Console(stderr=True)
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = progress.add_task("requests", total=results.total)
 
-        def done() -> None:
-            progress.update(task, advance=1, description=f"{results.failed} failed" if results.failed else "requests")
+    def done() -> None:
+        progress.update(task, advance=1, description=f"{results.failed} failed" if results.failed else "requests")
 
-        try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(run_batch(requests, results, settings, engine, done))
-        except EngineGone as error:
-            raise ValueError(f"{error}; the same command goes on where this one has stopped") from None
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_until_told(run_batch(requests, results, settings, engine, progress.start, done)))
+    except EngineNotStarted:
+        raise typer.Exit(1) from None
+    except EngineGone as error:
+        raise ValueError(f"{error}; the same command goes on where this one has stopped") from None
+    finally:
+        progress.stop()
+
+
+async def _until_told(work: Coroutine[Any, Any, None]) -> int | None:
+    """Await `work`, or cancel it at Ctrl-C and SIGTERM. Returns the signal, None if none has come."""
+    told: list[int] = []
+    working = asyncio.ensure_future(work)
+
+    def tell(number: int) -> None:
+        told.append(number)
+        working.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, tell, number)
+    await asyncio.wait((working,))
+    if told and working.cancelled():
+        return told[0]
+    working.result()
+    return None

@@ -11,14 +11,14 @@ from typing import Annotated
 
 import typer
 
-import strata
 from strata.cli import options
+from strata.models.folder import folder_or_shape, model_folder
+from strata.models.shapes import SHAPES
 from strata.serve.http.gate import is_loopback
 from strata.serve.http.keys import read_keys
 from strata.serve.processes.launch import Launch, launch
 from strata.serve.settings import ServeSettings
 
-BUILTIN_MODEL = Path(strata.__file__).parent / "models" / "builtin"
 _HTTP, _LIMITS, _CHAT, _ENGINE, _LOGS = "HTTP", "Limits", "Chat", "Engine", "Logs"
 _ORIGIN = re.compile(r"https?://[a-z0-9.:\[\]-]+")
 
@@ -140,7 +140,7 @@ def serve(
 
     Example: strata serve path/to/Llama-3.1-8B-Instruct --tool-call-parser llama3_json
     """
-    folder = model if model is not None else str(BUILTIN_MODEL)
+    folder = folder_or_shape(model) if load_format == "dummy" else str(model_folder(model))
     keys = read_keys(api_key_file, os.environ)
     if not keys and not is_loopback(host):
         raise ValueError(
@@ -184,8 +184,16 @@ def serve(
         "page_size": page_size,
         "num_pages": num_pages,
     }
-    asked = Launch(settings, engine, keys, tokenizer or folder, restart_engine, otlp_traces_endpoint)
+    asked = Launch(settings, engine, keys, _tokenizer(tokenizer or folder), restart_engine, otlp_traces_endpoint)
     sys.exit(launch(asked))
+
+
+def _tokenizer(folder: str) -> str:
+    if folder in SHAPES and not Path(folder).is_dir():
+        raise ValueError(f"the shape {folder!r} has no tokenizer: give the folder of one with --tokenizer FOLDER")
+    if not (Path(folder) / "tokenizer.json").is_file():
+        raise ValueError(f"there is no {folder}/tokenizer.json: give a folder that has one with --tokenizer FOLDER")
+    return folder
 
 
 def _origin(text: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -98,20 +99,36 @@ class _Result(msgspec.Struct):
 
 
 class BatchResults:
-    """The file of results, one a line, written as they come. Use as a context manager.
+    """The file of results of a file of requests, one a line, written as they come. Use as a context manager.
 
-    succeeded, failed: how many there are, those of earlier runs included.
+    total: lines of the requests that are to have a result.
+    succeeded, failed: how many of them have one, from this run or an earlier one.
     """
 
-    def __init__(self, file: Path) -> None:
-        """Raises ValueError for a file with anything but results. A last line that was cut off is removed."""
+    def __init__(self, file: Path, requests: Iterable[BatchRequest | BatchFault]) -> None:
+        """Raises ValueError for a file with anything but results of `requests`. A last line that was cut off is
+        removed. An error of a line that is a request by now, or gone, is left there and does not count.
+        """
         self.succeeded = 0
         self.failed = 0
+        self._file_name = file
+        self._asked: set[str] = set()
+        self._unreadable: set[int] = set()
+        for request in requests:
+            if isinstance(request, BatchFault):
+                self._unreadable.add(request.line)
+            else:
+                self._asked.add(request.custom_id)
+        self.total = len(self._asked) + len(self._unreadable)
         self._answered: set[str] = set()
-        self._faulty: set[int] = set()
+        self._refused: set[int] = set()
+        if file.exists() and not file.is_file():
+            raise ValueError(f"{file} is no regular file: name one for the results")
         try:
-            self._file = file.open("ab+")
-            self._read(file)
+            # Without a buffer: what cannot be written must not be tried again when the file is closed.
+            self._file = file.open("ab", buffering=0)
+            self._end = self._read(file)
+            self._file.truncate(self._end)
         except OSError as error:
             raise ValueError(f"{file} cannot be written: {error.strerror}") from None
 
@@ -125,46 +142,68 @@ class BatchResults:
 
     def __contains__(self, request: BatchRequest | BatchFault) -> bool:
         if isinstance(request, BatchFault):
-            return request.line in self._faulty
+            return request.line in self._refused
         return request.custom_id in self._answered
 
     def answer(self, request: BatchRequest, status: int, body: bytes) -> None:
-        """Add what a request was answered with. body: JSON."""
+        """Add what a request was answered with. body: JSON. Raises ValueError if there is no room."""
         response = {"status_code": status, "request_id": uuid4().hex, "body": msgspec.Raw(body)}
         self._write({"custom_id": request.custom_id, "response": response, "error": None})
         self._count(status)
 
     def refuse(self, fault: BatchFault) -> None:
-        """Add that a line is no request."""
+        """Add that a line is no request. Raises ValueError if there is no room."""
         error = {"code": fault.code, "message": fault.message, "param": None, "line": fault.line}
         self._write({"custom_id": fault.custom_id, "response": None, "error": error})
         self.failed += 1
 
     def _write(self, result: dict[str, Any]) -> None:
-        self._file.write(msgspec.json.encode({"id": f"batch_req_{uuid4().hex}", **result}) + b"\n")
-        self._file.flush()
+        line = msgspec.json.encode({"id": f"batch_req_{uuid4().hex}", **result}) + b"\n"
+        try:
+            written = 0
+            while written < len(line):
+                written += self._file.write(line[written:])
+        except OSError as error:
+            with suppress(OSError):  # half a line does no harm, the next run removes it
+                self._file.truncate(self._end)
+            raise ValueError(
+                f"{self._file_name} cannot be written: {error.strerror}. What it holds is whole: once there is room, "
+                "the same command goes on where this one has stopped"
+            ) from None
+        self._end += len(line)
 
-    def _read(self, file: Path) -> None:
-        self._file.seek(0)
+    def _read(self, file: Path) -> int:
+        """Take note of what has a result. Returns where the last whole line ends."""
         end = 0
-        for number, line in enumerate(self._file, 1):
-            if not line.endswith(b"\n"):
-                self._file.truncate(end)
-                break
-            end += len(line)
-            try:
-                result = msgspec.json.decode(line, type=_Result)
-            except (ValueError, RecursionError):
-                raise ValueError(f"{file} has no result in line {number}: name another file, or remove it") from None
-            self._note(result)
-        self._file.seek(0, 2)
+        foreign: list[str] = []
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n"):
+                    break
+                end += len(line)
+                try:
+                    result = msgspec.json.decode(line, type=_Result)
+                except (ValueError, RecursionError):
+                    message = f"{file} has no result in line {number}: name another file, or remove it"
+                    raise ValueError(message) from None
+                if result.response is not None and result.custom_id not in self._asked:
+                    foreign.append(f"{result.custom_id!r:.80}")
+                else:
+                    self._note(result)
+        if foreign:
+            raise ValueError(
+                f"{file} holds results of other requests ({len(foreign)}; the first has custom_id {foreign[0]}): name "
+                "another file for the results, or the file of requests that these answer"
+            )
+        return end
 
     def _note(self, result: _Result) -> None:
         if result.response is not None and result.custom_id is not None:
-            self._answered.add(result.custom_id)
-            self._count(result.response.status_code)
-        elif result.error is not None:
-            self._faulty.add(result.error.line)
+            if result.custom_id not in self._answered:
+                self._answered.add(result.custom_id)
+                self._count(result.response.status_code)
+        elif result.error is not None and result.error.line in self._unreadable - self._refused:
+            self._refused.add(result.error.line)
             self.failed += 1
 
     def _count(self, status: int) -> None:

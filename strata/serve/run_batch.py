@@ -36,19 +36,26 @@ _ENGINE_STOP_SECONDS = 5.0
 _log = logging.getLogger("strata.serve")
 
 
+class EngineNotStarted(RuntimeError):
+    """The engine has ended before it was ready, and said why on standard error."""
+
+
 async def run_batch(
     requests: Path,
     results: BatchResults,
     settings: ServeSettings,
     engine: Mapping[str, Any],
+    ready: Callable[[], None],
     done: Callable[[], None],
 ) -> None:
     """Answer the requests that have no result yet, many at once; each result is written as soon as it is there.
 
-    engine: fields of EngineConfig by name. done: called after each line of `requests`.
-    Raises EngineGone if the engine does not start or dies; ValueError for files or a model that cannot be read.
+    engine: fields of EngineConfig by name. ready: called once the engine is. done: called after each line.
+    Raises EngineNotStarted, EngineGone if the engine dies, ValueError for files or a model that cannot be read, or for
+    results that cannot be written.
     """
     async with _engine(engine) as client, _application(settings, client) as app:
+        ready()
         # Twice what runs at once, so that the engine never waits for this process.
         await answer_all(app, client, read_requests(requests), results, 2 * client.ready.max_sequences, done)
 
@@ -139,16 +146,26 @@ async def _engine(fields: Mapping[str, Any]) -> AsyncIterator[EngineClient]:
     try:
         child = await Child.start(ENGINE_MODULE, msgspec.json.encode({"address": address, **fields}))
         try:
-            connecting = asyncio.create_task(EngineClient.connect(address))
-            await asyncio.wait((connecting, child.ended), return_when=asyncio.FIRST_COMPLETED)
-            if not connecting.done():
-                connecting.cancel()
-                raise EngineGone(f"the engine process {how_it_ended(child.ended.result())}")
-            yield connecting.result()
+            yield await _connect(child, address)
         finally:
             await child.stop(_ENGINE_STOP_SECONDS)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _connect(child: Child, address: str) -> EngineClient:
+    """A client once the engine is ready. Raises EngineNotStarted, or EngineGone for one that could not say why."""
+    connecting = asyncio.create_task(EngineClient.connect(address))
+    await asyncio.wait((connecting, child.ended), return_when=asyncio.FIRST_COMPLETED)
+    if connecting.done() and connecting.exception() is None:
+        return connecting.result()
+    connecting.cancel()
+    await asyncio.wait((child.ended,), timeout=_ENGINE_STOP_SECONDS)  # its socket may be closed before its end is seen
+    if not child.ended.done():
+        raise EngineGone("the engine process does not answer")
+    if child.ended.result() > 0:
+        raise EngineNotStarted
+    raise EngineGone(f"the engine process {how_it_ended(child.ended.result())}")
 
 
 @asynccontextmanager

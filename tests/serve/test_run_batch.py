@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import resource
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from strata.models.tokenizer import Tokenizer
 from strata.serve.batch_file import BatchResults, read_requests
 from strata.serve.client import EngineGone
 from strata.serve.run_batch import answer_all, post
+from tests.serve.running import PATIENCE, descendants, is_alive, wait_for
 from tests.serve.scripted import EOS, Scripted, delta
 
 Serve = Callable[..., AbstractContextManager[Scripted]]
@@ -40,10 +44,14 @@ def script(tokenizer: Tokenizer) -> list[Sequence[Delta]]:
 
 def run(served: Scripted, files: tuple[Path, Path], at_once: int = 3) -> BatchResults:
     app: Any = served.client.app
-    with BatchResults(files[1]) as results:
+    with opened(files) as results:
         application, client = app._app, served.state.client  # behind the gate, as in a batch
         asyncio.run(answer_all(application, client, read_requests(files[0]), results, at_once, lambda: None))
     return results
+
+
+def opened(files: tuple[Path, Path]) -> BatchResults:
+    return BatchResults(files[1], read_requests(files[0]))
 
 
 def results_of(file: Path) -> list[dict[str, Any]]:
@@ -137,7 +145,7 @@ def test_so_many_are_answered_at_once_and_no_more(serve_script: Serve, files: tu
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    with serve_script([]) as served, BatchResults(files[1]) as results:
+    with serve_script([]) as served, opened(files) as results:
         asyncio.run(answer_all(app, served.state.client, read_requests(files[0]), results, 4, lambda: None))
     assert results.succeeded == 10
     assert most == 4
@@ -176,8 +184,65 @@ def test_a_file_that_holds_no_results_is_left_alone(tmp_path: Path, content: byt
     file = tmp_path / "out.jsonl"
     file.write_bytes(content)
     with pytest.raises(ValueError, match="line 1"):
-        BatchResults(file)
+        BatchResults(file, [])
     assert file.read_bytes() == content
+
+
+def test_a_folder_is_no_file_of_results(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no regular file"):
+        BatchResults(tmp_path, [])
+
+
+def test_results_of_other_requests_are_refused_and_left_alone(
+    serve_script: Serve, script: list[Sequence[Delta]], files: tuple[Path, Path]
+) -> None:
+    files[0].write_text("\n".join(line(name) for name in ("mine", "theirs", "also theirs")))
+    with serve_script(script) as served:
+        run(served, files, at_once=1)
+    content = files[1].read_bytes()
+    files[0].write_text(line("mine") + "\n" + line("new"))
+    with pytest.raises(ValueError, match=r"holds results of other requests \(2; the first has custom_id 'theirs'\)"):
+        opened(files)
+    assert files[1].read_bytes() == content
+
+
+def test_only_what_was_asked_for_is_counted(
+    serve_script: Serve, script: list[Sequence[Delta]], files: tuple[Path, Path]
+) -> None:
+    files[0].write_text(line("a") + "\nnot json\n" + line("b"))
+    with serve_script(script) as served:
+        run(served, files)
+        files[0].write_text(line("a") + "\n" + line("repaired") + "\n" + line("b"))
+        results = run(served, files)
+    assert (results.total, results.succeeded, results.failed) == (3, 3, 0)
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """What this process writes ends there, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [0, 10, 700])
+def test_a_full_disk_is_one_line_and_what_was_written_stays_whole(
+    serve_script: Serve, files: tuple[Path, Path], size: int
+) -> None:
+    files[0].write_text("\n".join(line(str(number), bogus=number) for number in range(9)))
+    with serve_script([]) as served:
+        with largest_file(size), pytest.raises(ValueError, match="the same command goes on") as refused:
+            run(served, files)
+        assert "\n" not in str(refused.value)
+        whole = files[1].read_bytes()
+        assert len(whole) <= size
+        assert whole == b"" or whole.endswith(b"\n")
+        assert run(served, files).failed == 9
+    assert files[1].read_bytes().startswith(whole)
+    assert sorted(result["custom_id"] for result in results_of(files[1])) == [str(number) for number in range(9)]
 
 
 def run_command(*arguments: Path | str) -> subprocess.CompletedProcess[str]:
@@ -205,8 +270,40 @@ def test_the_command_needs_two_files(tmp_path: Path) -> None:
     asked = tmp_path / "in.jsonl"
     asked.write_text(line("a"))
     same = run_command(asked, asked)
+    (tmp_path / "out").touch()
     missing = run_command(tmp_path / "none", tmp_path / "out")
     assert (same.returncode, missing.returncode) == (1, 1)
     assert "holds the requests" in same.stderr
     assert "cannot be read" in missing.stderr
+    assert "Traceback" not in missing.stderr
     assert asked.read_text() == line("a")
+
+
+def test_what_the_engine_refuses_is_said_once(tmp_path: Path) -> None:
+    asked = tmp_path / "in.jsonl"
+    asked.write_text(line("a"))
+    nowhere = run_command(asked, tmp_path / "out", "--model", "nowhere")
+    too_long = run_command(asked, tmp_path / "out", "--device", "cpu", "--max-model-len", "100000")
+    for refused, what in ((nowhere, "'nowhere' does not exist"), (too_long, "max_model_len=100000")):
+        assert refused.returncode == 1
+        assert refused.stderr.startswith("strata: error: ")
+        assert what in refused.stderr
+        assert refused.stderr.count("\n") == 1
+
+
+def test_a_run_that_is_told_to_stop_says_how_far_it_has_come(tmp_path: Path) -> None:
+    asked, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    long = {"prompt": "Hi", "max_tokens": 900, "ignore_eos": True}
+    asked.write_text("not json\n" + "\n".join(line(str(one), **long) for one in range(200)))
+    command = [sys.executable, "-m", "strata", "run-batch", asked, answered, "--device", "cpu", "--model", "builtin"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        wait_for(lambda: answered.exists() and answered.read_bytes())
+        children = descendants(process.pid)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, output = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    there = len(results_of(answered))
+    last = output.splitlines()[-1]
+    assert last == f"stopped: {there} of 201 requests have their result in {answered}; the same command goes on"
+    assert "Traceback" not in output
+    wait_for(lambda: not any(map(is_alive, children)))

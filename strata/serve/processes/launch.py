@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -81,6 +82,11 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ValueError(
+                f"--host {host} is no address of this machine: leave it out for 127.0.0.1, or give 0.0.0.0 for all of "
+                "its addresses"
+            ) from None
         raise ValueError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another --port") from None
     return listener
 
