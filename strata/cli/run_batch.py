@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from strata.cli import options
-from strata.cli.serve import TOOL_FORMATS, ToolCallParser
+from strata.cli.serve import TOOL_FORMATS, ToolCallParser, served_names
 from strata.models.folder import model_folder
 from strata.serve.batch_file import BatchResults, read_requests
 from strata.serve.client import EngineGone
@@ -53,7 +53,7 @@ def run(
     folder = str(model_folder(model))
     settings = ServeSettings(
         model=folder,
-        served_model_names=tuple(served_model_name or [Path(folder).resolve().name]),
+        served_model_names=served_names(served_model_name, folder),
         tool_format=None if tool_call_parser is None else TOOL_FORMATS[tool_call_parser],
         reasoning=reasoning,
         max_queue=_NO_BOUND,

@@ -149,7 +149,7 @@ def serve(
         )
     settings = ServeSettings(
         model=folder,
-        served_model_names=tuple(served_model_name or [Path(folder).resolve().name]),
+        served_model_names=served_names(served_model_name, folder),
         host=host,
         port=port,
         allowed_hosts=tuple(allowed_hosts or ()),
@@ -184,8 +184,16 @@ def serve(
         "page_size": page_size,
         "num_pages": num_pages,
     }
-    asked = Launch(settings, engine, keys, _tokenizer(tokenizer or folder), restart_engine, otlp_traces_endpoint)
+    traces = None if otlp_traces_endpoint is None else _endpoint(otlp_traces_endpoint)
+    asked = Launch(settings, engine, keys, _tokenizer(tokenizer or folder), restart_engine, traces)
     sys.exit(launch(asked))
+
+
+def served_names(given: list[str] | None, folder: str) -> tuple[str, ...]:
+    """What clients may call a model: what was given, or the name of its folder. Raises ValueError for an empty name."""
+    if given and not all(given):
+        raise ValueError("--served-model-name is empty: give the name that clients ask for, or leave it out")
+    return tuple(given or [Path(folder).resolve().name])
 
 
 def _tokenizer(folder: str) -> str:
@@ -202,8 +210,23 @@ def _origin(text: str) -> str:
     return text.lower()
 
 
+def _endpoint(url: str) -> str:
+    if not url.lower().startswith(("http://", "https://")):
+        raise ValueError(f"--otlp-traces-endpoint {url}: give a URL, like http://localhost:4318/v1/traces")
+    return url
+
+
 def _read_template(file: Path) -> str:
+    # Few servers are given one, and none else has a use for jinja in this process.
+    from jinja2.exceptions import TemplateSyntaxError
+
+    from strata.models.template_worker import compile_template
+
     try:
-        return file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
+        compile_template(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--chat-template {file} cannot be read: {error}") from None
+    except TemplateSyntaxError as error:
+        raise ValueError(f"--chat-template {file}: syntax error in line {error.lineno}: {error.message}") from None
+    return text

@@ -19,6 +19,7 @@ from typer.main import get_command
 
 from strata.cli.serve import command
 from strata.engine.build import EngineConfig
+from strata.serve.processes.launch import Launch, bind
 from strata.serve.settings import ServeSettings
 from tests.serve.conftest import BUILTIN
 from tests.serve.running import Running, command_line, descendants, is_alive, refusal, running, serve, wait_for
@@ -61,7 +62,6 @@ def test_a_key_on_the_command_line_is_refused_and_not_repeated() -> None:
     ("arguments", "what"),
     [
         (("--allowed-origins", "*"), "--allowed-origins *"),
-        (("--chat-template", "/nowhere"), "--chat-template /nowhere"),
         (("--api-key-file", "/nowhere"), "/nowhere cannot be read"),
         (("--host", "not a host"), "--host not a host"),
         (("/nowhere",), "/nowhere"),
@@ -74,6 +74,60 @@ def test_bad_arguments_are_one_line(arguments: tuple[str, ...], what: str) -> No
     assert output.startswith("strata: error: ")
     assert what in output
     assert output.count("\n") == 1
+
+
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what users may name by mistake, which is the current one."""
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "no tokenizer").mkdir()
+    (tmp_path / "no tokenizer" / "config.json").write_text("{}")
+    (tmp_path / "bad.jinja").write_text("{% if %}")
+    (tmp_path / "empty").touch(0o600)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("nowhere",), "model folder 'nowhere' does not exist"),
+        (("bare",), "model folder 'bare' has no config.json"),
+        (("bad.jinja",), "model folder 'bad.jinja' is a file"),
+        (("0.6B",), "'0.6B' is a shape"),
+        (("no tokenizer",), "no tokenizer/tokenizer.json.*--tokenizer FOLDER"),
+        (("0.6B", "--load-format", "dummy"), "shape '0.6B' has no tokenizer.*--tokenizer FOLDER"),
+        (("--tokenizer", "bare"), "bare/tokenizer.json.*--tokenizer FOLDER"),
+        (("--tokenizer", "nowhere"), "nowhere/tokenizer.json.*--tokenizer FOLDER"),
+        (("--chat-template", "bad.jinja"), "bad.jinja: syntax error in line 1"),
+        (("--chat-template", "bare"), "--chat-template bare cannot be read"),
+        (("--api-key-file", "empty"), "empty holds no API key"),
+        (("--served-model-name", ""), "--served-model-name is empty"),
+        (("--otlp-traces-endpoint", "collector:4318"), "--otlp-traces-endpoint collector:4318: give a URL"),
+    ],
+)
+def test_what_is_given_by_mistake_is_named_before_anything_starts(
+    given: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], what: str
+) -> None:
+    monkeypatch.setattr("strata.cli.serve.launch", lambda asked: 0)
+    with pytest.raises(ValueError, match=what) as refused:
+        get_command(command).main([*arguments], standalone_mode=False)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_built_in_model_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Launch] = []
+    monkeypatch.setattr("strata.cli.serve.launch", lambda one: asked.append(one) or 0)
+    for arguments in ([], ["builtin"]):
+        with pytest.raises(SystemExit):
+            get_command(command).main(arguments, standalone_mode=False)
+    assert asked[0] == asked[1]
+
+
+def test_an_address_of_another_machine_is_a_wrong_host_and_no_wrong_port() -> None:
+    with pytest.raises(ValueError, match=r"--host 192\.0\.2\.1 is no address of this machine") as refused:
+        bind("192.0.2.1", 0)
+    assert "--port" not in str(refused.value)
 
 
 def test_memory_that_is_not_there_is_told_with_the_remedy_and_the_ledger() -> None:
