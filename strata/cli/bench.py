@@ -1,8 +1,9 @@
-"""`strata bench`: the inference tests T0 to T4, each measured figure beside its floor; T5 is in bench_serve."""
+"""`strata bench`: the inference tests T0 to T4, each figure beside its floor; the others have files of their own."""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +21,13 @@ from strata.cli.bench_run import AsJson, LoadFormat, Model, Save, Setup, call, d
 from strata.cli.bench_serve import serve
 from strata.cli.bench_train import train
 
-bench = typer.Typer(no_args_is_help=True, help="Measure inference: T0 to T5 of benchmarks/README.md.")
+bench = typer.Typer(
+    no_args_is_help=True,
+    help="""Measure inference, training and operations: T0 to T8 of benchmarks/README.md.
+
+    Example: strata bench throughput --model 8B
+    """,
+)
 bench.command()(gaps)
 bench.command()(kernels)
 bench.command()(serve)
@@ -134,14 +141,24 @@ def run(test: workloads.Test, setup: Setup, *, repeat: int, as_json: bool, save:
 def first_token(llm_options: dict[str, Any]) -> tuple[float, str]:
     """Seconds until a new process has generated its first token, and the name of its device.
 
-    Raises RuntimeError if the process ends without one; its own error stands above.
+    If the process ends without one, this one ends with its exit code: its own error stands above. Raises ValueError if
+    it was killed.
     """
     command = [sys.executable, "-m", "strata.cli.first_token", json.dumps(llm_options)]
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        line = process.stdout.readline()
+        try:
+            line = process.stdout.readline()
+        except KeyboardInterrupt:
+            process.kill()
+            raise
         seconds = time.perf_counter() - start
-    if process.returncode or not line:
-        raise RuntimeError(f"the process ended with exit code {process.returncode} and no token")
+    if process.returncode < 0:
+        raise ValueError(
+            f"the engine's process was killed by {signal.Signals(-process.returncode).name}; where the system has run "
+            "out of memory, take a smaller model"
+        )
+    if process.returncode:
+        raise typer.Exit(process.returncode)
     return seconds, str(json.loads(line)["device"])

@@ -124,6 +124,13 @@ def report(values: Mapping[str, Any], text: str, *, as_json: bool, save: Path | 
             file.write(line + "\n")
 
 
+def writable(file: Path | None) -> Path | None:
+    """For an option that names a file to write: raises OSError before the measurement if that cannot be done."""
+    if file is not None:
+        file.open("a").close()
+    return file
+
+
 def cpu_name() -> str:
     """The processor of this machine as the system names it."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,19 +11,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strata.cli import workloads
-from strata.cli.bench_result import cpu_name
+from strata.cli.bench_result import cpu_name, writable
 from strata.hardware.specs import recognize
+from strata.models.folder import folder_or_shape
 
 if TYPE_CHECKING:
     from strata.engine.llm import LLM
 
-Model = Annotated[str, typer.Option(help="A shape (8B, 0.6B) with random weights, or a checkpoint folder.")]
+Model = Annotated[
+    str, typer.Option(help="A shape (0.6B, 1B, 8B, 30B-A3B) with random weights, a checkpoint folder, or builtin.")
+]
 LoadFormat = Annotated[
     str | None, typer.Option(help="auto or dummy; dummy for a shape if left out.", show_default=False)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line instead of text.")]
-Save = Annotated[Path | None, typer.Option(help="Append the result to this JSON-lines file.", show_default=False)]
+Save = Annotated[
+    Path | None,
+    typer.Option(help="Append the result to this JSON-lines file.", callback=writable, show_default=False),
+]
 
+# What the engine advises where memory is short: options that `strata bench` does not have.
+_ADVICE = "lower max_model_len or max_num_batched_tokens, or raise gpu_memory_utilization"
 # Output tokens of each request in the run before the timed ones, which compiles and fills what the first run needs.
 WARMUP_TOKENS = 8
 
@@ -37,14 +46,19 @@ class Setup:
     device: str
     deterministic: bool
 
+    @property
+    def source(self) -> str:
+        """Where the model comes from: a folder, or a shape by its name."""
+        return folder_or_shape(self.model)
+
     def llm_options(self) -> dict[str, Any]:
         """The keyword arguments of LLM: no prefix cache, so that every repetition does all the work."""
         from strata.cli.costing import find_config
         from strata.models.shapes import SHAPES
 
-        length = min(workloads.MAX_MODEL_LEN, find_config(self.model).max_length)
+        length = min(workloads.MAX_MODEL_LEN, find_config(self.source).max_length)
         return {
-            "model": self.model,
+            "model": self.source,
             "load_format": self.load_format or ("dummy" if self.model in SHAPES else "auto"),
             "dtype": self.dtype,
             "device": self.device,
@@ -61,11 +75,24 @@ class Setup:
 
 def started(setup: Setup, test: workloads.Test) -> LLM:
     """An engine that has run a short form of the test once."""
-    from strata import LLM
-
-    llm = LLM(**setup.llm_options())
+    llm = engine(setup.llm_options())
     call(llm, test, WARMUP_TOKENS)
     return llm
+
+
+def engine(llm_options: Mapping[str, Any]) -> LLM:
+    """Raises ValueError for a model that does not fit in the memory, with what a user of `strata bench` can change."""
+    from strata import LLM
+
+    try:
+        return LLM(**llm_options)
+    except ValueError as error:
+        needed, advice, table = str(error).partition(_ADVICE)
+        if not advice:
+            raise
+        raise ValueError(
+            f"{needed}take a smaller model, a --dtype of fewer bytes, or a machine with more memory{table}"
+        ) from None
 
 
 def call(llm: LLM, test: workloads.Test, most: int | None = None) -> float:
@@ -99,7 +126,7 @@ def floor_on(test: workloads.Test, setup: Setup, product: str) -> float | None:
     device = recognize(product)
     if device is None:
         return None
-    model = meta_model(find_config(setup.model), DTYPES.get(setup.dtype))
+    model = meta_model(find_config(setup.source), DTYPES.get(setup.dtype))
     return test.floor(model.step_costs().step, device, dtype_name(model.dtype))
 
 

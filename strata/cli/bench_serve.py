@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
+from strata.cli.bench_result import writable
 from strata.cli.bench_run import AsJson, Save
 from strata.cli.load.connection import Client
 from strata.cli.load.measures import parse_objectives
 from strata.cli.load.plot import draw
-from strata.cli.load.report import LoadResult, sweep_table
+from strata.cli.load.report import LoadResult, report_console, sweep_table
 from strata.cli.load.request_sets import Lengths
 from strata.cli.load.schedule import parse_rates
 from strata.cli.load.send import run
@@ -67,7 +67,8 @@ def serve(
     as_json: AsJson = False,
     save: Save = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw latency against load into this SVG or PNG.", show_default=False)
+        Path | None,
+        typer.Option(help="Draw latency against load into this SVG or PNG.", callback=writable, show_default=False),
     ] = None,
 ) -> None:
     """T5: latency, throughput and goodput of a running server under load. Exit code 1 if any request was lost.
@@ -101,7 +102,7 @@ def serve(
 
 def measure_server(url: str, model: str | None, plan: Plan, *, as_json: bool, save: Path | None) -> list[LoadResult]:
     """Run the loads of a plan and print (and append to `save`) each result as it comes."""
-    console = Console(highlight=False)
+    console = report_console()
 
     def show(result: LoadResult) -> None:
         line = json.dumps(result.values())

@@ -9,13 +9,17 @@ from typing import Annotated
 
 import typer
 
-from strata.cli.bench_result import report
+from strata.cli.bench_result import report, writable
 from strata.cli.bench_run import AsJson, Save
+from strata.models.folder import folder_shape_or_file
 
 
 def train(
     shape: Annotated[
-        str, typer.Option("--shape", "--model", help="A shape (1B, 8B, 30B-A3B) with random weights, or a config.json.")
+        str,
+        typer.Option(
+            "--shape", "--model", help="A shape (0.6B, 1B, 8B, 30B-A3B) or a config.json; the weights are random."
+        ),
     ] = "1B",
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a pack.")] = 2,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 8192,
@@ -35,7 +39,8 @@ def train(
     device: Annotated[str, typer.Option(help="cuda, or cpu for small models.")] = "cuda",
     eager: Annotated[bool, typer.Option(help="Record no CUDA graph.")] = False,
     losses: Annotated[
-        Path | None, typer.Option(help="Write the loss of every step to this file.", show_default=False)
+        Path | None,
+        typer.Option(help="Write the loss of every step to this file.", callback=writable, show_default=False),
     ] = None,
     kernels: Annotated[
         bool, typer.Option(help="Trace one more step: milliseconds of each kernel, and of exposed messages, in --json.")
@@ -52,10 +57,11 @@ def train(
     from strata.cli.train_speed import TrainingTest, measure
     from strata.train.launch import ended_at_once, launch
 
+    source = folder_shape_or_file(shape)
     if ranks > 1 and "RANK" not in os.environ:
         raise typer.Exit(launch([sys.executable, "-m", "strata", *sys.argv[1:]], ranks))
     test = TrainingTest(
-        shape, batch, sequence, precision, recompute, layout, optimizer, offload=offload, records=not eager
+        source, batch, sequence, precision, recompute, layout, optimizer, offload=offload, records=not eager
     )
     with ended_at_once():
         found = measure(test, device, steps=steps, repeat=repeat, losses=losses, kernels=kernels)

@@ -11,6 +11,7 @@ from strata.cli import options
 from strata.cli.generate import sampling_params
 from strata.engine.llm import LLM
 from strata.engine.sampling_params import SamplingParams
+from strata.models.folder import model_folder
 
 
 def chat(
@@ -30,7 +31,8 @@ def chat(
 
     Example: strata chat --temperature 0.7
     """
-    llm = LLM(model, dtype=dtype, device=device, max_model_len=max_model_len, deterministic=deterministic)
+    folder = model_folder(model)
+    llm = LLM(folder, dtype=dtype, device=device, max_model_len=max_model_len, deterministic=deterministic)
     params = sampling_params(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     llm.chat_prompt(
         [{"role": "user", "content": "?"}]

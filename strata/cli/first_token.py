@@ -9,17 +9,20 @@ from __future__ import annotations
 import json
 import sys
 
+from strata.cli.ending import ending
+
 
 def main() -> None:
     """Generate the token that `sys.argv` asks for."""
-    from strata import LLM, SamplingParams
-    from strata.cli.bench_run import device_name
+    from strata import SamplingParams
+    from strata.cli.bench_run import device_name, engine
 
-    llm = LLM(**json.loads(sys.argv[1]))
+    llm = engine(json.loads(sys.argv[1]))
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     llm.generate([{"prompt_token_ids": [1] * 16}], params, use_tqdm=False)
     print(json.dumps({"device": device_name(llm)}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    with ending():
+        main()

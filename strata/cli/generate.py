@@ -12,6 +12,7 @@ import typer
 from strata.cli import options
 from strata.engine.llm import LLM
 from strata.engine.sampling_params import SamplingParams
+from strata.models.folder import model_folder
 
 
 def generate(
@@ -37,7 +38,7 @@ def generate(
     Example: strata generate "What is 47 + 38?" "Reverse the word planet."
     """
     llm = LLM(
-        model,
+        model_folder(model),
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,

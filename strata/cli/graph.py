@@ -10,6 +10,7 @@ import typer
 
 from strata.hardware.roofline import Workload, floor
 from strata.hardware.specs import Device, device
+from strata.models.folder import folder_shape_or_file
 
 if TYPE_CHECKING:
     from strata.cli.costing import MetaModel
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def graph(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, config.json, or a shape: 8B, 0.6B.")],
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint folder, config.json, builtin, or a shape: 0.6B, 1B, 8B, 30B-A3B.")
+    ],
     tokens: Annotated[int, typer.Option(min=1, help="New tokens of each sequence in this step.")] = 1,
     context: Annotated[int, typer.Option(min=0, help="Tokens of each sequence that are cached already.")] = 0,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences in this step.")] = 1,
@@ -33,10 +36,8 @@ def graph(
     """
     from strata.cli.costing import find_config, meta_model
 
-    spec = device(on)
-    priced = price(
-        meta_model(find_config(model)), Workload((tokens,) * sequences, (tokens + context,) * sequences), spec
-    )
+    spec, config = device(on), find_config(folder_shape_or_file(model))
+    priced = price(meta_model(config), Workload((tokens,) * sequences, (tokens + context,) * sequences), spec)
     step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences}
     if as_json:
         print(json.dumps(step | priced.to_dict()))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
+
+from strata.cli.ending import ending
 
 _HOMES = {
     "serve": "strata.cli.serve:command",
@@ -53,16 +54,8 @@ def strata() -> None:
 
 def main() -> None:
     """Run the command; bad input or a fault of the engine is a message on standard error and exit code 1."""
-    try:
+    with ending():
         app()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        faults = sys.modules.get("strata.engine.faults")  # where it is not loaded, none of it was raised
-        if not isinstance(error, (ValueError, faults.EngineFault) if faults else ValueError):
-            raise
-        print(f"strata: error: {error}", file=sys.stderr)
-        sys.exit(1)
 
 
 if __name__ == "__main__":

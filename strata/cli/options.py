@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 Model = Annotated[
-    str | None, typer.Option(help="Checkpoint folder; the built-in model if left out.", show_default=False)
+    str | None,
+    typer.Option(help="Checkpoint folder, or builtin, which it is if left out.", show_default=False),
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]

@@ -34,12 +34,17 @@ def folder_or_shape(name: str | None) -> str:
 
     Raises ValueError for anything else.
     """
+    if name in SHAPES:
+        return name
     if name is None or name == BUILTIN or Path(name).is_dir():
         return str(model_folder(name))
-    if name not in SHAPES:
-        shapes = ", ".join(SHAPES)
-        raise ValueError(f"{why_no_folder(Path(name))}; give a model folder, {BUILTIN!r}, or a shape ({shapes})")
-    return name
+    shapes = ", ".join(SHAPES)
+    raise ValueError(f"{why_no_folder(Path(name))}; give a model folder, {BUILTIN!r}, or a shape ({shapes})")
+
+
+def folder_shape_or_file(name: str) -> str:
+    """As `folder_or_shape`, or the path of a file as it is, for what needs no more than a config.json."""
+    return name if Path(name).is_file() else folder_or_shape(name)
 
 
 def why_no_folder(folder: Path) -> str:

@@ -104,7 +104,9 @@ def test_chat_without_a_template_is_refused(folder: Path, tmp_path: Path) -> Non
     assert "chat template" in str(result.exception)
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "graph", "train", "bench throughput", "bench startup"])
+@pytest.mark.parametrize(
+    "command", ["generate", "chat", "graph", "train", "bench", "bench throughput", "bench startup"]
+)
 def test_help_has_an_example(command: str) -> None:
     result = RUNNER.invoke(app, [*command.split(), "--help"])
     assert result.exit_code == 0

@@ -122,7 +122,7 @@ def test_a_folder_is_its_config(config: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "neither a folder nor a file nor a known shape"),
+        (["nowhere"], "model folder 'nowhere' does not exist; give a model folder, 'builtin', or a shape"),
         (["8B", "--device", "abacus"], "device 'abacus' is unknown; known are h200"),
     ],
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 
 from strata.cli.bench_result import number, provenance
@@ -15,6 +15,8 @@ from strata.cli.load.measures import Distribution, Figures
 
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2e_ms": "E2E"}
 
+# Columns enough for any table here.
+WIDE = 200
 # Sent more than this late (milliseconds, p99), the load was not the one that was asked for.
 MOST_LAG = 10.0
 
@@ -81,6 +83,14 @@ class LoadResult:
             yield f"goodput {number(good.requests_per_second)} requests/s ({good.share:.1%} of requests): {bounds}"
         if figures.send_lag_ms is not None and self.max_concurrency is None and figures.send_lag_ms.p99 > MOST_LAG:
             yield f"sent up to {figures.send_lag_ms.p99:.0f} ms late (p99): the load generator is the bottleneck"
+
+
+def report_console() -> Console:
+    """A terminal is as wide as it is; a file or a pipe takes tables whole."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDE
+    return console
 
 
 def sweep_table(results: Sequence[LoadResult]) -> Table:
