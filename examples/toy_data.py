@@ -6,9 +6,9 @@ preferred to the worked one).
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,5 +46,16 @@ def write(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where both files go, runs/toy for example")
+    folder = parser.parse_args().folder
+    try:
+        write(folder)
+    except OSError as error:
+        parser.error(f"cannot write into {folder}: {error.strerror}; choose another folder")
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    main()

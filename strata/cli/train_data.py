@@ -42,6 +42,8 @@ def data() -> None:
     """Tokenize data once into memory-mapped shards; run again after an interruption, it goes on.
 
     `strata data FILES --out FOLDER` is short for `strata data files FILES --out FOLDER`.
+
+    Example: strata data chats.jsonl --out runs/chats
     """
 
 
@@ -112,12 +114,21 @@ def exercises(
 
 
 def _show(out: Path, write: Callable[[Callable[[int, int], None]], Index]) -> None:
-    """Write, with a bar of the shards that are done; then what there is."""
+    """Write, with a bar of what is done; then what there is."""
     console = Console(stderr=True, highlight=False)
-    columns: list[Any] = [TextColumn("shards"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()]
-    with Bar(*columns, console=console) as bar:
-        task = bar.add_task("", total=None)
-        index = write(lambda done, of: bar.update(task, completed=done, total=of))
+    columns: list[Any] = [TextColumn("written"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()]
+    bar = Bar(*columns, console=console)
+    task = bar.add_task("", total=None)
+
+    def report(done: int, of: int) -> None:
+        bar.start()  # not before: what cannot begin at all is a message without a bar
+        bar.update(task, completed=done, total=of)
+
+    try:
+        index = write(report)
+    finally:
+        if bar.live.is_started:
+            bar.stop()
     documents, tokens, left_out = (
         sum(getattr(shard, name) for shard in index.shards) for name in ("documents", "tokens", "left_out")
     )

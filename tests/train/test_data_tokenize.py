@@ -148,10 +148,13 @@ def test_long_text_is_split_and_long_chats_are_left_out(folder: Path, loaded: To
     [
         ("", "every file is empty"),
         ("\n\n", "no records"),
-        ('{"text": "a"}\n{"text": 3}\n', r"byte 14: the record needs 'text' as data of the kind 'text', got 3"),
-        ('{"text": "a"}\n[1]\n', "byte 14: the line must be a JSON object"),
-        ('{"text": "a"}\n{"text\n', "byte 14: the line is not JSON"),
-        ('{"body": "a"}\n', r"byte 0: the record has the fields body; accepted are: text; messages; prompt, chosen"),
+        ('{"text": "a"}\n{"text": 3}\n', r"line 2: the record needs 'text' as data of the kind 'text', got 3"),
+        ('{"text": "a"}\n[1]\n', "line 2: the line must be a JSON object"),
+        (
+            '{"text": "a"}\n{"text\n',
+            r"line 2: the line is not JSON \(Invalid control character at, column 7\)",
+        ),
+        ('{"body": "a"}\n', r"line 1: the record has the fields body; accepted are: text; messages; prompt, chosen"),
         ('{"messages": [{"role": "user", "content": "a"}]}\n', "no assistant turn"),
     ],
 )
@@ -163,9 +166,41 @@ def test_bad_input_names_its_place(folder: Path, tmp_path: Path, content: str, m
         TokenDataset(tmp_path / "out")
 
 
+def test_a_line_has_its_number_in_whatever_shard_it_is(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n' * 50 + '{"text": 3}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 101: .*; correct or remove the record"):
+        tokenize([tmp_path / "a.jsonl"], folder, tmp_path / "out", bytes_per_shard=100)
+
+
+def test_corrected_data_replaces_a_plan_without_shards(folder: Path, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"text": 3}])
+    with pytest.raises(ValueError, match="needs 'text'"):
+        tokenize([file], folder, tmp_path / "out")
+    jsonl(file, [{"text": "three"}])
+    assert tokenize([file], folder, tmp_path / "out").shards[0].documents == 1
+    jsonl(file, [{"text": "four and more"}])
+    with pytest.raises(ValueError, match="made with other files and pieces; choose another folder, or remove it"):
+        tokenize([file], folder, tmp_path / "out")
+
+
 def test_unknown_and_missing_files(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a")
     with pytest.raises(ValueError, match=r"the ending '\.csv' is unknown"):
         tokenize([tmp_path / "a.csv"], folder, tmp_path / "out")
     with pytest.raises(ValueError, match="does not exist"):
         tokenize([tmp_path / "b.txt"], folder, tmp_path / "out")
+
+
+def test_a_worker_without_room_says_so_and_the_same_command_goes_on(folder: Path, tmp_path: Path) -> None:
+    """The limit on the size of files stands for a full disk; it holds for the processes that this one starts."""
+    resource = pytest.importorskip("resource")
+    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS] * 100)
+    options = {"bytes_per_shard": file.stat().st_size // 2 + 1, "workers": 2}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(ValueError, match=r"cannot write .*shard-0000\d\.tokens\.npy: File too large; mend that"):
+            tokenize([file], folder, tmp_path / "out", **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert tokenize([file], folder, tmp_path / "out", **options) == tokenize([file], folder, tmp_path / "b", **options)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,13 @@ from strata.models.tokenizer import Message, Tokenizer
 
 # The fields that a record of each kind has.
 FIELDS = {"text": ("text",), "chat": ("messages",), "preference": ("prompt", "chosen", "rejected")}
+# Characters that are encoded at once, since the library takes some 200 bytes for each; and among how many before that
+# a cut is looked for.
+_AT_ONCE = 2**18
+_WINDOW = 2**16
+# Before one space between two words, or after a newline and before a word. Pre-tokenizers group a run of blanks, and
+# some join newlines to the punctuation before them, so no cut lies inside a run or before a newline.
+_CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?:(?<=\S\n)|(?<=\S\r\n))(?=[^\W\d_])")
 
 
 @dataclass(frozen=True)
@@ -64,10 +72,37 @@ def encode_record(tokenizer: Tokenizer, kind: str, record: Mapping[str, Any]) ->
 
 def encode_text(tokenizer: Tokenizer, text: str) -> Document:
     """A text as the tokenizer encodes it, closed with its end of sequence; all of it is wanted but the first token."""
-    ids = tokenizer.encode(text)
-    if tokenizer.eos_ids and ids[-1:] != [tokenizer.eos_ids[0]]:
-        ids.append(tokenizer.eos_ids[0])
-    return _document(ids, [(1, len(ids))])
+    ids = text_ids(tokenizer, text)
+    wanted = np.ones(len(ids), np.bool_)
+    wanted[:1] = False
+    return Document(ids, wanted)
+
+
+def text_ids(tokenizer: Tokenizer, text: str, *, opens: bool = True, closes: bool = True) -> NDArray[np.uint32]:
+    """The ids of a part of a text, [tokens]: what the tokenizer puts before and after a text only where one does.
+
+    opens, closes: whether it is the first and the last part. A long part is encoded in pieces, which bounds memory;
+    see `last_cut` for which tokenizers that changes nothing.
+    """
+    if opens and closes and len(text) <= _AT_ONCE:
+        ids = np.array(tokenizer.encode(text), np.uint32)
+    else:
+        before, after = _added(tokenizer)
+        encoded = (tokenizer.encode(piece, add_special_tokens=False) for piece in _in_pieces(text))
+        parts = [np.array(part, np.uint32) for part in (before * opens, *encoded, after * closes)]
+        ids = np.concatenate(parts)
+    if closes and tokenizer.eos_ids and ids[-1:].tolist() != [tokenizer.eos_ids[0]]:
+        ids = np.append(ids, np.uint32(tokenizer.eos_ids[0]))
+    return ids
+
+
+def last_cut(text: str) -> int:
+    """The last index at which `text` can be cut and its parts have the ids of the whole; its length if there is none.
+
+    That holds for byte-level BPE with the usual pre-tokenizers, and for others that put nothing before each text.
+    """
+    places = [found.start() for found in _CUT.finditer(text, max(0, len(text) - _WINDOW))]
+    return places[-1] if places else len(text)
 
 
 def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], first: int = 0) -> list[Document]:
@@ -124,6 +159,22 @@ def _reply_span(prompt: list[int], upto: list[int], ends: tuple[int, ...], turn:
     if end == start:
         raise ValueError(f"messages[{turn}] is empty, so there is nothing to learn")
     return start, end
+
+
+def _in_pieces(text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > _AT_ONCE:
+        end = start + last_cut(text[start : start + _AT_ONCE])
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _added(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text."""
+    bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    start = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+    return whole[:start], whole[start + len(bare) :]
 
 
 def _messages(value: str | list[Message], role: str) -> list[Message]:

@@ -53,7 +53,10 @@ class Loader:
     ) -> None:
         """Raises ValueError if `ranks` does not divide `packs`, or if a sample may be longer than a pack."""
         if packs % ranks:
-            raise ValueError(f"packs_per_step = {packs} is not divisible by the {ranks} data-parallel ranks")
+            raise ValueError(
+                f"packs_per_step = {packs} is not divisible by the {ranks} data-parallel ranks; "
+                f"set data.packs_per_step to a multiple of {ranks}"
+            )
         for dataset in mixture.datasets:
             if dataset.longest > capacity:
                 raise ValueError(

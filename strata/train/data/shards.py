@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,13 +97,11 @@ def write_encoded(
     sums = {}
     for part, array in arrays.items():
         file = folder / f"{name}.{part}.npy"
-        temporary = file.with_name(f".{file.name}.part")
-        with temporary.open("wb") as stream:
-            np.save(stream, array, allow_pickle=False)
-            stream.flush()
-            os.fsync(stream.fileno())
-        sums[file.name] = _sha256(temporary)
-        os.replace(temporary, file)
+        with _appearing_whole(file) as stream:
+            # np.save does not say why the system refused to write.
+            np.lib.format.write_array_header_1_0(stream, np.lib.format.header_data_from_array_1_0(array))
+            stream.write(array.data)
+        sums[file.name] = _sha256(file)
     longest = int(lengths.reshape(-1, documents_per_sample(kind)).sum(1).max(initial=0))
     return ShardEntry(name, len(lengths), len(tokens), longest, int(lengths.max(initial=0)), left_out, sums)
 
@@ -225,13 +224,24 @@ class TokenDataset:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """A file appears whole or not at all."""
-    temporary = path.with_name(f".{path.name}.part")
-    with temporary.open("wb") as stream:
+    """A file appears whole or not at all. Raises ValueError if it cannot be written."""
+    with _appearing_whole(path) as stream:
         stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
+
+
+@contextmanager
+def _appearing_whole(path: Path) -> Iterator[BinaryIO]:
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        with temporary.open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write {path}: {error.strerror}; mend that and run the same command again: what is finished is kept"
+        ) from None
 
 
 def _sha256(path: Path) -> str:

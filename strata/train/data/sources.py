@@ -8,20 +8,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strata.train.data.encoding import last_cut
+
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text", ".md": "text"}
+# Bytes before a limit among which a text is cut, and the fewest of a piece: whole characters, whichever they are.
+_WINDOW = 2**16
+_FEWEST = 8
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an input file, `start` to `end`: bytes of JSONL, row groups of Parquet, the whole of a text file.
+    """A part of an input file, `start` to `end`: bytes of JSONL or of text, row groups of Parquet.
 
-    A line of JSONL belongs to the piece in which it begins.
+    A line of JSONL belongs to the piece in which it begins. A text is cut where no token reaches across.
     """
 
     path: str
     format: str
     start: int
     end: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """The line of a file that begins at a byte. As text it has its number, which is counted when it is asked for."""
+
+    path: str
+    at: int
+
+    def __str__(self) -> str:
+        before = 0
+        with Path(self.path).open("rb") as stream:
+            while stream.tell() < self.at:
+                before += stream.read(min(2**20, self.at - stream.tell())).count(b"\n")
+        return f"{self.path}, line {before + 1}"
 
 
 def pieces_of(paths: Sequence[Path], bytes_per_piece: int) -> list[Piece]:
@@ -41,14 +61,30 @@ def pieces_of(paths: Sequence[Path], bytes_per_piece: int) -> list[Piece]:
             each = max(1, groups * bytes_per_piece // max(1, size))
             pieces += [Piece(str(file), format, at, min(at + each, groups)) for at in range(0, groups, each)]
         elif size:
-            pieces.append(Piece(str(file), format, 0, size))
+            pieces += split_text(Piece(str(file), format, 0, size), bytes_per_piece)
     if not pieces:
         raise ValueError(f"no data in {', '.join(map(str, paths))}: every file is empty")
     return pieces
 
 
-def read_piece(piece: Piece) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The records of a piece, each with where it stands (for messages). A text file is one record, its "text".
+def split_text(piece: Piece, bytes_per_piece: int) -> list[Piece]:
+    """A piece of text in pieces of at most `bytes_per_piece` (8 at least), cut where `last_cut` says."""
+    starts, each = [piece.start], max(bytes_per_piece, _FEWEST)
+    with Path(piece.path).open("rb") as stream:
+        while (limit := starts[-1] + each) < piece.end:
+            begin = max(starts[-1], limit - _WINDOW)
+            stream.seek(begin)
+            raw = stream.read(limit - begin)
+            whole = raw.lstrip(bytes(range(0x80, 0xC0)))  # the rest of a character
+            # Not between the two characters of a line end, which are read as one.
+            text = whole.decode("utf-8", errors="ignore").removesuffix("\r")
+            cut = len(text[: last_cut(text)].encode())
+            starts.append(begin + len(raw) - len(whole) + cut if cut else limit)
+    return [Piece(piece.path, piece.format, *ends) for ends in zip(starts, [*starts[1:], piece.end], strict=True)]
+
+
+def read_piece(piece: Piece) -> Iterator[tuple[Line | str, dict[str, Any]]]:
+    """The records of a piece, each with where it stands (for messages). A piece of text is one record, its "text".
 
     Raises ValueError for a line that is no JSON object and for text that is no UTF-8.
     """
@@ -57,10 +93,19 @@ def read_piece(piece: Piece) -> Iterator[tuple[str, dict[str, Any]]]:
     elif piece.format == "parquet":
         yield from _rows(piece)
     else:
-        try:
-            yield piece.path, {"text": Path(piece.path).read_text(encoding="utf-8")}
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{piece.path} is not UTF-8: {error}; convert it first") from None
+        yield piece.path, {"text": read_text(piece)}
+
+
+def read_text(piece: Piece) -> str:
+    """A piece of a text file, with "\\n" for every end of a line. Raises ValueError if it is no UTF-8."""
+    with Path(piece.path).open("rb") as stream:
+        stream.seek(piece.start)
+        raw = stream.read(piece.end - piece.start)
+    try:
+        return raw.decode().replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        at = piece.start + error.start
+        raise ValueError(f"{piece.path} is not UTF-8: {error.reason} at byte {at}; convert it first") from None
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
@@ -78,7 +123,7 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
             yield path
 
 
-def _lines(piece: Piece) -> Iterator[tuple[str, dict[str, Any]]]:
+def _lines(piece: Piece) -> Iterator[tuple[Line, dict[str, Any]]]:
     with Path(piece.path).open("rb") as stream:
         if piece.start:
             stream.seek(piece.start - 1)
@@ -87,13 +132,16 @@ def _lines(piece: Piece) -> Iterator[tuple[str, dict[str, Any]]]:
             line = stream.readline()
             if not line.strip():
                 continue
-            where = f"{piece.path}, byte {at}"
+            where = Line(piece.path, at)
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{where}: the line is not JSON ({error})") from None
+                # Its own text speaks of line 1, the only one that it was given.
+                why = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                raise ValueError(f"{where}: the line is not JSON ({why}); correct or remove it") from None
             if not isinstance(record, dict):
-                raise ValueError(f"{where}: the line must be a JSON object, got {line[:60].decode(errors='replace')!r}")
+                shown = line[:60].decode(errors="replace")
+                raise ValueError(f"{where}: the line must be a JSON object, got {shown!r}; correct or remove it")
             yield where, record
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from strata.models.tokenizer import Tokenizer
 from strata.train.data.encoding import Document, encode_record, kind_of
+from strata.train.data.long_text import BYTES_PER_PART, LongText, write_cut, write_part
 from strata.train.data.shards import VERSION, Index, ShardEntry, documents_per_sample, write_shard
 from strata.train.data.sources import Piece, pieces_of, read_piece
-from strata.train.data.writing import ShardJob, keep_plan, named, write_missing
+from strata.train.data.writing import Job, ShardJob, finished, keep_plan, named, write_missing
+
+# Of the parts of long texts: the folder, which goes when the shards are there.
+PARTS = "parts"
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,8 @@ def tokenize(
 
     longest: text is split after so many tokens; chats and preferences with a longer conversation are left out and
     counted. None keeps all.
-    report: called with the number of finished shards and of all. The shards do not depend on `workers`. Called again
-    after it was stopped, this goes on with the shards that are missing.
+    report: called with how many shards, and parts of long texts that shards are cut from, are finished, and of how
+    many. The shards do not depend on `workers`. Called again after it was stopped, this goes on with what is missing.
 
     Raises ValueError that names file and place of a record that cannot be used, for data without samples, and if `out`
     holds other data.
@@ -53,18 +58,55 @@ def tokenize(
     made_of = {"kind": kind, "tokenizer": digest, "longest": longest, "files": _files(pieces)}
     keep_plan(out, made_of | {"pieces": [[piece.path, piece.start, piece.end] for piece in pieces]})
     jobs = [_Job(out, name, piece, tokenizer_folder, kind, longest) for name, piece in named(pieces)]
-    shards = write_missing(jobs, _write, workers, report)
+    shards = _write_all(out, jobs, vocab_size, workers, report)
     if not any(shard.documents for shard in shards):
         left_out = sum(shard.left_out for shard in shards)
         raise ValueError(f"no samples in {', '.join(map(str, paths))}; {left_out} records were empty or too long")
     index = Index(VERSION, kind, digest, vocab_size, shards)
     index.write(out)
+    shutil.rmtree(out / PARTS, ignore_errors=True)
     return index
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
     """What tells two tokenizers apart: data that one has made means nothing to a model of the other."""
     return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:16]
+
+
+def _write_all(
+    out: Path, jobs: Sequence[_Job], vocab_size: int, workers: int, report: Callable[[int, int], None]
+) -> list[ShardEntry]:
+    """The shards of all jobs, in their order: each from its piece, but those of a long text from its encoded parts."""
+    long = list(_long_texts(jobs))
+    missing = [text for text in long if not all(map(finished, text))]
+    texts = [LongText({job.name: job.piece for job in text}, out / PARTS, text[0].tokenizer) for text in missing]
+    parts = [part for text in texts for part in text.parts]
+    together = {job.name for text in missing for job in text}
+    entries: dict[str, ShardEntry] = {}
+
+    def write(jobs: Sequence[Job], how: Callable[[Job], ShardEntry]) -> None:
+        done_before = len(entries)
+        if jobs:
+            made = write_missing(jobs, how, workers, lambda done, _: report(done_before + done, of))
+            entries.update((entry.name, entry) for entry in made)
+
+    of = len(jobs) + len(parts)
+    write([job for job in jobs if job.name not in together], _write)
+    if parts:
+        (out / PARTS).mkdir(exist_ok=True)
+    write(parts, write_part)
+    write([cut for text in texts for cut in text.cuts(out, entries, jobs[0].longest, vocab_size)], write_cut)
+    return [entries[job.name] for job in jobs]
+
+
+def _long_texts(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+    """The jobs of each text file that is more than one part."""
+    texts: list[list[_Job]] = []
+    for job in jobs:
+        if job.kind == job.piece.format == "text":
+            texts += [[]] if job.piece.start == 0 else []
+            texts[-1].append(job)
+    return (text for text in texts if len(text) > 1 or text[0].piece.end > BYTES_PER_PART)
 
 
 def _write(job: _Job) -> ShardEntry:
@@ -76,7 +118,7 @@ def _write(job: _Job) -> ShardEntry:
             try:
                 encoded = encode_record(tokenizer, job.kind, record)
             except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
+                raise ValueError(f"{where}: {error}; correct or remove the record") from None
             fitting = list(_fitting(encoded, job.kind, job.longest))
             left_out += not fitting
             documents += fitting
@@ -100,11 +142,13 @@ def _fitting(encoded: list[Document], kind: str, longest: int | None) -> Iterato
 
 def _first_kind(pieces: list[Piece]) -> str:
     for piece in pieces:
+        if piece.format == "text":
+            return "text"
         for where, record in read_piece(piece):
             try:
                 return kind_of(record)
             except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
+                raise ValueError(f"{where}: {error}; correct or remove the record") from None
     raise ValueError(f"no records in {pieces[0].path} and the files after it")
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import signal
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeVar
 
 from strata.train.data.shards import ShardEntry, write_atomically
@@ -36,14 +39,16 @@ def named(sources: Iterable[Source]) -> Iterator[tuple[str, Source]]:
 
 
 def keep_plan(out: Path, plan: dict[str, Any]) -> None:
-    """Write down what `out` is made of. Raises ValueError if it is being made of anything else."""
+    """Write down what `out` is made of. Raises ValueError if anything has been made of something else there."""
     out.mkdir(parents=True, exist_ok=True)
-    if not (out / PLAN).exists():
+    if not (out / PLAN).exists() or all(path.name == PLAN for path in out.rglob("*.json")):
         write_atomically(out / PLAN, json.dumps(plan, indent=1).encode())
         return
     before = json.loads((out / PLAN).read_text(encoding="utf-8"))
     if different := [key for key in plan if plan[key] != before.get(key)]:
-        raise ValueError(f"{out} holds data made with other {' and '.join(different)}; choose another folder")
+        raise ValueError(
+            f"{out} holds data made with other {' and '.join(different)}; choose another folder, or remove it"
+        )
 
 
 def write_missing(
@@ -53,36 +58,60 @@ def write_missing(
 
     write: a function of a module. report: called with the number of finished shards and of all.
     """
-    finished = {job.name: entry for job in jobs if (entry := _finished(job)) is not None}
-    report(len(finished), len(jobs))
-    for entry in _run([job for job in jobs if job.name not in finished], write, workers):
-        finished[entry.name] = entry
-        report(len(finished), len(jobs))
-    return [finished[job.name] for job in jobs]
+    entries = {job.name: entry for job in jobs if (entry := finished(job)) is not None}
+    report(len(entries), len(jobs))
+    # Closed at once, also where `report` is interrupted: the processes end with it.
+    with closing(_run([job for job in jobs if job.name not in entries], write, workers)) as written:
+        for entry in written:
+            entries[entry.name] = entry
+            report(len(entries), len(jobs))
+    return [entries[job.name] for job in jobs]
 
 
-def _run(jobs: list[Job], write: Callable[[Job], ShardEntry], workers: int) -> Iterator[ShardEntry]:
+def _run(jobs: list[Job], write: Callable[[Job], ShardEntry], workers: int) -> Generator[ShardEntry]:
     whole = partial(_write_whole, write)
     if min(workers, len(jobs)) <= 1:
         yield from map(whole, jobs)
         return
-    with ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _be_one_of_many) as pool:
-        futures = [pool.submit(whole, job) for job in jobs]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        except BrokenProcessPool:
-            raise ValueError(
-                "a process that writes shards was killed, perhaps for lack of memory; "
-                "run the same command with fewer workers: finished shards are kept"
-            ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
+    others = set(active_children())
+    pool = ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _be_one_of_many)
+    try:
+        with _children_not_interrupted():
+            futures = [pool.submit(whole, job) for job in jobs]
+        for future in as_completed(futures):
+            yield future.result()
+    except BrokenProcessPool:
+        raise ValueError(
+            "a process that writes shards was killed, perhaps for lack of memory; "
+            "run the same command with fewer workers: finished shards are kept"
+        ) from None
+    finally:
+        # None has work left, unless it is not wanted any more: shards take long, and are written again.
+        for process in set(active_children()) - others:
+            process.kill()
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _children_not_interrupted() -> Iterator[None]:
+    """Ctrl-C goes to every process of a terminal: those started here leave it to this one, which ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _be_one_of_many() -> None:
-    """One thread a process: the processes share the host already."""
+    """One thread a process, for the processes share the host already; and none outlives the one that started it."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    if (parent := parent_process()) is not None:
+        parent.join()
+    os._exit(1)
 
 
 def _write_whole(write: Callable[[Job], ShardEntry], job: Job) -> ShardEntry:
@@ -92,7 +121,8 @@ def _write_whole(write: Callable[[Job], ShardEntry], job: Job) -> ShardEntry:
     return entry
 
 
-def _finished(job: ShardJob) -> ShardEntry | None:
+def finished(job: ShardJob) -> ShardEntry | None:
+    """The entry of a shard that is whole."""
     try:
         entry = ShardEntry(**json.loads((job.folder / f"{job.name}.json").read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError):

@@ -1,0 +1,100 @@
+"""Long texts: processes encode parts of one, and its shards are cut from the tokens as of the text encoded whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata.models.tokenizer import Tokenizer
+from strata.train.data.encoding import Encoded, text_ids
+from strata.train.data.shards import ShardEntry, write_encoded
+from strata.train.data.sources import Piece, read_text, split_text
+from strata.train.data.writing import ShardJob
+
+# What a process encodes between two reports of progress.
+BYTES_PER_PART = 4 * 10**6
+
+
+@dataclass(frozen=True)
+class PartJob(ShardJob):
+    """The tokens of a part of a text. opens, closes: whether it is the first and the last."""
+
+    piece: Piece
+    tokenizer: Path
+    opens: bool
+    closes: bool
+
+
+@dataclass(frozen=True)
+class CutJob(ShardJob):
+    """A shard of what `parts` hold one after another: so many tokens, after `skip`, in documents of `longest`."""
+
+    parts: list[PartJob]
+    skip: int
+    tokens: int
+    longest: int
+    vocab_size: int
+
+
+class LongText:
+    """A text file that is encoded in parts."""
+
+    def __init__(self, shards: Mapping[str, Piece], folder: Path, tokenizer: Path) -> None:
+        """shards: the piece of the file that each of its shards is made of, in order. folder: for the parts."""
+        divided = {name: split_text(piece, BYTES_PER_PART) for name, piece in shards.items()}
+        ends = [piece.end for pieces in divided.values() for piece in pieces]
+        self._parts = {
+            name: [
+                PartJob(folder, f"{name}.{at:04}", piece, tokenizer, piece.start == 0, piece.end == ends[-1])
+                for at, piece in enumerate(pieces)
+            ]
+            for name, pieces in divided.items()
+        }
+
+    @property
+    def parts(self) -> list[PartJob]:
+        return [part for parts in self._parts.values() for part in parts]
+
+    def cuts(self, out: Path, encoded: Mapping[str, ShardEntry], longest: int | None, vocab_size: int) -> list[CutJob]:
+        """What makes each shard of the finished parts: a document belongs to the one in whose parts it begins."""
+        parts = self.parts
+        starts = list(accumulate((encoded[part.name].tokens for part in parts), initial=0))
+        each = longest or max(1, starts[-1])
+        jobs, first = [], 0
+        for name, own in self._parts.items():
+            begin, end = (min(-(-starts[at] // each) * each, starts[-1]) for at in (first, first + len(own)))
+            later = zip(parts[first:], starts[first:], strict=False)
+            needed = [part for part, start in later if begin < end and start < end]
+            jobs.append(CutJob(out, name, needed, begin - starts[first], end - begin, each, vocab_size))
+            first += len(own)
+        return jobs
+
+
+def write_part(job: PartJob) -> ShardEntry:
+    """Encode and write a part, as a shard of one document."""
+    text = read_text(job.piece)
+    with Tokenizer.load(job.tokenizer) as tokenizer:
+        ids = text_ids(tokenizer, text, opens=job.opens, closes=job.closes)
+        return _write(job, ids, np.array([0, len(ids)]), tokenizer.vocab_size)
+
+
+def write_cut(job: CutJob) -> ShardEntry:
+    """Write the shard of a cut."""
+    # A last document of one token predicts nothing.
+    end = job.tokens - (job.tokens % job.longest == 1)
+    parts = [np.load(part.folder / f"{part.name}.tokens.npy", mmap_mode="r") for part in job.parts]
+    tokens = np.concatenate([np.zeros(0, np.uint16), *parts])[job.skip : job.skip + end]
+    offsets = np.append(np.arange(0, end, job.longest), end)
+    return _write(job, tokens, offsets, job.vocab_size)
+
+
+def _write(job: ShardJob, tokens: NDArray[Any], offsets: NDArray[np.int64], vocab_size: int) -> ShardEntry:
+    wanted = np.ones(len(tokens), np.bool_)
+    wanted[offsets[:-1]] = False
+    return write_encoded(job.folder, job.name, "text", Encoded(tokens, wanted, offsets), vocab_size)
