@@ -156,10 +156,14 @@ async def _engine(fields: Mapping[str, Any]) -> AsyncIterator[EngineClient]:
 async def _connect(child: Child, address: str) -> EngineClient:
     """A client once the engine is ready. Raises EngineNotStarted, or EngineGone for one that could not say why."""
     connecting = asyncio.create_task(EngineClient.connect(address))
-    await asyncio.wait((connecting, child.ended), return_when=asyncio.FIRST_COMPLETED)
-    if connecting.done() and connecting.exception() is None:
-        return connecting.result()
-    connecting.cancel()
+    try:
+        await asyncio.wait((connecting, child.ended), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not connecting.done():
+            connecting.cancel()
+        (client,) = await asyncio.gather(connecting, return_exceptions=True)
+    if isinstance(client, EngineClient):
+        return client
     await asyncio.wait((child.ended,), timeout=_ENGINE_STOP_SECONDS)  # its socket may be closed before its end is seen
     if not child.ended.done():
         raise EngineGone("the engine process does not answer")

@@ -291,6 +291,19 @@ def test_what_the_engine_refuses_is_said_once(tmp_path: Path) -> None:
         assert refused.stderr.count("\n") == 1
 
 
+def test_a_run_that_is_told_to_stop_while_the_engine_loads_says_so(tmp_path: Path) -> None:
+    asked = tmp_path / "in.jsonl"
+    asked.write_text(line("a"))
+    command = [sys.executable, "-m", "strata", "run-batch", asked, tmp_path / "out", "--device", "cpu"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: descendants(process.pid))
+        process.send_signal(signal.SIGTERM)
+        _, output = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 143
+    assert output.splitlines()[-1].startswith("stopped: 0 of 1 requests")
+    assert "Traceback" not in output
+
+
 def test_a_run_that_is_told_to_stop_says_how_far_it_has_come(tmp_path: Path) -> None:
     asked, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     long = {"prompt": "Hi", "max_tokens": 900, "ignore_eos": True}
