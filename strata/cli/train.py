@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from strata.train.config import TrainConfig, read_train_config
 from strata.train.launch import ended_at_once, launch
-from strata.train.trainer import Report
+
+if TYPE_CHECKING:
+    from strata.train.config import TrainConfig
+    from strata.train.trainer import Report
 
 # What a line of the log shows on the screen, where it has it.
 SHOWN = {
@@ -29,6 +32,9 @@ SHOWN = {
     "tokens_per_second": ",",
     "mfu": ".1%",
 }
+
+# Exit codes of ranks that were interrupted (Ctrl-C) or terminated.
+_TOLD_TO_END = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 command = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
@@ -58,21 +64,55 @@ def train(
     """
     if (name := str(config)).startswith("--"):
         raise ValueError(f"{name} stands before the file; write strata train FILE --SECTION.KEY VALUE")
+    # Before torch is loaded: its threads that wait for each other would keep the cores busy that others wait for, and
+    # where anything else runs, a small step takes many times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from strata.train.config import read_train_config
+
     run = read_train_config(config, _changes(context.args))
     if estimate is not None:
         from strata.cli.train_estimate import estimate_text
 
         typer.echo(estimate_text(run, estimate, ranks))
         return
-    if ranks > 1 and "RANK" not in os.environ:
-        raise typer.Exit(launch([sys.executable, "-m", "strata", *sys.argv[1:]], ranks, restarts))
-    from strata.cli.train_run import run_on_this_rank
-
+    steps = None if profile is None else _steps(profile, run.run.steps)
+    is_rank, code = "RANK" in os.environ, 0
     try:
-        with ended_at_once():
-            run_on_this_rank(run, _Screen, resume=resume, steps=None if profile is None else _steps(profile))
+        if ranks > 1 and not is_rank:
+            code = _launch(run, ranks, restarts, resume=resume)
+        else:
+            _train(run, steps, resume=resume)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
     finally:
         gc.freeze()  # or the end of the process searches all that was imported for garbage, for seconds
+    if code in _TOLD_TO_END and not is_rank:
+        _say_how_to_go_on(run)
+    raise typer.Exit(code)
+
+
+def _train(run: TrainConfig, steps: range | None, *, resume: bool) -> None:
+    """On this rank."""
+    from strata.cli.train_run import run_on_this_rank
+
+    with ended_at_once():
+        run_on_this_rank(run, _Screen, resume=resume, steps=steps)
+
+
+def _launch(run: TrainConfig, ranks: int, restarts: int, *, resume: bool) -> int:
+    """The exit code of the ranks."""
+    from strata.train.check import check_run
+
+    check_run(run, ranks, resume=resume)
+    return launch([sys.executable, "-m", "strata", *sys.argv[1:]], ranks, restarts)
+
+
+def _say_how_to_go_on(run: TrainConfig) -> None:
+    from strata.train.checkpoints.folder import checkpoints, step_of
+
+    last = checkpoints(Path(run.run.out) / "checkpoints")[-1:]
+    then = f"--resume goes on from step {step_of(last[0])}" if last else "no checkpoint was written yet"
+    typer.echo(f"strata: interrupted; {then}", err=True)
 
 
 def _changes(arguments: list[str]) -> list[tuple[str, str]]:
@@ -88,11 +128,14 @@ def _changes(arguments: list[str]) -> list[tuple[str, str]]:
     return changes
 
 
-def _steps(text: str) -> range:
+def _steps(text: str, most: int) -> range:
     first, _, last = text.partition("-")
     if not first.isdecimal() or (last and not last.isdecimal()):
         raise ValueError(f"--profile {text} must be a step or a first and a last one, such as 10-12")
-    return range(int(first), int(last or first) + 1)
+    steps = range(int(first), int(last or first) + 1)
+    if not steps or steps[0] > most:
+        raise ValueError(f"--profile {text} has none of the steps of this run, 1-{most}")
+    return steps
 
 
 class _Screen:

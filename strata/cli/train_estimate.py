@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from strata.hardware import specs
-from strata.models.config import ModelConfig, read_config
+from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.models.tokenizer import Tokenizer
 from strata.parallel.layout import Layout, auto_layout
 from strata.train.config import TrainConfig
 from strata.train.estimate import Estimate, choose_recompute, estimate, step_shape
 from strata.train.layout import with_micro_batches
-from strata.train.start import fresh_config, model_folder
+from strata.train.start import fresh_config, start_folder
 
 GIB = 2**30
 
@@ -38,8 +38,13 @@ def estimate_text(run: TrainConfig, device_name: str, ranks: int) -> str:
 
 
 def model_config(run: TrainConfig) -> ModelConfig:
-    """Of the model that a run trains. Raises ValueError if its folder is not there."""
-    folder = model_folder(run.start.model or run.start.tokenizer or "")
+    """Of the model that a run trains. Of a tokenizer only the size matters: with model.vocab_size none is read.
+
+    Raises ValueError if a folder is needed and not there.
+    """
+    if run.model is not None and "vocab_size" in run.model:
+        return config_from_dict(run.model, "model")
+    folder = start_folder(run.start)
     if run.model is None:
         return read_config(folder)
     with Tokenizer.load(folder) as tokenizer:

@@ -67,20 +67,25 @@ def _train(config: TrainConfig, world: World, screen: Screen, *, resume: bool, s
     if steps is not None:
         profiler = StepProfiler(folder / "profile", steps, world.device, rank=world.rank)
     run = Trainer(config, world, resume=resume, peak_flops=peak_flops(world.device), warn=screen.say, profiler=profiler)
-    with screen.progress(run.position.step) as report:
+    done = run.position.step
+    if steps is not None and steps[-1] <= done:
+        raise ValueError(f"the steps to profile, {steps[0]}-{steps[-1]}, are done: this run goes on from step {done}")
+    if done >= config.run.steps:
+        screen.say(f"{folder} is at step {done} already, no step is left; train on with a larger --run.steps")
+    with screen.progress(done) as report:
         position = run.train(report)
     if profiler is not None:
         _say_profile(profiler, screen)
     if not world.is_main:
         return None
+    model = save_model(run)
     draw_report(folder)
-    return Finished(save_model(run), folder / "log.jsonl", position, world.device)
+    return Finished(model, folder / "log.jsonl", position, world.device)
 
 
 def _say_profile(profiler: StepProfiler, screen: Screen) -> None:
     profiler.close()  # the run may have ended within the steps
-    if profiler.table is None:
-        screen.say("no trace: none of the steps to profile was run")
+    if profiler.table is None:  # on ranks that trace nothing
         return
     for line in (profiler.table.text(), *profiler.notes):
         screen.say(line)

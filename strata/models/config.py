@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -224,8 +225,19 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
         experts=None if family.experts is None else family.experts[0](fields, num_layers, intermediate_size),
     )
     _refuse_changed_mathematics(fields)
+    _refuse_misspelt(fields, values, config.to_dict())
     fields.finish(_WITHOUT_EFFECT)
     return config
+
+
+def _refuse_misspelt(fields: Fields, values: Collection[str], known: Collection[str]) -> None:
+    """Refuse an unread field whose name is almost that of a known one."""
+    for key in values:
+        is_unread = key not in _WITHOUT_EFFECT and (fields.has(key) or fields.is_null(key))
+        if is_unread and (close := get_close_matches(key, known, n=1, cutoff=0.8)):
+            raise ValueError(
+                f"{fields.where}: unknown field {key}; it may change the mathematics; is {close[0]} meant?"
+            )
 
 
 def _read_architecture(fields: Fields) -> str:

@@ -63,7 +63,10 @@ class Layout:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
         if self.ranks != world_size:
             shown = " * ".join(f"{name} {getattr(self, name)}" for name in AXES)
-            raise ValueError(f"{shown} = {self.ranks} ranks, but {world_size} run; change one of them or the ranks")
+            about_ep = f"; ep = {self.ep} takes none of its own, it divides shard * cp" if self.ep > 1 else ""
+            raise ValueError(
+                f"{shown} = {self.ranks} ranks, but {world_size} run; change one of them or the ranks{about_ep}"
+            )
         self._check_use()
         self._check_tensor(config)
         check_heads(config, self.cp, self.tp, self.context)

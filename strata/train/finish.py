@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from strata.models.save import save
 from strata.train.checkpoints.export import export
@@ -18,9 +19,23 @@ def save_model(run: Trainer) -> Path:
     """Write the model of a finished run as Hugging Face lays it out, and return its folder. One rank calls this.
 
     It has the dtype that the run started from, bfloat16 if fresh. A LoRA run leaves the merged model, and its adapter
-    beside it in `adapter`. Raises ValueError if the last step has no checkpoint, of which the model is made otherwise.
+    beside it in `adapter`. Raises ValueError if the last step has no checkpoint, of which the model is made otherwise,
+    and if the model cannot be written.
     """
-    config, folder = run.config, run.folder / "model"
+    folder = run.folder / "model"
+    try:
+        _write_model(run, folder)
+    except (OSError, SafetensorError) as error:
+        last = newest(run.folder / "checkpoints", run.warn)
+        raise ValueError(
+            f"the model could not be written to {folder}: {error}; the steps up to {step_of(last) if last else 0} are "
+            f"in a checkpoint: make room, and --resume goes on from there and writes the model"
+        ) from None
+    return folder
+
+
+def _write_model(run: Trainer, folder: Path) -> None:
+    config = run.config
     dtype = run.start.config.dtype or torch.float32
     if config.model is not None:
         dtype = torch.bfloat16
@@ -30,7 +45,7 @@ def save_model(run: Trainer) -> Path:
         save_adapter(model, config.lora, str(config.start.model), run.folder / "adapter")
         merge_lora(model)
         save(model.to("cpu", dtype), run.start.config, folder, run.start.tokenizer)
-        return folder
+        return
     newest_checkpoint = newest(run.folder / "checkpoints", run.warn)
     if newest_checkpoint is None or step_of(newest_checkpoint) != run.position.step:
         raise ValueError(
@@ -40,4 +55,3 @@ def save_model(run: Trainer) -> Path:
     if config.balance is not None and config.balance.warning:
         run.warn(config.balance.warning)
     export(newest_checkpoint, run.start.config, run.start.tokenizer, folder, dtype)
-    return folder

@@ -20,12 +20,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-# A rank ends with this code, that of wrong usage, when another try would end alike.
+# What a rank tells the launcher by its exit code: another try would end alike, and it has said why.
 REFUSED = 2
 # What ranks write to standard error appears this much later: longer than a rank takes to end after its last words.
 HELD_BACK_SECONDS = 1.0
-# How long ranks may take to end by themselves when the launcher is told to end.
-GRACE_SECONDS = 30.0
+# How long ranks may take to end by themselves when the launcher is told to end: enough to close the logs. One that
+# imports, or waits for others, may never see the signal.
+GRACE_SECONDS = 1.5
 _POLL_SECONDS = 0.02
 _PR_SET_PDEATHSIG = 1
 
@@ -36,10 +37,11 @@ def launch(command: Sequence[str], ranks: int, restarts: int = 0) -> int:
     A rank reads from `World.restarts` that it continues. Standard output goes where this process's goes, standard error
     as well, a second later. When a rank fails, the others are killed, and what they have said in the last second is
     dropped: only the one that ended first is shown. Interrupts (Ctrl-C) and SIGTERM go to all ranks, which then have
-    `GRACE_SECONDS`; a second one kills. No rank, and no process that it started, outlives this function; a rank does
-    not outlive this process either, whatever ends it (Linux).
+    `GRACE_SECONDS`, and of which nothing more is shown; a second one kills. No rank, and no process that it started,
+    outlives this function; a rank does not outlive this process either, whatever ends it (Linux).
 
-    Returns 0, or the exit code of the rank that failed first: 128 and the number for a signal, as a shell does.
+    Returns 0, or the exit code of the rank that failed first, as one process would end: 1 where it was `REFUSED`, 128
+    and the number for a signal.
     """
     if ranks < 1 or restarts < 0:
         raise ValueError(f"{ranks} ranks and {restarts} restarts: at least 1 rank and 0 restarts are needed")
@@ -51,7 +53,9 @@ def launch(command: Sequence[str], ranks: int, restarts: int = 0) -> int:
                 return 128 + told[0]
             if failed is None:
                 return 0
-            goes_on = attempt < restarts and failed.code != REFUSED
+            if failed.code == REFUSED:
+                return 1
+            goes_on = attempt < restarts
             attempt += 1
             then = f"; restart {attempt} of {restarts}" if goes_on else ""
             print(f"strata: rank {failed.rank} {_ending(failed.code)}{then}", file=sys.stderr, flush=True)
@@ -62,7 +66,7 @@ def launch(command: Sequence[str], ranks: int, restarts: int = 0) -> int:
 @contextmanager
 def ended_at_once() -> Iterator[None]:
     """Around what a rank does: an error ends its process at once, with the code `REFUSED` for a ValueError and 1 for
-    any other; without ranks it is raised as ever.
+    any other; without ranks it is raised as ever. A ValueError, or what the system refused (a full disk), is a line.
 
     In the seconds that an orderly end of Python takes, the launcher would show what other ranks say of the same. And it
     may not end: NCCL waits for recorded steps to be freed, and the launcher, with all other ranks, for this one.
@@ -73,7 +77,7 @@ def ended_at_once() -> Iterator[None]:
         if "RANK" not in os.environ:
             raise
         is_refused = isinstance(error, ValueError)
-        if is_refused:
+        if is_refused or (isinstance(error, OSError) and error.errno is not None):
             print(f"strata: error: {error}", file=sys.stderr)
         else:
             sys.excepthook(type(error), error, error.__traceback__)
@@ -157,7 +161,7 @@ def _run(command: Sequence[str], ranks: int, attempt: int, told: list[int]) -> _
         for one in started:
             one.end()
         for one in started:
-            if failed is None or one is failed:
+            if one is failed or (failed is None and not told):
                 one.show()
     return failed
 
@@ -168,8 +172,9 @@ def _first_failed(started: Sequence[_Rank], told: Sequence[int]) -> _Rank | None
     passed_on, deadline = 0, float("inf")
     while running and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        for one in started:
-            one.show(HELD_BACK_SECONDS)
+        if not passed_on:
+            for one in started:
+                one.show(0.0 if told else HELD_BACK_SECONDS)
         ended = [one for one in running if one.has_ended()]
         running = [one for one in running if one not in ended]
         failed = [one for one in ended if one.code]
@@ -183,9 +188,12 @@ def _first_failed(started: Sequence[_Rank], told: Sequence[int]) -> _Rank | None
     return None
 
 
-def _suspicion(rank: _Rank) -> tuple[bool, int]:
-    """The order among ranks that ended within one poll: one that was killed did not end because of another's end."""
-    return rank.code > 0, rank.rank
+def _suspicion(rank: _Rank) -> tuple[bool, bool, int]:
+    """The order among ranks that ended within one poll: one that was killed did not end because of another's end; one
+    that aborted is likely to, as libraries do that lose a connection.
+    """
+    has_aborted = rank.code == -signal.SIGABRT
+    return has_aborted, rank.code > 0, rank.rank
 
 
 def _ending(code: int) -> str:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import strata
 from strata.models.config import ModelConfig, config_from_dict, read_config
+from strata.models.folder import BUILTIN, BUILTIN_FOLDER
 from strata.models.tokenizer import Tokenizer
-from strata.train.config import TrainConfig
+from strata.train.checkpoints.folder import checkpoints
+from strata.train.config import DataConfig, StartConfig, TrainConfig
 from strata.train.data.loader import check_data
 from strata.train.data.shards import TokenDataset
-
-BUILTIN = "builtin"
 
 
 @dataclass(frozen=True)
@@ -25,23 +24,56 @@ class Start:
     tokenizer: Path
 
 
+def resumed(folder: Path, *, wanted: bool) -> bool:
+    """Whether the run in a folder goes on from a checkpoint. Raises ValueError if there is one that is not wanted."""
+    existing = checkpoints(folder / "checkpoints")
+    if existing and not wanted:
+        raise ValueError(
+            f"{folder} holds a run ({existing[-1].name}); go on with --resume, or choose another folder with --run.out"
+        )
+    return bool(existing)
+
+
+def open_data(config: DataConfig, warn: Callable[[str], None]) -> list[TokenDataset]:
+    """The sources of a run, every shard checked. warn: hears of shards that are left out. Raises ValueError for others
+    that are damaged.
+    """
+    datasets = [TokenDataset(one.folder, skip_corrupt=config.skip_corrupt) for one in config.sources]
+    for dataset in datasets:
+        if dataset.skipped:
+            warn(f"{dataset.folder}: training goes without damaged shards: {', '.join(dataset.skipped)}")
+    return datasets
+
+
 def starting_point(config: TrainConfig, datasets: Sequence[TokenDataset]) -> Start:
     """Raises ValueError where start, model and data do not go together."""
     kind = "preference" if config.dpo else datasets[0].index.kind
     if kind == "preference" and not config.dpo:
         raise ValueError("the data holds preferences: add a [dpo] table, or use chats")
-    folder = model_folder(config.start.model or config.start.tokenizer or "")
+    folder = start_folder(config.start)
     with Tokenizer.load(folder) as tokenizer:
         found = read_config(folder) if config.model is None else fresh_config(config.model, tokenizer)
         check_data(datasets, kind, found, tokenizer)
     return Start(found, None if config.model is not None else folder, folder)
 
 
-def model_folder(name: str) -> Path:
-    """The folder of a model or tokenizer, or that of the built-in model. Raises ValueError if there is none."""
-    folder = Path(strata.__file__).parent / "models" / "builtin" if name == BUILTIN else Path(name)
+def start_folder(start: StartConfig) -> Path:
+    """The folder of a run's model, or of the tokenizer of a fresh one. Raises ValueError, naming the key, if there is
+    none.
+    """
+    if start.model is not None:
+        return model_folder(start.model, "start.model")
+    assert start.tokenizer is not None
+    return model_folder(start.tokenizer, "start.tokenizer")
+
+
+def model_folder(name: str, key: str = "model") -> Path:
+    """The folder of a model or tokenizer, or that of the built-in model. key: who asks, for the ValueError if there is
+    none.
+    """
+    folder = BUILTIN_FOLDER if name == BUILTIN else Path(name)
     if not folder.is_dir():
-        raise ValueError(f"model {name!r} is no folder; give a model folder or {BUILTIN!r}")
+        raise ValueError(f"{key} = {name!r} is no folder; give a model folder or {BUILTIN!r}")
     return folder
 
 

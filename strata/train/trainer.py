@@ -13,12 +13,10 @@ from typing import Any
 from strata.comm.launch import World
 from strata.parallel.data_parallel import all_ranks
 from strata.train.checkpoints.checkpointer import Checkpointer
-from strata.train.checkpoints.folder import checkpoints
 from strata.train.config import TrainConfig
 from strata.train.data.ahead import ahead
 from strata.train.data.loader import Loader, Step
 from strata.train.data.mixture import Mixture
-from strata.train.data.shards import TokenDataset
 from strata.train.faults.guard import Kind, LossGuard, Verdict
 from strata.train.faults.hang import HangWatch
 from strata.train.faults.stragglers import ComputeClock
@@ -33,7 +31,7 @@ from strata.train.recipe import recipe_of
 from strata.train.results import Reading, Results
 from strata.train.schedule import learning_rate
 from strata.train.settings import collected_between_steps, deterministic
-from strata.train.start import starting_point
+from strata.train.start import open_data, resumed, starting_point
 from strata.train.stepper import Setting, make_stepper
 
 Report = Callable[[dict[str, Any]], None]
@@ -72,13 +70,10 @@ class Trainer:
         """
         self.config, self.warn, self._profiler = config, warn, profiler
         self.folder = Path(config.run.out)
-        existing = checkpoints(self.folder / "checkpoints")
-        if existing and not resume:
-            raise ValueError(f"{self.folder} holds a run ({existing[-1].name}); resume it or choose another out")
-        datasets = [TokenDataset(one.folder, skip_corrupt=config.data.skip_corrupt) for one in config.data.sources]
-        for dataset in datasets:
-            if dataset.skipped:
-                warn(f"{dataset.folder}: training goes without damaged shards: {', '.join(dataset.skipped)}")
+        is_resumed = resumed(self.folder, wanted=resume)
+        if resume and not is_resumed:
+            warn(f"nothing to resume in {self.folder}: begins at step 1")
+        datasets = open_data(config.data, warn)
         self.start = starting_point(config, datasets)
         self.layout = chosen_layout(config, self.start.config, world, warn)
         self._watch = HangWatch(world, self.folder / "faults", config.faults.hang_seconds)
@@ -134,7 +129,7 @@ class Trainer:
         self._results = Results(self.world.device)
         self._recipe = recipe_of(config, datasets, self.world.device.type)
         self.position = Position()
-        if existing:
+        if is_resumed:
             self._guard.restore(self._load()["guard"])
 
     def train(self, report: Report = lambda _: None) -> Position:

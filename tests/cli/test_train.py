@@ -5,12 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
+from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from strata.cli.main import app
@@ -18,6 +19,7 @@ from strata.models.weights import load
 from strata.train.config import RECOMPUTE
 from strata.train.data.tokenize import tokenize
 from strata.train.exercises import write_exercises
+from strata.train.log.json_lines import JsonLines
 from strata.train.start import model_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -107,9 +109,58 @@ def test_the_command_trains_evaluates_and_exports(train: Train, tmp_path: Path) 
 def test_a_run_goes_on_where_it_was(train: Train, tmp_path: Path) -> None:
     assert train("--run.steps", "3", "--schedule.decay", "0").exit_code == 0
     again = train("--run.steps", "3", "--schedule.decay", "0")
-    assert "holds a run (step-00000003); resume it or choose another out" in str(again.exception)
+    assert "holds a run (step-00000003); go on with --resume, or choose another folder with --run.out" in str(
+        again.exception
+    )
     assert train("--run.steps", "5", "--schedule.decay", "0", "--resume").exit_code == 0
     assert [line["step"] for line in log(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    shorter = train("--run.steps", "3", "--schedule.decay", "0", "--resume")
+    assert shorter.exit_code == 0, shorter.output
+    assert "run is at step 5 already, no step is left; train on with a larger --run.steps" in shorter.output
+    late = train("--run.steps", "9", "--resume", "--profile", "2-4")
+    assert str(late.exception) == "the steps to profile, 2-4, are done: this run goes on from step 5"
+
+
+@pytest.mark.parametrize(("step", "then"), [(2, "no checkpoint was written yet"), (5, "--resume goes on from step 3")])
+def test_an_interrupt_says_how_to_go_on(train: Train, monkeypatch: pytest.MonkeyPatch, step: int, then: str) -> None:
+    write = JsonLines.write
+
+    def interrupted(log: JsonLines, number: int, values: Mapping[str, Any]) -> None:
+        write(log, number, values)
+        if number == step:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(JsonLines, "write", interrupted)
+    result = train()
+    assert result.exit_code == 130
+    assert result.output.rstrip().endswith(f"strata: interrupted; {then}")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--lora.rank", "2")])
+def test_a_model_that_could_not_be_written_is_written_by_a_resumed_run(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    if arguments:
+        chats = tmp_path / "run.toml"
+        table = re.sub(r"(?s)\[model\].*?\[data\]", "[data]", chats.read_text()).replace("tokenizer =", "model =")
+        assert train("--run.out", str(tmp_path / "base")).exit_code == 0
+        chats.write_text(table.replace(f"{tmp_path}/data/tokenizer", f"{tmp_path}/base/model"))
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("strata.models.save.save_file", full)
+        failed = train(*arguments)
+    assert failed.exit_code == 1
+    assert re.search(
+        r"/model: No space left on device; the steps up to 6 are in a checkpoint: make room, and --resume",
+        str(failed.exception),
+    )
+    assert not (tmp_path / "run/model").exists()
+    again = train(*arguments, "--resume")
+    assert again.exit_code == 0, again.output
+    load(tmp_path / "run/model")
 
 
 def test_values_are_replaced_however_they_are_written(train: Train, tmp_path: Path) -> None:
@@ -149,7 +200,10 @@ def test_values_are_replaced_however_they_are_written(train: Train, tmp_path: Pa
         (["--run.steps", "x"], "run: steps must be of type int, got 'x'"),
         (["--run.seed", "-x"], "run: seed must be of type int, got '-x'"),
         (["--profile", "a-b"], "--profile a-b must be a step or a first and a last one, such as 10-12"),
-        (["--profile", "5-3"], "the steps to profile must be one after another"),
+        (["--profile", "5-3"], "--profile 5-3 has none of the steps of this run, 1-6"),
+        (["--profile", "90-92"], "--profile 90-92 has none of the steps of this run, 1-6"),
+        (["--model.num_hidden_layerz", "3"], "is num_hidden_layers meant?"),
+        (["--start.tokenizer", "nowhere"], "start.tokenizer = 'nowhere' is no folder"),
         (["--estimate", "h900"], "h900"),
         (["--data.tokens_per_pack", "10"], "raise data.tokens_per_pack"),
     ],
@@ -203,13 +257,6 @@ def test_a_profile_is_a_trace_and_a_table(train: Train, tmp_path: Path, steps: s
     assert float(shares["optimizer"][:-1]) > 0
     assert "open" in table
     assert "https://ui.perfetto.dev" in table
-
-
-def test_steps_that_never_come_leave_no_trace(train: Train, tmp_path: Path) -> None:
-    result = train("--profile", "90-92")
-    assert result.exit_code == 0
-    assert "no trace: none of the steps to profile was run" in result.output
-    assert not (tmp_path / "run/profile").exists()
 
 
 def test_fine_tuning_from_files_to_a_model(tmp_path: Path) -> None:

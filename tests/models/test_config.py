@@ -184,6 +184,12 @@ def test_an_unknown_field_is_named(key: str, architecture: str) -> None:
     assert key in str(error.value)
 
 
+def test_a_misspelt_field_is_told_the_right_name() -> None:
+    fields = least("LlamaForCausalLM", num_hidden_layerz=3)
+    with pytest.raises(ValueError, match=r"unknown field num_hidden_layerz; .*; is num_hidden_layers meant\?"):
+        config_from_dict(fields)
+
+
 BAD: list[tuple[str, Config, str]] = [
     (
         "architecture",

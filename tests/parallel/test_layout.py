@@ -27,6 +27,7 @@ def llama() -> ModelConfig:
     ("layout", "world", "message"),
     [
         (Layout(dp=2, tp=2), 8, r"pp 1 \* dp 2 \* shard 1 \* cp 1 \* tp 2 = 4 ranks, but 8 run; change one of them"),
+        (Layout(ep=2), 2, r"= 1 ranks, but 2 run; .*; ep = 2 takes none of its own, it divides shard \* cp"),
         (Layout(tp=0), 1, "tp = 0 must be at least 1"),
         (Layout(micro_batches=0), 1, "micro_batches = 0 must be at least 1"),
         (Layout(tp=3), 3, "tp = 3 does not divide num_attention_heads = 32; for this model tp may be 1, 2, 4, 8"),

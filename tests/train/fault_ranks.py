@@ -103,8 +103,9 @@ def raises(folder: Path) -> None:
     from strata.comm.collectives import start_all_reduce
     from strata.comm.launch import join_world
     from strata.comm.mesh import Mesh
+    from strata.train.launch import ended_at_once
 
-    with join_world("cpu") as world:
+    with ended_at_once(), join_world("cpu") as world:
         axis = Mesh.of(world, {"dp": world.size}).axis("dp")
         for step in range(5):
             start_all_reduce(torch.zeros(1), axis).wait()
@@ -129,6 +130,19 @@ def waits(folder: Path) -> None:
     except KeyboardInterrupt:
         (folder / f"interrupted-{os.environ['RANK']}").touch()
         sys.exit(130)
+
+
+def deaf(folder: Path) -> None:
+    """Says much of an interrupt, and runs on."""
+
+    def complain(*_: object) -> None:
+        print("Connection reset by peer", file=sys.stderr, flush=True)
+
+    signal.signal(signal.SIGINT, complain)
+    print("before", file=sys.stderr, flush=True)
+    (folder / f"ready-{os.environ['RANK']}").touch()
+    while True:
+        time.sleep(60)
 
 
 def main() -> None:

@@ -188,7 +188,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(kind: str, tmp_path:
     older, latest = write(tmp_path, 10, 20)
     damage, message = DAMAGE[kind]
     damage(latest)
-    full = rf"^checkpoint {latest} is corrupt: {message}.*; remove it to resume from the one before$"
+    full = rf"^checkpoint {latest} is corrupt: {message}[^;]*$"
     with pytest.raises(CorruptCheckpoint, match=full):
         load(latest, pieces_with(0))
     warnings: list[str] = []

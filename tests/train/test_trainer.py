@@ -125,7 +125,9 @@ def test_a_vocabulary_may_have_spare_rows(small: Small, tmp_path: Path) -> None:
 
 def test_a_run_is_not_overwritten_nor_resumed_with_another_recipe(small: Small, exercises: Path) -> None:
     Trainer(small(), ALONE).train()
-    with pytest.raises(ValueError, match=r"holds a run \(step-00000006\); resume it or choose another out"):
+    with pytest.raises(
+        ValueError, match=r"holds a run \(step-00000006\); go on with --resume, or choose another folder"
+    ):
         Trainer(small(), ALONE)
     for changes, message in (
         ({"optimizer": {"learning_rate": 1e-3}}, r"optimizer\.learning_rate was 0\.005 and is now 0\.001"),
@@ -164,7 +166,12 @@ def test_other_data_is_noticed(small: Small, tokenizer_folder: Path, tmp_path: P
 
 
 def test_resuming_where_nothing_is_begins(small: Small) -> None:
-    assert Trainer(small(run={"steps": 3}, schedule={"decay": 0}), ALONE, resume=True).train().step == 3
+    said: list[str] = []
+    run = Trainer(small(run={"steps": 3}, schedule={"decay": 0}), ALONE, resume=True, warn=said.append)
+    assert said == [f"nothing to resume in {run.folder}: begins at step 1"]
+    assert run.train().step == 3
+    Trainer(run.config, ALONE, resume=True, warn=said.append)
+    assert len(said) == 1
 
 
 def test_same_seed_same_run_other_seed_another(small: Small, tmp_path: Path) -> None:
@@ -202,7 +209,7 @@ def test_a_line_of_the_log_sums_up_its_interval(small: Small, tmp_path: Path) ->
         ("style", {"dpo": {}}, "holds data of the kind 'chat'; this run needs 'preference'"),
         ("style", {"data": {"tokens_per_pack": 20}}, r"but a pack has room for 20; raise data\.tokens_per_pack"),
         ("style", {"data": {"sources": [{"folder": "nothing"}]}}, "nothing"),
-        ("style", {"start": {"model": "nowhere"}}, "'nowhere' is no folder"),
+        ("style", {"start": {"model": "nowhere"}}, r"start\.model = 'nowhere' is no folder"),
         ("style", {"parallel": {"dp": 2}}, r"= 2 ranks, but 1 run; change one of them or the ranks"),
         ("style", {"parallel": {"micro_batches": 2}}, r"micro_batches follows from data\.packs_per_step; remove it"),
         ("style", {"parallel": {"zero": 1}}, "zero = 1 has one rank to divide among"),

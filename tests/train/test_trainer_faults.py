@@ -302,6 +302,7 @@ def test_half_written_and_corrupt_checkpoints(small: Small, tmp_path: Path) -> N
     run = Trainer(small(), ALONE, resume=True, warn=warnings.append)
     assert run.position.step == 3
     assert "step-00000006 is corrupt: rank-00000.safetensors: it has 1 bytes" in warnings[0]
+    assert warnings[0].endswith("; goes on from the one before, step-00000003")
     run.train()
     assert (folder / "step-00000006" / SHARE).read_bytes() == whole
     for path in checkpoints(folder):

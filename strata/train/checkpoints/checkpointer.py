@@ -153,7 +153,7 @@ class Checkpointer:
                     set_aside(path)
         # As the first rank sees the folder, so that all ranks read the same.
         found = gather_json([path.name for path in checkpoints(self.folder)], self._everyone, _HOST)[0]
-        for path in (self.folder / name for name in reversed(found)):
+        for number, path in reversed([*enumerate(self.folder / name for name in found)]):
             state: dict[str, Any] = {}
             outcome = {"corrupt": "", "wrong": ""}
             try:
@@ -169,7 +169,7 @@ class Checkpointer:
                 raise ValueError(wrong[0])
             if not (corrupt := [one["corrupt"] for one in outcomes if one["corrupt"]]):
                 return state
-            self.warn(corrupt[0])
+            self.warn(corrupt[0] + (f"; goes on from the one before, {found[number - 1]}" if number else ""))
         if found:
             raise ValueError(f"all {len(found)} checkpoints in {self.folder} are corrupt; remove them to begin again")
         return None

@@ -24,9 +24,7 @@ class CorruptCheckpoint(ValueError):
     """A checkpoint that cannot be read; another one may."""
 
     def __init__(self, file: Path, reason: str) -> None:
-        super().__init__(
-            f"checkpoint {file.parent} is corrupt: {file.name}: {reason}; remove it to resume from the one before"
-        )
+        super().__init__(f"checkpoint {file.parent} is corrupt: {file.name}: {reason}")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,35 @@
+"""What can be told of a run before its ranks start, which takes them seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from strata.comm.launch import World
+from strata.train.config import TrainConfig
+from strata.train.data.loader import Loader
+from strata.train.data.mixture import Mixture
+from strata.train.layout import chosen_layout
+from strata.train.start import open_data, resumed, starting_point
+
+
+def check_run(config: TrainConfig, ranks: int, *, resume: bool) -> None:
+    """Raise ValueError, as `ranks` ranks would, for what they would not begin with: folder, data, start, layout.
+
+    What depends on their devices is left to them.
+    """
+    resumed(Path(config.run.out), wanted=resume)
+    data = config.data
+    datasets = open_data(data, _ignored)
+    start = starting_point(config, datasets)
+    ways = ranks
+    if config.parallel is not None:  # otherwise chosen by the memory of the devices
+        layout = chosen_layout(config, start.config, World(0, 0, ranks, torch.device("cpu"), None), _ignored)
+        ways = layout.dp * layout.shard
+    mixture = Mixture(datasets, [one.weight for one in data.sources], config.run.seed)
+    Loader(mixture, data.tokens_per_pack, data.packs_per_step, data.window, ranks=ways)
+
+
+def _ignored(_: str) -> None:
+    """The ranks tell it."""
