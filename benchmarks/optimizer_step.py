@@ -74,6 +74,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4)
     layers = parser.parse_args().layers
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/optimizer_step.py times updates on a CUDA GPU: none here")
     shapes = {f"model.layers.{layer}.{name}": shape for layer in range(layers) for name, shape in LAYER.items()}
     count = sum(torch.Size(shape).numel() for shape in shapes.values())
     flops = sum(orthogonalization_flops(*shape) for shape in shapes.values() if len(shape) == 2)

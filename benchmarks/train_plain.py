@@ -196,6 +196,15 @@ def flops_per_token(shape: Shape, length: int) -> int:
     return 6 * weights + 6 * shape.layers * shape.heads * shape.head_dim * length
 
 
+def read_losses(file: Path) -> list[float]:
+    """The losses that another run has written."""
+    try:
+        losses: list[float] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--against {file} cannot be read: {error}") from None
+    return losses
+
+
 def largest_difference(losses: list[float], others: list[float]) -> dict[str, float]:
     """Between the losses of two runs at the same step, and that step."""
     if len(losses) != len(others):
@@ -213,6 +222,9 @@ def main() -> None:
     parser.add_argument("--losses", type=Path, help="write the loss of every step to this file")
     parser.add_argument("--against", type=Path, help="such a file of another run, to print the largest difference")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/train_plain.py trains on a CUDA GPU: none here")
+    others = None if options.against is None else read_losses(options.against)
 
     shape = Shape()
     losses, seconds = train(shape, options.batch, options.sequence, options.steps, "cuda")
@@ -231,8 +243,8 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
     }
-    if options.against is not None:
-        line |= largest_difference(losses, json.loads(options.against.read_text(encoding="utf-8")))
+    if others is not None:
+        line |= largest_difference(losses, others)
     print(json.dumps(line))
     if options.losses is not None:
         options.losses.write_text(json.dumps(losses) + "\n", encoding="utf-8")
