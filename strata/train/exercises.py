@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from strata.models.tokenizer import Tokenizer
 from strata.train.data.encoding import Encoded
 from strata.train.data.shards import VERSION, Index, ShardEntry, write_encoded
 from strata.train.data.tokenize import tokenizer_digest
-from strata.train.data.writing import ShardJob, keep_plan, named, write_missing
+from strata.train.data.writing import ShardJob, in_process, keep_plan, named, write_missing
 from strata.train.encode import Encoder
 from strata.train.tasks.mixture import document
 from strata.train.vocabulary import make_tokenizer, write_tokenizer
@@ -64,8 +65,8 @@ def write_exercises(
         tokenizer_folder = out / "tokenizer"
         keep_plan(out, plan | {"vocab_size": vocab_size, "tokenizer_documents": tokenizer_documents})
         if not (tokenizer_folder / "tokenizer.json").exists():
-            first = (document(seed, index) for index in range(tokenizer_documents))
-            write_tokenizer(make_tokenizer(first, vocab_size), tokenizer_folder, LONGEST)
+            report(0, -(-documents // documents_per_shard))
+            in_process(partial(_make_tokenizer, tokenizer_folder, seed, tokenizer_documents, vocab_size))
         digest, size = _digest_and_size(tokenizer_folder)
     else:
         digest, size = _digest_and_size(tokenizer_folder)
@@ -77,6 +78,11 @@ def write_exercises(
     index = Index(VERSION, "chat", digest, size, write_missing(jobs, _write, workers, report))
     index.write(out)
     return index
+
+
+def _make_tokenizer(folder: Path, seed: int, documents: int, vocab_size: int) -> None:
+    first = (document(seed, index) for index in range(documents))
+    write_tokenizer(make_tokenizer(first, vocab_size), folder, LONGEST)
 
 
 def _digest_and_size(tokenizer_folder: Path) -> tuple[str, int]:

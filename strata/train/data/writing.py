@@ -20,6 +20,7 @@ from strata.train.data.shards import ShardEntry, write_atomically
 
 PLAN = "plan.json"
 Source = TypeVar("Source")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -73,20 +74,34 @@ def _run(jobs: list[Job], write: Callable[[Job], ShardEntry], workers: int) -> G
     if min(workers, len(jobs)) <= 1:
         yield from map(whole, jobs)
         return
-    others = set(active_children())
-    pool = ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _be_one_of_many)
-    try:
+    with _processes(min(workers, len(jobs))) as pool:
         with _children_not_interrupted():
             futures = [pool.submit(whole, job) for job in jobs]
         for future in as_completed(futures):
             yield future.result()
+
+
+def in_process(call: Callable[[], Result]) -> Result:
+    """What a call gives that another process makes, which Ctrl-C ends at once, whatever it does."""
+    with _processes(1) as pool:
+        with _children_not_interrupted():
+            future = pool.submit(call)
+        return future.result()
+
+
+@contextmanager
+def _processes(count: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that end with the block, also when they have work left: shards take long, and are written again."""
+    others = set(active_children())
+    pool = ProcessPoolExecutor(count, get_context("spawn"), _be_one_of_many)
+    try:
+        yield pool
     except BrokenProcessPool:
         raise ValueError(
             "a process that writes shards was killed, perhaps for lack of memory; "
             "run the same command with fewer workers: finished shards are kept"
         ) from None
     finally:
-        # None has work left, unless it is not wanted any more: shards take long, and are written again.
         for process in set(active_children()) - others:
             process.kill()
         pool.shutdown(cancel_futures=True)
