@@ -47,7 +47,7 @@ def _refuse_key(value: str | None) -> None:
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(help="Checkpoint folder, or builtin, which is the default.", envvar="STRATA_MODEL"),
+        typer.Argument(help="Checkpoint folder, or builtin, which it is if left out.", envvar="STRATA_MODEL"),
     ] = None,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="What clients may call it; may be repeated. [default: the folder's name]")
