@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from strata.comm.mesh import Axis
+from strata.comm.to_device import to_device
 from strata.kernels.rope import rope
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
@@ -59,9 +60,9 @@ def divide_batch(batch: Batch, lengths: Sequence[int], axis: Axis, method: Metho
         raise ValueError("a batch with a KV cache cannot be divided along cp; context parallelism is for training")
     division = Zigzag(tuple(lengths), axis.size)
     device = batch.tokens.device
-    rows = torch.tensor(division.rows(axis.index), dtype=torch.int64, device=device)
+    rows = to_device(torch.tensor(division.rows(axis.index), dtype=torch.int64), device)
     counts = division.counts(axis.index)
-    offsets = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+    offsets = to_device(torch.tensor([0, *accumulate(counts)], dtype=torch.int32), device)
     return ContextBatch(
         batch.tokens[rows],
         batch.positions[rows],

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from strata.comm.collectives import all_to_all
 from strata.comm.mesh import Axis
+from strata.comm.to_device import to_device
 from strata.kernels.attention import attention
 from strata.parallel.zigzag import Zigzag
 
@@ -18,7 +19,7 @@ class Exchange:
         self.axis, self._tokens = axis, division.tokens
         # Where in the batch each row stands when the ranks' rows lie one after another; and the inverse.
         order = torch.tensor([row for rank in range(axis.size) for row in division.rows(rank)], dtype=torch.int64)
-        self._order, self._place = order.to(device), order.argsort().to(device)
+        self._order, self._place = to_device(order, device), to_device(order.argsort(), device)
 
     def to_heads(self, x: Tensor) -> Tensor:
         """[own tokens, heads, head_dim] -> [all tokens, heads / ranks, head_dim]."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from strata.parallel.schedules import Action, Pass, Schedule
 
@@ -75,12 +76,20 @@ def simulate(schedule: Schedule, durations: Durations | None = None) -> Timeline
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
     """Of each rank the most micro-batches whose activations it holds at once; one in half of its stages is a half."""
+    return _peaks(schedule, {Pass.FORWARD: 1, Pass.INPUTS: 0, Pass.WEIGHTS: -1, Pass.BACKWARD: -1})
+
+
+def peak_kept(schedule: Schedule) -> tuple[float, ...]:
+    """The same of all that passes keep for each other. One between INPUTS and WEIGHTS counts twice: besides
+    activations it holds the gradients that arrived at its products, about as many bytes.
+    """
+    return _peaks(schedule, {Pass.FORWARD: 1, Pass.INPUTS: 1, Pass.WEIGHTS: -2, Pass.BACKWARD: -1})
+
+
+def _peaks(schedule: Schedule, changes: Mapping[Pass, int]) -> tuple[float, ...]:
     peaks = []
     for rank, actions in enumerate(schedule.actions):
-        held = most = 0
-        for action in actions:
-            held += (action.kind is Pass.FORWARD) - action.kind.frees
-            most = max(most, held)
+        most = max(accumulate(changes[action.kind] for action in actions))
         peaks.append(most / len(schedule.stages_of(rank)))
     return tuple(peaks)
 

@@ -14,11 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from strata.comm.to_device import to_device
 from strata.kernels.loss import linear_cross_entropy
 from strata.models.layers import CausalLM
 from strata.train.data.loader import collate
 from strata.train.data.mixture import Mixture
-from strata.train.pack import PackedBatch, Samples
+from strata.train.pack import PackedBatch, Samples, move
 from strata.train.steps.passes import head_weight
 
 
@@ -53,7 +54,7 @@ def reply_logprobs(model: CausalLM, packed: PackedBatch) -> Tensor:
     head = head_weight(model)
     batch, rows, targets = packed.to(head.device)
     each = -linear_cross_entropy(model(batch).index_select(0, rows), head, targets)
-    homes = torch.from_numpy(np.searchsorted(packed.offsets, packed.rows, side="right") - 1).to(head.device)
+    homes = move(np.searchsorted(packed.offsets, packed.rows, side="right") - 1, head.device)
     return torch.zeros(len(packed.lengths), dtype=each.dtype, device=head.device).index_add(0, homes, each)
 
 
@@ -107,7 +108,7 @@ class DpoObjective:
     def __call__(self, model: CausalLM, packed: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         policy = reply_logprobs(model, packed).view(-1, 2)
         assert packed.samples is not None, "pairs are known by their place in the mixture"
-        losses, margins = dpo_loss(policy, self._reference.of(packed.samples).to(policy.device), self._config)
+        losses, margins = dpo_loss(policy, to_device(self._reference.of(packed.samples), policy.device), self._config)
         return losses.sum(), {"preferred": (margins > 0).to(margins.dtype).sum(), "margin": margins.sum()}
 
 

@@ -8,7 +8,7 @@ from strata.hardware.specs import Device
 from strata.models.config import ModelConfig
 from strata.parallel.families import TABLES, Placement
 from strata.parallel.layout import Layout
-from strata.parallel.timeline import peak_activations
+from strata.parallel.timeline import peak_kept
 from strata.train.config import TrainConfig
 from strata.train.flops import document_flops
 from strata.train.least_time import BUCKET, StepTime, least_time
@@ -114,7 +114,7 @@ def memory_by_rank(shape: StepShape, recompute: str) -> tuple[Memory, ...]:
 
     recompute: one of `shape.recomputes`. Experts are taken to get equally many tokens each.
     """
-    under_way = peak_activations(shape.schedule)
+    under_way = peak_kept(shape.schedule)
     return tuple(
         _memory(shape, recompute, held, micro_batches)
         for held, micro_batches in zip(shape.held, under_way, strict=True)

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from strata.comm.to_device import to_device
 from strata.models.batch import Batch
 from strata.train.data.encoding import Encoded
 
@@ -70,8 +71,7 @@ class PackedBatch:
 
 
 def move(array: NDArray[np.int32] | NDArray[np.int64], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return to_device(torch.from_numpy(array), device)
 
 
 def pack(documents: Encoded, samples: Samples | None = None) -> PackedBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from strata.train.config import TrainConfig, train_config_from_dict
 from strata.train.data.tokenize import tokenize
 from strata.train.exercises import write_exercises
 from strata.train.start import model_folder
+from strata.train.steps.parallel_step import ParallelStep
 from strata.train.tasks.mixture import document
 from strata.train.trainer import Trainer
 from strata.train.vocabulary import make_tokenizer, write_tokenizer
@@ -22,6 +24,8 @@ from tests.train.conftest import cut_off, log
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
+# No multiple of 512, so that deterministic or not, attention takes the kernels of packed documents.
+LENGTH = 256
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 128,
@@ -50,6 +54,8 @@ def write_data(folder: Path) -> None:
     toy_data.write(folder)
     for name in ("style", "short"):
         tokenize([folder / f"{name}.jsonl"], model_folder("builtin"), folder / name)
+    (folder / "text.txt").write_text(" ".join(" ".join(map(str, divmod(7 * n, 11))) for n in range(6000)))
+    tokenize([folder / "text.txt"], folder / "tokenizer", folder / "text", longest=LENGTH)
 
 
 def pretraining(data: Path, out: Path, device: str, steps: int = 20, learning_rate: float = 5e-3) -> TrainConfig:
@@ -118,6 +124,25 @@ def test_loss_follows_the_cpu(data: Path, tmp_path: Path) -> None:
     found = losses(tmp_path / "cuda")
     assert found == pytest.approx(losses(tmp_path / "cpu"), rel=0.02)
     assert found[-1] < 0.95 * found[0]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_documents_of_one_length_are_recorded_and_follow_the_cpu(
+    data: Path, tmp_path: Path, deterministic: bool
+) -> None:
+    """Through the run, which collects no garbage between steps, and evaluates and saves while a recording is held."""
+    found = []
+    for device in ("cpu", "cuda"):
+        config = pretraining(data, tmp_path / device, device, 12, 1e-3)
+        text = replace(config.data, sources=(replace(config.data.sources[0], folder=str(data / "text")),))
+        text = replace(text, tokens_per_pack=2 * LENGTH, packs_per_step=1)
+        run = trainer(replace(config, data=text, run=replace(config.run, deterministic=deterministic)))
+        run.train()
+        assert isinstance(run.stepper, ParallelStep)
+        assert (run.stepper._recorded is not None) == (device == "cuda")
+        found.append(losses(tmp_path / device))
+    assert found[1] == pytest.approx(found[0], rel=0.02)
+    assert found[1][-1] < 0.95 * found[1][0]
 
 
 TUNED: list[tuple[str, dict[str, Any]]] = [("style", {"lora": {"rank": 4}}), ("style", {}), ("short", {"dpo": {}})]

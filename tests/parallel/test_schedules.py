@@ -20,7 +20,7 @@ from strata.parallel.schedules import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from strata.parallel.timeline import Durations, Exchange, check, peak_activations, programs, simulate
+from strata.parallel.timeline import Durations, Exchange, check, peak_activations, peak_kept, programs, simulate
 
 F, B, W, BW = Pass.FORWARD, Pass.INPUTS, Pass.WEIGHTS, Pass.BACKWARD
 
@@ -151,6 +151,12 @@ def test_peaks_are_those_of_the_papers() -> None:
     assert peak_activations(zero_bubble_v(4, 16)) == (4, 4, 4, 4)
     # 1 + (ranks - 1) / (ranks * chunks) times the 4 of 1F1B on the first rank.
     assert peak_activations(interleaved(4, 16, 2)) == (5.5, 4.5, 3.5, 2.5)
+
+
+def test_what_waits_for_the_gradients_of_weights_counts_twice() -> None:
+    assert peak_kept(one_f_one_b(4, 16)) == peak_activations(one_f_one_b(4, 16))
+    # F0 F1 B0 and F0 B0 F1 B1 are the fullest moments, see below.
+    assert peak_kept(zero_bubble_h1(2, 3)) == (3, 4)
 
 
 def test_two_ranks_by_hand() -> None:

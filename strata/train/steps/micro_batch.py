@@ -10,7 +10,7 @@ from strata.kernels.loss import IGNORED
 from strata.parallel.context import Method, divide_batch
 from strata.parallel.pipeline import MicroBatch
 from strata.parallel.zigzag import Zigzag
-from strata.train.pack import PackedBatch
+from strata.train.pack import PackedBatch, move
 
 
 def micro_batch(packed: PackedBatch, device: torch.device, context: Axis, method: Method) -> MicroBatch:
@@ -25,7 +25,7 @@ def micro_batch(packed: PackedBatch, device: torch.device, context: Axis, method
     own = every_target(packed)[Zigzag(tuple(lengths), context.size).rows(context.index)]
     counted = np.flatnonzero(own != IGNORED)
     part = divide_batch(batch, lengths, context, method)
-    return MicroBatch(part, torch.from_numpy(counted).to(device), torch.from_numpy(own[counted]).to(device))
+    return MicroBatch(part, move(counted, device), move(own[counted], device))
 
 
 def every_target(packed: PackedBatch) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

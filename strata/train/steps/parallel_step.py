@@ -10,6 +10,7 @@ from torch import Tensor
 
 from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import Mesh
+from strata.comm.to_device import to_device
 from strata.models.batch import Batch
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
@@ -95,9 +96,7 @@ class ParallelStep:
     def _run(self, batches: Sequence[PackedBatch]) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, norm and number of counted tokens."""
         counts = (sum(len(one.targets) for one in batches), sum(len(one.tokens) for one in batches))
-        own = torch.tensor(counts, dtype=self._dtype)
-        if self._device.type == "cuda":
-            own = own.pin_memory().to(self._device, non_blocking=True)
+        own = to_device(torch.tensor(counts, dtype=self._dtype), self._device)
         found = self._reduced(self._passes_over(batches), own)
         self._begin_update()
         self._update(found[1])
@@ -147,6 +146,7 @@ class ParallelStep:
         assert self._before is not None
         assert isinstance(self._passes, GraphPasses)
         if self._recorded is None:
+            self._passes.forget()  # the gradient of the step before, whose update has been launched
             torch.cuda.empty_cache()  # a recording has memory of its own
             self._recorded = RecordedStep(self._before, self._device, self._over_all, self._update, self._passes.forget)
         return self._recorded

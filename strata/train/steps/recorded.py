@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -52,7 +53,7 @@ class RecordedStep:
         self._targets.copy_(torch.from_numpy(every_target(packed)).pin_memory(), non_blocking=True)
         self._own.fill_(len(packed.targets))
         if not self._recorded:
-            self._recordings.record("passes", self._run_passes, self._forget)
+            self._recordings.record("passes", self._run_passes, self._let_go)
         # Recording runs nothing, and what ran before it left its gradients elsewhere.
         self._recordings.replay("passes")
         before_update()
@@ -62,6 +63,13 @@ class RecordedStep:
             self._recordings.record("update", self._run_update)  # which runs it once before
             self._recorded = True
         return self._loss.clone(), self._norm.clone(), self._counted.clone()
+
+    def _let_go(self) -> None:
+        """Of what the warm-up left, and of autograd graphs that nothing but cycles hold: their nodes for the weights
+        belong to the stream of launched steps, where a recorded backward pass would run them.
+        """
+        self._forget()
+        gc.collect()
 
     def _run_passes(self) -> None:
         loss, norm, counted = self._passes(self._batch, self._targets, self._own)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import Mesh
+from strata.comm.to_device import to_device
 from strata.models.layers import CausalLM
 from strata.parallel.data_parallel import all_ranks, gradient_axes
 from strata.parallel.families import Placement
@@ -68,8 +69,8 @@ class TuneStep:
         self._optimizer = make_optimizer(self._gradients.parts, config, mesh, self._sharding)
 
     def __call__(self, batches: Sequence[PackedBatch], rate: float) -> StepResult:
-        own = torch.tensor(float(sum(map(self._objective.count, batches))))
-        counted = start_all_reduce(own.to(self._device), self._documents).wait()
+        own = to_device(torch.tensor(float(sum(map(self._objective.count, batches)))), self._device)
+        counted = start_all_reduce(own, self._documents).wait()
         totals: dict[str, Tensor] = {}
         self._phases.at(PASSES)
         for packed in batches:
