@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from strata.cli.ending import INTERRUPTED, explanation
 from strata.train.launch import ended_at_once, launch
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ SHOWN = {
     "mfu": ".1%",
 }
 
-# Exit codes of ranks that were interrupted (Ctrl-C) or terminated.
-_TOLD_TO_END = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_TOLD_TO_END = (INTERRUPTED, 128 + signal.SIGTERM)
 
 command = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
@@ -83,7 +83,7 @@ def train(
         else:
             _train(run, steps, resume=resume)
     except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
+        code = INTERRUPTED
     finally:
         gc.freeze()  # or the end of the process searches all that was imported for garbage, for seconds
     if code in _TOLD_TO_END and not is_rank:
@@ -95,7 +95,7 @@ def _train(run: TrainConfig, steps: range | None, *, resume: bool) -> None:
     """On this rank."""
     from strata.cli.train_run import run_on_this_rank
 
-    with ended_at_once():
+    with ended_at_once(explanation):
         run_on_this_rank(run, _Screen, resume=resume, steps=steps)
 
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -27,6 +27,8 @@ HELD_BACK_SECONDS = 1.0
 # How long ranks may take to end by themselves when the launcher is told to end: enough to close the logs. One that
 # imports, or waits for others, may never see the signal.
 GRACE_SECONDS = 1.5
+# So much later than the first rank end those that fail because it has ended: many polls, so that the launcher can tell.
+_APART_SECONDS = 0.4
 _POLL_SECONDS = 0.02
 _PR_SET_PDEATHSIG = 1
 
@@ -63,10 +65,14 @@ def launch(command: Sequence[str], ranks: int, restarts: int = 0) -> int:
                 return failed.code if failed.code > 0 else 128 - failed.code
 
 
+def _message(error: Exception) -> str | None:
+    return str(error) if isinstance(error, ValueError) else None
+
+
 @contextmanager
-def ended_at_once() -> Iterator[None]:
+def ended_at_once(explain: Callable[[Exception], str | None] = _message) -> Iterator[None]:
     """Around what a rank does: an error ends its process at once, with the code `REFUSED` for a ValueError and 1 for
-    any other; without ranks it is raised as ever. A ValueError, or what the system refused (a full disk), is a line.
+    any other; without ranks it is raised as ever. explain: what to say instead of a traceback, if that says it all.
 
     In the seconds that an orderly end of Python takes, the launcher would show what other ranks say of the same. And it
     may not end: NCCL waits for recorded steps to be freed, and the launcher, with all other ranks, for this one.
@@ -76,14 +82,15 @@ def ended_at_once() -> Iterator[None]:
     except Exception as error:
         if "RANK" not in os.environ:
             raise
-        is_refused = isinstance(error, ValueError)
-        if is_refused or (isinstance(error, OSError) and error.errno is not None):
-            print(f"strata: error: {error}", file=sys.stderr)
+        if (said := explain(error)) is not None:
+            print(f"strata: error: {said}", file=sys.stderr)
         else:
             sys.excepthook(type(error), error, error.__traceback__)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(REFUSED if is_refused else 1)
+        if not isinstance(error, ValueError):  # which all ranks raise alike
+            time.sleep(_APART_SECONDS)
+        os._exit(REFUSED if isinstance(error, ValueError) else 1)
 
 
 class _Rank:

@@ -146,7 +146,11 @@ def test_no_ranks_are_refused() -> None:
     ("error", "code", "last"),
     [
         ("ValueError('no')", REFUSED, "strata: error: no"),
-        ("OSError(28, 'Disk full', 'here')", 1, "strata: error: [Errno 28] Disk full: 'here'"),
+        (
+            "OSError(13, 'No', 'here')",
+            1,
+            "strata: error: here: No; choose a path that you may use, or change its permissions",
+        ),
         ("OSError('no')", 1, "OSError: no"),
     ],
 )
@@ -156,9 +160,10 @@ def test_a_rank_that_fails_ends_although_python_would_wait(
     """As NCCL's end waits for recorded steps; the launcher waits for the rank, and so would all others."""
     lines = (
         "import threading",
+        "from strata.cli.ending import explanation",
         "from strata.train.launch import ended_at_once",
         "threading.Thread(target=threading.Event().wait).start()",
-        "with ended_at_once():",
+        "with ended_at_once(explanation):",
         f"    raise {error}",
     )
     command = [sys.executable, "-c", "\n".join(lines)]
