@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import train_plain
+from benchmarks import optimizer_step, train_plain
 from strata.cli.train_speed import SEED, TrainingTest, measure
 from strata.cli.train_workload import learning_rate
 from strata.models.config import config_from_dict
@@ -80,3 +81,16 @@ def test_losses_are_one_to_rounding(tmp_path: Path) -> None:
     assert ours == pytest.approx(plain, rel=1e-5)
     assert len({round(loss, 3) for loss in plain}) > 10
     assert train_plain.largest_difference(ours, plain)["loss_difference"] < 1e-4
+
+
+@pytest.mark.parametrize("script", [optimizer_step, train_plain])
+def test_without_a_gpu_a_script_says_so(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["script"])
+    with pytest.raises(SystemExit, match=r"^benchmarks/\w+\.py .* a CUDA GPU: none here$"):
+        script.main()
+
+
+def test_losses_that_cannot_be_read_are_named_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"--against .*ours\.json cannot be read"):
+        train_plain.read_losses(tmp_path / "ours.json")
