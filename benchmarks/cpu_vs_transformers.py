@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from strata.engine.build import BUILTIN_MODEL
 from strata.engine.llm import LLM
 from strata.engine.sampling_params import SamplingParams
+from strata.models.folder import BUILTIN_FOLDER
 from strata.train.tasks.mixture import TASKS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -213,7 +213,7 @@ def report(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=BUILTIN_MODEL, help="checkpoint folder with a chat template")
+    parser.add_argument("--model", type=Path, default=BUILTIN_FOLDER, help="checkpoint folder with a chat template")
     parser.add_argument("--requests", type=int, default=96, help="batched requests")
     parser.add_argument("--concurrency", type=int, default=32, help="requests that run at once")
     parser.add_argument("--single", type=int, default=8, help="requests that run one after the other")

@@ -180,11 +180,11 @@ def test_an_observer_sees_each_step_begin_and_end() -> None:
         def end(self) -> None:
             self.said.append("end")
 
-    from strata.engine.build import BUILTIN_MODEL
+    from strata.models.folder import BUILTIN_FOLDER
 
     test = workloads.Test("small", workloads.random_prompts(2, 5), (3, 4))
     torch.manual_seed(0)
-    llm = started(Setup(str(BUILTIN_MODEL), None, "auto", "cpu", False), test)
+    llm = started(Setup(str(BUILTIN_FOLDER), None, "auto", "cpu", False), test)
     seen = Seen()
     llm.engine.loop.observe(seen)
     call(llm, test)

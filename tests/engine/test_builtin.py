@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strata import LLM, SamplingParams
-from strata.engine.build import BUILTIN_MODEL
+from strata.models.folder import BUILTIN_FOLDER
 from strata.train.score import score
 from strata.train.tasks.mixture import TASKS, held_out_examples
 
@@ -14,7 +14,7 @@ REQUIRED = ("two-digit addition", "two-digit subtraction", "sorting five numbers
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(device="cpu")
+    return LLM("builtin", device="cpu")  # as LLM() is
 
 
 def test_held_out_accuracy_of_the_required_tasks(llm: LLM) -> None:
@@ -29,7 +29,7 @@ def test_held_out_accuracy_of_the_required_tasks(llm: LLM) -> None:
 
 
 def test_the_weights_fit_the_package() -> None:
-    assert sum(file.stat().st_size for file in BUILTIN_MODEL.glob("*.safetensors")) <= 16 * 2**20
+    assert sum(file.stat().st_size for file in BUILTIN_FOLDER.glob("*.safetensors")) <= 16 * 2**20
 
 
 def test_the_default_parameters_are_the_models(llm: LLM) -> None:

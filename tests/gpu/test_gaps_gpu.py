@@ -10,8 +10,8 @@ import torch
 
 from strata.cli.bench_run import Setup, call, started
 from strata.cli.workloads import Test, random_prompts
-from strata.engine.build import BUILTIN_MODEL
 from strata.engine.llm import LLM
+from strata.models.folder import BUILTIN_FOLDER
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -22,7 +22,7 @@ TEST, STEPS = Test("small", random_prompts(2, 20), (30, 30)), 30
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    made = started(Setup(str(BUILTIN_MODEL), None, "bfloat16", "cuda", False), TEST)
+    made = started(Setup(str(BUILTIN_FOLDER), None, "bfloat16", "cuda", False), TEST)
     call(made, TEST)
     return made
 
