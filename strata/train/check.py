@@ -17,11 +17,11 @@ from strata.train.start import open_data, resumed, starting_point
 def check_run(config: TrainConfig, ranks: int, *, resume: bool) -> None:
     """Raise ValueError, as `ranks` ranks would, for what they would not begin with: folder, data, start, layout.
 
-    What depends on their devices is left to them.
+    What depends on their devices is left to them, and so are the checksums of the data, which take long.
     """
     resumed(Path(config.run.out), wanted=resume)
     data = config.data
-    datasets = open_data(data, _ignored)
+    datasets = open_data(data, _ignored, checksums=False)
     start = starting_point(config, datasets)
     ways = ranks
     if config.parallel is not None:  # otherwise chosen by the memory of the devices

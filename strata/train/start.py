@@ -34,11 +34,13 @@ def resumed(folder: Path, *, wanted: bool) -> bool:
     return bool(existing)
 
 
-def open_data(config: DataConfig, warn: Callable[[str], None]) -> list[TokenDataset]:
-    """The sources of a run, every shard checked. warn: hears of shards that are left out. Raises ValueError for others
-    that are damaged.
+def open_data(config: DataConfig, warn: Callable[[str], None], *, checksums: bool = True) -> list[TokenDataset]:
+    """The sources of a run, every shard checked, by its checksums if asked. warn: hears of shards that are left out.
+    Raises ValueError for others that are damaged.
     """
-    datasets = [TokenDataset(one.folder, skip_corrupt=config.skip_corrupt) for one in config.sources]
+    datasets = [
+        TokenDataset(one.folder, skip_corrupt=config.skip_corrupt, checksums=checksums) for one in config.sources
+    ]
     for dataset in datasets:
         if dataset.skipped:
             warn(f"{dataset.folder}: training goes without damaged shards: {', '.join(dataset.skipped)}")

@@ -105,14 +105,16 @@ def test_a_damaged_shard_is_named_and_skipped_only_if_asked(folder: Path, loaded
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"shard-00000\.tokens\.npy does not have the checksum"):
         TokenDataset(tmp_path / "out")
+    assert TokenDataset(tmp_path / "out", checksums=False).fingerprint == whole.fingerprint
     rest = TokenDataset(tmp_path / "out", skip_corrupt=True)
     assert rest.skipped == ["shard-00000"]
     assert texts(rest, loaded) == WORDS[-rest.samples :]
     assert rest.samples < len(WORDS)
     assert rest.fingerprint != whole.fingerprint
     path.unlink()
-    with pytest.raises(ValueError, match=r"shard-00000\.tokens\.npy is missing"):
-        TokenDataset(tmp_path / "out")
+    for checksums in (True, False):
+        with pytest.raises(ValueError, match=r"shard-00000\.tokens\.npy is missing"):
+            TokenDataset(tmp_path / "out", checksums=checksums)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux shows them")
