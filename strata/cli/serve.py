@@ -220,11 +220,11 @@ def _read_template(file: Path) -> str:
     # Few servers are given one, and none else has a use for jinja in this process.
     from jinja2.exceptions import TemplateSyntaxError
 
-    from strata.models.template_worker import compile_template
+    from strata.models.template_worker import check_syntax
 
     try:
         text = file.read_text(encoding="utf-8")
-        compile_template(text)
+        check_syntax(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--chat-template {file} cannot be read: {error}") from None
     except TemplateSyntaxError as error:

@@ -81,12 +81,23 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _sandbox() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+    )
+
+
+def check_syntax(source: str) -> None:
+    """Raise jinja's TemplateSyntaxError for what is no template. Computes nothing, unlike `compile_template`, which
+    folds constants and may take any time and memory for it: that is for a process that can be killed.
+    """
+    _sandbox().parse(source)
+
+
 @lru_cache(maxsize=8)
 def compile_template(source: str) -> Template:
     """The template in the sandbox and with the names that transformers offers to chat templates."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
-    )
+    environment = _sandbox()
     environment.filters["tojson"] = _tojson
     environment.globals.update(
         raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=GuardedNamespace, dict=DictMaker()

@@ -9,9 +9,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from jinja2.exceptions import TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from strata.models.chat_template import Rendering, TemplateRenderer
+from strata.models.template_worker import check_syntax
 
 CHATML = """\
 {%- if tools %}
@@ -351,3 +353,10 @@ def test_worker_sees_no_secrets(monkeypatch):
     with open(f"/proc/{worker_of(renderer)}/environ") as environment:
         assert "SOME_API_KEY" not in environment.read()
     renderer.close()
+
+
+def test_the_syntax_is_checked_and_nothing_computed():
+    """A process that nobody kills may do it: folding this constant would take 100 GB."""
+    check_syntax("{{ 'x' * 10 ** 11 }}")
+    with pytest.raises(TemplateSyntaxError):
+        check_syntax("{% if %}")
