@@ -257,6 +257,7 @@ def test_no_url_is_fetched(server: Running) -> None:
 
 def test_no_processes_or_files_are_left_by_all_that(server: Running) -> None:
     """What was killed for taking too long has been waited for, and its pipes are closed."""
+    assert_serves(server)  # which opens the connection that the client keeps
     before = len(list(Path(f"/proc/{server.pid}/fd").iterdir()))
     for _ in range(3):
         assert_serves(server)
