@@ -30,8 +30,8 @@ Save = Annotated[
     typer.Option(help="Append the result to this JSON-lines file.", callback=writable, show_default=False),
 ]
 
-# What the engine advises where memory is short: options that `strata bench` does not have.
-_ADVICE = "lower max_model_len or max_num_batched_tokens, or raise gpu_memory_utilization"
+# Where memory is short. The engine's own advice names options that `strata bench` does not have.
+_ADVICE = "take a smaller model, a --dtype of fewer bytes, or a machine with more memory"
 # Output tokens of each request in the run before the timed ones, which compiles and fills what the first run needs.
 WARMUP_TOKENS = 8
 
@@ -83,16 +83,12 @@ def started(setup: Setup, test: workloads.Test) -> LLM:
 def engine(llm_options: Mapping[str, Any]) -> LLM:
     """Raises ValueError for a model that does not fit in the memory, with what a user of `strata bench` can change."""
     from strata import LLM
+    from strata.engine.ledger import PoolTooSmall
 
     try:
         return LLM(**llm_options)
-    except ValueError as error:
-        needed, advice, table = str(error).partition(_ADVICE)
-        if not advice:
-            raise
-        raise ValueError(
-            f"{needed}take a smaller model, a --dtype of fewer bytes, or a machine with more memory{table}"
-        ) from None
+    except PoolTooSmall as error:
+        raise ValueError(error.with_advice(_ADVICE)) from None
 
 
 def call(llm: LLM, test: workloads.Test, most: int | None = None) -> float:

@@ -11,6 +11,7 @@ import typer
 
 from strata.cli.bench_result import report, writable
 from strata.cli.bench_run import AsJson, Save
+from strata.cli.ending import explanation
 from strata.models.folder import folder_shape_or_file
 
 
@@ -63,7 +64,7 @@ def train(
     test = TrainingTest(
         source, batch, sequence, precision, recompute, layout, optimizer, offload=offload, records=not eager
     )
-    with ended_at_once():
+    with ended_at_once(explanation):
         found = measure(test, device, steps=steps, repeat=repeat, losses=losses, kernels=kernels)
     if found is not None:
         values, text = found

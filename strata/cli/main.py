@@ -53,7 +53,7 @@ def strata() -> None:
 
 
 def main() -> None:
-    """Run the command; bad input or a fault of the engine is a message on standard error and exit code 1."""
+    """Run the command; how it ends is in `ending`."""
     with ending():
         app()
 

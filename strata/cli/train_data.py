@@ -13,10 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from typer.core import TyperGroup
 
+from strata.models.folder import existing_folder
 from strata.train.data.shards import Index
 from strata.train.data.tokenize import tokenize
 from strata.train.exercises import write_exercises
-from strata.train.start import model_folder
 
 Workers = Annotated[
     int | None, typer.Option(help="Processes; as many as there are cores if not given.", min=1, show_default=False)
@@ -71,7 +71,7 @@ def files(
     def write(report: Callable[[int, int], None]) -> Index:
         return tokenize(
             files,
-            model_folder(model),
+            existing_folder(model),
             out,
             longest=longest,
             workers=workers or os.cpu_count() or 1,

@@ -55,6 +55,20 @@ class Ledger:
         return [head, *(f"  {name:<12}{size / GIB:>9.3f} GiB  {note}".rstrip() for name, size, note in rows)]
 
 
+class PoolTooSmall(ValueError):
+    """What is left of the memory holds no whole sequence."""
+
+    def __init__(self, problem: str, ledger: Ledger) -> None:
+        self._problem, self._ledger = problem, ledger
+        super().__init__(
+            self.with_advice("lower max_model_len or max_num_batched_tokens, or raise gpu_memory_utilization")
+        )
+
+    def with_advice(self, advice: str) -> str:
+        """The message for somebody who can change something else."""
+        return f"{self._problem}: {advice}\n" + "\n".join(self._ledger.lines())
+
+
 def available_memory(device: torch.device) -> tuple[int, int]:
     """(free, total) bytes of a device."""
     if device.type == "cuda":
@@ -119,10 +133,9 @@ def plan_memory(
         page_size=pool.page_size,
     )
     if num_pages is None and pages < per_sequence:
-        raise ValueError(
-            f"the KV pool would hold {ledger.tokens:,} tokens, but one sequence may have max_model_len={max_length:,}: "
-            "lower max_model_len or max_num_batched_tokens, or raise gpu_memory_utilization\n"
-            + "\n".join(ledger.lines())
+        raise PoolTooSmall(
+            f"the KV pool would hold {ledger.tokens:,} tokens, but one sequence may have max_model_len={max_length:,}",
+            ledger,
         )
     if ledger.margin < 0:
         raise ValueError(

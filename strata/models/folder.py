@@ -15,17 +15,24 @@ def model_folder(name: str | None) -> Path:
 
     Raises ValueError if there is no such folder or it has no config.json.
     """
-    if name is None or name == BUILTIN:
-        return BUILTIN_FOLDER
-    folder = Path(name)
-    if not folder.is_dir():
-        if name in SHAPES:
-            raise ValueError(
-                f"{name!r} is a shape, which has no weights and no tokenizer; give a model folder or {BUILTIN!r}"
-            )
-        raise ValueError(f"{why_no_folder(folder)}; give a model folder or {BUILTIN!r}")
+    if name in SHAPES and not Path(name).is_dir():
+        raise ValueError(
+            f"{name!r} is a shape, which has no weights and no tokenizer; give a model folder or {BUILTIN!r}"
+        )
+    folder = existing_folder(BUILTIN if name is None else name)
     if not (folder / "config.json").is_file():
         raise ValueError(f"model folder {name!r} has no config.json; give the folder that has one, or {BUILTIN!r}")
+    return folder
+
+
+def existing_folder(name: str, asked_as: str = "model folder") -> Path:
+    """The folder of a model or of a tokenizer alone; of the built-in model for `BUILTIN`.
+
+    asked_as: what the user knows the name as, for the ValueError if there is none.
+    """
+    folder = BUILTIN_FOLDER if name == BUILTIN else Path(name)
+    if not folder.is_dir():
+        raise ValueError(f"{why_no_folder(folder, asked_as)}; give a model folder or {BUILTIN!r}")
     return folder
 
 
@@ -47,6 +54,6 @@ def folder_shape_or_file(name: str) -> str:
     return name if Path(name).is_file() else folder_or_shape(name)
 
 
-def why_no_folder(folder: Path) -> str:
+def why_no_folder(folder: Path, asked_as: str = "model folder") -> str:
     """For a path that is no folder: whether something else stands there."""
-    return f"model folder {str(folder)!r} " + ("is a file" if folder.exists() else "does not exist")
+    return f"{asked_as} {str(folder)!r} " + ("is a file" if folder.exists() else "does not exist")

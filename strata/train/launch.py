@@ -65,12 +65,8 @@ def launch(command: Sequence[str], ranks: int, restarts: int = 0) -> int:
                 return failed.code if failed.code > 0 else 128 - failed.code
 
 
-def _message(error: Exception) -> str | None:
-    return str(error) if isinstance(error, ValueError) else None
-
-
 @contextmanager
-def ended_at_once(explain: Callable[[Exception], str | None] = _message) -> Iterator[None]:
+def ended_at_once(explain: Callable[[Exception], str | None]) -> Iterator[None]:
     """Around what a rank does: an error ends its process at once, with the code `REFUSED` for a ValueError and 1 for
     any other; without ranks it is raised as ever. explain: what to say instead of a traceback, if that says it all.
 

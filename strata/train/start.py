@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strata.models.config import ModelConfig, config_from_dict, read_config
-from strata.models.folder import BUILTIN, BUILTIN_FOLDER
+from strata.models.folder import existing_folder
 from strata.models.tokenizer import Tokenizer
 from strata.train.checkpoints.folder import checkpoints
 from strata.train.config import DataConfig, StartConfig, TrainConfig
@@ -64,19 +64,9 @@ def start_folder(start: StartConfig) -> Path:
     none.
     """
     if start.model is not None:
-        return model_folder(start.model, "start.model")
+        return existing_folder(start.model, "start.model")
     assert start.tokenizer is not None
-    return model_folder(start.tokenizer, "start.tokenizer")
-
-
-def model_folder(name: str, key: str = "model") -> Path:
-    """The folder of a model or tokenizer, or that of the built-in model. key: who asks, for the ValueError if there is
-    none.
-    """
-    folder = BUILTIN_FOLDER if name == BUILTIN else Path(name)
-    if not folder.is_dir():
-        raise ValueError(f"{key} = {name!r} is no folder; give a model folder or {BUILTIN!r}")
-    return folder
+    return existing_folder(start.tokenizer, "start.tokenizer")
 
 
 def fresh_config(fields: dict[str, object], tokenizer: Tokenizer) -> ModelConfig:

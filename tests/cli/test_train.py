@@ -15,12 +15,12 @@ from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from strata.cli.main import app
+from strata.models.folder import BUILTIN_FOLDER
 from strata.models.weights import load
 from strata.train.config import RECOMPUTE
 from strata.train.data.tokenize import tokenize
 from strata.train.exercises import write_exercises
 from strata.train.log.json_lines import JsonLines
-from strata.train.start import model_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Train = Callable[..., Result]
@@ -203,7 +203,10 @@ def test_values_are_replaced_however_they_are_written(train: Train, tmp_path: Pa
         (["--profile", "5-3"], "--profile 5-3 has none of the steps of this run, 1-6"),
         (["--profile", "90-92"], "--profile 90-92 has none of the steps of this run, 1-6"),
         (["--model.num_hidden_layerz", "3"], "is num_hidden_layers meant?"),
-        (["--start.tokenizer", "nowhere"], "start.tokenizer = 'nowhere' is no folder"),
+        (
+            ["--start.tokenizer", "nowhere"],
+            "start.tokenizer 'nowhere' does not exist; give a model folder or 'builtin'",
+        ),
         (["--estimate", "h900"], "h900"),
         (["--data.tokens_per_pack", "10"], "raise data.tokens_per_pack"),
     ],
@@ -265,7 +268,7 @@ def test_fine_tuning_from_files_to_a_model(tmp_path: Path) -> None:
         for n in range(40)
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    tokenize([tmp_path / "chats.jsonl"], model_folder("builtin"), tmp_path / "data")
+    tokenize([tmp_path / "chats.jsonl"], BUILTIN_FOLDER, tmp_path / "data")
     values = {
         "run.steps": "2",
         "run.out": str(tmp_path / "run"),

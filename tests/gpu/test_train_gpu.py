@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from examples import toy_data
 from strata.comm.launch import World
+from strata.models.folder import BUILTIN_FOLDER
 from strata.train.config import TrainConfig, train_config_from_dict
 from strata.train.data.tokenize import tokenize
 from strata.train.exercises import write_exercises
-from strata.train.start import model_folder
 from strata.train.steps.parallel_step import ParallelStep
 from strata.train.tasks.mixture import document
 from strata.train.trainer import Trainer
@@ -53,7 +53,7 @@ def write_data(folder: Path) -> None:
     write_exercises(folder / "exercises", 4000, tokenizer_folder=folder / "tokenizer", seed=3)
     toy_data.write(folder)
     for name in ("style", "short"):
-        tokenize([folder / f"{name}.jsonl"], model_folder("builtin"), folder / name)
+        tokenize([folder / f"{name}.jsonl"], BUILTIN_FOLDER, folder / name)
     (folder / "text.txt").write_text(" ".join(" ".join(map(str, divmod(7 * n, 11))) for n in range(6000)))
     tokenize([folder / "text.txt"], folder / "tokenizer", folder / "text", longest=LENGTH)
 
@@ -130,7 +130,7 @@ def test_loss_follows_the_cpu(data: Path, tmp_path: Path) -> None:
 def test_documents_of_one_length_are_recorded_and_follow_the_cpu(
     data: Path, tmp_path: Path, deterministic: bool
 ) -> None:
-    """Through the run, which collects no garbage between steps, and evaluates and saves while a recording is held."""
+    """Through the run, which collects no garbage between steps and writes checkpoints of what a recording changes."""
     found = []
     for device in ("cpu", "cuda"):
         config = pretraining(data, tmp_path / device, device, 12, 1e-3)

@@ -13,10 +13,10 @@ import pytest
 import tokenizers
 
 from examples import toy_data
+from strata.models.folder import BUILTIN_FOLDER
 from strata.train.config import TrainConfig, train_config_from_dict
 from strata.train.data.tokenize import tokenize
 from strata.train.exercises import write_exercises
-from strata.train.start import model_folder
 from strata.train.tasks.mixture import document
 from strata.train.trainer import Trainer
 from strata.train.vocabulary import make_tokenizer, write_tokenizer
@@ -88,7 +88,7 @@ def small(small_table: dict[str, Any]) -> Small:
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A little of the toy data of the examples, tokenized by the built-in tokenizer: style, short, and text."""
-    folder, builtin = tmp_path_factory.mktemp("toy"), model_folder("builtin")
+    folder, builtin = tmp_path_factory.mktemp("toy"), BUILTIN_FOLDER
     for name, records in (("style", toy_data.style(60)), ("short", toy_data.short(40))):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         tokenize([folder / f"{name}.jsonl"], builtin, folder / name)

@@ -100,12 +100,13 @@ def raises(folder: Path) -> None:
     """Rank 1 fails by itself, and the others because of it."""
     import torch
 
+    from strata.cli.ending import explanation
     from strata.comm.collectives import start_all_reduce
     from strata.comm.launch import join_world
     from strata.comm.mesh import Mesh
     from strata.train.launch import ended_at_once
 
-    with ended_at_once(), join_world("cpu") as world:
+    with ended_at_once(explanation), join_world("cpu") as world:
         axis = Mesh.of(world, {"dp": world.size}).axis("dp")
         for step in range(5):
             start_all_reduce(torch.zeros(1), axis).wait()

@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from strata.models.folder import BUILTIN_FOLDER
 from strata.models.special_tokens import SpecialTokens
 from strata.models.tokenizer import Tokenizer
 from strata.train.data import encoding, long_text
@@ -17,7 +18,6 @@ from strata.train.data.encoding import encode_text, last_cut, text_ids
 from strata.train.data.shards import TokenDataset
 from strata.train.data.sources import pieces_of, read_text
 from strata.train.data.tokenize import tokenize
-from strata.train.start import model_folder
 
 LETTERS = ["one", "Two", "größer", "東京", "слово", "word"]
 WORDS = [
@@ -71,7 +71,7 @@ def trained(pre_tokenizer: pre_tokenizers.PreTokenizer) -> Tokenizer:
 @pytest.fixture(scope="module")
 def by_name() -> dict[str, Tokenizer]:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made = {"built in": Tokenizer.load(model_folder("builtin"))}
+    made = {"built in": Tokenizer.load(BUILTIN_FOLDER)}
     made["gpt-2"] = trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
     for name, patterns in PATTERNS.items():
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
@@ -137,7 +137,7 @@ def test_documents_do_not_depend_on_parts_and_shards(
     bytes_per_shard: int, bytes_per_part: int, longest: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of `longest` tokens but the last, wherever shards end; and beside other files."""
-    folder, text = model_folder("builtin"), a_text(700)
+    folder, text = BUILTIN_FOLDER, a_text(700)
     (tmp_path / "in").mkdir()
     for name, content in (("a", "A short one."), ("b", text), ("c", "Another short one.")):
         (tmp_path / f"in/{name}.txt").write_bytes(content.encode())
@@ -162,7 +162,7 @@ def test_documents_do_not_depend_on_parts_and_shards(
 
 
 def test_a_stopped_run_goes_on_with_parts_and_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, out = model_folder("builtin"), tmp_path / "out"
+    folder, out = BUILTIN_FOLDER, tmp_path / "out"
     monkeypatch.setattr("strata.train.data.tokenize.BYTES_PER_PART", 1000)
     monkeypatch.setattr(long_text, "BYTES_PER_PART", 1000)
     (tmp_path / "a.txt").write_bytes(a_text(1200).encode())

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from strata.cli.ending import explanation
 from strata.train.launch import REFUSED, ended_at_once, launch
 from tests.train.fault_ranks import STEPS
 
@@ -170,5 +171,5 @@ def test_a_rank_that_fails_ends_although_python_would_wait(
     found = subprocess.run(command, env=os.environ | {"RANK": "0"}, capture_output=True, text=True, timeout=60)
     assert (found.returncode, found.stderr.splitlines()[-1]) == (code, last)
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ValueError, match="no"), ended_at_once():
+    with pytest.raises(ValueError, match="no"), ended_at_once(explanation):
         raise ValueError("no")

@@ -11,10 +11,10 @@ from examples import toy_data
 from strata import LLM
 from strata.comm.launch import World
 from strata.engine.sampling_params import SamplingParams
+from strata.models.folder import BUILTIN_FOLDER
 from strata.train.config import read_train_config
 from strata.train.data.tokenize import tokenize
 from strata.train.finish import save_model
-from strata.train.start import model_folder
 from strata.train.tasks.mixture import TASKS, held_out_examples
 from strata.train.trainer import Trainer
 from tests.train.conftest import log
@@ -29,7 +29,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy")
     toy_data.write(folder)
     for name in ("style", "short"):
-        tokenize([folder / f"{name}.jsonl"], model_folder("builtin"), folder / name, longest=1024)
+        tokenize([folder / f"{name}.jsonl"], BUILTIN_FOLDER, folder / name, longest=1024)
     return folder
 
 
@@ -52,7 +52,7 @@ def replies(model: Path) -> list[str]:
 
 
 def test_sft_with_lora_teaches_a_style(toy: Path, tmp_path: Path) -> None:
-    assert not any(reply.startswith("Sure!") for reply in replies(model_folder("builtin")))
+    assert not any(reply.startswith("Sure!") for reply in replies(BUILTIN_FOLDER))
     styled = replies(trained("sft.toml", toy / "style", tmp_path / "run"))
     assert sum(reply.startswith("Sure!") for reply in styled) >= 0.9 * len(styled)
     # Nothing but what was asked for is forgotten: the steps are still there.
@@ -61,7 +61,7 @@ def test_sft_with_lora_teaches_a_style(toy: Path, tmp_path: Path) -> None:
 
 
 def test_dpo_makes_answers_shorter(toy: Path, tmp_path: Path) -> None:
-    before = replies(model_folder("builtin"))
+    before = replies(BUILTIN_FOLDER)
     after = replies(trained("dpo.toml", toy / "short", tmp_path / "run"))
     assert sum(map(len, after)) < 0.6 * sum(map(len, before))
     last = log(tmp_path / "run")[-1]

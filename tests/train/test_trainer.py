@@ -209,7 +209,11 @@ def test_a_line_of_the_log_sums_up_its_interval(small: Small, tmp_path: Path) ->
         ("style", {"dpo": {}}, "holds data of the kind 'chat'; this run needs 'preference'"),
         ("style", {"data": {"tokens_per_pack": 20}}, r"but a pack has room for 20; raise data\.tokens_per_pack"),
         ("style", {"data": {"sources": [{"folder": "nothing"}]}}, "nothing"),
-        ("style", {"start": {"model": "nowhere"}}, r"start\.model = 'nowhere' is no folder"),
+        (
+            "style",
+            {"start": {"model": "nowhere"}},
+            r"start\.model 'nowhere' does not exist; give a model folder or 'builtin'",
+        ),
         ("style", {"parallel": {"dp": 2}}, r"= 2 ranks, but 1 run; change one of them or the ranks"),
         ("style", {"parallel": {"micro_batches": 2}}, r"micro_batches follows from data\.packs_per_step; remove it"),
         ("style", {"parallel": {"zero": 1}}, "zero = 1 has one rank to divide among"),
