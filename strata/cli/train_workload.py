@@ -16,7 +16,8 @@ from strata.train.pack import PackedBatch
 # Tokens walk along one cycle of so many ids and jump to another place of it with this probability.
 CYCLE = 512
 JUMP = 0.1
-PEAK_RATE = 3e-4
+# Low enough that runs which round differently stay together (docs/log.md): losses are compared with another script's.
+PEAK_RATE = 3e-5
 WARMUP = 20
 
 

@@ -54,8 +54,8 @@ def quantize(x: Tensor, dtype: torch.dtype, per_row: bool) -> Quantized:
 def _scaled(x: Tensor, dtype: torch.dtype, per_row: bool) -> tuple[Tensor, Tensor]:
     most = torch.finfo(dtype).max
     largest = x.abs().amax(1, keepdim=True) if per_row else x.abs().amax().view(1, 1)
-    scale = largest.clamp(min=LEAST) / most
-    return (x / scale).clamp(-most, most).to(dtype), scale.float()
+    top = largest.clamp(min=LEAST)
+    return (x * (most / top)).clamp(-most, most).to(dtype), (top / most).float()
 
 
 def padded(rows: int) -> int:
@@ -96,7 +96,10 @@ def quantize_kernel(
     PER_ROW: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Programs [turned_stride / TILE, columns / TILE]; those at the edges store the scales."""
+    """Programs [turned_stride / TILE, columns / TILE]; those at the edges store the scales.
+
+    Divisions are rounded as the reference rounds them: a value half way between two others must go the same way.
+    """
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     held = (row < rows)[:, None] & (column < columns)[None, :]
@@ -105,18 +108,18 @@ def quantize_kernel(
     if PER_ROW:
         row_top = tl.maximum(tl.load(of_rows + row, mask=row < rows, other=1.0), LEAST)
         column_top = tl.maximum(tl.load(of_columns + column, mask=column < columns, other=1.0), LEAST)
-        straight = given * (MOST / row_top)[:, None]
-        other = given * (MOST / column_top)[None, :]
+        straight = given * tl.div_rn(MOST, row_top)[:, None]
+        other = given * tl.div_rn(MOST, column_top)[None, :]
         if tl.program_id(1) == 0:
-            tl.store(row_scale + row, row_top / MOST, mask=row < rows)
+            tl.store(row_scale + row, tl.div_rn(row_top, MOST), mask=row < rows)
         if tl.program_id(0) == 0:
-            tl.store(column_scale + column, column_top / MOST, mask=column < columns)
+            tl.store(column_scale + column, tl.div_rn(column_top, MOST), mask=column < columns)
     else:
         top = tl.maximum(tl.load(of_rows), LEAST)
-        straight = given * (MOST / top)
+        straight = given * tl.div_rn(MOST, top)
         other = straight
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            tl.store(row_scale, top / MOST)
+            tl.store(row_scale, tl.div_rn(top, MOST))
     # NaN stays NaN, so that a run sees it.
     straight = tl.clamp(straight, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
     other = tl.clamp(other, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)

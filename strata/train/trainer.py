@@ -101,18 +101,19 @@ class Trainer:
         )
         clock = ComputeClock(self.world.device)
         self._phases = FollowedPhases(self._watch, clock)
-        self.stepper = make_stepper(
-            Setting(
-                config,
-                self.start,
-                self.layout,
-                self.mesh,
-                self.mixture,
-                self.folder,
-                self._phases,
-                self.checkpoints.before_update,
-            )
+        setting = Setting(
+            config,
+            self.start,
+            self.layout,
+            self.mesh,
+            self.mixture,
+            self.folder,
+            self._phases,
+            self.checkpoints.before_update,
         )
+        # DPO computes its reference here.
+        with deterministic(config.run.deterministic):
+            self.stepper = make_stepper(setting)
         self._meter = Meter(
             self.start.config,
             config.faults,

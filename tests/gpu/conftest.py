@@ -25,6 +25,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
         made = empty(*args, **kwargs)
-        return made.fill_(torch.nan if made.is_floating_point() else torch.iinfo(made.dtype).max)
+        with torch.no_grad():  # also where a gradient is asked for, as torch.utils.checkpoint does
+            return made.fill_(torch.nan if made.is_floating_point() else torch.iinfo(made.dtype).max)
 
     monkeypatch.setattr(torch, "empty", filled)

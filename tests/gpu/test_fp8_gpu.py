@@ -28,18 +28,13 @@ def assert_near(found: Tensor, exact: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize("kind", [E4M3, E5M2])
 @pytest.mark.parametrize("shape", [(1, 16), (130, 48), (333, 2048), (4096, 1040)])
 def test_quantization(shape: tuple[int, int], kind: torch.dtype, per_row: bool) -> None:
-    """A value between two neighbours may go to either where scales differ in their last bit."""
     x = draw(*shape)
     x[0, :8] = 0
     assert quantize.bind("cuda").choose(x, kind, per_row).name == "triton"
     found, wanted = quantize(x, kind, per_row), quantize(x.cpu(), kind, per_row)
-    for mine, theirs in zip(found[2:], wanted[2:], strict=True):
-        torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-6, atol=0)
-    for mine, theirs in zip(found[:2], wanted[:2], strict=True):
-        assert mine.shape == theirs.shape
-        same = mine.cpu().view(torch.uint8).int() - theirs.view(torch.uint8).int()
-        assert same.abs().max() <= 1
-        assert (same != 0).float().mean() < 1e-3
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine.cpu().view(torch.uint8), theirs.view(torch.uint8))
 
 
 def test_a_column_slice_and_nan() -> None:
