@@ -19,9 +19,9 @@ def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
     encoded = json.dumps(value).encode()
     if axis.group is None:
         return [json.loads(encoded)]
-    own = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
+    own = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device)
     sizes = start_gather(torch.tensor([len(encoded)], device=device), axis).wait().tolist()
     padded = own.new_zeros(max(sizes))
     padded[: len(own)] = own
     rows = start_gather(padded[None], axis).wait().cpu()
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]

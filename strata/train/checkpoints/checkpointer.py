@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,19 +22,18 @@ from strata.train.checkpoints.folder import (
     checkpoint_path,
     checkpoints,
     part_path,
-    prune,
-    publish,
     read_state,
     remove,
     set_aside,
     step_of,
     unfinished,
 )
-from strata.train.checkpoints.index import CorruptCheckpoint, Index, StoredPiece
+from strata.train.checkpoints.index import CorruptCheckpoint
+from strata.train.checkpoints.publication import Publication
 from strata.train.checkpoints.reader import load
 from strata.train.checkpoints.snapshot import HostBuffer, Snapshot
 from strata.train.checkpoints.state import Piece
-from strata.train.checkpoints.writer import STOPPED, ShareWriter
+from strata.train.checkpoints.writer import ShareWriter
 
 _HOST = torch.device("cpu")
 _POLL_SECONDS = 0.01
@@ -67,7 +65,8 @@ class Checkpointer:
         self._copied: torch.cuda.Event | None = None
         self._buffer = HostBuffer(0, pinned=False)
         self._writer: ShareWriter | None = None
-        self._remover: threading.Thread | None = None
+        self._is_published = False  # or about to be: all shares of the one under way are written
+        self._publication: Publication | None = None  # the last, on the first rank
         self._step = 0
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
@@ -132,9 +131,9 @@ class Checkpointer:
             self._waits()
             with self._stall():
                 time.sleep(_POLL_SECONDS)
-        if self._remover is not None:
+        if self._publication is not None:
             with self._stall():
-                self._remover.join()
+                self._publication.join()
         return path
 
     def restore(
@@ -188,49 +187,29 @@ class Checkpointer:
         return complete
 
     def _settle(self, writer: ShareWriter) -> Path | None:
-        """Publish the checkpoint if all ranks have written their shares, or remove it if one cannot."""
-        done = writer.is_done  # read first: an error is there before the end
-        all_done, all_good = self._agree(done, writer.error is None)
-        if not all_good:
-            writer.stop()
-        if not all_done:
+        """Have the checkpoint published once all ranks have written their shares; the path when that is done, too."""
+        if not self._is_published:
+            done = writer.is_done  # read first: an error is there before the end
+            all_done, all_good = self._agree(done, writer.error is None)
+            if not all_good:
+                writer.stop()
+            if all_done:
+                reports = gather_json(writer.report(), self._everyone, _HOST)
+                self._is_published = True
+                if self.world.is_main:
+                    self._publication = Publication(self.folder, self._step, self.keep, reports)
             return None
-        self._writer = self._copied = None
-        reports = gather_json(writer.report(), self._everyone, _HOST)
-        errors = [
-            f"rank {rank}: {report['error']}"
-            for rank, report in enumerate(reports)
-            if report["error"] not in (None, STOPPED)
-        ]
-        if self.world.is_main:
-            errors = errors or self._publish(reports)
-            if errors:
-                with suppress(OSError):  # it may not exist, and the disk may be why
-                    set_aside(writer.part)
-            # Listed while no rank can have begun another one.
-            self._remover = threading.Thread(target=remove, args=(unfinished(self.folder),), name="remove", daemon=True)
-            self._remover.start()
-        errors = gather_json(errors, self._everyone, _HOST)[0]
+        if not all(self._agree(self._publication is None or self._publication.is_done)):
+            return None
+        self._writer, self._copied, self._is_published = None, None, False
+        told = ([], []) if self._publication is None else (self._publication.errors, self._publication.warnings)
+        errors, warnings = gather_json(told, self._everyone, _HOST)[0]
+        for warning in warnings:
+            self.warn(warning)
         if errors:
             self.warn(f"the checkpoint of step {self._step} was not written ({'; '.join(errors)}); those before remain")
             return None
         return checkpoint_path(self.folder, self._step)
-
-    def _publish(self, reports: Sequence[Mapping[str, Any]]) -> list[str]:
-        """By the first rank, from what all say of their shares. Returns what went wrong."""
-        files = {name: size for report in reports for name, size in report["files"].items()}
-        try:
-            pieces = [StoredPiece.of(piece) for report in reports for piece in report["pieces"]]
-            index = Index(files, reports[0]["state_crc32"], pieces)
-            index.check()
-            path = publish(self.folder, self._step, index)
-        except (OSError, ValueError) as error:
-            return [f"rank 0: {type(error).__name__}: {error}"]
-        try:
-            prune(self.folder, path, self.keep)
-        except OSError as error:
-            self.warn(f"checkpoints before {path} could not be removed: {error}")
-        return []
 
     def _agree(self, *flags: bool) -> list[bool]:
         """Of each flag whether it is set on all ranks."""
