@@ -26,18 +26,23 @@ from triton import JITFunction
 import strata.kernels
 from strata.cli.kernel_cases import EPS, angles, draw, full_pages
 from strata.cli.products import Product
+from strata.kernels import activation_grad, norm_grad, rope_grad  # noqa: F401  registers what is run
 from strata.kernels.activation import silu_mul
+from strata.kernels.adamw import adamw
 from strata.kernels.attention import attention
 from strata.kernels.attention_join import join
 from strata.kernels.bitmask import WORD, apply_bitmask
 from strata.kernels.decode_attention import decode_attention
 from strata.kernels.embedding import embedding
+from strata.kernels.fp8 import quantize
 from strata.kernels.gemm import linear
 from strata.kernels.gemm_skinny import multiply
 from strata.kernels.gemm_skinny_tiles import SkinnyTile
 from strata.kernels.kv_read import kv_read
 from strata.kernels.kv_write import kv_write
 from strata.kernels.linear_silu_mul import linear_silu_mul
+from strata.kernels.loss_grad import cross_entropy_gradients
+from strata.kernels.muon import muon_momentum, muon_update
 from strata.kernels.newest_tokens import newest_tokens
 from strata.kernels.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
@@ -53,15 +58,10 @@ HEADS, KV_HEADS = 4, 2
 VOCABULARY = 3001
 
 
-# Files whose kernels only training runs: no call here launches them yet.
-TRAINING = {"activation_grad", "adamw", "fp8", "loss_grad", "muon", "norm_grad", "rope_grad"}
-
-
 def own_kernels() -> set[str]:
-    """The names of all kernels that CI compiles, but those of training."""
-    modules = (module.name for module in pkgutil.iter_modules(strata.kernels.__path__))
-    names = (f"strata.kernels.{name}" for name in modules if name not in TRAINING)
-    modules = (importlib.import_module(name) for name in names)
+    """The names of all kernels that CI compiles."""
+    names = (module.name for module in pkgutil.iter_modules(strata.kernels.__path__))
+    modules = (importlib.import_module(f"strata.kernels.{name}") for name in names)
     cases = (case for module in modules if hasattr(module, "compile_cases") for case in module.compile_cases())
     return {case.kernel.fn.__name__ for case in cases}
 
@@ -93,18 +93,37 @@ def calls() -> Iterator[Call]:
         yield from _attention(head_dim, window)
     yield from _sampling(rows=3)
     yield from _products()
+    for rows, width in ((5, 1000), (70, 2048)):
+        yield from _training(rows, width)
 
 
 def own(operation: Operation, *args: object) -> Call:
-    """Every own implementation of an operation, one after the other."""
+    """Every own implementation of an operation without gradients, one after the other."""
     found = [made for made in operation.implementations if made.device == "cuda" and made.name.startswith("triton")]
-    shapes = " ".join(str(list(x.shape)) for x in args if isinstance(x, Tensor))
+    found = [made for made in found if not made.differentiable]
 
     def run() -> None:
         for implementation in found:
             implementation.run(*args)
 
-    return f"{operation.name} {shapes}", run
+    return f"{operation.name} {_shapes(args)}", run
+
+
+def with_gradients(operation: Operation, *args: object) -> Call:
+    """Both passes of the implementation whose backward pass is our own."""
+    (made,) = (one for one in operation.implementations if one.name == "triton with gradients")
+
+    def run() -> None:
+        leaves = (x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in args)
+        results = made.run(*leaves)
+        results = results if isinstance(results, tuple) else (results,)
+        torch.autograd.backward(results, [torch.randn_like(result) for result in results])
+
+    return f"{operation.name} with gradients {_shapes(args)}", run
+
+
+def _shapes(args: tuple[object, ...]) -> str:
+    return " ".join(str(list(x.shape)) for x in args if isinstance(x, Tensor))
 
 
 def _rowwise(rows: int, width: int) -> Iterator[Call]:
@@ -195,6 +214,29 @@ def _products() -> Iterator[Call]:
     for rows, taken in ((1, width), (70, width - 16)):
         yield own(linear, draw(rows, taken), draw(out, taken), draw(out))
         yield own(linear_silu_mul, draw(rows, taken), draw(out, taken), draw(out))
+
+
+def _training(rows: int, width: int) -> Iterator[Call]:
+    yield with_gradients(rms_norm, draw(rows, width), draw(width), EPS)
+    yield with_gradients(add_rms_norm, draw(rows, width), draw(rows, width), draw(width), EPS)
+    yield with_gradients(silu_mul, *draw(rows, 2 * width).chunk(2, -1))
+    head_dim = 80
+    cos_sin = angles(rows, head_dim)
+    product = draw(rows, (HEADS + 2 * KV_HEADS) * head_dim)
+    yield with_gradients(rope, draw(rows, HEADS, head_dim), *cos_sin)
+    yield with_gradients(qk_rope_kv_write, product, HEADS, KV_HEADS, None, None, EPS, *cos_sin, None, 0)
+    for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for per_row in (False, True):
+            yield own(quantize, draw(rows, width), kind, per_row)
+    targets = torch.randint(VOCABULARY, (rows,))
+    scale = torch.full((), 1 / rows)
+    yield own(cross_entropy_gradients, draw(rows, 64), draw(VOCABULARY, 64), targets, scale, 1 << 20)
+    weight, gradient = draw(rows, width), draw(rows, width)
+    master, first, second = weight.float(), torch.randn(rows, width), torch.rand(rows, width)
+    rate = torch.tensor([0.01, 0.5, 0.3, 0.7])
+    yield own(adamw, weight, master, first, second, gradient, rate, 0.9, 0.95, 1e-8, 0.1)
+    yield own(muon_momentum, torch.empty_like(weight), first, gradient, rate[2:], 0.95)
+    yield own(muon_update, weight, master, gradient, rate[2:], 0.2, 0.1)
 
 
 def missing(launched: set[str]) -> set[str]:
