@@ -154,7 +154,7 @@ def make_optimizer(model: Llama) -> torch.optim.AdamW:
 
 
 def rate_of(step: int) -> float:
-    return 3e-5 * min(1.0, (step + 1) / 20)
+    return 1e-5 * min(1.0, (step + 1) / 20)
 
 
 def train(shape: Shape, batch: int, length: int, steps: int, device: str) -> tuple[list[float], list[float]]:

@@ -17,7 +17,7 @@ from strata.train.pack import PackedBatch
 CYCLE = 512
 JUMP = 0.1
 # Low enough that runs which round differently stay together (docs/log.md): losses are compared with another script's.
-PEAK_RATE = 3e-5
+PEAK_RATE = 1e-5
 WARMUP = 20
 
 

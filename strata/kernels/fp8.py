@@ -55,7 +55,8 @@ def _scaled(x: Tensor, dtype: torch.dtype, per_row: bool) -> tuple[Tensor, Tenso
     most = torch.finfo(dtype).max
     largest = x.abs().amax(1, keepdim=True) if per_row else x.abs().amax().view(1, 1)
     top = largest.clamp(min=LEAST)
-    return (x * (most / top)).clamp(-most, most).to(dtype), (top / most).float()
+    # A number divided by a tensor would be its reciprocal times the number, which is rounded twice.
+    return (x * (torch.full_like(top, most) / top)).clamp(-most, most).to(dtype), (top / most).float()
 
 
 def padded(rows: int) -> int:

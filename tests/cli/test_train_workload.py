@@ -44,8 +44,8 @@ def test_nine_tokens_in_ten_follow_from_the_one_before() -> None:
 
 
 def test_rates_are_those_of_the_plain_script() -> None:
-    assert learning_rate(0) == pytest.approx(3e-5 / 20)
-    assert learning_rate(19) == learning_rate(500) == pytest.approx(3e-5)
+    assert learning_rate(0) == pytest.approx(1e-5 / 20)
+    assert learning_rate(19) == learning_rate(500) == pytest.approx(1e-5)
 
 
 def test_flops_and_floor_by_hand() -> None:

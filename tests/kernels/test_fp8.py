@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -46,6 +47,14 @@ def test_both_ways_hold_the_matrix_within_rounding(shape: tuple[int, int], kind:
         assert ((found - x.double()).abs() <= rounding(x, kind, dim if per_row else None)).all()
     assert not turned.double()[:, rows:].any()
     assert values.double().abs().max() == MOST[kind]
+
+
+def test_factors_are_rounded_once() -> None:
+    """For a top of 1.53125, one rounding more sends one value in twenty, half way between two others, the other way."""
+    tops = torch.arange(128, 256)[:, None] / 128
+    x = torch.cat((tops, torch.arange(128, 256).repeat(128, 1) / 256), 1)
+    wanted = torch.from_numpy(x.numpy() * (np.float32(448) / tops.numpy())).to(E4M3)
+    assert torch.equal(quantize(x, E4M3, True)[0].view(torch.uint8), wanted.view(torch.uint8))
 
 
 def test_nan_stays_and_infinity_is_no_number() -> None:
