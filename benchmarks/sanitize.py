@@ -42,6 +42,7 @@ from strata.kernels.kv_read import kv_read
 from strata.kernels.kv_write import kv_write
 from strata.kernels.linear_silu_mul import linear_silu_mul
 from strata.kernels.loss_grad import cross_entropy_gradients
+from strata.kernels.moe_combine import combine
 from strata.kernels.muon import muon_momentum, muon_update
 from strata.kernels.newest_tokens import newest_tokens
 from strata.kernels.norm import add_rms_norm, rms_norm
@@ -114,7 +115,7 @@ def with_gradients(operation: Operation, *args: object) -> Call:
     (made,) = (one for one in operation.implementations if one.name == "triton with gradients")
 
     def run() -> None:
-        leaves = (x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in args)
+        leaves = (x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
         results = made.run(*leaves)
         results = results if isinstance(results, tuple) else (results,)
         torch.autograd.backward(results, [torch.randn_like(result) for result in results])
@@ -228,6 +229,10 @@ def _training(rows: int, width: int) -> Iterator[Call]:
     for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
         for per_row in (False, True):
             yield own(quantize, draw(rows, width), kind, per_row)
+    place = torch.randperm(3 * rows).view(rows, 3)
+    rows_of_experts = draw(3 * rows, width), place.flatten().argsort(), place
+    yield own(combine, *rows_of_experts, None)
+    yield with_gradients(combine, *rows_of_experts, torch.rand(rows, 3))
     targets = torch.randint(VOCABULARY, (rows,))
     scale = torch.full((), 1 / rows)
     yield own(cross_entropy_gradients, draw(rows, 64), draw(VOCABULARY, 64), targets, scale, 1 << 20)

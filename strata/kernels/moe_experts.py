@@ -16,28 +16,33 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation import silu_mul
 from strata.kernels.gemm import linear
+from strata.kernels.moe_combine import combine, permuted
 from strata.kernels.op import operation
 
 
-def _cost(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, workload: Workload) -> Cost:
+def _cost(
+    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *, workload: Workload
+) -> Cost:
     count, hidden, width = down.shape
     rows = chosen.numel()
     # Three products, the activation's five operations, and the weighted sum.
-    flops = 6 * rows * width * hidden + 5 * rows * width + 2 * rows * hidden
+    flops = 6 * rows * width * hidden + 5 * rows * width + (0 if weights is None else 2 * rows * hidden)
     # As many experts as can be: routing spreads tokens out.
     used = min(rows, count) * (gate_up[0].nbytes + down[0].nbytes)
-    return Cost(flops, x.nbytes + weights.nbytes + chosen.nbytes + used, x.nbytes, used)
+    read = x.nbytes + (0 if weights is None else weights.nbytes) + chosen.nbytes + used
+    return Cost(flops, read, x.nbytes, used)
 
 
-def _meta(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _meta(x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return x.new_empty(x.shape, device="meta")
 
 
 @operation(_cost, meta=_meta)
-def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def experts(x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """For each token the sum over its experts e of `weight * down[e](silu(gate[e](x)) * up[e](x))`.
 
-    x: [tokens, hidden]. weights: [tokens, per_token] of x's dtype or wider; chosen: [tokens, per_token] int64.
+    x: [tokens, hidden]. chosen: [tokens, per_token] int64. weights: like chosen, of x's dtype or wider; None if each
+    token has one expert, of weight 1.
     gate_up: [experts, 2 * width, hidden], the rows of gate before those of up; down: [experts, hidden, width]; both of
     x's dtype. Returns [tokens, hidden] in x's dtype; the sum is of the dtype of the weights. An expert without a token
     has a gradient of zeros.
@@ -68,46 +73,37 @@ class Order:
 
 def take_rows(x: Tensor, order: Order) -> Tensor:
     """x [tokens, hidden] -> at each place the row of its token, [rows, hidden]; gradients are added in fixed order."""
+    if len(order.source) == len(x):
+        return permuted(x, order.source, order.place)
     return _TakeRows.apply(x, order.source, order.place)
 
 
-def give_back(rows: Tensor, order: Order, weights: Tensor) -> Tensor:
-    """rows [places, hidden] and weights [tokens, per_token] -> weighted sums [tokens, hidden] in the dtype of rows."""
-    own = _Permute.apply(rows, order.place, order.source).unflatten(0, weights.shape)
-    return (own * weights[..., None]).sum(1).to(rows.dtype)
+def give_back(rows: Tensor, order: Order, weights: Tensor | None) -> Tensor:
+    """rows [places, hidden] and weights [tokens, per_token] -> weighted sums [tokens, hidden] in the dtype of rows.
+
+    weights: None if a token has one row, which it gets back as it is.
+    """
+    if weights is None:
+        return permuted(rows, order.place, order.source)
+    return combine(rows, order.source, order.place.view(weights.shape), weights)
 
 
 class _TakeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
+        ctx.save_for_backward(source, place)
         ctx.tokens = x.shape[0]
         return x.index_select(0, source // (source.shape[0] // max(1, x.shape[0])))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (place,) = ctx.saved_tensors
-        own = grads[0].index_select(0, place)
-        return own.view(ctx.tokens, -1 if ctx.tokens else 1, own.shape[-1]).sum(1), None, None
-
-
-class _Permute(torch.autograd.Function):
-    """Rows in another order; the gradient goes the inverse way, and nothing is added up."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grads[0].index_select(0, inverse), None, None
+        source, place = ctx.saved_tensors
+        return combine(grads[0].contiguous(), source, place.view(ctx.tokens, -1), None), None, None
 
 
 def _by_expert(
     x: Tensor,
-    weights: Tensor,
+    weights: Tensor | None,
     chosen: Tensor,
     gate_up: Tensor,
     down: Tensor,
@@ -127,25 +123,25 @@ def _by_expert(
 
 
 @experts.implement("an expert at a time", "cpu", differentiable=True)
-def _loop(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _loop(x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return _by_expert(x, weights, chosen, gate_up, down, F.linear, silu_mul.reference)
 
 
 @experts.implement("fixed tiles", "cpu", invariant=True)
-def _fixed(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _fixed(x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     product = linear.bind("cpu", deterministic=True)
     activation = silu_mul.bind("cpu", deterministic=True)
     return _by_expert(x, weights, chosen, gate_up, down, product, activation)
 
 
-def _grouped_supports(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> bool:
+def _grouped_supports(x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor) -> bool:
     """What the library takes: bfloat16, and rows that begin at multiples of 16 bytes."""
     aligned = x.shape[-1] % 8 == 0 and down.shape[-1] % 8 == 0
     return x.dtype == torch.bfloat16 and aligned and gate_up.is_contiguous() and down.is_contiguous()
 
 
 @experts.implement("grouped", "cuda", differentiable=True, supports=_grouped_supports)
-def grouped(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def grouped(x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """One product over all experts; how many rows each has stays on the device."""
     order = Order.of(chosen, down.shape[0])
     rows = take_rows(x, order)

@@ -37,8 +37,7 @@ class DispatchedExperts(nn.Module):
         own = torch.arange(counts.shape[1], device=x.device).repeat(self.axis.size)
         numbers = own.repeat_interleave(arriving.flatten(), output_size=sum(received))
         # The weights stay at home and are applied to what comes back.
-        ones = torch.ones_like(numbers, dtype=weights.dtype)
-        made = experts(rows, ones[:, None], numbers[:, None], self.gate_up_proj, self.down_proj)
+        made = experts(rows, None, numbers[:, None], self.gate_up_proj, self.down_proj)
         return give_back(all_to_all(made, self.axis, received, sent), order, weights)
 
 

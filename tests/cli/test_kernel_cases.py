@@ -34,7 +34,7 @@ TRAINING = {
     "balance_routing",
 }
 # No shape of the benchmark has experts; the ids that a step reads are a few kilobytes at most.
-APART = {"route", "experts", "newest_tokens"}
+APART = {"route", "experts", "combine", "newest_tokens"}
 
 
 def all_cases(config: ModelConfig) -> list[Case]:

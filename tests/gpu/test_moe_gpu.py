@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from strata.kernels.moe_combine import combine
 from strata.kernels.moe_experts import experts, grouped
 from strata.kernels.moe_route import route
 
@@ -44,6 +45,32 @@ def test_grouped_products_are_near_float64(tokens: int) -> None:
         assert (mine.double() - other).norm() <= 0.01 * other.norm()
     assert not found[3][-1].any()
     assert not found[4][-1].any()
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "per_token", "hidden"), [(1, 1, 8), (7, 3, 100), (300, 8, 2048), (33, 2, 5000)])
+def test_rows_are_added_up_as_in_float64(tokens: int, per_token: int, hidden: int, dtype: torch.dtype) -> None:
+    place = torch.randperm(tokens * per_token, device="cuda")
+    orders = place.argsort(), place.view(tokens, per_token)
+    rows = torch.randn(tokens * per_token, hidden, device="cuda").to(dtype)
+    weights = torch.rand(tokens, per_token, device="cuda") + 0.1
+    tolerance = 5e-3 if dtype == torch.bfloat16 else 1e-5
+    bound = combine.bind("cuda")
+    for scales in (weights, None):
+        assert bound.choose(rows, *orders, scales).name == "triton"
+        exact = combine.reference(rows.double(), *orders, None if scales is None else scales.double())
+        assert (bound(rows, *orders, scales).double() - exact).norm() <= tolerance * exact.norm()
+    assert combine.bind("cuda", differentiable=True).choose(rows, *orders, weights).name == "triton with gradients"
+    # A slope along the rows, so that the gradient of a weight is no sum that cancels out.
+    slope = combine(rows, *orders, weights)
+    found, wanted = [], []
+    for into, kind in ((found, None), (wanted, torch.float64)):
+        leaves = [one.detach().clone().to(kind or one.dtype).requires_grad_() for one in (rows, weights)]
+        combine(leaves[0], *orders, leaves[1]).backward(slope.to(kind or slope.dtype))
+        into += [leaf.grad for leaf in leaves]
+    for mine, other in zip(found, wanted, strict=True):
+        assert (mine.double() - other).norm() <= tolerance * other.norm()
 
 
 def test_nothing_waits_for_the_device() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.moe_combine import combine
 from strata.kernels.moe_experts import Order, experts, give_back, grouped, take_rows
 from strata.kernels.moe_route import route
 
@@ -62,6 +63,30 @@ def test_gradients_are_those_of_the_twin_and_zero_for_an_expert_without_tokens(r
     assert not found[2][-1].any()
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_without_weights_a_token_has_one_expert(way: dict) -> None:
+    x, weights, chosen, *matrices = inputs(9, 1)
+    run = experts.bind("cpu", **way)
+    torch.testing.assert_close(run(x, None, chosen, *matrices), run(x, torch.ones_like(weights), chosen, *matrices))
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_rows_of_a_token_are_added_up_wherever_they_lie(weighted: bool) -> None:
+    rows, weights, place = torch.randn(12, 5, dtype=torch.float64), torch.rand(4, 3).double(), torch.randperm(12)
+    source, place = place.argsort(), place.view(4, 3)
+    leaves = (rows, weights) if weighted else (rows,)
+
+    def run(rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        return combine(rows, source, place, weights)
+
+    found = run(*leaves)
+    for token in range(4):
+        scales = weights[token] if weighted else torch.ones(3)
+        wanted = sum(scale * rows[at] for scale, at in zip(scales, place[token], strict=True))
+        torch.testing.assert_close(found[token], wanted)
+    assert torch.autograd.gradcheck(run, [leaf.requires_grad_() for leaf in leaves])
+
+
 def test_gradients_in_float64() -> None:
     given = [one.double() if one.is_floating_point() else one for one in inputs(4, 2, hidden=5, width=3)]
 
@@ -114,6 +139,13 @@ def test_costs_are_those_counted_by_hand() -> None:
     flops = 12 * (3 * 2 * 16 * 8) + 12 * 5 * 8 + 12 * 2 * 16
     assert experts.cost(*given, workload=STEP) == Cost(flops, 192 + 48 + 96 + 5 * 768, 192, 5 * 768)
     assert experts.meta(*given).shape == (6, 16)
+    # One expert a token: nothing is weighted.
+    alone = [given[0], None, given[2][:, :1], *given[3:]]
+    assert experts.cost(*alone, workload=STEP) == Cost(6 * (768 + 40), 192 + 48 + 5 * 768, 192, 5 * 768)
+    rows, place = torch.randn(12, 16, dtype=torch.bfloat16), torch.arange(12)
+    assert combine.cost(rows, place, place.view(6, 2), torch.rand(6, 2), workload=STEP) == Cost(384, 384 + 96 + 48, 192)
+    assert combine.cost(rows, place, place.view(6, 2), None, workload=STEP) == Cost(192, 384 + 96, 192)
+    assert combine.meta(rows, place, place.view(6, 2), None).shape == (6, 16)
     logits = torch.randn(6, 5, dtype=torch.bfloat16)
     assert route.cost(logits, None, 2, True, workload=STEP) == Cost(6 * 5 * 4 + 6 * 2 * 2, 60, 6 * 2 * 12)
     assert [one.dtype for one in route.meta(logits, None, 2, True)] == [torch.float32, torch.int64]

@@ -1,0 +1,172 @@
+"""What a token's experts made of it becomes one row: a weighted sum over rows that lie apart, and its gradients."""
+
+# The apply of an autograd function is untyped in torch.
+# mypy: disable-error-code="no-any-return, no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.op import operation
+from strata.kernels.plain_tensor import all_plain
+from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+
+
+def _cost(rows: Tensor, source: Tensor, place: Tensor, weights: Tensor | None, *, workload: Workload) -> Cost:
+    tokens, hidden = place.shape[0], rows.shape[1]
+    read = rows.nbytes + place.nbytes + (0 if weights is None else weights.nbytes)
+    return Cost((1 if weights is None else 2) * rows.numel(), read, tokens * hidden * rows.itemsize)
+
+
+def _meta(rows: Tensor, source: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
+    return rows.new_empty((place.shape[0], rows.shape[1]), device="meta")
+
+
+@operation(_cost, meta=_meta)
+def combine(rows: Tensor, source: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
+    """For each token the sum over its places p of `weight * rows[p]`.
+
+    rows: [tokens * per_token, hidden]. place: [tokens, per_token] int64, each row once; source: its inverse, int64, by
+    which gradients go back without being added up. weights: [tokens, per_token] of the dtype of rows or wider, whose
+    dtype the sum has; None for ones. Returns [tokens, hidden] in the dtype of rows.
+    """
+    own = permuted(rows, place.flatten(), source).unflatten(0, place.shape)
+    return (own if weights is None else own * weights[..., None]).sum(1).to(rows.dtype)
+
+
+def permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """rows[order]; the gradient goes the inverse way, and nothing is added up."""
+    return _Permute.apply(rows, order, inverse)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grads[0].index_select(0, inverse), None, None
+
+
+@jit
+def combine_kernel(rows, place, weights, out, hidden, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+    """Programs [tokens, hidden / BLOCK]. K: rows of a token."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    held = column < hidden
+    total = tl.zeros((BLOCK,), tl.float32)
+    for one in tl.static_range(K):
+        at = tl.load(place + token * K + one)
+        row = tl.load(rows + at * hidden + column, mask=held, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            row *= tl.load(weights + token * K + one)
+        total += row
+    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=held)
+
+
+@jit
+def combine_backward_kernel(
+    upstream, rows, place, weights, of_rows, of_weights, hidden, K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Programs [tokens * K], one for each row of a token."""
+    number = tl.program_id(0).to(tl.int64)
+    at, weight = tl.load(place + number), tl.load(weights + number)
+    product = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, hidden, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        held = column < hidden
+        given = tl.load(upstream + number // K * hidden + column, mask=held, other=0.0).to(tl.float32)
+        row = tl.load(rows + at * hidden + column, mask=held, other=0.0).to(tl.float32)
+        product += given * row
+        tl.store(of_rows + at * hidden + column, (given * weight).to(of_rows.dtype.element_ty), mask=held)
+    tl.store(of_weights + number, tl.sum(product))
+
+
+_BLOCK = 1024
+_WARPS = 4
+
+
+def _triton(rows: Tensor, source: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
+    (tokens, per_token), hidden = place.shape, rows.shape[1]
+    out = torch.empty((tokens, hidden), dtype=rows.dtype, device=rows.device)
+    if out.numel():
+        combine_kernel[(tokens, triton.cdiv(hidden, _BLOCK))](
+            rows,
+            place,
+            weights,
+            out,
+            hidden,
+            K=per_token,
+            WEIGHTED=weights is not None,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+        )
+    return out
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, source: Tensor, place: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, place, weights)
+        return _triton(rows, source, place, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, Tensor]:
+        rows, place, weights = ctx.saved_tensors
+        upstream, of_rows, of_weights = grads[0].contiguous(), torch.empty_like(rows), torch.empty_like(weights)
+        if of_rows.numel():
+            combine_backward_kernel[(place.numel(),)](
+                upstream,
+                rows,
+                place,
+                weights,
+                of_rows,
+                of_weights,
+                rows.shape[1],
+                K=place.shape[1],
+                BLOCK=_BLOCK,
+                num_warps=_WARPS,
+            )
+        return of_rows, None, None, of_weights
+
+
+def _fits(rows: Tensor, source: Tensor, place: Tensor, weights: Tensor | None) -> bool:
+    given = [rows, place] if weights is None else [rows, place, weights]
+    wide = weights is None or weights.dtype == torch.float32
+    return wide and all_plain(*given) and all(one.is_contiguous() for one in given)
+
+
+def _weighted_fits(rows: Tensor, source: Tensor, place: Tensor, weights: Tensor | None) -> bool:
+    return weights is not None and _fits(rows, source, place, weights)
+
+
+if HAS_TRITON:
+    combine.implement("triton", "cuda", invariant=True, supports=_fits)(_triton)
+
+    @combine.implement("triton with gradients", "cuda", differentiable=True, supports=_weighted_fits)
+    def _differentiable(rows: Tensor, source: Tensor, place: Tensor, weights: Tensor) -> Tensor:
+        return _Combine.apply(rows, source, place, weights)
+
+
+def compile_cases() -> list[CompileCase]:
+    rows = dict.fromkeys(("rows", "out", "upstream", "of_rows"), "*bf16:16")
+    signature = rows | {"place": "*i64:16", "weights": "*fp32:16", "of_weights": "*fp32:16", "hidden": "i32:16"}
+    constants: dict[str, object] = {"K": 8, "BLOCK": _BLOCK}
+    kernels: tuple[tuple[str, Any, dict[str, object]], ...] = (
+        ("weighted sum", combine_kernel, {"WEIGHTED": True}),
+        ("sum", combine_kernel, {"WEIGHTED": False}),
+        ("backward of the weighted sum", combine_backward_kernel, {}),
+    )
+    vectors = ("ld.global.v4.b32", "st.global.v4.b32")
+    return [
+        CompileCase(f"{name} of 8 rows", kernel, signature, constants | more, _WARPS, 2, must_contain=vectors)
+        for name, kernel, more in kernels
+    ]
