@@ -16,12 +16,16 @@ def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
 
     value: what JSON can hold. device: of the run (`World.device`). Every rank calls this.
     """
-    encoded = json.dumps(value).encode()
+    return [json.loads(text) for text in gather_bytes(json.dumps(value).encode(), axis, device)]
+
+
+def gather_bytes(own: bytes, axis: Axis, device: torch.device) -> list[bytes]:
+    """The same of bytes, one or more on each rank."""
     if axis.group is None:
-        return [json.loads(encoded)]
-    own = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device)
-    sizes = start_gather(torch.tensor([len(encoded)], device=device), axis).wait().tolist()
-    padded = own.new_zeros(max(sizes))
-    padded[: len(own)] = own
+        return [own]
+    row = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+    sizes = start_gather(torch.tensor([len(own)], device=device), axis).wait().tolist()
+    padded = row.new_zeros(max(sizes))
+    padded[: len(own)] = row
     rows = start_gather(padded[None], axis).wait().cpu()
-    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]

@@ -55,8 +55,9 @@ def _scaled(x: Tensor, dtype: torch.dtype, per_row: bool) -> tuple[Tensor, Tenso
     most = torch.finfo(dtype).max
     largest = x.abs().amax(1, keepdim=True) if per_row else x.abs().amax().view(1, 1)
     top = largest.clamp(min=LEAST)
-    # A number divided by a tensor would be its reciprocal times the number, which is rounded twice.
-    return (x * (torch.full_like(top, most) / top)).clamp(-most, most).to(dtype), (top / most).float()
+    # A quotient with a number would be a product with a reciprocal, rounded twice (of a tensor by a number, on CUDA).
+    wide = torch.full_like(top, most)
+    return (x * (wide / top)).clamp(-most, most).to(dtype), (top / wide).float()
 
 
 def padded(rows: int) -> int:

@@ -55,12 +55,13 @@ class Order:
     """Rows, one for each token and expert of it, sorted by expert.
 
     source: [rows] which row, counted token by token, stands at each place. place: [rows] the inverse.
-    ends: [experts] int32, where the rows of each expert end.
+    ends: [experts] int32, where the rows of each expert end. per_token: rows of a token.
     """
 
     source: Tensor
     place: Tensor
     ends: Tensor
+    per_token: int
 
     @staticmethod
     def of(chosen: Tensor, count: int) -> Order:
@@ -68,12 +69,12 @@ class Order:
         expert, source = chosen.flatten().sort(stable=True)
         place = torch.empty_like(source).scatter_(0, source, torch.arange(len(source), device=source.device))
         ends = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True, out_int32=True)
-        return Order(source, place, ends)
+        return Order(source, place, ends, chosen.shape[1])
 
 
 def take_rows(x: Tensor, order: Order) -> Tensor:
     """x [tokens, hidden] -> at each place the row of its token, [rows, hidden]; gradients are added in fixed order."""
-    if len(order.source) == len(x):
+    if order.per_token == 1:
         return permuted(x, order.source, order.place)
     return _TakeRows.apply(x, order.source, order.place)
 
@@ -81,9 +82,11 @@ def take_rows(x: Tensor, order: Order) -> Tensor:
 def give_back(rows: Tensor, order: Order, weights: Tensor | None) -> Tensor:
     """rows [places, hidden] and weights [tokens, per_token] -> weighted sums [tokens, hidden] in the dtype of rows.
 
-    weights: None if a token has one row, which it gets back as it is.
+    weights: None if a token has one row, which it gets back as it is; otherwise that is a ValueError.
     """
     if weights is None:
+        if order.per_token != 1:
+            raise ValueError(f"tokens with {order.per_token} experts each need weights: None is for one of weight 1")
         return permuted(rows, order.place, order.source)
     return combine(rows, order.source, order.place.view(weights.shape), weights)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ import pytest
 import torch
 
 from strata.comm.launch import World
+from strata.train.checkpoints import folder, publication
 from strata.train.checkpoints.checkpointer import Checkpointer
 from strata.train.checkpoints.folder import checkpoints, newest, read_state
 from strata.train.checkpoints.index import CorruptCheckpoint, Index
@@ -259,6 +262,59 @@ def test_a_table_that_cannot_be_written_leaves_the_checkpoints_before(
     target.start(30, state_at(30), pieces_with(30))
     assert target.finish() == tmp_path / "step-00000030"
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000030"]
+
+
+def test_a_mistake_while_publishing_is_told_and_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of our own, too: all ranks wait for the thread to say how it went."""
+    warnings: list[str] = []
+    target = Checkpointer(tmp_path, ALONE, keep=1, warn=warnings.append)
+    monkeypatch.setattr(Index, "check", lambda self: {}["missing"])
+    target.start(20, state_at(20), pieces_with(20))
+    assert target.finish() is None
+    (warning,) = warnings
+    assert "step 20 was not written (rank 0: KeyError: 'missing')" in warning
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_may_not_last_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk fails when all is written and the checkpoint has its name."""
+    write(tmp_path, 10)
+    warnings: list[str] = []
+    target = Checkpointer(tmp_path, ALONE, keep=1, warn=warnings.append)
+    flush = folder._flush_folder
+    monkeypatch.setattr(folder, "_flush_folder", lambda path: _eio() if path == tmp_path else flush(path))
+    target.start(20, state_at(20), pieces_with(20))
+    assert target.finish() is None
+    assert "step 20 was not written" in warnings[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+
+
+def _eio() -> None:
+    raise OSError(5, "Input/output error")
+
+
+def steps_while_publishing(world: World, where: Path) -> dict[str, Any]:
+    """Polls of two ranks while the first one's disk takes its time, and what they hear of what could not be removed."""
+    warnings: list[str] = []
+    checkpointer = Checkpointer(where / "checkpoints", world, keep=1, warn=warnings.append)
+    goes_on, publish = threading.Event(), publication.publish
+    publication.publish = lambda *args: (goes_on.wait(), publish(*args))[1]  # type: ignore[assignment]
+    publication.prune = lambda *args: _eio()  # type: ignore[assignment]
+    checkpointer.start(1, state_at(1), pieces_with(1, world.rank, world.size))
+    while not checkpointer._is_handed_over:
+        assert checkpointer.poll() is None
+    found = [checkpointer.poll() for _ in range(20)]
+    goes_on.set()
+    path = checkpointer.finish()
+    return {"meanwhile": found, "path": path and path.name, "warnings": warnings}
+
+
+def test_steps_go_on_while_a_checkpoint_is_published(tmp_path: Path) -> None:
+    for rank in run_ranks(steps_while_publishing, 2, tmp_path):
+        assert rank["meanwhile"] == [None] * 20
+        assert rank["path"] == "step-00000001"
+        (warning,) = rank["warnings"]
+        assert re.fullmatch(r"checkpoints before .*step-00000001 could not be removed: .*Input/output error", warning)
 
 
 def test_a_start_waits_for_the_checkpoint_before_and_training_does_not(tmp_path: Path) -> None:

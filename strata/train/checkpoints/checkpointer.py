@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from strata.comm.collectives import start_all_reduce
-from strata.comm.exchange import gather_json
+from strata.comm.exchange import gather_bytes, gather_json
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.train.checkpoints.folder import (
@@ -65,7 +65,7 @@ class Checkpointer:
         self._copied: torch.cuda.Event | None = None
         self._buffer = HostBuffer(0, pinned=False)
         self._writer: ShareWriter | None = None
-        self._is_published = False  # or about to be: all shares of the one under way are written
+        self._is_handed_over = False  # the one under way, whose shares are all written, to `_publication`
         self._publication: Publication | None = None  # the last, on the first rank
         self._step = 0
         if world.is_main:
@@ -124,16 +124,19 @@ class Checkpointer:
             return self._settle(self._writer)
 
     def finish(self) -> Path | None:
-        """Wait for the checkpoint under way, and until what it replaces is removed; the result is that of `poll`."""
+        """Wait for the checkpoint under way, the first rank also until what it replaces is removed; the result is that
+        of `poll`.
+        """
         path = None
         while self._writer is not None:
             path = self.poll()
             self._waits()
             with self._stall():
                 time.sleep(_POLL_SECONDS)
-        if self._publication is not None:
+        while self._publication is not None and not self._publication.is_over:
+            self._waits()
             with self._stall():
-                self._publication.join()
+                time.sleep(_POLL_SECONDS)
         return path
 
     def restore(
@@ -188,20 +191,20 @@ class Checkpointer:
 
     def _settle(self, writer: ShareWriter) -> Path | None:
         """Have the checkpoint published once all ranks have written their shares; the path when that is done, too."""
-        if not self._is_published:
+        if not self._is_handed_over:
             done = writer.is_done  # read first: an error is there before the end
             all_done, all_good = self._agree(done, writer.error is None)
             if not all_good:
                 writer.stop()
             if all_done:
-                reports = gather_json(writer.report(), self._everyone, _HOST)
-                self._is_published = True
+                reports = gather_bytes(json.dumps(writer.report()).encode(), self._everyone, _HOST)
+                self._is_handed_over = True
                 if self.world.is_main:
                     self._publication = Publication(self.folder, self._step, self.keep, reports)
             return None
         if not all(self._agree(self._publication is None or self._publication.is_done)):
             return None
-        self._writer, self._copied, self._is_published = None, None, False
+        self._writer, self._copied, self._is_handed_over = None, None, False
         told = ([], []) if self._publication is None else (self._publication.errors, self._publication.warnings)
         errors, warnings = gather_json(told, self._everyone, _HOST)[0]
         for warning in warnings:

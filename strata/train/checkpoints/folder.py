@@ -94,7 +94,11 @@ def publish(folder: Path, step: int, index: Index) -> Path:
     if target.exists():
         set_aside(target)
     part.rename(target)
-    _flush_folder(folder)
+    try:
+        _flush_folder(folder)
+    except OSError:
+        set_aside(target)
+        raise
     return target
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,17 +20,13 @@ class Publication:
     errors: why there is no checkpoint; warnings: what else went wrong; both complete as soon as `is_done`.
     """
 
-    def __init__(self, folder: Path, step: int, keep: int, reports: Sequence[Mapping[str, Any]]) -> None:
-        """keep: how many checkpoints remain. reports: what each rank says of its share, see `ShareWriter.report`."""
-        self._folder, self._step, self._keep, self._reports = folder, step, keep, reports
-        self.errors = [
-            f"rank {rank}: {report['error']}"
-            for rank, report in enumerate(reports)
-            if report["error"] not in (None, STOPPED)
-        ]
+    def __init__(self, folder: Path, step: int, keep: int, reports: Sequence[bytes]) -> None:
+        """keep: how many checkpoints remain. reports: of each rank what `ShareWriter.report` says, as JSON."""
+        self._folder, self._step, self._keep = folder, step, keep
+        self.errors: list[str] = []
         self.warnings: list[str] = []
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="publish", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(reports,), name="publish", daemon=True)
         self._thread.start()
 
     @property
@@ -37,35 +34,38 @@ class Publication:
         """Whether there is a checkpoint, or will be none."""
         return self._done.is_set()
 
-    def join(self) -> None:
-        """Wait until what it replaces is removed, too."""
-        self._thread.join()
+    @property
+    def is_over(self) -> bool:
+        """Whether what it replaces is removed, too."""
+        return not self._thread.is_alive()
 
-    def _run(self) -> None:
+    def _run(self, reports: Sequence[bytes]) -> None:
         leftovers: list[Path] = []
         try:
-            if not self.errors:
-                self._publish()
-            if self.errors:
-                with suppress(OSError):  # it may not exist, and the disk may be why
-                    set_aside(part_path(self._folder, self._step))
+            self._publish([json.loads(report) for report in reports])
+        except Exception as error:  # whatever it is, all ranks wait to hear of it
+            self.errors.append(f"rank 0: {type(error).__name__}: {error}")
+        if self.errors:
+            with suppress(OSError):  # it may not exist, and the disk may be why
+                set_aside(part_path(self._folder, self._step))
+        with suppress(OSError):
             # Listed while no rank can have begun another one.
             leftovers = unfinished(self._folder)
-        finally:
-            self._done.set()
+        self._done.set()
         remove(leftovers)
 
-    def _publish(self) -> None:
-        files = {name: size for report in self._reports for name, size in report["files"].items()}
-        try:
-            pieces = [StoredPiece.of(piece) for report in self._reports for piece in report["pieces"]]
-            index = Index(files, self._reports[0]["state_crc32"], pieces)
-            index.check()
-            path = publish(self._folder, self._step, index)
-        except (OSError, ValueError) as error:
-            self.errors = [f"rank 0: {type(error).__name__}: {error}"]
+    def _publish(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        for rank, report in enumerate(reports):
+            if report["error"] not in (None, STOPPED):
+                self.errors.append(f"rank {rank}: {report['error']}")
+        if self.errors:
             return
+        files = {name: size for report in reports for name, size in report["files"].items()}
+        pieces = [StoredPiece.of(piece) for report in reports for piece in report["pieces"]]
+        index = Index(files, reports[0]["state_crc32"], pieces)
+        index.check()
+        path = publish(self._folder, self._step, index)
         try:
             prune(self._folder, path, self._keep)
         except OSError as error:
-            self.warnings = [f"checkpoints before {path} could not be removed: {error}"]
+            self.warnings.append(f"checkpoints before {path} could not be removed: {error}")
