@@ -13,10 +13,12 @@ from strata import LLM
 from strata.comm.launch import World
 from strata.engine.sampling_params import SamplingParams
 from strata.models.weights import load
+from strata.train import trainer
 from strata.train.checkpoints.folder import checkpoints
 from strata.train.exercises import write_exercises
 from strata.train.finish import save_model
 from strata.train.position import Position
+from strata.train.stepper import Setting, make_stepper
 from strata.train.trainer import Trainer
 from tests.train.conftest import FRESH, Small, Tune, cut_off, log
 
@@ -181,6 +183,23 @@ def test_same_seed_same_run_other_seed_another(small: Small, tmp_path: Path) -> 
         Trainer(small(run={"out": str(out), "seed": seed, "steps": 4}), ALONE).train()
         losses.append([line["loss"] for line in log(out)])
     assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_what_is_computed_before_the_first_step_is_deterministic_if_steps_are(
+    small: Small, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference of DPO, for one."""
+    seen = []
+
+    def noted(setting: Setting) -> Any:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return make_stepper(setting)
+
+    monkeypatch.setattr(trainer, "make_stepper", noted)
+    Trainer(small(run={"deterministic": wanted}), ALONE)
+    assert seen == [wanted]
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_line_of_the_log_sums_up_its_interval(small: Small, tmp_path: Path) -> None:
