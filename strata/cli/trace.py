@@ -26,6 +26,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("loss", ("softmax_gradient",)),
     ("quantization", ("quantize", "largest_kernel")),
     ("optimizer", ("adamw", "muon")),
+    ("experts", ("combine",)),
 )
 OTHER = "other"
 

@@ -15,7 +15,7 @@ from strata.cli.bench_result import cpu_name, make_result, number
 from strata.cli.costing import find_config
 from strata.cli.layout_option import read_layout
 from strata.cli.train_trace import traced
-from strata.cli.train_workload import TrainingWork, learning_rate, synthetic_batch
+from strata.cli.train_workload import PEAK_RATE, TrainingWork, learning_rate, synthetic_batch
 from strata.comm.exchange import gather_json
 from strata.comm.launch import World, join_world
 from strata.comm.mesh import Axis
@@ -37,7 +37,10 @@ MFU = "(6 * non-embedding parameters that a token uses + 6 * layers * heads * he
 
 @dataclass(frozen=True)
 class TrainingTest:
-    """What is trained and how. batch: sequences of a pack. layout: for `read_layout`; None for `auto_layout`."""
+    """What is trained and how. batch: sequences of a pack. layout: for `read_layout`; None for `auto_layout`.
+
+    peak_rate: the learning rate after its warm-up.
+    """
 
     shape: str
     batch: int
@@ -48,6 +51,7 @@ class TrainingTest:
     optimizer: str = "adamw"
     offload: bool = False
     records: bool = True
+    peak_rate: float = PEAK_RATE
 
     def layout_of(self, config: ModelConfig, world: World) -> Layout:
         if self.layout is not None:
@@ -103,7 +107,7 @@ class _Run:
         mesh = self.layout.mesh(world)
         self.everyone: Axis = all_ranks(mesh)
         self.documents = mesh.flattened("dp", "shard")
-        optimizer = OptimizerConfig(learning_rate=learning_rate(0), name=test.optimizer, offload=test.offload)
+        optimizer = OptimizerConfig(learning_rate=learning_rate(0, test.peak_rate), name=test.optimizer, offload=test.offload)
         self.step: ParallelStep = make_step(
             config,
             self.layout,
@@ -129,7 +133,7 @@ class _Run:
                 synthetic_batch(first + one, self.test.batch, self.test.sequence, self.config.vocab_size)
                 for one in range(packs)
             ]
-            self.losses.append(self.step(batches, learning_rate(done)).loss)
+            self.losses.append(self.step(batches, learning_rate(done, self.test.peak_rate)).loss)
         self._wait()
         return time.perf_counter() - start
 

@@ -51,9 +51,9 @@ def synthetic_batch(step: int, sequences: int, length: int, vocabulary: int) -> 
     )
 
 
-def learning_rate(step: int) -> float:
+def learning_rate(step: int, peak: float = PEAK_RATE) -> float:
     """Linear warm-up, then constant."""
-    return PEAK_RATE * min(1.0, (step + 1) / WARMUP)
+    return peak * min(1.0, (step + 1) / WARMUP)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from strata.kernels.rope import rope
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.layers import Attention
-from strata.parallel.context_ring import ring_attention
+from strata.parallel.context_ring import Turns, ring_attention
+from strata.parallel.context_ring_window import ring_window_attention
 from strata.parallel.context_ulysses import Exchange, ulysses_attention
 from strata.parallel.zigzag import Zigzag
 
@@ -37,13 +38,15 @@ class ContextBatch(Batch):
 
     positions are those in the whole document; offsets and longest count this rank's tokens (of some documents none).
     whole: the batch that is shared out. rows: [own tokens] int64, where each of them stands in the whole batch: index
-    targets by it. division, axis: how the tokens are shared out. exchange: of Ulysses; None for the ring.
+    targets by it. division, axis: how the tokens are shared out. turns: of the ring; exchange: of Ulysses; the other is
+    None.
     """
 
     whole: Batch | None = None
     rows: Tensor | None = None
     division: Zigzag | None = None
     axis: Axis | None = None
+    turns: Turns | None = None
     exchange: Exchange | None = None
 
 
@@ -72,6 +75,7 @@ def divide_batch(batch: Batch, lengths: Sequence[int], axis: Axis, method: Metho
         rows=rows,
         division=division,
         axis=axis,
+        turns=Turns(division, axis.index, device) if method == "ring" else None,
         exchange=Exchange(division, axis, device) if method == "ulysses" else None,
     )
 
@@ -104,9 +108,12 @@ def _forward(self: Attention, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor)
     assert batch.whole is not None
     q, k, v = self.heads(x)
     q, k = rope(q, cos, sin), rope(k, cos, sin)
-    if batch.exchange is None:
-        mixed = ring_attention(q, k, v, batch.division, batch.axis, self.scale, self.window)
+    offsets, longest = batch.whole.offsets, batch.whole.longest
+    if batch.turns is not None and (self.window is None or self.window >= longest):
+        mixed = ring_attention(q, k, v, batch.turns, batch.axis, self.scale)
+    elif batch.exchange is None:
+        assert self.window is not None
+        mixed = ring_window_attention(q, k, v, batch.division, batch.axis, self.scale, self.window)
     else:
-        offsets, longest = batch.whole.offsets, batch.whole.longest
         mixed = ulysses_attention(q, k, v, batch.exchange, offsets, longest, self.layer, self.scale, self.window)
     return self.o_proj(mixed.flatten(-2))

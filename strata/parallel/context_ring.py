@@ -1,10 +1,16 @@
-"""Ring attention (Liu et al. 2023): keys and values travel around the ranks while each computes with those it has."""
+"""Ring attention (Liu et al. 2023): keys and values travel around the ranks while each computes with those it has.
+
+With pieces dealt out in a zigzag, what a rank sees of another's keys is one call over all packed documents.
+"""
 
 # The apply of an autograd function is untyped in torch.
 # mypy: disable-error-code="no-any-return, no-untyped-call"
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,126 +19,155 @@ from torch import Tensor
 
 from strata.comm.collectives import start_shift
 from strata.comm.mesh import Axis
-from strata.parallel.zigzag import Block, Zigzag
+from strata.comm.to_device import to_device
+from strata.kernels.attention_partial import Part, partial_attention, partial_attention_gradients
+from strata.parallel.zigzag import Piece, Zigzag
 
 
-def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, division: Zigzag, axis: Axis, scale: float, window: int | None
-) -> Tensor:
+@dataclass(frozen=True)
+class Turn:
+    """What a rank's queries see of the keys of one rank.
+
+    queries, keys: [rows] int64, which of the rank's own rows and of the other's take part; None for all of them.
+    """
+
+    part: Part
+    queries: Tensor | None
+    keys: Tensor | None
+
+
+class Turns:
+    """The turns of one rank, by the rank that the keys are of; None where no key is seen.
+
+    Of a document, a rank sees the early piece of the ranks before it with all its queries, and of the ranks behind it
+    both pieces with its late queries. Its own rows of a document stand in the document's order.
+    """
+
+    def __init__(self, division: Zigzag, rank: int, device: torch.device) -> None:
+        self.tokens = division.tokens
+        self._turns = [_turn(division, rank, source, device) for source in range(division.ranks)]
+
+    def __getitem__(self, source: int) -> Turn | None:
+        return self._turns[source]
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, turns: Turns, axis: Axis, scale: float) -> Tensor:
     """Causal attention inside documents whose tokens the ranks share out, with the gradients of one process.
 
-    q: [own tokens, heads, head_dim]; k, v: [own tokens, kv_heads, head_dim] of the same dtype, rotated; the tokens are
-    those of `division.rows(axis.index)`. scale, window: as in `strata.kernels.attention`. Returns q's shape and dtype.
-    Scores and sums are float32 (float64 for float64 input); a block of scores exists at a time.
+    q: [own tokens, heads, head_dim]; k, v: [own tokens, kv_heads, head_dim], rotated. Returns q's shape and dtype. The
+    parts are joined in float32 (float64 for float64).
 
     Each rank sends its keys and values ranks - 1 times forward; backward those again, with their gradients one step
     behind, which arrive at home after a full turn.
     """
-    return _Ring.apply(q, k, v, division, axis, scale, window)
+    return _Ring.apply(q, k, v, turns, axis, scale)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, division: Zigzag, axis: Axis, scale: float, window: int | None
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, turns: Turns, axis: Axis, scale: float) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        queries = _grouped(q, k.shape[1]).to(wide)
-        out = torch.zeros_like(queries)
-        # The log of the sum of the exponentials of a query's scores so far, [tokens, kv_heads, group].
-        normalizer = queries.new_full(queries.shape[:-1], -torch.inf)
-        travelling = _padded(k, v, max(division.tokens))
+        out = torch.zeros_like(q, dtype=wide)
+        # The log of the sum of the exponentials of a query's scores so far, [own tokens, heads].
+        sums = out.new_full(out.shape[:2], -torch.inf)
+        travelling = padded(k, v, max(turns.tokens))
         for step in range(axis.size):
             following = start_shift(travelling, axis) if step + 1 < axis.size else None
-            keys, values = travelling.to(wide)
-            for block in division.blocks(axis.index, (axis.index - step) % axis.size, window):
-                _add_block(queries, keys, values, out, normalizer, block, scale, window)
+            source = (axis.index - step) % axis.size
+            turn = turns[source]
+            if turn is not None:
+                keys, values = _taken(travelling, turn, turns.tokens[source])
+                queries = q if turn.queries is None else q[turn.queries]
+                _join(out, sums, turn.queries, *partial_attention(queries, keys, values, turn.part, scale))
             if following is not None:
                 travelling = following.wait()
-        result = out.flatten(1, 2).to(q.dtype)
-        ctx.save_for_backward(q, k, v, result, normalizer)
-        ctx.division, ctx.axis, ctx.scale, ctx.window = division, axis, scale, window
+        result = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, result, sums)
+        ctx.turns, ctx.axis, ctx.scale = turns, axis, scale
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, result, normalizer = ctx.saved_tensors
-        axis: Axis = ctx.axis
-        wide = normalizer.dtype
-        queries, slope = (_grouped(x, k.shape[1]).to(wide) for x in (q, grads[0]))
-        # What the softmax takes off the gradient of each score of a query.
-        common = (slope * _grouped(result, k.shape[1])).sum(-1)
-        of_queries = torch.zeros_like(queries)
-        travelling = _padded(k, v, max(ctx.division.tokens))
+        q, k, v, result, sums = ctx.saved_tensors
+        turns, axis = ctx.turns, ctx.axis
+        own = grads[0].contiguous(), q, result, sums
+        of_q = torch.zeros_like(q, dtype=sums.dtype)
+        travelling = padded(k, v, max(turns.tokens))
         returning = None
         for step in range(axis.size):
             following = start_shift(travelling, axis) if step + 1 < axis.size else None
-            pair = travelling.to(wide)
-            of_pair = torch.zeros_like(pair)
-            for block in ctx.division.blocks(axis.index, (axis.index - step) % axis.size, ctx.window):
-                rows = block.queries
-                weights = _scores(queries, pair[0], block, ctx.scale, ctx.window)
-                weights = (weights - _rows_last(normalizer[rows])).exp_()
-                of_pair[1, block.keys] += torch.einsum("hgqk,qhgd->khd", weights, slope[rows])
-                of_weights = torch.einsum("qhgd,khd->hgqk", slope[rows], pair[1, block.keys])
-                of_scores = weights * (of_weights - _rows_last(common[rows])) * ctx.scale
-                of_queries[rows] += torch.einsum("hgqk,khd->qhgd", of_scores, pair[0, block.keys])
-                of_pair[0, block.keys] += torch.einsum("hgqk,qhgd->khd", of_scores, queries[rows])
+            of_pair = torch.zeros_like(travelling, dtype=sums.dtype)
+            source = (axis.index - step) % axis.size
+            turn = turns[source]
+            if turn is not None:
+                keys, values = _taken(travelling, turn, turns.tokens[source])
+                slope, queries, out, total = own if turn.queries is None else (one[turn.queries] for one in own)
+                of_queries, *of_keys = partial_attention_gradients(
+                    slope, queries, keys, values, out, total, turn.part, ctx.scale
+                )
+                _add(of_q, turn.queries, of_queries)
+                for into, gradient in zip(of_pair, of_keys, strict=True):
+                    _add(into[: turns.tokens[source]], turn.keys, gradient)
             if returning is not None:
                 of_pair += returning.wait()
             returning = start_shift(of_pair, axis)
             if following is not None:
                 travelling = following.wait()
         assert returning is not None
-        of_keys, of_values = returning.wait()[:, : k.shape[0]].to(q.dtype)
-        return of_queries.flatten(1, 2).to(q.dtype), of_keys, of_values, None, None, None, None
+        of_k, of_v = returning.wait()[:, : k.shape[0]].to(q.dtype)
+        return of_q.to(q.dtype), of_k, of_v, None, None, None
 
 
-def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """[tokens, heads, head_dim] -> [tokens, kv_heads, group, head_dim]."""
-    return x.unflatten(1, (kv_heads, -1))
-
-
-def _padded(k: Tensor, v: Tensor, rows: int) -> Tensor:
+def padded(k: Tensor, v: Tensor, rows: int) -> Tensor:
     """Keys and values, [2, rows, kv_heads, head_dim]: of one size on all ranks."""
     return F.pad(torch.stack((k, v)), (0, 0, 0, 0, 0, rows - k.shape[0]))
 
 
-def _rows_last(x: Tensor) -> Tensor:
-    """[queries, kv_heads, group] -> [kv_heads, group, queries, 1], to go with scores."""
-    return x.permute(1, 2, 0)[..., None]
+def _taken(pair: Tensor, turn: Turn, tokens: int) -> Tensor:
+    """Keys and values of those that a turn takes. tokens: of the rank that they are of."""
+    return pair[:, :tokens] if turn.keys is None else pair[:, turn.keys]
 
 
-def _scores(queries: Tensor, keys: Tensor, block: Block, scale: float, window: int | None) -> Tensor:
-    """[kv_heads, group, queries of the block, keys of the block], -inf where a key is hidden."""
-    scores = torch.einsum("qhgd,khd->hgqk", queries[block.queries], keys[block.keys]) * scale
-    if not block.masked:
-        return scores
-    at = torch.arange(scores.shape[2], device=scores.device)[:, None] + block.ahead
-    distance = at - torch.arange(scores.shape[3], device=scores.device)
-    hidden = distance < 0
-    if window is not None:
-        hidden |= distance >= window
-    return scores.masked_fill_(hidden, -torch.inf)
+def _join(out: Tensor, sums: Tensor, rows: Tensor | None, part: Tensor, part_sums: Tensor) -> None:
+    """Merge what some rows, or all, make of more keys, in place."""
+    before = sums if rows is None else sums[rows]
+    after = torch.logaddexp(before, part_sums)
+    old, new = (before - after).exp_()[..., None], (part_sums - after).exp()[..., None]
+    if rows is None:
+        out.mul_(old).add_(part * new)
+        sums.copy_(after)
+    else:
+        out[rows] = out[rows] * old + part * new
+        sums[rows] = after
 
 
-def _add_block(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    normalizer: Tensor,
-    block: Block,
-    scale: float,
-    window: int | None,
-) -> None:
-    """Merge the values of a block into `out` and `normalizer`, in place."""
-    rows = block.queries
-    scores = _scores(queries, keys, block, scale, window)
-    before = normalizer[rows]
-    # Never -inf: a query's first block holds its own key.
-    after = torch.logaddexp(before, scores.logsumexp(-1).permute(2, 0, 1))
-    weights = (scores - _rows_last(after)).exp_()
-    out[rows] *= (before - after).exp_()[..., None]
-    out[rows] += torch.einsum("hgqk,khd->qhgd", weights, values[block.keys])
-    normalizer[rows] = after
+def _add(into: Tensor, rows: Tensor | None, values: Tensor) -> None:
+    """rows: each at most once, so that nothing depends on an order."""
+    if rows is None:
+        into += values
+    else:
+        into[rows] += values
+
+
+def _turn(division: Zigzag, rank: int, source: int, device: torch.device) -> Turn | None:
+    queries, keys = [], []
+    for own, others in zip(division.pieces(rank), division.pieces(source), strict=True):
+        seeing = [piece for piece in own if any(other.start <= piece.start for other in others)]
+        seen = [other for other in others if any(other.start <= piece.start for piece in own)]
+        if seeing:
+            queries.append(seeing)
+            keys.append(seen)
+    if not queries:
+        return None
+    q_counts, k_counts = ([sum(piece.length for piece in pieces) for pieces in each] for each in (queries, keys))
+    part = Part(_offsets(q_counts, device), _offsets(k_counts, device), max(q_counts), max(k_counts), rank == source)
+    return Turn(part, _rows(queries, division.tokens[rank], device), _rows(keys, division.tokens[source], device))
+
+
+def _offsets(counts: Sequence[int], device: torch.device) -> Tensor:
+    return to_device(torch.tensor([0, *accumulate(counts)], dtype=torch.int32), device)
+
+
+def _rows(pieces: Sequence[Sequence[Piece]], tokens: int, device: torch.device) -> Tensor | None:
+    rows = [row for document in pieces for piece in document for row in range(piece.row, piece.row + piece.length)]
+    return None if len(rows) == tokens else to_device(torch.tensor(rows, dtype=torch.int64), device)

@@ -73,7 +73,7 @@ class Zigzag:
         window: how many positions a query sees, its own included; None means all.
         """
         found = []
-        for own, others in zip(self._pieces(rank), self._pieces(source), strict=True):
+        for own, others in zip(self.pieces(rank), self.pieces(source), strict=True):
             for query in own:
                 for key in others:
                     ahead = query.start - key.start
@@ -85,7 +85,7 @@ class Zigzag:
                     found.append(Block(query.rows, key.rows, ahead, masked))
         return sorted(found, key=lambda block: block.ahead != 0)
 
-    def _pieces(self, rank: int) -> Iterator[list[Piece]]:
+    def pieces(self, rank: int) -> Iterator[list[Piece]]:
         """Of each document the rank's pieces that have tokens."""
         row = 0
         for length in self.lengths:

@@ -32,6 +32,8 @@ TRAINING = {
     "linear_fp8",
     "linear_silu_mul_fp8",
     "balance_routing",
+    "partial_attention",
+    "partial_attention_gradients",
 }
 # No shape of the benchmark has experts; the ids that a step reads are a few kilobytes at most.
 APART = {"route", "experts", "combine", "newest_tokens"}

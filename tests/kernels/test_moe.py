@@ -48,19 +48,24 @@ def test_experts_are_the_weighted_sum(tokens: int, per_token: int, way: dict) ->
 
 
 @pytest.mark.parametrize("run", [experts.reference, experts.bind("cpu", differentiable=True), grouped])
-def test_gradients_are_those_of_the_twin_and_zero_for_an_expert_without_tokens(run: object) -> None:
-    given = inputs(7, 3)
-    places = [0, 1, 3, 4]
+@pytest.mark.parametrize(("per_token", "weighted"), [(3, True), (1, True), (1, False)])
+def test_gradients_are_those_of_the_twin_and_zero_for_an_expert_without_tokens(
+    run: object, per_token: int, weighted: bool
+) -> None:
+    x, weights, *others = inputs(7, per_token)
+    given = [x, weights if weighted else torch.ones(7, 1), *others]
+    places = [0, 1, 3, 4] if weighted else [0, 3, 4]
     slope = torch.randn(7, 16)
     found, wanted = [], []
     for call, into in ((run, found), (twin, wanted)):
         leaves = [one.clone().requires_grad_(one.is_floating_point()) for one in given]
         assert callable(call)
-        (call(*leaves) * slope).sum().backward()
+        scales = leaves[1] if weighted or call is twin else None
+        (call(leaves[0], scales, *leaves[2:]) * slope).sum().backward()
         into += [leaves[place].grad for place in places]
     for mine, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
-    assert not found[2][-1].any()
+    assert not found[-2][-1].any()
 
 
 @pytest.mark.parametrize("way", WAYS)

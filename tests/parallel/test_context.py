@@ -13,6 +13,7 @@ from strata.comm.launch import World
 from strata.comm.mesh import Axis, Mesh
 from strata.models.config import config_from_dict
 from strata.parallel.context import ContextBatch, check_heads, divide_batch, share_attention
+from strata.parallel.context_ring import Turns
 from strata.parallel.zigzag import Zigzag
 from tests.models.batches import HandPaged
 from tests.parallel.models import SIZES, gradients_of, loss_of, random_batch, random_model
@@ -119,6 +120,34 @@ def test_every_token_has_one_rank_and_every_seen_pair_one_block(lengths: tuple[i
                 if document[query] == document[key] and key <= query and (window is None or query - key < window)
             }
             assert pairs == wanted
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [(37, 1, 9), (2,), (3, 5), (64, 128)])
+def test_turns_of_the_ring_see_what_the_blocks_do(lengths: tuple[int, ...], ranks: int) -> None:
+    division = Zigzag(lengths, ranks)
+    for rank in range(ranks):
+        turns = Turns(division, rank, torch.device("cpu"))
+        for source in range(ranks):
+            wanted = set()
+            for block in division.blocks(rank, source, None):
+                for place, query in enumerate(range(block.queries.start, block.queries.stop)):
+                    for other, key in enumerate(range(block.keys.start, block.keys.stop)):
+                        if block.ahead + place >= other:
+                            wanted.add((query, key))
+            found = set()
+            if (turn := turns[source]) is not None:
+                queries, keys = (
+                    list(range(division.tokens[which])) if rows is None else rows.tolist()
+                    for rows, which in ((turn.queries, rank), (turn.keys, source))
+                )
+                for own, others in turn.part.sequences():
+                    assert 0 < own.stop - own.start <= turn.part.most_queries
+                    assert 0 < others.stop - others.start <= turn.part.most_keys
+                    for number, query in enumerate(queries[own]):
+                        seen = keys[others][: number + 1] if turn.part.causal else keys[others]
+                        found |= {(query, key) for key in seen}
+            assert found == wanted
 
 
 def test_ranks_have_equal_work() -> None:

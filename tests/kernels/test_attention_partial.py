@@ -1,0 +1,103 @@
+"""Attention to a part of the keys: joined parts are attention to all of them, with its gradients; cost by hand."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.attention_partial import Part, partial_attention, partial_attention_gradients
+
+HEADS, KV_HEADS, WIDTH, SCALE = 4, 2, 8, 0.3
+
+
+def part_of(queries: list[int], keys: list[int], causal: bool) -> Part:
+    offsets = (torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in (queries, keys))
+    return Part(*offsets, max(queries), max(keys), causal)
+
+
+def draw(rows: int, heads: int) -> Tensor:
+    return torch.randn(rows, heads, WIDTH, dtype=torch.float64)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    """One query and head at a time."""
+    out, sums = torch.empty_like(q), q.new_empty(q.shape[:2])
+    rows = []
+    for own, others in part.sequences():
+        for number, row in enumerate(range(own.start, own.stop)):
+            last = others.start + number + 1 if part.causal else others.stop
+            for head in range(HEADS):
+                keys, values = (x[others.start : last, head // (HEADS // KV_HEADS)] for x in (k, v))
+                scores = keys @ q[row, head] * SCALE
+                rows.append((row, head, scores.softmax(0) @ values, scores.exp().sum().log()))
+    for row, head, mixed, total in rows:
+        out[row, head], sums[row, head] = mixed, total
+    return out, sums
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal"), [([3, 1, 6], [3, 1, 6], True), ([3, 1, 6], [2, 5, 1], False), ([1], [1], True)]
+)
+def test_each_query_sees_the_keys_of_its_sequence(queries: list[int], keys: list[int], causal: bool) -> None:
+    part = part_of(queries, keys, causal)
+    q, k, v = draw(sum(queries), HEADS), draw(sum(keys), KV_HEADS), draw(sum(keys), KV_HEADS)
+    leaves = [one.requires_grad_() for one in (q, k, v)]
+    out, sums = partial_attention(*(one.detach() for one in leaves), part, SCALE)
+    wanted, wanted_sums = plain(*leaves, part)
+    torch.testing.assert_close(out, wanted.detach())
+    torch.testing.assert_close(sums, wanted_sums.detach())
+    slope = torch.randn_like(out)
+    wanted.backward(slope)
+    found = partial_attention_gradients(slope, *(one.detach() for one in leaves), out, sums, part, SCALE)
+    for mine, leaf in zip(found, leaves, strict=True):
+        torch.testing.assert_close(mine, leaf.grad)
+
+
+def test_parts_that_are_joined_are_attention_to_all_keys() -> None:
+    """Results, and gradients that each part computes from the joined result."""
+    q, k, v = draw(9, HEADS), draw(10, KV_HEADS), draw(10, KV_HEADS)
+    whole = part_of([4, 5], [4, 6], False)
+    wanted, wanted_sums = partial_attention(q, k, v, whole, SCALE)
+    early, late = torch.tensor([0, 1, 4]), torch.tensor([2, 3, 5, 6, 7, 8, 9])
+    parts = [(early, part_of([4, 5], [2, 1], False)), (late, part_of([4, 5], [2, 5], False))]
+    made = [partial_attention(q, k[rows], v[rows], part, SCALE) for rows, part in parts]
+    sums = torch.logaddexp(made[0][1], made[1][1])
+    out = sum(one * (own - sums).exp()[..., None] for one, own in made)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(sums, wanted_sums)
+    slope = torch.randn_like(q)
+    of_q, of_k, of_v = partial_attention_gradients(slope, q, k, v, wanted, wanted_sums, whole, SCALE)
+    found_q = torch.zeros_like(q)
+    for rows, part in parts:
+        of_queries, of_keys, of_values = partial_attention_gradients(slope, q, k[rows], v[rows], out, sums, part, SCALE)
+        found_q += of_queries
+        torch.testing.assert_close(of_keys, of_k[rows])
+        torch.testing.assert_close(of_values, of_v[rows])
+    torch.testing.assert_close(found_q, of_q)
+
+
+def test_costs_are_those_counted_by_hand() -> None:
+    q, k = torch.empty(5, HEADS, WIDTH, dtype=torch.bfloat16), torch.empty(7, KV_HEADS, WIDTH, dtype=torch.bfloat16)
+    part, work = part_of([2, 3], [3, 4], False), Workload((2, 3), (3, 4))
+    pairs = 2 * 3 + 3 * 4
+    # 5 * 4 * 8 queries and results, 7 * 2 * 8 keys and values, of 2 bytes; 3 offsets each; 5 * 4 sums of 4 bytes.
+    read, sums = 320 + 2 * 224 + 24, 80
+    assert partial_attention.cost(q, k, k, part, SCALE, workload=work) == Cost(
+        4 * pairs * HEADS * WIDTH, read, 320 + sums
+    )
+    out, total = partial_attention.meta(q, k, k, part, SCALE)
+    assert (out.shape, out.dtype, total.shape, total.dtype) == (q.shape, q.dtype, (5, HEADS), torch.float32)
+    backward = partial_attention_gradients.cost(q, q, k, k, q, total, part, SCALE, workload=work)
+    assert backward == Cost(10 * pairs * HEADS * WIDTH, read + 2 * 320 + sums, 320 + 2 * 224)
+    assert [one.shape for one in partial_attention_gradients.meta(q, q, k, k, q, total, part, SCALE)] == [
+        q.shape,
+        k.shape,
+        k.shape,
+    ]
+    causal = Part(part.q_offsets, part.q_offsets, 3, 3, True)
+    pairs = 1 + 2 + 1 + 2 + 3
+    assert partial_attention.cost(q, q, q, causal, SCALE, workload=Workload((2, 3), (2, 3))).flops == 4 * pairs * 32
