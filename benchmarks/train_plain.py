@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 GIB = 2**30
 PEAK = 989e12
+PEAK_RATE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -153,11 +154,13 @@ def make_optimizer(model: Llama) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
-def rate_of(step: int) -> float:
-    return 1e-5 * min(1.0, (step + 1) / 20)
+def rate_of(step: int, peak: float = PEAK_RATE) -> float:
+    return peak * min(1.0, (step + 1) / 20)
 
 
-def train(shape: Shape, batch: int, length: int, steps: int, device: str) -> tuple[list[float], list[float]]:
+def train(
+    shape: Shape, batch: int, length: int, steps: int, device: str, peak_rate: float = PEAK_RATE
+) -> tuple[list[float], list[float]]:
     """Loss and seconds of each step. On a CPU, where only numbers are compared, nothing is compiled or rounded."""
     model, compiled_loss = make_model(shape, length, device), loss_of
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -171,7 +174,7 @@ def train(shape: Shape, batch: int, length: int, steps: int, device: str) -> tup
         wait()
         start = time.perf_counter()
         for group in optimizer.param_groups:
-            group["lr"] = rate_of(step)
+            group["lr"] = rate_of(step, peak_rate)
         tokens, targets = (x.to(device) for x in tokens_of(step, batch, length, shape.vocabulary))
         with ExitStack() as around:
             if device == "cuda":

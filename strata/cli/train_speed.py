@@ -107,7 +107,9 @@ class _Run:
         mesh = self.layout.mesh(world)
         self.everyone: Axis = all_ranks(mesh)
         self.documents = mesh.flattened("dp", "shard")
-        optimizer = OptimizerConfig(learning_rate=learning_rate(0, test.peak_rate), name=test.optimizer, offload=test.offload)
+        optimizer = OptimizerConfig(
+            learning_rate=learning_rate(0, test.peak_rate), name=test.optimizer, offload=test.offload
+        )
         self.step: ParallelStep = make_step(
             config,
             self.layout,

@@ -16,7 +16,7 @@ from strata.train.pack import PackedBatch
 # Tokens walk along one cycle of so many ids and jump to another place of it with this probability.
 CYCLE = 512
 JUMP = 0.1
-# Low enough that runs which round differently stay together (docs/log.md): losses are compared with another script's.
+# Losses are compared with another script's, and from 3e-5 on runs that round differently part ways (docs/log.md).
 PEAK_RATE = 1e-5
 WARMUP = 20
 

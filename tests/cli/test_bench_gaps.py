@@ -121,6 +121,7 @@ KIND_OF_FILE = {
     "kv_read": "attention",
     "kv_write": "rotation and KV write",
     "linear": "product",
+    "moe": "experts",
     "norm": "norm",
     "qk_rope": "rotation and KV write",
     "rope": "rotation and KV write",

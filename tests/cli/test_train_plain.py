@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import optimizer_step, train_plain
+from strata.cli import train_speed
 from strata.cli.train_speed import SEED, TrainingTest, measure
 from strata.cli.train_workload import learning_rate
 from strata.models.config import config_from_dict
@@ -71,16 +73,38 @@ def test_initial_weights_and_rates_are_one() -> None:
     )
 
 
-def test_losses_are_one_to_rounding(tmp_path: Path) -> None:
-    """Both in float32, with clipping, over the whole warm-up of the rate."""
+def kept(call: Callable[..., Any], results: list[Any]) -> Callable[..., Any]:
+    """The same call, whose results are kept."""
+
+    def calls(*args: Any, **kwargs: Any) -> Any:
+        results.append(call(*args, **kwargs))
+        return results[-1]
+
+    return calls
+
+
+def test_losses_and_weights_are_one_to_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both in float32, over the whole warm-up, at a rate at which the loss falls and half of the steps are clipped."""
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
-    test = TrainingTest(str(tmp_path / "config.json"), 2, 64)
+    steps, models, norms = [], [], []
+    monkeypatch.setattr(train_speed, "make_step", kept(train_speed.make_step, steps))
+    monkeypatch.setattr(train_plain, "make_model", kept(train_plain.make_model, models))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", kept(torch.nn.utils.clip_grad_norm_, norms))
+
+    test = TrainingTest(str(tmp_path / "config.json"), 2, 64, peak_rate=1e-2)
     assert measure(test, "cpu", steps=14, repeat=2, losses=tmp_path / "ours.json", kernels=False) is not None
     ours = json.loads((tmp_path / "ours.json").read_text())
-    plain, _ = train_plain.train(SMALL, 2, 64, 30, "cpu")
-    assert ours == pytest.approx(plain, rel=1e-5)
-    assert len({round(loss, 3) for loss in plain}) > 10
-    assert train_plain.largest_difference(ours, plain)["loss_difference"] < 1e-4
+    plain, _ = train_plain.train(SMALL, 2, 64, 30, "cpu", peak_rate=1e-2)
+    assert plain[-1] < plain[0] - 1
+    assert sum(norm > 1 for norm in norms) >= 10
+    assert ours == pytest.approx(plain, rel=2e-6)
+    assert train_plain.largest_difference(ours, plain)["loss_difference"] < 1e-5
+
+    masters = {piece.name: piece.tensor for piece in steps[0].pieces() if piece.kind == "master"}
+    for name, parameter in models[0].named_parameters():
+        error = masters.pop(named(name)) - parameter.detach().flatten()
+        assert error.norm() < 2e-5 * parameter.norm(), name
+    assert not masters
 
 
 @pytest.mark.parametrize("script", [optimizer_step, train_plain])

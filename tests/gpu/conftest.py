@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,12 +20,17 @@ def seed() -> Iterator[int]:
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a kernel leaves unwritten of its result is NaN, or the largest integer."""
-    empty = torch.empty
+    """Whatever a kernel leaves unwritten of its result is NaN, the largest integer, or True."""
 
-    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
-        made = empty(*args, **kwargs)
-        with torch.no_grad():  # also where a gradient is asked for, as torch.utils.checkpoint does
-            return made.fill_(torch.nan if made.is_floating_point() else torch.iinfo(made.dtype).max)
+    def poisoning(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
+            made = empty(*args, **kwargs)
+            with torch.no_grad():  # also where a gradient is asked for, as torch.utils.checkpoint does
+                if made.is_floating_point():
+                    return made.fill_(torch.nan)
+                return made.fill_(True if made.dtype == torch.bool else torch.iinfo(made.dtype).max)
 
-    monkeypatch.setattr(torch, "empty", filled)
+        return filled
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoning(getattr(torch, name)))
