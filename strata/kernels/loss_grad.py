@@ -7,6 +7,7 @@ Liger Kernel, Hsu et al. 2024).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.loss import IGNORED, linear_cross_entropy
 from strata.kernels.op import operation
+from strata.kernels.plain_tensor import all_plain
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
@@ -144,6 +146,63 @@ def _row_chunks(tokens: int, most: int) -> Iterator[slice]:
 
 if HAS_TRITON:
     cross_entropy_gradients.implement("triton", "cuda", supports=_supports)(_triton)
+
+
+def _summed_cost(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, *, workload: Workload) -> Cost:
+    each = linear_cross_entropy.cost(hidden, weight, targets, workload=workload)
+    return Cost(each.flops + targets.numel() + 1, each.read + scale.nbytes, 4, each.weights)
+
+
+def _summed_meta(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
+    return hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32), device="meta")
+
+
+@operation(_summed_cost, meta=_summed_meta)
+def summed_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
+    """`scale` times the sum of `linear_cross_entropy`: [] float32 (float64 for float64 input), with gradients.
+
+    The first three are as there; scale: [] float32 or float64, without a gradient.
+    """
+    losses: Tensor = linear_cross_entropy.reference(hidden, weight, targets)
+    return losses.sum() * scale
+
+
+@summed_cross_entropy.implement("chunks", "cpu", differentiable=True)
+def _summed_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
+    losses: Tensor = linear_cross_entropy(hidden, weight, targets)
+    return losses.sum() * scale
+
+
+# Besides the model's activations, unlike where a whole step is recorded.
+_LOGITS_BYTES = 2**30
+
+
+class _WithGradients(torch.autograd.Function):
+    """The gradients are there as soon as the loss is; the weight's is kept until the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
+        loss, of_hidden, of_weight = cross_entropy_gradients(hidden, weight, targets, scale, _LOGITS_BYTES)
+        ctx.save_for_backward(of_hidden, of_weight)
+        return loss  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        of_hidden, of_weight = ctx.saved_tensors
+        return of_hidden * grads[0].to(of_hidden.dtype), of_weight * grads[0].to(of_weight.dtype), None, None
+
+
+def _both_wanted(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> bool:
+    narrow = hidden.dtype == weight.dtype == torch.bfloat16
+    return narrow and hidden.requires_grad and weight.requires_grad and all_plain(hidden, weight)
+
+
+@summed_cross_entropy.implement("gradients at once", "cuda", differentiable=True, supports=_both_wanted)
+def _at_once(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
+    return _WithGradients.apply(hidden, weight, targets, scale)  # type: ignore[no-any-return]
+
+
+summed_cross_entropy.implement("chunks", "cuda", differentiable=True)(_summed_chunks)
 
 
 def compile_cases() -> list[CompileCase]:

@@ -24,6 +24,7 @@ from strata.cli.products import products
 TRAINING = {
     "linear_cross_entropy",
     "cross_entropy_gradients",
+    "summed_cross_entropy",
     "adamw",
     "muon_momentum",
     "muon_update",

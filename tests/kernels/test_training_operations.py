@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.adamw import adamw
-from strata.kernels.loss_grad import _row_chunks, cross_entropy_gradients
+from strata.kernels.loss_grad import _at_once, _row_chunks, cross_entropy_gradients, summed_cross_entropy
 
 WORK = Workload((7,), (7,))
 
@@ -52,6 +53,38 @@ def test_cost_of_the_loss_is_the_hand_count() -> None:
     assert cost == Cost(3 * 7 * 64 * 50 * 2 + 7 * 50 * 5, 896 + 6400 + 56, 4 + 896 + 6400, 6400)
     shapes = [tuple(one.shape) for one in cross_entropy_gradients(hidden, weight, targets, scale, 1 << 20)]
     assert shapes == [(), (7, 64), (50, 64)]
+
+
+@pytest.mark.parametrize("run", [summed_cross_entropy, summed_cross_entropy.reference, _at_once])
+def test_the_summed_loss_and_its_gradients(run: Callable[..., torch.Tensor]) -> None:
+    """In every way, also with a gradient that is not 1 and in the dtype that a model computes in."""
+    hidden, weight = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((20, 9), (37, 9)))
+    targets = torch.randint(0, 37, (20,))
+    targets[1::4] = -100
+    scale = torch.tensor(0.3, dtype=torch.float64)
+    wanted = torch.nn.functional.cross_entropy(hidden @ weight.t(), targets, reduction="sum") * scale
+    of_wanted = torch.autograd.grad(wanted * 2, (hidden, weight))
+    found = run(hidden, weight, targets, scale)
+    torch.testing.assert_close(found, wanted)
+    for mine, theirs in zip(torch.autograd.grad(found * 2, (hidden, weight)), of_wanted, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_the_summed_loss_computes_no_gradient_that_nobody_wants() -> None:
+    hidden, weight = (torch.randn(s, dtype=torch.bfloat16) for s in ((6, 9), (5, 9)))
+    hidden.requires_grad_()
+    targets, scale = torch.randint(0, 5, (6,)), torch.tensor(0.5)
+    bound = summed_cross_entropy.bind("cuda", differentiable=True)
+    assert bound.choose(hidden, weight, targets, scale).name == "chunks"
+    assert bound.choose(hidden, weight.clone().requires_grad_(), targets, scale).name == "gradients at once"
+
+
+def test_cost_of_the_summed_loss_is_the_hand_count() -> None:
+    hidden, weight = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((7, 64), (50, 64)))
+    targets, scale = torch.empty(7, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
+    cost = summed_cross_entropy.cost(hidden, weight, targets, scale, workload=WORK)
+    assert cost == Cost(7 * 64 * 50 * 2 + 7 * 50 * 3 + 8, 896 + 6400 + 56 + 4, 4, 6400)
+    assert summed_cross_entropy(hidden, weight, targets, scale).shape == ()
 
 
 def test_adamw_is_the_published_algorithm() -> None:

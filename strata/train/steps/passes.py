@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from strata.comm.mesh import Axis
-from strata.kernels.loss_grad import cross_entropy_gradients
+from strata.kernels.loss_grad import cross_entropy_gradients, summed_cross_entropy
 from strata.models.batch import Batch
 from strata.models.layers import CausalLM
 from strata.parallel.data_parallel import Gradients
@@ -67,12 +67,17 @@ class ModulePasses:
             hidden = self._model(one.batch).index_select(0, one.rows)
             # Read after the forward pass, which gathers it where weights are divided.
             head = head_weight(self._model)
-            losses = vocabulary_cross_entropy(hidden, head, one.targets, self._tensor_axis, self._vocab_size)
-            loss = losses.sum() / counted
+            loss = self._loss(hidden, head, one.targets, counted)
             loss.backward()
             self._gradients.accumulate()
             total += loss.detach()
         return total
+
+    def _loss(self, hidden: Tensor, head: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
+        if self._tensor_axis.group is None:
+            whole: Tensor = summed_cross_entropy(hidden, head, targets, counted.reciprocal())
+            return whole
+        return vocabulary_cross_entropy(hidden, head, targets, self._tensor_axis, self._vocab_size).sum() / counted
 
 
 class PipelinePasses:
