@@ -1,4 +1,4 @@
-"""Attention of queries to a part of their keys, with what it takes to join the parts, and its gradients.
+"""Attention of queries to a part of their keys, with what joins several parts, and the gradients of a part.
 
 Blockwise attention (Liu and Abbeel 2023) of packed sequences; FlashAttention-2 (Dao 2023) on CUDA.
 """
@@ -19,7 +19,7 @@ from strata.kernels.plain_tensor import all_plain
 
 @dataclass(frozen=True)
 class Part:
-    """Which keys the queries of each sequence see: all that are given of it or, causal, as many as they follow.
+    """Which keys the queries of each sequence see: all that are given of it or, causal, the first n to the n-th query.
 
     q_offsets, k_offsets: [sequences + 1] int32, where the queries and the keys of each sequence begin. Each has some of
     both, and as many if causal. most_queries, most_keys: of a sequence.
@@ -61,7 +61,7 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float)
 
     q: [queries, heads, head_dim]; k, v: [keys, kv_heads, head_dim]. Returns the softmax's average of v in q's dtype and
     shape, and the log of the sum of the exponentials of each query's scores, [queries, heads] float32 (float64 for
-    float64).
+    float64). The reference holds all scores of a sequence.
     """
     out, sums = (torch.empty_like(one, device=q.device) for one in _meta(q, k, v, part, scale))
     for own, others in part.sequences():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.device_limits import implementations_for
 from strata.kernels.loss import IGNORED, linear_cross_entropy
 from strata.kernels.op import operation
 from strata.kernels.plain_tensor import all_plain
@@ -161,7 +162,7 @@ def _summed_meta(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor)
 def summed_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
     """`scale` times the sum of `linear_cross_entropy`: [] float32 (float64 for float64 input), with gradients.
 
-    The first three are as there; scale: [] float32 or float64, without a gradient.
+    The first three are as there; scale: [] in the dtype of the result, without a gradient.
     """
     losses: Tensor = linear_cross_entropy.reference(hidden, weight, targets)
     return losses.sum() * scale
@@ -173,16 +174,18 @@ def _summed_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tenso
     return losses.sum() * scale
 
 
-# Besides the model's activations, unlike where a whole step is recorded.
-_LOGITS_BYTES = 2**30
+# What the logits that exist at once may take in `summed_cross_entropy`, beside the activations of modules.
+MODULE_LOGITS_BYTES = 2**30
 
 
 class _WithGradients(torch.autograd.Function):
-    """The gradients are there as soon as the loss is; the weight's is kept until the backward pass."""
+    """The gradients are there as soon as the loss is; the weight's is kept until the backward pass, which multiplies
+    both by the gradient of the loss, rounded to their dtype: 1 in a training step.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
-        loss, of_hidden, of_weight = cross_entropy_gradients(hidden, weight, targets, scale, _LOGITS_BYTES)
+        loss, of_hidden, of_weight = cross_entropy_gradients(hidden, weight, targets, scale, MODULE_LOGITS_BYTES)
         ctx.save_for_backward(of_hidden, of_weight)
         return loss  # type: ignore[no-any-return]
 
@@ -193,15 +196,17 @@ class _WithGradients(torch.autograd.Function):
 
 
 def _both_wanted(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> bool:
-    narrow = hidden.dtype == weight.dtype == torch.bfloat16
-    return narrow and hidden.requires_grad and weight.requires_grad and all_plain(hidden, weight)
+    wanted = hidden.requires_grad and weight.requires_grad and hidden.dtype == weight.dtype == torch.bfloat16
+    # Only the kernel makes gradients of a chunk of logits at a time.
+    return wanted and all_plain(hidden, weight) and implementations_for(hidden.device) == hidden.device.type
 
 
-@summed_cross_entropy.implement("gradients at once", "cuda", differentiable=True, supports=_both_wanted)
 def _at_once(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
     return _WithGradients.apply(hidden, weight, targets, scale)  # type: ignore[no-any-return]
 
 
+if HAS_TRITON:
+    summed_cross_entropy.implement("gradients at once", "cuda", differentiable=True, supports=_both_wanted)(_at_once)
 summed_cross_entropy.implement("chunks", "cuda", differentiable=True)(_summed_chunks)
 
 

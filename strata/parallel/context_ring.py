@@ -54,8 +54,8 @@ class Turns:
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, turns: Turns, axis: Axis, scale: float) -> Tensor:
     """Causal attention inside documents whose tokens the ranks share out, with the gradients of one process.
 
-    q: [own tokens, heads, head_dim]; k, v: [own tokens, kv_heads, head_dim], rotated. Returns q's shape and dtype. The
-    parts are joined in float32 (float64 for float64).
+    q: [own tokens, heads, head_dim]; k, v: [own tokens, kv_heads, head_dim], rotated. Returns q's shape and dtype. What
+    a turn adds is rounded to it, and joined in float32 (float64 for float64).
 
     Each rank sends its keys and values ranks - 1 times forward; backward those again, with their gradients one step
     behind, which arrive at home after a full turn.

@@ -67,10 +67,10 @@ class Zigzag:
         """How many tokens each rank has."""
         return [sum(self.counts(rank)) for rank in range(self.ranks)]
 
-    def blocks(self, rank: int, source: int, window: int | None) -> list[Block]:
+    def blocks(self, rank: int, source: int, window: int) -> list[Block]:
         """All pairs of `rank`'s queries and `source`'s keys that are seen, in blocks; a piece with itself first.
 
-        window: how many positions a query sees, its own included; None means all.
+        window: how many positions a query sees, its own included.
         """
         found = []
         for own, others in zip(self.pieces(rank), self.pieces(source), strict=True):
@@ -79,9 +79,9 @@ class Zigzag:
                     ahead = query.start - key.start
                     farthest = ahead + query.length - 1
                     nearest = ahead - key.length + 1
-                    if farthest < 0 or (window is not None and nearest >= window):
+                    if farthest < 0 or nearest >= window:
                         continue
-                    masked = nearest < 0 or (window is not None and farthest >= window)
+                    masked = nearest < 0 or farthest >= window
                     found.append(Block(query.rows, key.rows, ahead, masked))
         return sorted(found, key=lambda block: block.ahead != 0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from strata.hardware.specs import Device
+from strata.kernels.loss_grad import MODULE_LOGITS_BYTES
 from strata.models.config import ModelConfig
 from strata.parallel.families import TABLES, Placement
 from strata.parallel.layout import Layout
@@ -17,7 +18,7 @@ from strata.train.steps.passes import LOGITS_BYTES
 
 # Of a device's memory, what a run may plan with: the rest is the driver's, the libraries' and lost between blocks.
 USABLE = 0.94
-# Logits that exist at once where modules compute the loss (`strata.kernels.loss`).
+# Logits that exist at once where the loss comes without gradients (`strata.kernels.loss`, `strata.parallel.loss`).
 LOGITS_ELEMENTS = 1 << 26
 
 
@@ -173,7 +174,9 @@ def _loss_bytes(shape: StepShape, held: Held) -> tuple[int, int]:
     rows = -(-shape.config.vocab_size // shape.layout.tp)
     if shape.runs_graph:
         return 2 * held.head, min(2 * shape.own_tokens * rows, LOGITS_BYTES)
-    # Modules add the head's gradient up in float32 and round it; a chunk of logits is there in both, too.
+    # Modules add the head's gradient up in float32 and round it; without gradients at once, so they do logits.
+    if shape.loss_has_gradients:
+        return borrowed + 6 * held.head, min(2 * shape.own_tokens * rows, MODULE_LOGITS_BYTES)
     return borrowed + 6 * held.head, 6 * min(shape.own_tokens * rows, LOGITS_ELEMENTS)
 
 
@@ -232,11 +235,24 @@ def _layer_working_bytes(shape: StepShape, layer: int) -> int:
     config, layout, tokens = shape.config, shape.layout, shape.own_tokens
     found = 0
     if config.experts is not None and config.experts.layers[layer]:
-        # The weighted rows of a token's experts, float32.
-        found = 4 * tokens * config.experts.per_token * config.hidden_size // shape.between
+        # The gradient of the rows of a token's experts.
+        found = 2 * tokens * config.experts.per_token * config.hidden_size // shape.between
     if layout.cp > 1 and layout.context == "ring":
-        heads, piece = config.num_heads // layout.tp, -(-shape.length // (2 * layout.cp))
-        vectors = (4 * config.num_heads + 6 * config.num_kv_heads) * config.head_dim // layout.tp
-        # Scores, their gradient and the softmax of a block; queries, result, keys and values with gradients: float32.
-        found = max(found, 4 * (3 * heads * piece * piece + tokens * vectors))
+        found = max(found, _ring_bytes(shape, config.windows[layer]))
     return found
+
+
+def _ring_bytes(shape: StepShape, window: int | None) -> int:
+    """Of ring attention, in its backward pass."""
+    config, parts = shape.config, shape.layout.tp
+    heads, kv_heads = config.num_heads // parts, config.num_kv_heads // parts
+    if window is None or window >= shape.length:
+        # In float32 the queries' gradient, the library's sum of it and what is added; in bfloat16 theirs of a turn, and
+        # those of keys and values for each query head. Two pairs of keys and values under way, with float32 gradients,
+        # and the gradients of a turn.
+        vectors = (3 * 4 + 3 * 2) * heads + 2 * (2 * 2 + 2 * 4 + 2) * kv_heads
+        return shape.own_tokens * vectors * config.head_dim
+    piece = -(-shape.length // (2 * shape.layout.cp))
+    vectors = (4 * heads + 6 * kv_heads) * config.head_dim
+    # Scores, their gradient and the softmax of a block; queries, result, keys and values with gradients: float32.
+    return 4 * (3 * heads * piece * piece + shape.own_tokens * vectors)

@@ -140,8 +140,8 @@ class _Passes:
         attention = self._attention_seconds(device)
         repeated = product_again + (attention if recompute == "layers" else 0.0)
         head = 2 * self.held.head * shape.own_tokens / device.ceiling("compute", "bfloat16").value
-        # The loss of modules computes its logits twice; that of the graph makes gradients of them on the spot.
-        head_backward = (2 if shape.runs_graph else 3) * head
+        # A loss computes its logits twice unless it makes gradients of them on the spot.
+        head_backward = (2 if shape.loss_has_gradients else 3) * head
         self.products = 3 * product + product_again + head + head_backward
         self.attention = 3 * attention + repeated - product_again
         self.messages: dict[str, Messages] = {}

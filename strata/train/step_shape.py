@@ -76,6 +76,11 @@ class StepShape:
         return layout.pp == layout.cp == layout.tp == layout.ep == 1 and layout.zero < 3
 
     @property
+    def loss_has_gradients(self) -> bool:
+        """Whether the loss and its gradients are computed at once, which takes two products less one with the head."""
+        return self.runs_graph or self.layout.pp == self.layout.tp == 1
+
+    @property
     def recomputes(self) -> tuple[str, ...]:
         """The ways to recompute that a layout has, from least time to least memory."""
         if self.runs_graph:

@@ -10,7 +10,14 @@ from strata.kernels.attention_partial import Part, partial_attention, partial_at
 
 pytestmark = pytest.mark.gpu
 
-CASES = [([700, 1, 300], [700, 1, 300], True), ([700, 1, 300], [64, 900, 3], False), ([4096], [2048], False)]
+CASES = [
+    ([700, 1, 300], [700, 1, 300], True),
+    ([700, 1, 300], [64, 900, 3], False),
+    ([4096], [2048], False),
+    # One query a sequence, which the library takes another way.
+    ([1, 1, 1], [5, 900, 1], False),
+    ([1, 1], [1, 1], True),
+]
 
 
 def draw(*shape: int) -> Tensor:
@@ -44,6 +51,9 @@ def test_parts_and_their_gradients(
         given = slope, q, k, v, total.bfloat16(), sums_of_all.float()
         assert partial_attention_gradients.bind("cuda").choose(*given, part, scale).name == "flash"
         found = partial_attention_gradients(*given, part, scale)
+        if deterministic:
+            again = partial_attention_gradients(*given, part, scale)
+            assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
     finally:
         torch.use_deterministic_algorithms(False)
     assert_near(out, exact)

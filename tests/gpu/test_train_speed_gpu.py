@@ -15,7 +15,8 @@ from strata.kernels.activation import silu_mul
 from strata.kernels.adamw import adamw
 from strata.kernels.attention import attention
 from strata.kernels.linear_silu_mul import linear_silu_mul
-from strata.kernels.loss_grad import cross_entropy_gradients
+from strata.kernels.loss import linear_cross_entropy
+from strata.kernels.loss_grad import cross_entropy_gradients, summed_cross_entropy
 from strata.kernels.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
@@ -164,6 +165,26 @@ def test_loss_with_gradients(tokens: int, vocabulary: int, index: torch.dtype) -
             assert mine.dtype == torch.bfloat16
             assert_near(mine, wanted, 2e-2)
         assert not found[1][1::5].any()
+
+
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(700, 50), (9000, 128256), (0, 100)])
+def test_summed_loss(tokens: int, vocabulary: int) -> None:
+    """The largest is more than one chunk of logits."""
+    hidden, weight = draw(tokens, 64).requires_grad_(), (draw(vocabulary, 64) / 4).requires_grad_()
+    targets = torch.randint(0, vocabulary, (tokens,), device="cuda")
+    targets[1::5] = -100
+    scale = torch.full((), 1 / max(tokens, 1), device="cuda")
+    chosen = summed_cross_entropy.bind("cuda", differentiable=True).choose(hidden, weight, targets, scale)
+    assert chosen.name == "gradients at once"
+    loss = summed_cross_entropy(hidden, weight, targets, scale)
+    loss.backward()
+    wide = [one.detach().double().requires_grad_() for one in (hidden, weight)]
+    exact = linear_cross_entropy(*wide, targets).sum() * scale
+    exact.backward()
+    torch.testing.assert_close(loss.detach().double(), exact.detach(), rtol=5e-3, atol=1e-6)
+    for mine, other in zip((hidden, weight), wide, strict=True):
+        assert mine.grad.dtype == torch.bfloat16
+        assert_near(mine.grad, other.grad, 2e-2)
 
 
 def test_loss_of_logits_far_apart() -> None:

@@ -57,7 +57,7 @@ def test_cost_of_the_loss_is_the_hand_count() -> None:
 
 @pytest.mark.parametrize("run", [summed_cross_entropy, summed_cross_entropy.reference, _at_once])
 def test_the_summed_loss_and_its_gradients(run: Callable[..., torch.Tensor]) -> None:
-    """In every way, also with a gradient that is not 1 and in the dtype that a model computes in."""
+    """In every way, also with a gradient that is not 1. On a CPU the way of a GPU goes through the reference."""
     hidden, weight = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((20, 9), (37, 9)))
     targets = torch.randint(0, 37, (20,))
     targets[1::4] = -100

@@ -99,7 +99,7 @@ def test_every_token_has_one_rank_and_every_seen_pair_one_block(lengths: tuple[i
     assert sorted(row for own in rows for row in own) == list(range(sum(lengths)))
     assert [len(own) for own in rows] == division.tokens
     document = [number for number, length in enumerate(lengths) for _ in range(length)]
-    for window in (None, 1, 7):
+    for window in (max(lengths, default=0) + 1, 1, 7):
         for rank in range(ranks):
             pairs = set()
             for source in range(ranks):
@@ -108,7 +108,7 @@ def test_every_token_has_one_rank_and_every_seen_pair_one_block(lengths: tuple[i
                         for other, key in enumerate(rows[source][block.keys]):
                             distance = block.ahead + place - other
                             assert distance == query - key
-                            seen = distance >= 0 and (window is None or distance < window)
+                            seen = 0 <= distance < window
                             assert seen or block.masked
                             if seen:
                                 assert (query, key) not in pairs
@@ -117,7 +117,7 @@ def test_every_token_has_one_rank_and_every_seen_pair_one_block(lengths: tuple[i
                 (query, key)
                 for query in rows[rank]
                 for key in range(sum(lengths))
-                if document[query] == document[key] and key <= query and (window is None or query - key < window)
+                if document[query] == document[key] and key <= query and query - key < window
             }
             assert pairs == wanted
 
@@ -130,7 +130,7 @@ def test_turns_of_the_ring_see_what_the_blocks_do(lengths: tuple[int, ...], rank
         turns = Turns(division, rank, torch.device("cpu"))
         for source in range(ranks):
             wanted = set()
-            for block in division.blocks(rank, source, None):
+            for block in division.blocks(rank, source, sum(lengths)):
                 for place, query in enumerate(range(block.queries.start, block.queries.stop)):
                     for other, key in enumerate(range(block.keys.start, block.keys.stop)):
                         if block.ahead + place >= other:

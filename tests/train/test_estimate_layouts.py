@@ -12,7 +12,7 @@ from strata.hardware.specs import device
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.parallel.layout import Layout
-from strata.train.estimate import estimate, memory, memory_by_rank
+from strata.train.estimate import _layer_working_bytes, choose_recompute, estimate, memory, memory_by_rank
 from strata.train.least_time import Messages, least_time
 from strata.train.step_shape import StepShape
 
@@ -68,6 +68,27 @@ def test_activations_are_divided_by_tp_and_by_tokens_only_with_sequence_parallel
 def test_context_parallel_divides_tokens() -> None:
     whole, part = memory(shape(), "none").kept, memory(shape(cp=4, zero=1, context="ulysses"), "none").kept
     assert part == whole // 4
+
+
+def test_a_ring_holds_vectors_and_with_a_window_blocks_of_scores() -> None:
+    given = shape(cp=4, zero=1)
+    own, piece = TOKENS // 4, given.length // 8
+    of_queries, of_keys = 3 * 4 + 3 * 2, 2 * (2 * 2 + 2 * 4 + 2)
+    assert _layer_working_bytes(given, 0) == own * (of_queries * 32 + of_keys * 8) * 128
+    windowed = replace(given, config=replace(CONFIG, windows=(256,) * 32))
+    scores, vectors = 3 * 32 * piece * piece, own * (4 * 32 + 6 * 8) * 128
+    assert _layer_working_bytes(windowed, 0) == 4 * (scores + vectors)
+    # Long documents fit, since nothing grows with their square.
+    long = StepShape(CONFIG, 65536, 65536, layout=Layout(cp=2, shard=4, zero=3))
+    assert choose_recompute(long, 141 * 10**9) == "layers"
+
+
+def test_a_loss_with_gradients_takes_no_product_twice() -> None:
+    head = 2 * 128256 * 4096 * TOKENS / RATE
+    plain, ring = (least_time(one, "none", H200).products for one in (shape(), shape(cp=4, zero=1)))
+    assert ring == pytest.approx(plain / 4)
+    divided = least_time(shape(tp=4), "none", H200).products
+    assert divided == pytest.approx(plain / 4 + head / 4)
 
 
 def test_pipeline_ranks_hold_their_stages_and_as_many_micro_batches_as_are_under_way() -> None:
