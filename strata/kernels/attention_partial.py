@@ -143,19 +143,7 @@ def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 @partial_attention.implement("flash", "cuda", supports=lambda q, k, v, *_: _fits(q, k, v))
 def _flash(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
-    out, sums, *_ = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        part.q_offsets,
-        part.k_offsets,
-        part.most_queries,
-        part.most_keys,
-        0.0,
-        part.causal,
-        False,
-        scale=scale,
-    )
+    out, sums, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *_said_to_library(part), False, scale=scale)
     return out, sums.t()
 
 
@@ -165,21 +153,11 @@ def _flash_gradients(
 ) -> Gradients:
     # Nothing is dropped out, so no generator's state is read.
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    of_q, of_k, of_v = torch.ops.aten._flash_attention_backward(
-        slope,
-        q,
-        k,
-        v,
-        out,
-        sums.t().contiguous(),
-        part.q_offsets,
-        part.k_offsets,
-        part.most_queries,
-        part.most_keys,
-        0.0,
-        part.causal,
-        state,
-        unused,
-        scale=scale,
-    )
+    given = slope, q, k, v, out, sums.t().contiguous(), *_said_to_library(part), state, unused
+    of_q, of_k, of_v = torch.ops.aten._flash_attention_backward(*given, scale=scale)
     return of_q, of_k, of_v
+
+
+def _said_to_library(part: Part) -> tuple[Tensor, Tensor, int, int, float, bool]:
+    """Its arguments from the offsets on, with no dropout."""
+    return part.q_offsets, part.k_offsets, part.most_queries, part.most_keys, 0.0, part.causal

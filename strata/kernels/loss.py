@@ -15,7 +15,7 @@ from strata.kernels.op import operation
 IGNORED = -100
 
 # Logits that exist at once: 256 MiB in float32.
-_CHUNK_ELEMENTS = 1 << 26
+CHUNK_ELEMENTS = 1 << 26
 
 
 def _cost(hidden: Tensor, weight: Tensor, targets: Tensor, *, workload: Workload) -> Cost:
@@ -56,7 +56,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         normalizers = torch.empty_like(loss)
         counted = targets != IGNORED
         targets = torch.where(counted, targets, 0).long()
-        for rows in _row_chunks(targets.numel(), weight.shape[0]):
+        for rows in row_chunks(targets.numel(), weight.shape[0]):
             logits = F.linear(hidden[rows], weight).to(loss.dtype)
             normalizers[rows] = torch.logsumexp(logits, -1)
             loss[rows] = normalizers[rows] - logits.gather(1, targets[rows, None]).squeeze(1)
@@ -70,7 +70,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Sums over chunks are kept wide: the weight's gradient is a sum over all tokens.
         of_weight = torch.zeros_like(weight, dtype=normalizers.dtype) if ctx.needs_input_grad[1] else None
-        for rows in _row_chunks(targets.numel(), weight.shape[0]):
+        for rows in row_chunks(targets.numel(), weight.shape[0]):
             # The gradient of the logits: softmax less one at the target, times the gradient of the token's loss.
             slope = F.linear(hidden[rows], weight).to(normalizers.dtype).sub_(normalizers[rows, None]).exp_()
             at_target = targets[rows, None]
@@ -83,8 +83,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None
 
 
-def _row_chunks(tokens: int, vocab: int) -> Iterator[slice]:
-    rows = max(1, _CHUNK_ELEMENTS // vocab)
+def row_chunks(tokens: int, vocab: int) -> Iterator[slice]:
+    """Rows whose logits make up at most `CHUNK_ELEMENTS`, one at least."""
+    rows = max(1, CHUNK_ELEMENTS // vocab)
     for start in range(0, tokens, rows):
         yield slice(start, min(start + rows, tokens))
 

@@ -8,7 +8,7 @@ With pieces dealt out in a zigzag, what a rank sees of another's keys is one cal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strata.comm.collectives import start_shift
+from strata.comm.collectives import Pending, start_shift
 from strata.comm.mesh import Axis
 from strata.comm.to_device import to_device
 from strata.kernels.attention_partial import Part, partial_attention, partial_attention_gradients
@@ -70,17 +70,12 @@ class _Ring(torch.autograd.Function):
         out = torch.zeros_like(q, dtype=wide)
         # The log of the sum of the exponentials of a query's scores so far, [own tokens, heads].
         sums = out.new_full(out.shape[:2], -torch.inf)
-        travelling = padded(k, v, max(turns.tokens))
-        for step in range(axis.size):
-            following = start_shift(travelling, axis) if step + 1 < axis.size else None
-            source = (axis.index - step) % axis.size
+        for source, pair in around(k, v, max(turns.tokens), axis):
             turn = turns[source]
             if turn is not None:
-                keys, values = _taken(travelling, turn, turns.tokens[source])
+                keys, values = _taken(pair, turn, turns.tokens[source])
                 queries = q if turn.queries is None else q[turn.queries]
                 _join(out, sums, turn.queries, *partial_attention(queries, keys, values, turn.part, scale))
-            if following is not None:
-                travelling = following.wait()
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, sums)
         ctx.turns, ctx.axis, ctx.scale = turns, axis, scale
@@ -92,15 +87,12 @@ class _Ring(torch.autograd.Function):
         turns, axis = ctx.turns, ctx.axis
         own = grads[0].contiguous(), q, result, sums
         of_q = torch.zeros_like(q, dtype=sums.dtype)
-        travelling = padded(k, v, max(turns.tokens))
-        returning = None
-        for step in range(axis.size):
-            following = start_shift(travelling, axis) if step + 1 < axis.size else None
-            of_pair = torch.zeros_like(travelling, dtype=sums.dtype)
-            source = (axis.index - step) % axis.size
+        home = Homecoming(axis)
+        for source, pair in around(k, v, max(turns.tokens), axis):
+            of_pair = torch.zeros_like(pair, dtype=sums.dtype)
             turn = turns[source]
             if turn is not None:
-                keys, values = _taken(travelling, turn, turns.tokens[source])
+                keys, values = _taken(pair, turn, turns.tokens[source])
                 slope, queries, out, total = own if turn.queries is None else (one[turn.queries] for one in own)
                 of_queries, *of_keys = partial_attention_gradients(
                     slope, queries, keys, values, out, total, turn.part, ctx.scale
@@ -108,19 +100,40 @@ class _Ring(torch.autograd.Function):
                 _add(of_q, turn.queries, of_queries)
                 for into, gradient in zip(of_pair, of_keys, strict=True):
                     _add(into[: turns.tokens[source]], turn.keys, gradient)
-            if returning is not None:
-                of_pair += returning.wait()
-            returning = start_shift(of_pair, axis)
-            if following is not None:
-                travelling = following.wait()
-        assert returning is not None
-        of_k, of_v = returning.wait()[:, : k.shape[0]].to(q.dtype)
+            home.send(of_pair)
+        of_k, of_v = home.arrived()[:, : k.shape[0]].to(q.dtype)
         return of_q.to(q.dtype), of_k, of_v, None, None, None
 
 
-def padded(k: Tensor, v: Tensor, rows: int) -> Tensor:
-    """Keys and values, [2, rows, kv_heads, head_dim]: of one size on all ranks."""
-    return F.pad(torch.stack((k, v)), (0, 0, 0, 0, 0, rows - k.shape[0]))
+def around(k: Tensor, v: Tensor, rows: int, axis: Axis) -> Iterator[tuple[int, Tensor]]:
+    """Each rank's number and its keys and values, [2, rows, kv_heads, head_dim], this one's first. The next ones arrive
+    while the caller computes. rows: alike on all ranks; what a rank has fewer is zeros.
+    """
+    pair = F.pad(torch.stack((k, v)), (0, 0, 0, 0, 0, rows - k.shape[0]))
+    for step in range(axis.size):
+        following = start_shift(pair, axis) if step + 1 < axis.size else None
+        yield (axis.index - step) % axis.size, pair
+        if following is not None:
+            pair = following.wait()
+
+
+class Homecoming:
+    """Gradients that follow what goes `around`, one rank behind it, and grow on their way home."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._on_the_way: Pending | None = None
+
+    def send(self, gradients: Tensor) -> None:
+        """Add what this rank has for the pair at hand, in place, and hand it on."""
+        if self._on_the_way is not None:
+            gradients += self._on_the_way.wait()
+        self._on_the_way = start_shift(gradients, self._axis)
+
+    def arrived(self) -> Tensor:
+        """The whole gradient of this rank's own pair, once all have been sent."""
+        assert self._on_the_way is not None
+        return self._on_the_way.wait()
 
 
 def _taken(pair: Tensor, turn: Turn, tokens: int) -> Tensor:

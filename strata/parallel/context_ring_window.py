@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.comm.collectives import start_shift
 from strata.comm.mesh import Axis
-from strata.parallel.context_ring import padded
+from strata.parallel.context_ring import Homecoming, around
 from strata.parallel.zigzag import Block, Zigzag
 
 
@@ -37,14 +36,10 @@ class _Ring(torch.autograd.Function):
         out = torch.zeros_like(queries)
         # The log of the sum of the exponentials of a query's scores so far, [tokens, kv_heads, group].
         normalizer = queries.new_full(queries.shape[:-1], -torch.inf)
-        travelling = padded(k, v, max(division.tokens))
-        for step in range(axis.size):
-            following = start_shift(travelling, axis) if step + 1 < axis.size else None
-            keys, values = travelling.to(wide)
-            for block in division.blocks(axis.index, (axis.index - step) % axis.size, window):
+        for source, pair in around(k, v, max(division.tokens), axis):
+            keys, values = pair.to(wide)
+            for block in division.blocks(axis.index, source, window):
                 _add_block(queries, keys, values, out, normalizer, block, scale, window)
-            if following is not None:
-                travelling = following.wait()
         result = out.flatten(1, 2).to(q.dtype)
         ctx.save_for_backward(q, k, v, result, normalizer)
         ctx.division, ctx.axis, ctx.scale, ctx.window = division, axis, scale, window
@@ -59,13 +54,11 @@ class _Ring(torch.autograd.Function):
         # What the softmax takes off the gradient of each score of a query.
         common = (slope * _grouped(result, k.shape[1])).sum(-1)
         of_queries = torch.zeros_like(queries)
-        travelling = padded(k, v, max(ctx.division.tokens))
-        returning = None
-        for step in range(axis.size):
-            following = start_shift(travelling, axis) if step + 1 < axis.size else None
-            pair = travelling.to(wide)
+        home = Homecoming(axis)
+        for source, arrived in around(k, v, max(ctx.division.tokens), axis):
+            pair = arrived.to(wide)
             of_pair = torch.zeros_like(pair)
-            for block in ctx.division.blocks(axis.index, (axis.index - step) % axis.size, ctx.window):
+            for block in ctx.division.blocks(axis.index, source, ctx.window):
                 rows = block.queries
                 weights = _scores(queries, pair[0], block, ctx.scale, ctx.window)
                 weights = (weights - _rows_last(normalizer[rows])).exp_()
@@ -74,13 +67,8 @@ class _Ring(torch.autograd.Function):
                 of_scores = weights * (of_weights - _rows_last(common[rows])) * ctx.scale
                 of_queries[rows] += torch.einsum("hgqk,khd->qhgd", of_scores, pair[0, block.keys])
                 of_pair[0, block.keys] += torch.einsum("hgqk,qhgd->khd", of_scores, queries[rows])
-            if returning is not None:
-                of_pair += returning.wait()
-            returning = start_shift(of_pair, axis)
-            if following is not None:
-                travelling = following.wait()
-        assert returning is not None
-        of_keys, of_values = returning.wait()[:, : k.shape[0]].to(q.dtype)
+            home.send(of_pair)
+        of_keys, of_values = home.arrived()[:, : k.shape[0]].to(q.dtype)
         return of_queries.flatten(1, 2).to(q.dtype), of_keys, of_values, None, None, None, None
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,11 +13,8 @@ from torch import Tensor
 
 from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import Axis
-from strata.kernels.loss import IGNORED, linear_cross_entropy
+from strata.kernels.loss import IGNORED, linear_cross_entropy, row_chunks
 from strata.parallel.families import span
-
-# Logits that exist at once on a rank: 256 MiB in float32.
-_CHUNK_ELEMENTS = 1 << 26
 
 
 def vocabulary_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, axis: Axis, vocab_size: int) -> Tensor:
@@ -48,7 +44,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         columns = torch.where(own, targets - first, 0).long()
         normalizers = hidden.new_empty(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
         at_target = torch.empty_like(normalizers)
-        for rows in _row_chunks(targets.numel(), weight.shape[0]):
+        for rows in row_chunks(targets.numel(), weight.shape[0]):
             logits = F.linear(hidden[rows], weight).to(normalizers.dtype)
             normalizers[rows] = torch.logsumexp(logits, -1)
             at_target[rows] = logits.gather(1, columns[rows, None]).squeeze(1) * own[rows]
@@ -66,7 +62,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Sums over chunks are kept wide: the weight's gradient is a sum over all tokens.
         of_weight = torch.zeros_like(weight, dtype=normalizers.dtype) if ctx.needs_input_grad[1] else None
-        for rows in _row_chunks(columns.numel(), weight.shape[0]):
+        for rows in row_chunks(columns.numel(), weight.shape[0]):
             # The gradient of the logits: softmax less one at the target, times the gradient of the token's loss.
             slope = F.linear(hidden[rows], weight).to(normalizers.dtype).sub_(normalizers[rows, None]).exp_()
             slope.scatter_add_(1, columns[rows, None], -own[rows, None].to(slope.dtype))
@@ -76,9 +72,3 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
             if of_weight is not None:
                 of_weight += narrow.t() @ hidden[rows]
         return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None
-
-
-def _row_chunks(tokens: int, vocab: int) -> Iterator[slice]:
-    rows = max(1, _CHUNK_ELEMENTS // vocab)
-    for start in range(0, tokens, rows):
-        yield slice(start, min(start + rows, tokens))

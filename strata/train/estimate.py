@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from strata.hardware.specs import Device
+from strata.kernels.loss import CHUNK_ELEMENTS
 from strata.kernels.loss_grad import MODULE_LOGITS_BYTES
 from strata.models.config import ModelConfig
 from strata.parallel.families import TABLES, Placement
@@ -18,8 +19,6 @@ from strata.train.steps.passes import LOGITS_BYTES
 
 # Of a device's memory, what a run may plan with: the rest is the driver's, the libraries' and lost between blocks.
 USABLE = 0.94
-# Logits that exist at once where the loss comes without gradients (`strata.kernels.loss`, `strata.parallel.loss`).
-LOGITS_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ def _loss_bytes(shape: StepShape, held: Held) -> tuple[int, int]:
     # Modules add the head's gradient up in float32 and round it; without gradients at once, so they do logits.
     if shape.loss_has_gradients:
         return borrowed + 6 * held.head, min(2 * shape.own_tokens * rows, MODULE_LOGITS_BYTES)
-    return borrowed + 6 * held.head, 6 * min(shape.own_tokens * rows, LOGITS_ELEMENTS)
+    return borrowed + 6 * held.head, 6 * min(shape.own_tokens * rows, CHUNK_ELEMENTS)
 
 
 def _layer_bytes(shape: StepShape, layer: int, recompute: str) -> int:

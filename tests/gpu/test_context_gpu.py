@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from itertools import accumulate
 from pathlib import Path
@@ -16,6 +15,7 @@ from strata.comm.mesh import Mesh
 from strata.kernels.attention_partial import Part, partial_attention, partial_attention_gradients
 from strata.parallel.context_ring import Turns, ring_attention
 from strata.parallel.zigzag import Zigzag
+from tests.gpu.ranks import found_by_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -50,13 +50,8 @@ def errors(world: World) -> dict[str, float]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_ring_equals_one_process(ranks: int, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    subprocess.run([*launch, "-m", "tests.gpu.test_context_gpu", str(tmp_path)], check=True, timeout=200)
-    for rank in range(ranks):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert {name: error for name, error in found.items() if not error < 1e-2} == {}, rank
+    for found in found_by_ranks(__name__, ranks, tmp_path, timeout=200):
+        assert {name: error for name, error in found.items() if not error < 1e-2} == {}
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.make import make_optimizer
 from strata.train.optimizer.orthogonalize import orthogonalize
 from strata.train.optimizer.part_optimizer import PartOptimizer
+from tests.gpu.ranks import found_by_ranks
 from tests.train.test_optimizer_layouts import steps_against_one_process
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -205,12 +205,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_three_steps_equal_one_gpu(ranks: int, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    subprocess.run([*launch, "-m", "tests.gpu.test_optimizer_gpu", str(tmp_path)], check=True, timeout=300)
-    for rank in range(ranks):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+    for found in found_by_ranks(__name__, ranks, tmp_path, timeout=300):
         for (name, layout, optimizer), one in zip(LAYOUTS[ranks], found, strict=True):
             assert one["worst"][1] < 1e-9, (name, layout, optimizer, one)
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from strata.comm.launch import join_world
 from strata.parallel.layout import Layout
+from tests.gpu.ranks import found_by_ranks
 from tests.parallel.models import config_of
 from tests.parallel.steps import steps_of_ranks
 
@@ -41,12 +40,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_five_steps_equal_one_gpu(ranks: int, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    subprocess.run([*launch, "-m", "tests.gpu.test_parallel_gpu", str(tmp_path)], check=True, timeout=300)
-    for rank in range(ranks):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+    for found in found_by_ranks(__name__, ranks, tmp_path, timeout=300):
         for (name, layout), one in zip(LAYOUTS[ranks], found, strict=True):
             assert one["worst"][1] < 1e-9, (name, layout, one)
 

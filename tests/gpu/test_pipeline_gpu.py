@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from strata.models.batch import Batch
 from strata.parallel.pipeline import MicroBatch, Pipeline
 from strata.parallel.schedules import SCHEDULES, make_schedule
 from strata.parallel.stages import ModelPart, layer_spans
+from tests.gpu.ranks import found_by_ranks
 from tests.parallel.models import config_of, loss_of, random_batch, random_model
 from tests.parallel.ranks import relative_error
 from tests.parallel.test_pipeline import Recorded
@@ -62,12 +62,7 @@ def errors(world: World) -> dict[str, float]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_loss_and_gradients_equal_one_gpu(ranks: int, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    subprocess.run([*launch, "-m", "tests.gpu.test_pipeline_gpu", str(tmp_path)], check=True, timeout=240)
-    for rank in range(ranks):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+    for found in found_by_ranks(__name__, ranks, tmp_path, timeout=240):
         assert len(found) == 2 * len(SCHEDULES)
         assert max(found.values()) < 1e-3, found
 

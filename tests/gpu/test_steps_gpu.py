@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from strata.models.config import config_from_dict
 from strata.parallel.layout import Layout
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps.make import fresh, make_step
+from tests.gpu.ranks import found_by_ranks
 from tests.train.step_ranks import errors_of, pack_of
 
 pytestmark = pytest.mark.gpu
@@ -95,12 +95,7 @@ def of_rank(world: World) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_layouts_and_recordings(ranks: int, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    subprocess.run([*launch, "-m", "tests.gpu.test_steps_gpu", str(tmp_path)], check=True, timeout=400)
-    for rank in range(ranks):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+    for found in found_by_ranks(__name__, ranks, tmp_path, timeout=400):
         for (family, layout), (name, error) in zip(LAYOUTS[ranks], found["worst"], strict=True):
             assert error < 1e-4, (family, layout, name, error)
         for replayed, launched in found["pairs"]:

@@ -19,7 +19,7 @@ from strata.kernels.loss import linear_cross_entropy
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rows of a vocabulary of 37 at a time."""
-    monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", 3 * 37 + 5)
+    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", 3 * 37 + 5)
 
 
 def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
-from strata.parallel import loss as parallel_loss
+from strata.kernels import loss
 from strata.parallel.families import TABLES
 from strata.parallel.loss import vocabulary_cross_entropy
 from strata.parallel.tensor import TensorSharding, shard_model
@@ -49,7 +49,7 @@ def divided_elements(model: torch.nn.Module, sharding: TensorSharding) -> int:
 
 def equal_to_one_process(world: World, folder: Path) -> dict[str, Any]:
     """Of every family in every mode: the largest relative errors, and what stays small."""
-    parallel_loss._CHUNK_ELEMENTS = 100  # several chunks of logits
+    loss.CHUNK_ELEMENTS = 100  # several chunks of logits
     axis = Mesh.of(world, {"tp": world.size}).axis("tp")
     found: dict[str, Any] = {}
     for name, mode in product(CONFIGS, MODES):
