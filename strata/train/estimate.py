@@ -184,8 +184,7 @@ def _layer_bytes(shape: StepShape, layer: int, recompute: str) -> int:
     config, tokens, parts, between = shape.config, shape.own_tokens, shape.layout.tp, shape.between
     hidden = config.hidden_size
     if recompute == "layers":
-        # What enters: the graph has the residual and what is to be added to it apart.
-        return tokens * 2 * (2 * hidden if shape.runs_graph else hidden) // between
+        return tokens * 2 * hidden // between  # what enters
     queries, keys = config.num_heads * config.head_dim // parts, config.num_kv_heads * config.head_dim // parts
     product = queries + 2 * keys
     log_sums = 4 * config.num_heads // parts  # bytes of attention
@@ -211,9 +210,9 @@ def _mlp_bytes(shape: StepShape, layer: int, recompute: str) -> int:
     experts = config.experts
     if experts is not None and experts.layers[layer]:
         if recompute != "none":
-            # The results of the products of router and experts, and their sum, which enters the next layer.
+            # The results of the products of router and experts.
             gated = 2 * experts.intermediate_size if recompute == "operations" else 0
-            return tokens * 2 * (experts.count + experts.per_token * (gated + hidden) + hidden) // between
+            return tokens * 2 * (experts.count + experts.per_token * (gated + hidden)) // between
         # Logits, probabilities (float32), weights and numbers of a token's experts, and their order.
         routing = 2 * hidden + (2 + 4) * experts.count + experts.per_token * (4 + 8 + 16)
         # What enters and leaves the products; what comes home before it is weighted is one more with ep.
@@ -222,7 +221,12 @@ def _mlp_bytes(shape: StepShape, layer: int, recompute: str) -> int:
         return tokens * (routing + rows) // between
     inner = config.intermediate_size // shape.layout.tp
     if recompute != "none":
-        return tokens * 2 * ((2 * inner if recompute == "operations" else 0) + hidden // between)
+        # In 8 bits the last product, too, which would be computed again.
+        return (
+            tokens
+            * 2
+            * ((2 * inner if recompute == "operations" else 0) + (0 if shape.precision == "bf16" else hidden))
+        )
     read = hidden // (shape.layout.tp if shape.layout.overlap else 1)
     if shape.precision == "bf16":
         return tokens * 2 * (2 * inner + inner + read)

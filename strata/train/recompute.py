@@ -5,7 +5,8 @@ All of a layer, or only what costs little (Korthikanti et al. 2022).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -14,9 +15,11 @@ from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from strata.kernels.gemm import linear
 from strata.kernels.linear_fp8 import linear_silu_mul_fp8
 from strata.kernels.linear_silu_mul import linear_silu_mul
 from strata.kernels.moe_experts import experts
+from strata.kernels.norm import add_rms_norm, rms_norm
 from strata.models.layers import DecoderLayer
 
 # What is kept of a layer under "operations": results of products and of attention. The rest is memory traffic.
@@ -34,33 +37,66 @@ _PRODUCTS = {"aten::mm": 1, "aten::addmm": 2, "aten::_scaled_mm": 1, "aten::_gro
 # Which argument of an operation has gate's and up's rows, the last dimension but one.
 _GATED = {linear_silu_mul: 1, linear_silu_mul_fp8: 1, experts: 3}
 
+Sizes = tuple[int, int]  # inner and columns of a matrix
+
 
 def recompute_layers(graph: fx.GraphModule, recompute: str) -> fx.GraphModule:
-    """The same function with each decoder layer computed again in the backward pass, from what enters it.
+    """The same function with each decoder layer computed again in the backward pass, from the one tensor that enters.
 
     recompute: "layers"; "operations", which computes only what lies between products and attention again, from the
     results of these; or "mlp", which also computes gate's and up's product again, whose result is the largest of all.
-    graph: captured, merged and fused, with `meta["layer"]` at its nodes.
+    graph: captured, merged and fused, with `meta["layer"]` at its nodes; changed in place.
     """
+    sums = _end_layers_with_sums(graph)
     parts: dict[fx.Node, int] = {}
+    after = 2 + max(node.meta["layer"] for node in sums)
 
     def part_of(node: fx.Node) -> int:
         """Layer n is part n + 1, and a node never stands before what it reads."""
+        read = [parts[given] for given in node.all_input_nodes if given in parts]
         layer = node.meta.get("layer")
-        # Attributes of the batch are fetched where the first layer reads them, but they are everyone's.
-        own = 0 if layer is None or node.target is getattr else layer + 1
-        parts[node] = max([own, *(parts[given] for given in node.all_input_nodes if given in parts)])
+        if node.target is getattr:
+            own = 0  # attributes of the batch are fetched where the first layer reads them, but they are everyone's
+        elif layer is None:
+            own = after if any(read) else 0
+        else:
+            own = layer + 1
+        parts[node] = max([own, *read])
         return parts[node]
 
     divided = split_module(graph, graph, part_of, keep_original_order=True)
     contexts = None
     if recompute != "layers":
-        widths = _gated_widths(graph) if recompute == "mlp" else frozenset()
-        contexts = partial(create_selective_checkpoint_contexts, partial(_policy, widths))
-    for name, layer in list(divided.named_children()):
-        if name.startswith("submod_") and name != "submod_0":
-            setattr(divided, name, _Recomputed(layer, contexts))
+        computed = _last_products(graph, sums) | (_gated_products(graph) if recompute == "mlp" else frozenset())
+        contexts = partial(create_selective_checkpoint_contexts, partial(_policy, computed))
+    for part in range(1, after):
+        name = f"submod_{part}"
+        setattr(divided, name, _Recomputed(divided.get_submodule(name), contexts))
     return divided
+
+
+def _end_layers_with_sums(graph: fx.GraphModule) -> list[fx.Node]:
+    """Take additions out of the norms that follow them in another layer, in place; returns the additions.
+
+    So a layer gives the next one their sum, and not two tensors, both of which would be kept.
+    """
+    sums = []
+    for fused in graph.graph.find_nodes(op="call_function", target=add_rms_norm):
+        x, residual, weight, eps = fused.args
+        layer = max(given.meta["layer"] for given in (x, residual) if given.meta["layer"] is not None)
+        if fused.meta["layer"] == layer:
+            continue
+        with graph.graph.inserting_before(fused):
+            total = graph.graph.call_function(operator.add, (x, residual))
+            normed = graph.graph.call_function(rms_norm, (total, weight, eps))
+        total.meta, normed.meta = {"layer": layer}, dict(fused.meta)
+        for item in list(fused.users):
+            item.replace_all_uses_with((total, normed)[item.args[1]])
+            graph.graph.erase_node(item)
+        graph.graph.erase_node(fused)
+        sums.append(total)
+    graph.recompile()
+    return sums
 
 
 def recompute_modules(model: nn.Module) -> None:
@@ -70,17 +106,31 @@ def recompute_modules(model: nn.Module) -> None:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)  # type: ignore[method-assign]
 
 
-def _gated_widths(graph: fx.GraphModule) -> frozenset[int]:
-    """How many columns the products with gate's and up's weight have."""
-    gated = (node.args[_GATED[node.target]] for node in graph.graph.nodes if node.target in _GATED)
-    return frozenset(attrgetter(str(weight.target))(graph).shape[-2] for weight in gated)
+def _last_products(graph: fx.GraphModule, sums: Sequence[fx.Node]) -> frozenset[Sizes]:
+    """Of the matrices whose products are only added up: nothing in a backward pass needs their results, and torch stops
+    to compute a layer again where the last tensor that is needed is there. In 8 bits it does not stop before a product.
+    """
+    last = (given for total in sums for given in total.all_input_nodes if given.target is linear)
+    return frozenset(_sizes(graph, given.args[1]) for given in last)
 
 
-def _policy(widths: frozenset[int], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """widths: results of so many columns are not kept."""
+def _gated_products(graph: fx.GraphModule) -> frozenset[Sizes]:
+    """Of gate's and up's matrices."""
+    nodes = (node for node in graph.graph.nodes if node.target in _GATED)
+    return frozenset(_sizes(graph, node.args[_GATED[node.target]]) for node in nodes)
+
+
+def _sizes(graph: fx.GraphModule, weight: Any) -> Sizes:
+    """Of the matrix [inner, columns] that a weight [columns, inner] is in a product."""
+    columns, inner = attrgetter(str(weight.target))(graph).shape[-2:]
+    return inner, columns
+
+
+def _policy(computed: frozenset[Sizes], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """computed: results of products with matrices of these sizes are computed again, not kept."""
     kept = operation.name() in _KEPT
-    if kept and widths and operation.name() in _PRODUCTS:
-        kept = args[_PRODUCTS[operation.name()]].shape[-1] not in widths
+    if kept and operation.name() in _PRODUCTS:
+        kept = tuple(args[_PRODUCTS[operation.name()]].shape[-2:]) not in computed
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from strata.kernels.gemm import linear
 from strata.kernels.linear_fp8 import linear_fp8, linear_silu_mul_fp8
@@ -39,6 +41,29 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Memory(TorchDispatchMode):
+    """Sees what operations make: also what checkpoints hold of it, which no hook of autograd is told of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for result in tree_leaves(results):
+            if isinstance(result, Tensor):
+                reference = StorageWeakRef(result.untyped_storage())
+                self._made[reference.cdata] = reference, result.untyped_storage().nbytes()
+        return results
+
+    @property
+    def alive(self) -> int:
+        """Bytes of what was made and is still held by anyone, without weights, which are only seen in another shape."""
+        living = ((place, size) for place, (reference, size) in self._made.items() if not reference.expired())
+        return sum(size for place, size in living if place not in self._weights)
+
+
 class Trained:
     """One forward and backward pass through the graph. kept: bytes from one to the other; calls: of the latter."""
 
@@ -49,15 +74,9 @@ class Trained:
         for whole, parameters in self.graph.merged:
             gradients.watch(whole, parameters)
         batch, _ = random_batch(config, [5, 1, 9])
-        sizes: dict[int, int] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with Memory(model) as memory:
             self.hidden = self.graph(batch)
-        self.kept = sum(sizes.values())
+        self.kept = memory.alive
         with Calls() as calls:
             self.hidden.backward(upstream_of(self.hidden))
         self.calls = calls.counts
@@ -97,11 +116,38 @@ def test_recomputed_gradients_are_the_same_bits_from_fewer_kept_bytes(family: st
         recompute: Trained(random_model(config, torch.float32), config, precision, recompute)
         for recompute in ("none", "operations", "mlp", "layers")
     }
-    assert ways["layers"].kept < ways["none"].kept
+    none, operations, mlp, layers = (one.kept for one in ways.values())
+    assert none > operations > mlp > layers
     if precision == "bf16":  # products in 8 bits are no operation of their own on a CPU
         none, operations, mlp, layers = (one.products for one in ways.values())
-        assert none == operations == mlp - 2 < layers - 2
+        # Of two layers; the last product of one is never computed again.
+        assert none == operations == mlp - 2 * 1 == layers - 2 * 3
     assert_same_gradients(ways)
+
+
+# Of a layer: the sum that enters; results of q k v, of attention with a logarithm for each head, and of its product.
+ATTENTION = 32 + (32 + 2 * 16) + 32 + 4 + 32
+
+
+@pytest.mark.parametrize(
+    ("family", "recompute", "elements"),
+    [
+        ("llama", "operations", ATTENTION + 2 * 48),
+        ("llama", "mlp", ATTENTION),
+        ("llama", "layers", 32),
+        # Logits of four experts, and the rows of the two of a token, whose results the weights' gradient needs.
+        ("mixtral", "operations", ATTENTION + 4 + 2 * (2 * 48 + 32)),
+        ("mixtral", "mlp", ATTENTION + 4 + 2 * 32),
+        ("mixtral", "layers", 32),
+    ],
+)
+def test_one_tensor_crosses_layers_and_no_result_is_kept_in_vain(family: str, recompute: str, elements: int) -> None:
+    """Kept of a token in float32, of what the third layer adds to two."""
+    kept = []
+    for layers in (2, 3):
+        config = config_of(family, **EVEN, num_hidden_layers=layers)
+        kept.append(Trained(random_model(config, torch.float32), config, recompute=recompute).kept)
+    assert kept[1] - kept[0] == 15 * 4 * elements
 
 
 def assert_same_gradients(ways: dict[str, Trained]) -> None:
