@@ -317,6 +317,26 @@ def test_steps_go_on_while_a_checkpoint_is_published(tmp_path: Path) -> None:
         assert re.fullmatch(r"checkpoints before .*step-00000001 could not be removed: .*Input/output error", warning)
 
 
+def steps_of_a_late_rank(world: World, where: Path) -> dict[str, Any]:
+    """The second rank comes to its first poll once the first one has gone on from its own."""
+    checkpointer = Checkpointer(where / "checkpoints", world, keep=1, warn=_fail)
+    checkpointer.start(1, state_at(1), pieces_with(1, world.rank, world.size))
+    went_on = where / "went on"
+    until = time.monotonic() + 20
+    while not world.is_main and not went_on.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    waited = not world.is_main and not went_on.exists()
+    assert checkpointer.poll() is None
+    went_on.touch()
+    path = checkpointer.finish()
+    return {"waited": waited, "path": path and path.name}
+
+
+def test_no_rank_waits_at_a_poll_for_one_that_is_less_than_a_step_behind(tmp_path: Path) -> None:
+    for rank in run_ranks(steps_of_a_late_rank, 2, tmp_path):
+        assert rank == {"waited": False, "path": "step-00000001"}
+
+
 def test_a_start_waits_for_the_checkpoint_before_and_training_does_not(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, ALONE, keep=5, warn=_fail)
     pieces = pieces_with(1, elements=20_000_000)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from strata.comm.collectives import start_all_reduce
+from strata.comm.collectives import Pending, start_all_reduce
 from strata.comm.exchange import gather_bytes, gather_json
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
@@ -67,11 +67,12 @@ class Checkpointer:
         self._writer: ShareWriter | None = None
         self._is_handed_over = False  # the one under way, whose shares are all written, to `_publication`
         self._publication: Publication | None = None  # the last, on the first rank
+        self._told: Pending | None = None  # how far all ranks were at the poll before
         self._step = 0
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             remove(unfinished(folder))
-        self._agree(True)
+        start_all_reduce(torch.ones(1), self._everyone).wait()  # no rank writes before it is tidy
 
     def prepare(self, pieces: Sequence[Piece]) -> None:
         """Allocate the host memory for checkpoints of such pieces. The first `start` does it otherwise, and pinned
@@ -117,7 +118,9 @@ class Checkpointer:
             self._writer.wait_for_host_copies()
 
     def poll(self) -> Path | None:
-        """The checkpoint that has just become whole, if one has. While one is under way, ranks wait for each other."""
+        """The checkpoint that has just become whole, if one has. While one is under way, a rank waits for those that
+        have not yet come to the poll before this one.
+        """
         if self._writer is None:
             return None
         with self._stall():
@@ -190,20 +193,34 @@ class Checkpointer:
         return complete
 
     def _settle(self, writer: ShareWriter) -> Path | None:
-        """Have the checkpoint published once all ranks have written their shares; the path when that is done, too."""
-        if not self._is_handed_over:
-            done = writer.is_done  # read first: an error is there before the end
-            all_done, all_good = self._agree(done, writer.error is None)
+        """Have the checkpoint published once all ranks have written their shares; the path when that is done, too.
+
+        Goes by what the ranks said at the poll before, which has arrived by now: steps never end at one moment on all.
+        """
+        told, self._told = self._told, None
+        if told is not None:
+            all_good, all_written, all_published = (bool(flag) for flag in told.wait().tolist())
+            if all_published:
+                return self._end()
             if not all_good:
                 writer.stop()
-            if all_done:
-                reports = gather_bytes(json.dumps(writer.report()).encode(), self._everyone, _HOST)
-                self._is_handed_over = True
-                if self.world.is_main:
-                    self._publication = Publication(self.folder, self._step, self.keep, reports)
-            return None
-        if not all(self._agree(self._publication is None or self._publication.is_done)):
-            return None
+            if all_written and not self._is_handed_over:
+                self._hand_over(writer)
+        written = writer.is_done  # read first: an error is there before the end
+        published = self._is_handed_over and (self._publication is None or self._publication.is_done)
+        flags = torch.tensor((writer.error is None, written, published), dtype=torch.int32)
+        self._told = start_all_reduce(flags, self._everyone, "min")
+        return None
+
+    def _hand_over(self, writer: ShareWriter) -> None:
+        """Give the reports of all ranks to the first one's thread."""
+        reports = gather_bytes(json.dumps(writer.report()).encode(), self._everyone, _HOST)
+        self._is_handed_over = True
+        if self.world.is_main:
+            self._publication = Publication(self.folder, self._step, self.keep, reports)
+
+    def _end(self) -> Path | None:
+        """Tell all ranks what has become of the checkpoint; its path, if there is one."""
         self._writer, self._copied, self._is_handed_over = None, None, False
         told = ([], []) if self._publication is None else (self._publication.errors, self._publication.warnings)
         errors, warnings = gather_json(told, self._everyone, _HOST)[0]
@@ -213,11 +230,6 @@ class Checkpointer:
             self.warn(f"the checkpoint of step {self._step} was not written ({'; '.join(errors)}); those before remain")
             return None
         return checkpoint_path(self.folder, self._step)
-
-    def _agree(self, *flags: bool) -> list[bool]:
-        """Of each flag whether it is set on all ranks."""
-        reduced = start_all_reduce(torch.tensor(flags, dtype=torch.int32), self._everyone, "min").wait()
-        return [bool(flag) for flag in reduced.tolist()]
 
     @contextmanager
     def _stall(self) -> Iterator[None]:
