@@ -1,6 +1,7 @@
 """Attention of queries to a part of their keys, with what joins several parts, and the gradients of a part.
 
-Blockwise attention (Liu and Abbeel 2023) of packed sequences; FlashAttention-2 (Dao 2023) on CUDA.
+Blockwise attention (Liu and Abbeel 2023) of packed sequences. On CUDA cuDNN, where sequences are of one length, or
+FlashAttention-2 (Dao 2023).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.attention_train import DENSE_MULTIPLE
 from strata.kernels.op import operation
 from strata.kernels.plain_tensor import all_plain
 
@@ -139,6 +141,58 @@ def _grouped(x: Tensor, kv_heads: int) -> Tensor:
 def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     narrow = q.dtype in (torch.bfloat16, torch.float16)
     return narrow and q.shape[2] % 8 == 0 and q.shape[2] <= 256 and all_plain(q, k, v)
+
+
+def _fits_dense(q: Tensor, k: Tensor, v: Tensor, part: Part) -> bool:
+    """Whether all sequences have as many queries, and as many keys: so many rows cannot be divided otherwise.
+
+    Only lengths that recur, and no deterministic run, as `strata.kernels.attention_train` says.
+    """
+    sequences = part.q_offsets.shape[0] - 1
+    return (
+        _fits(q, k, v)
+        and q.shape[2] <= 128
+        and sequences * part.most_queries == q.shape[0] > 0
+        and sequences * part.most_keys == k.shape[0] > 0
+        and part.most_queries % DENSE_MULTIPLE == part.most_keys % DENSE_MULTIPLE == 0
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+@partial_attention.implement("cudnn", "cuda", supports=lambda q, k, v, part, _: _fits_dense(q, k, v, part))
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    out, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *_batched(part, q, k, v), None, True, 0.0, part.causal, False, scale=scale
+    )
+    out, sums = _packed(out, sums)
+    return out, sums[..., 0]
+
+
+@partial_attention_gradients.implement(
+    "cudnn", "cuda", supports=lambda slope, q, k, v, out, sums, part, _: _fits_dense(q, k, v, part)
+)
+def _cudnn_gradients(
+    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, part: Part, scale: float
+) -> Gradients:
+    *vectors, totals = _batched(part, slope, q, k, v, out, sums[..., None])
+    # Nothing is dropped out, so no generator's state is read; no bias, and no offsets of sequences of other lengths.
+    state, absent = torch.empty((), dtype=torch.int64, device=q.device), (None, None, None)
+    lengths = part.most_queries, part.most_keys
+    of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *vectors, totals.contiguous(), state, state, *absent, *lengths, 0.0, part.causal, scale=scale
+    )
+    of_q, of_k, of_v = _packed(of_q, of_k, of_v)
+    return of_q, of_k, of_v
+
+
+def _batched(part: Part, *tensors: Tensor) -> list[Tensor]:
+    """[rows, heads, width] -> [sequences, heads, length, width]."""
+    return [one.unflatten(0, (part.q_offsets.shape[0] - 1, -1)).transpose(1, 2) for one in tensors]
+
+
+def _packed(*tensors: Tensor) -> list[Tensor]:
+    """[sequences, heads, length, width] -> [rows, heads, width]."""
+    return [one.transpose(1, 2).flatten(0, 1) for one in tensors]
 
 
 @partial_attention.implement("flash", "cuda", supports=lambda q, k, v, *_: _fits(q, k, v))

@@ -101,3 +101,27 @@ def test_costs_are_those_counted_by_hand() -> None:
     causal = Part(part.q_offsets, part.q_offsets, 3, 3, True)
     pairs = 1 + 2 + 1 + 2 + 3
     assert partial_attention.cost(q, q, q, causal, SCALE, workload=Workload((2, 3), (2, 3))).flops == 4 * pairs * 32
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_cudnn_runs_where_all_sequences_are_of_lengths_that_recur(causal: bool) -> None:
+    """The choice on a GPU, which looks at shapes and types only."""
+
+    def chosen(
+        queries: list[int], keys: list[int], width: int = 64, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[str, str]:
+        q, k = torch.empty(sum(queries), 4, width, dtype=dtype), torch.empty(sum(keys), 2, width, dtype=dtype)
+        part, sums = part_of(queries, keys, causal), torch.empty(q.shape[:2])
+        forward = partial_attention.bind("cuda").choose(q, k, k, part, SCALE)
+        backward = partial_attention_gradients.bind("cuda").choose(q, q, k, k, q, sums, part, SCALE)
+        return forward.name, backward.name
+
+    for length in (512,) if causal else (512, 1024):
+        assert chosen([512], [length]) == chosen([512] * 3, [length] * 3, 128) == ("cudnn", "cudnn")
+    assert chosen([512, 511], [512, 511]) == chosen([333], [333]) == chosen([512], [512], 256) == ("flash", "flash")
+    assert chosen([512], [512], dtype=torch.float32) == ("reference", "reference")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert chosen([512], [512]) == ("flash", "flash")
+    finally:
+        torch.use_deterministic_algorithms(False)
