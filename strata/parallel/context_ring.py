@@ -23,17 +23,20 @@ from strata.comm.to_device import to_device
 from strata.kernels.attention_partial import Part, partial_attention, partial_attention_gradients
 from strata.parallel.zigzag import Piece, Zigzag
 
+Rows = slice | Tensor
+
 
 @dataclass(frozen=True)
 class Turn:
     """What a rank's queries see of the keys of one rank.
 
-    queries, keys: [rows] int64, which of the rank's own rows and of the other's take part; None for all of them.
+    queries, keys: which of the rank's own rows and of the other's take part, in order: a slice where they stand side by
+    side, as all of them or those of one document do, which copies nothing; else [rows] int64.
     """
 
     part: Part
-    queries: Tensor | None
-    keys: Tensor | None
+    queries: Rows
+    keys: Rows
 
 
 class Turns:
@@ -67,15 +70,19 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, turns: Turns, axis: Axis, scale: float) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.zeros_like(q, dtype=wide)
+        out = torch.empty_like(q, dtype=wide)
         # The log of the sum of the exponentials of a query's scores so far, [own tokens, heads].
-        sums = out.new_full(out.shape[:2], -torch.inf)
+        sums = out.new_empty(out.shape[:2])
         for source, pair in around(k, v, max(turns.tokens), axis):
             turn = turns[source]
-            if turn is not None:
-                keys, values = _taken(pair, turn, turns.tokens[source])
-                queries = q if turn.queries is None else q[turn.queries]
-                _join(out, sums, turn.queries, *partial_attention(queries, keys, values, turn.part, scale))
+            if turn is None:
+                continue
+            mixed, total = partial_attention(q[turn.queries], *pair[:, turn.keys], turn.part, scale)
+            if source == axis.index:  # the first, of all queries
+                out.copy_(mixed)
+                sums.copy_(total)
+            else:
+                _join(out, sums, turn.queries, mixed, total)
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, sums)
         ctx.turns, ctx.axis, ctx.scale = turns, axis, scale
@@ -86,20 +93,22 @@ class _Ring(torch.autograd.Function):
         q, k, v, result, sums = ctx.saved_tensors
         turns, axis = ctx.turns, ctx.axis
         own = grads[0].contiguous(), q, result, sums
-        of_q = torch.zeros_like(q, dtype=sums.dtype)
+        of_q = torch.empty_like(q, dtype=sums.dtype)
         home = Homecoming(axis)
         for source, pair in around(k, v, max(turns.tokens), axis):
             of_pair = torch.zeros_like(pair, dtype=sums.dtype)
             turn = turns[source]
             if turn is not None:
-                keys, values = _taken(pair, turn, turns.tokens[source])
-                slope, queries, out, total = own if turn.queries is None else (one[turn.queries] for one in own)
+                slope, queries, out, total = (one[turn.queries] for one in own)
                 of_queries, *of_keys = partial_attention_gradients(
-                    slope, queries, keys, values, out, total, turn.part, ctx.scale
+                    slope, queries, *pair[:, turn.keys], out, total, turn.part, ctx.scale
                 )
-                _add(of_q, turn.queries, of_queries)
+                if source == axis.index:  # the first, of all queries
+                    of_q.copy_(of_queries)
+                else:
+                    of_q[turn.queries] += of_queries
                 for into, gradient in zip(of_pair, of_keys, strict=True):
-                    _add(into[: turns.tokens[source]], turn.keys, gradient)
+                    into[turn.keys] += gradient
             home.send(of_pair)
         of_k, of_v = home.arrived()[:, : k.shape[0]].to(q.dtype)
         return of_q.to(q.dtype), of_k, of_v, None, None, None
@@ -109,7 +118,9 @@ def around(k: Tensor, v: Tensor, rows: int, axis: Axis) -> Iterator[tuple[int, T
     """Each rank's number and its keys and values, [2, rows, kv_heads, head_dim], this one's first. The next ones arrive
     while the caller computes. rows: alike on all ranks; what a rank has fewer is zeros.
     """
-    pair = F.pad(torch.stack((k, v)), (0, 0, 0, 0, 0, rows - k.shape[0]))
+    pair = torch.stack((k, v))
+    if k.shape[0] < rows:
+        pair = F.pad(pair, (0, 0, 0, 0, 0, rows - k.shape[0]))
     for step in range(axis.size):
         following = start_shift(pair, axis) if step + 1 < axis.size else None
         yield (axis.index - step) % axis.size, pair
@@ -136,30 +147,14 @@ class Homecoming:
         return self._on_the_way.wait()
 
 
-def _taken(pair: Tensor, turn: Turn, tokens: int) -> Tensor:
-    """Keys and values of those that a turn takes. tokens: of the rank that they are of."""
-    return pair[:, :tokens] if turn.keys is None else pair[:, turn.keys]
-
-
-def _join(out: Tensor, sums: Tensor, rows: Tensor | None, part: Tensor, part_sums: Tensor) -> None:
-    """Merge what some rows, or all, make of more keys, in place."""
-    before = sums if rows is None else sums[rows]
+def _join(out: Tensor, sums: Tensor, rows: Rows, part: Tensor, part_sums: Tensor) -> None:
+    """Merge what some rows make of more keys, in place."""
+    mixed, before = out[rows], sums[rows]
     after = torch.logaddexp(before, part_sums)
     old, new = (before - after).exp_()[..., None], (part_sums - after).exp()[..., None]
-    if rows is None:
-        out.mul_(old).add_(part * new)
-        sums.copy_(after)
-    else:
-        out[rows] = out[rows] * old + part * new
-        sums[rows] = after
-
-
-def _add(into: Tensor, rows: Tensor | None, values: Tensor) -> None:
-    """rows: each at most once, so that nothing depends on an order."""
-    if rows is None:
-        into += values
-    else:
-        into[rows] += values
+    # What a slice takes changes where it stands, and the assignment then has nothing to copy.
+    out[rows] = mixed.mul_(old).addcmul_(part, new)
+    sums[rows] = after
 
 
 def _turn(division: Zigzag, rank: int, source: int, device: torch.device) -> Turn | None:
@@ -174,13 +169,17 @@ def _turn(division: Zigzag, rank: int, source: int, device: torch.device) -> Tur
         return None
     q_counts, k_counts = ([sum(piece.length for piece in pieces) for pieces in each] for each in (queries, keys))
     part = Part(_offsets(q_counts, device), _offsets(k_counts, device), max(q_counts), max(k_counts), rank == source)
-    return Turn(part, _rows(queries, division.tokens[rank], device), _rows(keys, division.tokens[source], device))
+    return Turn(part, _rows(queries, device), _rows(keys, device))
 
 
 def _offsets(counts: Sequence[int], device: torch.device) -> Tensor:
     return to_device(torch.tensor([0, *accumulate(counts)], dtype=torch.int32), device)
 
 
-def _rows(pieces: Sequence[Sequence[Piece]], tokens: int, device: torch.device) -> Tensor | None:
-    rows = [row for document in pieces for piece in document for row in range(piece.row, piece.row + piece.length)]
-    return None if len(rows) == tokens else to_device(torch.tensor(rows, dtype=torch.int64), device)
+def _rows(documents: Sequence[Sequence[Piece]], device: torch.device) -> Rows:
+    pieces = [piece for document in documents for piece in document]
+    first, end = pieces[0].row, pieces[-1].row + pieces[-1].length
+    if end - first == sum(piece.length for piece in pieces):
+        return slice(first, end)
+    rows = [row for piece in pieces for row in range(piece.row, piece.row + piece.length)]
+    return to_device(torch.tensor(rows, dtype=torch.int64), device)

@@ -11,9 +11,10 @@ import torch
 from strata.comm.collectives import start_all_reduce
 from strata.comm.launch import World
 from strata.comm.mesh import Axis, Mesh
+from strata.kernels.attention_partial import Part, partial_attention, partial_attention_gradients
 from strata.models.config import config_from_dict
 from strata.parallel.context import ContextBatch, check_heads, divide_batch, share_attention
-from strata.parallel.context_ring import Turns
+from strata.parallel.context_ring import Turns, ring_attention
 from strata.parallel.zigzag import Zigzag
 from tests.models.batches import HandPaged
 from tests.parallel.models import SIZES, gradients_of, loss_of, random_batch, random_model
@@ -77,6 +78,34 @@ def test_loss_and_every_gradient_equal_one_process(world: int, tmp_path: Path) -
         assert {key: error for key, error in rank.items() if not error[1] < 1e-9} == {}
 
 
+def narrow_ring(world: World, folder: Path) -> dict[str, float]:
+    """Relative errors of the ring in bfloat16 against one process in float64, of this rank's rows."""
+    axis, found = Mesh.of(world, {"cp": world.size}).axis("cp"), {}
+    for lengths in (BATCH, [32]):
+        division, draw = Zigzag(tuple(lengths), world.size), torch.Generator().manual_seed(0)
+        shapes = [(sum(lengths), heads, 8) for heads in (4, 2, 2, 4)]
+        *given, slope = (torch.randn(*shape, generator=draw).bfloat16() for shape in shapes)
+        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+        wide, whole = [one.double() for one in given], Part(offsets, offsets, max(lengths), max(lengths), True)
+        out, sums = partial_attention(*wide, whole, 0.3)
+        wanted = out, *partial_attention_gradients(slope.double(), *wide, out, sums, whole, 0.3)
+        rows = division.rows(axis.index)
+        leaves = [one[rows].requires_grad_() for one in given]
+        mixed = ring_attention(*leaves, Turns(division, axis.index, world.device), axis, 0.3)
+        mixed.backward(slope[rows])
+        for name, mine, exact in zip(
+            ("out", "q", "k", "v"), (mixed, *(leaf.grad for leaf in leaves)), wanted, strict=True
+        ):
+            assert mine.dtype == torch.bfloat16
+            found[f"{name} of {lengths}"] = relative_error(mine, exact[rows])
+    return found
+
+
+def test_the_ring_rounds_to_bfloat16_only_what_a_turn_adds(tmp_path: Path) -> None:
+    for rank in run_ranks(narrow_ring, 2, tmp_path, timeout=120):
+        assert {name: error for name, error in rank.items() if not error < 1e-2} == {}
+
+
 def one_rank() -> Axis:
     return Mesh.of(World(0, 0, 1, torch.device("cpu"), None), {}).axis("cp")
 
@@ -138,7 +167,7 @@ def test_turns_of_the_ring_see_what_the_blocks_do(lengths: tuple[int, ...], rank
             found = set()
             if (turn := turns[source]) is not None:
                 queries, keys = (
-                    list(range(division.tokens[which])) if rows is None else rows.tolist()
+                    torch.arange(division.tokens[which])[rows].tolist()
                     for rows, which in ((turn.queries, rank), (turn.keys, source))
                 )
                 for own, others in turn.part.sequences():
@@ -148,6 +177,19 @@ def test_turns_of_the_ring_see_what_the_blocks_do(lengths: tuple[int, ...], rank
                         seen = keys[others][: number + 1] if turn.part.causal else keys[others]
                         found |= {(query, key) for key in seen}
             assert found == wanted
+
+
+def test_rows_side_by_side_are_not_gathered() -> None:
+    """Of one document: all rows, the late half of the queries, the early half of the keys."""
+    turns = Turns(Zigzag((64,), 4), 1, torch.device("cpu"))
+    found = [(turn.queries, turn.keys) for turn in (turns[source] for source in range(4)) if turn is not None]
+    early, late, whole = slice(0, 8), slice(8, 16), slice(0, 16)
+    assert found == [(whole, early), (whole, whole), (late, whole), (late, whole)]
+    several = Turns(Zigzag((64, 64), 4), 1, torch.device("cpu"))[3]
+    assert several is not None
+    assert isinstance(several.queries, torch.Tensor)
+    assert several.queries.tolist() == [*range(8, 16), *range(24, 32)]
+    assert several.keys == slice(0, 32)
 
 
 def test_ranks_have_equal_work() -> None:
