@@ -233,6 +233,12 @@ def _training(rows: int, width: int) -> Iterator[Call]:
     rows_of_experts = draw(3 * rows, width), place.flatten().argsort(), place
     yield own(combine, *rows_of_experts, None)
     yield with_gradients(combine, *rows_of_experts, torch.rand(rows, 3))
+    # Every other place is without a row; the first token has none.
+    held = torch.arange(3, 3 * rows, 2)
+    place = torch.full((3 * rows,), -1).scatter(0, held, torch.arange(len(held))).view(rows, 3)
+    rows_of_experts = draw(len(held), width), held, place
+    yield own(combine, *rows_of_experts, None)
+    yield with_gradients(combine, *rows_of_experts, torch.rand(rows, 3))
     targets = torch.randint(VOCABULARY, (rows,))
     scale = torch.full((), 1 / rows)
     yield own(cross_entropy_gradients, draw(rows, 64), draw(VOCABULARY, 64), targets, scale, 1 << 20)

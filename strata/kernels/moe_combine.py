@@ -29,26 +29,50 @@ def _meta(rows: Tensor, source: Tensor, place: Tensor, weights: Tensor | None) -
 
 @operation(_cost, meta=_meta)
 def combine(rows: Tensor, source: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
-    """For each token the sum over its places p of `weight * rows[p]`.
+    """For each token the sum over its places p of `weight * rows[p]`; zeros for a token without a row.
 
-    rows: [tokens * per_token, hidden]. place: [tokens, per_token] int64, each row once; source: its inverse, int64, by
-    which gradients go back without being added up. weights: [tokens, per_token] of the dtype of rows or wider, whose
-    dtype the sum has; None for ones. Returns [tokens, hidden] in the dtype of rows.
+    rows: [rows, hidden]. place: [tokens, per_token] int64, each row once, and -1 where there is none; source: [rows]
+    int64, its inverse, by which gradients go back without being added up. weights: [tokens, per_token] of the dtype of
+    rows or wider, whose dtype the sum has; None for ones. Returns [tokens, hidden] in the dtype of rows.
     """
     own = permuted(rows, place.flatten(), source).unflatten(0, place.shape)
     return (own if weights is None else own * weights[..., None]).sum(1).to(rows.dtype)
 
 
+def summed(rows: Tensor, source: Tensor, place: Tensor) -> Tensor:
+    """`combine` without weights, whose backward pass needs no saved tensor."""
+    return _Sum.apply(rows, source, place)
+
+
 def permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """rows[order]; the gradient goes the inverse way, and nothing is added up."""
+    """rows[order], zeros where it is -1; the gradient goes the inverse way, and nothing is added up.
+
+    order has every row once, at `inverse`.
+    """
     return _Permute.apply(rows, order, inverse)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, source: Tensor, place: Tensor) -> Tensor:
+        # Not by save_for_backward: a layer is computed again until all saved tensors are there. So it ends before what
+        # this adds up, and rows that come from other ranks do not travel again. int32, because it is kept all along.
+        ctx.token = (source // place.shape[1]).int()
+        return combine(rows, source, place, None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.token), None, None
 
 
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
+        if len(order) == len(inverse):
+            return rows.index_select(0, order)
+        padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+        return padded.index_select(0, order.remainder(len(padded)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -57,15 +81,18 @@ class _Permute(torch.autograd.Function):
 
 
 @jit
-def combine_kernel(rows, place, weights, out, hidden, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    """Programs [tokens, hidden / BLOCK]. K: rows of a token."""
+def combine_kernel(
+    rows, place, weights, out, hidden, K: tl.constexpr, WEIGHTED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Programs [tokens, hidden / BLOCK]. K: places of a token. FULL: whether each holds a row."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = column < hidden
     total = tl.zeros((BLOCK,), tl.float32)
     for one in tl.static_range(K):
         at = tl.load(place + token * K + one)
-        row = tl.load(rows + at * hidden + column, mask=held, other=0.0).to(tl.float32)
+        there = held if FULL else held & (at >= 0)
+        row = tl.load(rows + at * hidden + column, mask=there, other=0.0).to(tl.float32)
         if WEIGHTED:
             row *= tl.load(weights + token * K + one)
         total += row
@@ -74,11 +101,24 @@ def combine_kernel(rows, place, weights, out, hidden, K: tl.constexpr, WEIGHTED:
 
 @jit
 def combine_backward_kernel(
-    upstream, rows, place, weights, of_rows, of_weights, hidden, K: tl.constexpr, BLOCK: tl.constexpr
+    upstream,
+    rows,
+    place,
+    weights,
+    of_rows,
+    of_weights,
+    hidden,
+    K: tl.constexpr,
+    FULL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Programs [tokens * K], one for each row of a token."""
+    """Programs [tokens * K], one for each place of a token. FULL: whether each holds a row."""
     number = tl.program_id(0).to(tl.int64)
-    at, weight = tl.load(place + number), tl.load(weights + number)
+    at = tl.load(place + number)
+    if not FULL and at < 0:
+        tl.store(of_weights + number, 0.0)
+        return
+    weight = tl.load(weights + number)
     product = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, hidden, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -106,6 +146,7 @@ def _triton(rows: Tensor, source: Tensor, place: Tensor, weights: Tensor | None)
             hidden,
             K=per_token,
             WEIGHTED=weights is not None,
+            FULL=len(rows) == place.numel(),
             BLOCK=_BLOCK,
             num_warps=_WARPS,
         )
@@ -122,7 +163,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, Tensor]:
         rows, place, weights = ctx.saved_tensors
         upstream, of_rows, of_weights = grads[0].contiguous(), torch.empty_like(rows), torch.empty_like(weights)
-        if of_rows.numel():
+        if place.numel():
             combine_backward_kernel[(place.numel(),)](
                 upstream,
                 rows,
@@ -132,6 +173,7 @@ class _Combine(torch.autograd.Function):
                 of_weights,
                 rows.shape[1],
                 K=place.shape[1],
+                FULL=len(rows) == place.numel(),
                 BLOCK=_BLOCK,
                 num_warps=_WARPS,
             )
@@ -159,7 +201,6 @@ if HAS_TRITON:
 def compile_cases() -> list[CompileCase]:
     rows = dict.fromkeys(("rows", "out", "upstream", "of_rows"), "*bf16:16")
     signature = rows | {"place": "*i64:16", "weights": "*fp32:16", "of_weights": "*fp32:16", "hidden": "i32:16"}
-    constants: dict[str, object] = {"K": 8, "BLOCK": _BLOCK}
     kernels: tuple[tuple[str, Any, dict[str, object]], ...] = (
         ("weighted sum", combine_kernel, {"WEIGHTED": True}),
         ("sum", combine_kernel, {"WEIGHTED": False}),
@@ -167,6 +208,15 @@ def compile_cases() -> list[CompileCase]:
     )
     vectors = ("ld.global.v4.b32", "st.global.v4.b32")
     return [
-        CompileCase(f"{name} of 8 rows", kernel, signature, constants | more, _WARPS, 2, must_contain=vectors)
+        CompileCase(
+            f"{name} of {'' if full else 'up to '}8 rows",
+            kernel,
+            signature,
+            {"K": 8, "BLOCK": _BLOCK, "FULL": full} | more,
+            _WARPS,
+            2,
+            must_contain=vectors,
+        )
         for name, kernel, more in kernels
+        for full in (True, False)
     ]

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from strata.comm.collectives import all_to_all, start_all_to_all
 from strata.comm.mesh import Axis
-from strata.kernels.moe_experts import Order, experts, give_back, take_rows
+from strata.kernels.moe_combine import summed
+from strata.kernels.moe_experts import Order, experts, take_rows
 from strata.models.experts import Experts
 
 
@@ -28,17 +29,32 @@ class DispatchedExperts(nn.Module):
             self.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        order = Order.of(chosen, self.count)
-        counts = order.ends.diff(prepend=order.ends.new_zeros(1)).view(self.axis.size, -1)
-        # [ranks, own experts]: rows that come from each rank for each of them.
-        arriving = start_all_to_all(counts, self.axis).wait()
-        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
-        rows = all_to_all(take_rows(x, order), self.axis, sent, received)
-        own = torch.arange(counts.shape[1], device=x.device).repeat(self.axis.size)
-        numbers = own.repeat_interleave(arriving.flatten(), output_size=sum(received))
-        # The weights stay at home and are applied to what comes back.
-        made = experts(rows, None, numbers[:, None], self.gate_up_proj, self.down_proj)
-        return give_back(all_to_all(made, self.axis, received, sent), order, weights)
+        """x [tokens, hidden], weights and chosen [tokens, per_token] -> the weighted sums [tokens, hidden].
+
+        A token's row travels once to each rank that has experts of it, with the numbers and weights of them all; what
+        comes back is one row, the weighted sum over the experts there.
+        """
+        own = self.count // self.axis.size
+        ranks = torch.arange(self.axis.size, dtype=torch.int32, device=x.device)
+        lies = (chosen // own)[..., None] == ranks
+        goes = lies.any(1)
+        # [ranks, 2]: rows that go to each rank, and products of a row and an expert that it is to make of them.
+        counts = torch.stack([goes.sum(0), lies.sum((0, 1))], 1)
+        pending = start_all_to_all(counts, self.axis)
+        order = Order.of(torch.where(goes, ranks, -1), self.axis.size, empty=True)
+        sent, received, products = torch.cat([counts[:, :1], pending.wait()], 1).t().tolist()
+        order = order.with_rows(sum(sent))
+
+        def on_its_ranks(given: Tensor) -> Tensor:
+            return all_to_all(take_rows(given, order), self.axis, sent, received)
+
+        numbers = on_its_ranks(chosen.int()) - self.axis.index * own
+        numbers.masked_fill_((numbers < 0) | (numbers >= own), -1)
+        made = experts(
+            on_its_ranks(x), on_its_ranks(weights), numbers, self.gate_up_proj, self.down_proj, sum(products)
+        )
+        # From here on nothing is saved for the backward pass, so that a layer that is computed again ends above.
+        return summed(all_to_all(made, self.axis, received, sent), order.source, order.place)
 
 
 def shard_experts(model: nn.Module, axis: Axis) -> None:

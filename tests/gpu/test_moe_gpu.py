@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.moe_combine import combine
+from strata.kernels.moe_combine import combine, summed
 from strata.kernels.moe_experts import experts, grouped
 from strata.kernels.moe_route import route
 
@@ -47,13 +47,50 @@ def test_grouped_products_are_near_float64(tokens: int) -> None:
     assert not found[4][-1].any()
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 64, 1000])
+def test_grouped_products_of_tokens_with_fewer_experts(tokens: int) -> None:
+    x, weights, chosen, gate_up, down = inputs(tokens)
+    kept = torch.rand(chosen.shape, device="cuda") < 0.5
+    kept[0], kept[-1] = False, True
+    given = [x, weights, chosen.int().where(kept, -1), gate_up, down]
+    filled = int(kept.sum())
+    exact = [one.double() if one.is_floating_point() else one for one in given]
+    slope = experts.reference(*exact, filled).to(torch.bfloat16)
+    found = with_gradients(lambda *each: grouped(*each, filled), given, slope)
+    wanted = with_gradients(lambda *each: experts.reference(*each, filled), exact, slope)
+    for mine, other in zip(found, wanted, strict=True):
+        assert (mine.double() - other).norm() <= 0.01 * other.norm()
+    assert not found[2][~kept].any()
+
+
+def test_a_rank_may_get_rows_for_none_of_its_experts() -> None:
+    x, weights, chosen, gate_up, down = inputs(5)
+    given = [x, weights, torch.full_like(chosen, -1), gate_up, down]
+    found = with_gradients(lambda *each: grouped(*each, 0), given, torch.ones_like(x))
+    assert len(found) == 5
+    assert not any(one.any() for one in found)
+
+
+def slots_and_rows(tokens: int, per_token: int, share: float) -> tuple[Tensor, Tensor]:
+    """source and place of `combine`: rows in random order in such a share of the places; the first token has none if
+    some are without a row."""
+    filled = torch.rand(tokens * per_token, device="cuda") < share
+    filled[:per_token] = share == 1
+    (held,) = filled.nonzero(as_tuple=True)
+    source = held[torch.randperm(len(held), device="cuda")]
+    rows = torch.arange(len(source), device="cuda")
+    return source, torch.full_like(filled, -1, dtype=torch.int64).scatter(0, source, rows).view(tokens, per_token)
+
+
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("share", [1, 0.5, 0])
 @pytest.mark.parametrize(("tokens", "per_token", "hidden"), [(1, 1, 8), (7, 3, 100), (300, 8, 2048), (33, 2, 5000)])
-def test_rows_are_added_up_as_in_float64(tokens: int, per_token: int, hidden: int, dtype: torch.dtype) -> None:
-    place = torch.randperm(tokens * per_token, device="cuda")
-    orders = place.argsort(), place.view(tokens, per_token)
-    rows = torch.randn(tokens * per_token, hidden, device="cuda").to(dtype)
+def test_rows_are_added_up_as_in_float64(
+    tokens: int, per_token: int, hidden: int, share: float, dtype: torch.dtype
+) -> None:
+    orders = slots_and_rows(tokens, per_token, share)
+    rows = torch.randn(len(orders[0]), hidden, device="cuda").to(dtype)
     weights = torch.rand(tokens, per_token, device="cuda") + 0.1
     tolerance = 5e-3 if dtype == torch.bfloat16 else 1e-5
     bound = combine.bind("cuda")
@@ -64,13 +101,14 @@ def test_rows_are_added_up_as_in_float64(tokens: int, per_token: int, hidden: in
     assert combine.bind("cuda", differentiable=True).choose(rows, *orders, weights).name == "triton with gradients"
     # A slope along the rows, so that the gradient of a weight is no sum that cancels out.
     slope = combine(rows, *orders, weights)
-    found, wanted = [], []
-    for into, kind in ((found, None), (wanted, torch.float64)):
-        leaves = [one.detach().clone().to(kind or one.dtype).requires_grad_() for one in (rows, weights)]
-        combine(leaves[0], *orders, leaves[1]).backward(slope.to(kind or slope.dtype))
-        into += [leaf.grad for leaf in leaves]
-    for mine, other in zip(found, wanted, strict=True):
-        assert (mine.double() - other).norm() <= tolerance * other.norm()
+    for run, given in (
+        (lambda rows, weights: combine(rows, *orders, weights), [rows, weights]),
+        (lambda rows: summed(rows, *orders), [rows]),
+    ):
+        found = with_gradients(run, given, slope)
+        wanted = with_gradients(run, [one.double() for one in given], slope)
+        for mine, other in zip(found, wanted, strict=True):
+            assert (mine.double() - other).norm() <= tolerance * other.norm()
 
 
 def test_nothing_waits_for_the_device() -> None:
@@ -78,9 +116,12 @@ def test_nothing_waits_for_the_device() -> None:
     slope = torch.randn(100, 256, device="cuda").to(torch.bfloat16)
     chosen = experts.bind("cuda", differentiable=True).choose(*given)
     assert chosen.name == "grouped"
+    gaps = [*given[:2], given[2].int().where(given[2] != given[2][0, 0], -1), *given[3:]]
+    filled = int((gaps[2] >= 0).sum())
     with_gradients(chosen.run, given, slope)
     torch.cuda.set_sync_debug_mode("error")
     try:
         with_gradients(chosen.run, given, slope)
+        with_gradients(lambda *each: chosen.run(*each, filled), gaps, slope)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.moe_combine import combine
+from strata.kernels.moe_combine import combine, summed
 from strata.kernels.moe_experts import Order, experts, give_back, grouped, take_rows
 from strata.kernels.moe_route import route
 
@@ -17,8 +17,7 @@ STEP = Workload((6,), (6,))
 
 def inputs(tokens: int, per_token: int, count: int = 5, hidden: int = 16, width: int = 8) -> list[Tensor]:
     """The last expert is never chosen."""
-    chosen = torch.stack([torch.randperm(count - 1)[:per_token] for _ in range(tokens)] or [torch.empty(0, per_token)])
-    chosen = chosen[:tokens].long()
+    chosen = torch.rand(tokens, count - 1).argsort(1)[:, :per_token].contiguous()
     return [
         torch.randn(tokens, hidden),
         torch.rand(tokens, per_token),
@@ -28,12 +27,28 @@ def inputs(tokens: int, per_token: int, count: int = 5, hidden: int = 16, width:
     ]
 
 
-def twin(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def with_gaps(given: list[Tensor]) -> list[Tensor | int]:
+    """Some tokens go to fewer experts, the first to none."""
+    x, weights, chosen, *matrices = given
+    kept = torch.rand(chosen.shape) < 0.4
+    kept[:1] = False
+    return [x, weights, chosen.int().where(kept, -1), *matrices, int(kept.sum())]
+
+
+def places(tokens: int, slots: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Where so many rows lie, in random order, and in which slot of which token each is; the first token has none."""
+    source = (slots + torch.randperm((tokens - 1) * slots))[:rows]
+    return source, torch.full((tokens * slots,), -1).scatter(0, source, torch.arange(rows)).view(tokens, slots)
+
+
+def twin(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int = 0) -> Tensor:
     """Token by token, expert by expert."""
     rows = []
     for row, scales, numbers in zip(x, weights, chosen.tolist(), strict=True):
         total = torch.zeros_like(row)
         for scale, number in zip(scales, numbers, strict=True):
+            if number == -1:
+                continue
             gate, up = (gate_up[number] @ row).chunk(2)
             total = total + scale * (down[number] @ (gate * gate.sigmoid() * up))
         rows.append(total)
@@ -45,6 +60,27 @@ def twin(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tens
 def test_experts_are_the_weighted_sum(tokens: int, per_token: int, way: dict) -> None:
     given = inputs(tokens, per_token)
     torch.testing.assert_close(experts.bind("cpu", **way)(*given), twin(*given), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("tokens", "per_token"), [(1, 1), (7, 3), (33, 4), (0, 2)])
+def test_a_token_may_have_fewer_experts_and_none(tokens: int, per_token: int, way: dict) -> None:
+    given = with_gaps(inputs(tokens, per_token))
+    torch.testing.assert_close(experts.bind("cpu", **way)(*given), twin(*given), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("run", [experts.reference, experts.bind("cpu", differentiable=True), grouped])
+@pytest.mark.parametrize("per_token", [1, 3])
+def test_gradients_with_fewer_experts(run: object, per_token: int) -> None:
+    given, slope = with_gaps(inputs(7, per_token)), torch.randn(7, 16)
+    found, wanted = [], []
+    for call, into in ((run, found), (twin, wanted)):
+        leaves = [one.clone().requires_grad_(one.is_floating_point()) for one in given[:-1]]
+        assert callable(call)
+        (call(*leaves, given[-1]) * slope).sum().backward()
+        into += [leaf.grad for leaf in leaves if leaf.requires_grad]
+    for mine, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("run", [experts.reference, experts.bind("cpu", differentiable=True), grouped])
@@ -92,6 +128,34 @@ def test_rows_of_a_token_are_added_up_wherever_they_lie(weighted: bool) -> None:
     assert torch.autograd.gradcheck(run, [leaf.requires_grad_() for leaf in leaves])
 
 
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(("tokens", "slots", "rows"), [(5, 3, 7), (4, 1, 3), (3, 7, 0), (1, 4, 0)])
+def test_slots_without_a_row_add_nothing(tokens: int, slots: int, rows: int, weighted: bool) -> None:
+    source, place = places(tokens, slots, rows)
+    given, weights = torch.randn(rows, 5, dtype=torch.float64), torch.rand(tokens, slots).double()
+    leaves = (given, weights) if weighted else (given,)
+
+    def run(rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        return combine(rows, source, place, weights)
+
+    found, wanted = run(*leaves), torch.zeros(tokens, 5).double()
+    for at, slot in enumerate(source.tolist()):
+        wanted[slot // slots] += given[at] * (weights.flatten()[slot] if weighted else 1)
+    torch.testing.assert_close(found, wanted)
+    assert torch.autograd.gradcheck(run, [leaf.requires_grad_() for leaf in leaves])
+
+
+@pytest.mark.parametrize("rows", [0, 7, 12])
+def test_a_sum_saves_nothing_by_which_a_layer_would_be_computed_again(rows: int) -> None:
+    source, place = places(5, 3, rows)
+    given, saved = torch.randn(rows, 5, dtype=torch.float64, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
+        found = summed(given, source, place)
+    assert not saved
+    assert torch.equal(found, combine(given, source, place, None))
+    assert torch.autograd.gradcheck(lambda x: summed(x, source, place), given)
+
+
 def test_gradients_in_float64() -> None:
     given = [one.double() if one.is_floating_point() else one for one in inputs(4, 2, hidden=5, width=3)]
 
@@ -109,6 +173,19 @@ def test_rows_are_sorted_by_expert_and_come_back() -> None:
     assert (order.source // 2).tolist() == [0, 1, 1, 2, 0, 2]
     x = torch.randn(3, 4)
     torch.testing.assert_close(give_back(take_rows(x, order), order, torch.full((3, 2), 0.5)), x)
+
+
+def test_slots_without_an_expert_have_no_place() -> None:
+    chosen = torch.tensor([[3, -1], [-1, -1], [0, 3], [-1, 2]], dtype=torch.int32)
+    order = Order.of(chosen, 5, empty=True).with_rows(4)
+    assert order.ends.tolist() == [1, 1, 2, 4, 4]
+    assert order.source.tolist() == [4, 7, 0, 5]
+    assert order.place.tolist() == [[2, -1], [-1, -1], [0, 3], [-1, 1]]
+    x = torch.randn(4, 3, requires_grad=True)
+    rows = take_rows(x, order)
+    assert torch.equal(rows, x[[2, 3, 0, 2]])
+    rows.sum().backward()
+    assert torch.equal(x.grad, torch.tensor([1.0, 0, 2, 1])[:, None].expand(4, 3))
 
 
 def test_fixed_tiles_do_not_depend_on_the_other_tokens() -> None:
@@ -144,6 +221,10 @@ def test_costs_are_those_counted_by_hand() -> None:
     flops = 12 * (3 * 2 * 16 * 8) + 12 * 5 * 8 + 12 * 2 * 16
     assert experts.cost(*given, workload=STEP) == Cost(flops, 192 + 48 + 96 + 5 * 768, 192, 5 * 768)
     assert experts.meta(*given).shape == (6, 16)
+    # Of the 12 places 3 have an expert, so at most as many of the matrices are read.
+    gaps = [given[0], given[1], given[2].int(), *given[3:], 3]
+    assert experts.cost(*gaps, workload=STEP) == Cost(3 * (768 + 40 + 32), 192 + 48 + 48 + 3 * 768, 192, 3 * 768)
+    assert experts.meta(*gaps).shape == (6, 16)
     # One expert a token: nothing is weighted.
     alone = [given[0], None, given[2][:, :1], *given[3:]]
     assert experts.cost(*alone, workload=STEP) == Cost(6 * (768 + 40), 192 + 48 + 5 * 768, 192, 5 * 768)
@@ -151,6 +232,11 @@ def test_costs_are_those_counted_by_hand() -> None:
     assert combine.cost(rows, place, place.view(6, 2), torch.rand(6, 2), workload=STEP) == Cost(384, 384 + 96 + 48, 192)
     assert combine.cost(rows, place, place.view(6, 2), None, workload=STEP) == Cost(192, 384 + 96, 192)
     assert combine.meta(rows, place, place.view(6, 2), None).shape == (6, 16)
+    source, place = places(6, 2, 5)
+    rows, weights = rows[:5], torch.rand(6, 2)
+    assert combine.cost(rows, source, place, weights, workload=STEP) == Cost(160, 160 + 96 + 48, 192)
+    assert combine.cost(rows, source, place, None, workload=STEP) == Cost(80, 160 + 96, 192)
+    assert combine.meta(rows, source, place, weights).shape == (6, 16)
     logits = torch.randn(6, 5, dtype=torch.bfloat16)
     assert route.cost(logits, None, 2, True, workload=STEP) == Cost(6 * 5 * 4 + 6 * 2 * 2, 60, 6 * 2 * 12)
     assert [one.dtype for one in route.meta(logits, None, 2, True)] == [torch.float32, torch.int64]
