@@ -20,7 +20,7 @@ BALANCE = ("loss", "bias", "none")
 # Of the products of the layers on a GPU: "fp8-tensor" and "fp8-row" have a scale for each tensor or for each row.
 PRECISIONS = ("bf16", "fp8-tensor", "fp8-row")
 # What the backward pass computes again on a GPU: nothing, what costs no products, also the widest product, or whole
-# layers; from least time to least memory.
+# layers; from least time to least memory. Modules that are no graph take "mlp" for all of the MLP, and no "operations".
 RECOMPUTE = ("none", "operations", "mlp", "layers")
 
 

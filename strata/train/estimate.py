@@ -188,7 +188,7 @@ def _layer_bytes(shape: StepShape, layer: int, recompute: str) -> int:
     queries, keys = config.num_heads * config.head_dim // parts, config.num_kv_heads * config.head_dim // parts
     product = queries + 2 * keys
     log_sums = 4 * config.num_heads // parts  # bytes of attention
-    if recompute != "none":
+    if recompute != "none" and shape.runs_graph:
         attention = 2 * (product + queries + hidden // between + hidden // between) + log_sums
         return tokens * attention + _mlp_bytes(shape, layer, recompute)
     kept = 2 * hidden // between + product + queries  # read by norms and by attention; its result by the product
@@ -207,8 +207,11 @@ def _mlp_bytes(shape: StepShape, layer: int, recompute: str) -> int:
     """Of what follows attention, without the residual."""
     config, tokens = shape.config, shape.own_tokens
     hidden, between = config.hidden_size, shape.between
-    experts = config.experts
-    if experts is not None and experts.layers[layer]:
+    experts = config.experts if config.experts is not None and config.experts.layers[layer] else None
+    read = hidden // (shape.layout.tp if shape.layout.overlap else 1)
+    if recompute != "none" and not shape.runs_graph:
+        return tokens * 2 * (read if experts is None else hidden // between)  # what enters
+    if experts is not None:
         if recompute != "none":
             # The results of the products of router and experts.
             gated = 2 * experts.intermediate_size if recompute == "operations" else 0
@@ -221,13 +224,9 @@ def _mlp_bytes(shape: StepShape, layer: int, recompute: str) -> int:
         return tokens * (routing + rows) // between
     inner = config.intermediate_size // shape.layout.tp
     if recompute != "none":
-        # In 8 bits the last product, too, which would be computed again.
-        return (
-            tokens
-            * 2
-            * ((2 * inner if recompute == "operations" else 0) + (0 if shape.precision == "bf16" else hidden))
-        )
-    read = hidden // (shape.layout.tp if shape.layout.overlap else 1)
+        gated = 2 * inner if recompute == "operations" else 0
+        last = 0 if shape.precision == "bf16" else hidden  # in 8 bits it would be computed again
+        return tokens * 2 * (gated + last)
     if shape.precision == "bf16":
         return tokens * 2 * (2 * inner + inner + read)
     return tokens * (2 * 2 * inner + inner + read) + 3 * inner * hidden

@@ -148,7 +148,7 @@ class _Passes:
         self.computing = (product + attention + head, 2 * (product + attention) + head_backward + repeated)
         waiting = (0.0, 0.0)
         if link is not None:
-            waiting = self._inner_messages(link, product, attention, again=recompute == "layers")
+            waiting = self._inner_messages(link, (product, product_again), attention, recompute)
         self.forward, self.backward = self.computing[0] + waiting[0], self.computing[1] + waiting[1]
         self.inputs = self.backward - product - head  # all but the products that give the weights' gradients
 
@@ -161,15 +161,19 @@ class _Passes:
         once = again = 0.0
         for layer in self.held.layers:
             elements = active_elements(config, layer)
-            routed, widest = 0, 2 * config.hidden_size * config.intermediate_size * dense
+            each = config.hidden_size * config.intermediate_size
+            routed, widest, mlp = 0, 2 * each * dense, 3 * each * dense
+            # Torch stops before a last product whose result nobody reads, where it is an operation of torch's own.
+            last = 0.0 if shape.precision != "bf16" or shape.layout.overlap else each * dense
             if config.experts is not None and config.experts.layers[layer]:
                 experts = config.experts
                 each = config.hidden_size * experts.intermediate_size
                 routed = config.hidden_size * experts.count + 3 * experts.per_token * each
-                widest = 2 * experts.per_token * each * sparse
+                widest, mlp, last = 2 * experts.per_token * each * sparse, routed * sparse, 0.0
             seconds = (elements - routed) * dense + routed * sparse
             once += seconds
-            again += {"none": 0.0, "operations": 0.0, "mlp": widest, "layers": seconds}[recompute]
+            mlp_again = widest if shape.runs_graph else mlp - last
+            again += {"none": 0.0, "operations": 0.0, "mlp": mlp_again, "layers": seconds - last}[recompute]
         return once, again
 
     def _attention_seconds(self, device: Device) -> float:
@@ -180,20 +184,24 @@ class _Passes:
         flops = 4 * config.num_heads * config.head_dim // shape.layout.tp * pairs * sequences
         return flops / device.ceiling("compute", "bfloat16").value
 
-    def _inner_messages(self, link: Link, product: float, attention: float, *, again: bool) -> tuple[float, float]:
-        """What waiting for messages inside the layers adds to the forward and to the backward pass."""
+    def _inner_messages(
+        self, link: Link, products: tuple[float, float], attention: float, recompute: str
+    ) -> tuple[float, float]:
+        """What waiting for messages inside the layers adds to the forward and to the backward pass.
+
+        products: seconds of one forward pass, and of what is computed again.
+        """
         forward, backward = 0.0, 0.0
         for name, (ahead, back) in {
-            "tensor": self._tensor(link, product),
-            "context": self._context(link, attention),
-            "experts": self._experts(link),
+            "tensor": self._tensor(link, products, recompute),
+            "context": self._context(link, attention, again=recompute == "layers"),
+            "experts": self._experts(link, again=recompute in ("mlp", "layers")),
         }.items():
-            back = ahead + back if again else back
             self.messages[name] = ahead + back
             forward, backward = forward + ahead.exposed, backward + back.exposed
         return forward, backward
 
-    def _tensor(self, link: Link, product: float) -> tuple[Messages, Messages]:
+    def _tensor(self, link: Link, products: tuple[float, float], recompute: str) -> tuple[Messages, Messages]:
         """Around attention and the MLP the ranks gather tokens and sum products, or sum alone, which is as much."""
         shape, layout, config = self.shape, self.shape.layout, self.shape.config
         if layout.tp == 1:
@@ -201,7 +209,8 @@ class _Passes:
         size = 2 * shape.own_tokens * config.hidden_size
         sparse = (False,) * config.num_layers if config.experts is None else config.experts.layers
         # Experts are whole on each rank of tp. Embedding and head are half a block each.
-        blocks = sum(1 if sparse[layer] else 2 for layer in self.held.layers)
+        dense = sum(not sparse[layer] for layer in self.held.layers)
+        blocks = len(self.held.layers) + dense
         ends = (self.held.embedding > 0) + (self.held.head > 0)
         whole = [gather_cost(size, layout.tp), reduce_scatter_cost(size, layout.tp)]
         calls = whole if layout.sequence_parallel else [all_reduce_cost(size, layout.tp)]
@@ -209,10 +218,16 @@ class _Passes:
         ahead, back = block.times(blocks), block.times(blocks + ends)
         if layout.overlap:
             back += _messages(link, whole[0]).times(blocks)  # what was gathered is gathered once more
-            ahead, back = _behind(ahead, product), _behind(back, 2 * product)
+            again = block.times({"mlp": dense, "layers": blocks}.get(recompute, 0))
+            product, product_again = products
+            return _behind(ahead, product), _behind(again, product_again) + _behind(back, 2 * product)
+        if recompute == "layers":
+            # All but the sum of a last product that is not computed again; so of an MLP alone there is none.
+            *before, last = (_messages(link, call) for call in calls)
+            back += sum((one.times(blocks) for one in before), last.times(blocks - dense))
         return ahead, back
 
-    def _context(self, link: Link, attention: float) -> tuple[Messages, Messages]:
+    def _context(self, link: Link, attention: float, *, again: bool) -> tuple[Messages, Messages]:
         shape, layout, config = self.shape, self.shape.layout, self.shape.config
         if layout.cp == 1:
             return Messages(), Messages()
@@ -225,15 +240,16 @@ class _Passes:
             copies = max(1, ranks * layout.tp // config.num_kv_heads)
             each = [queries, queries, copies * keys, copies * keys]
             ahead = sum((_messages(link, all_to_all_cost(size, ranks)) for size in each), Messages()).times(layers)
-            return ahead, ahead
+            return ahead, ahead.times(2 if again else 1)
         shift = _messages(link, shift_cost(2 * keys, ranks))
         gradients = _messages(link, shift_cost(4 * keys, ranks))  # float32
         ahead = _behind(shift.times((ranks - 1) * layers), attention)
         # The last shift of gradients goes home when nothing is left to compute.
         back = _behind((shift + gradients).times((ranks - 1) * layers), 2 * attention)
-        return ahead, back + gradients.times(layers)
+        back += gradients.times(layers)
+        return ahead, ahead + back if again else back
 
-    def _experts(self, link: Link) -> tuple[Messages, Messages]:
+    def _experts(self, link: Link, *, again: bool) -> tuple[Messages, Messages]:
         shape, layout, experts = self.shape, self.shape.layout, self.shape.config.experts
         if layout.ep == 1 or experts is None:
             return Messages(), Messages()
@@ -241,7 +257,8 @@ class _Passes:
         rows = shape.own_tokens // shape.between * experts.per_token
         there = _messages(link, all_to_all_cost(2 * rows * shape.config.hidden_size, layout.ep))
         counts = _messages(link, all_to_all_cost(8 * experts.count, layout.ep))
-        return (there.times(2) + counts).times(layers), there.times(2 * layers)
+        ahead, back = (there.times(2) + counts).times(layers), there.times(2 * layers)
+        return ahead, ahead + back if again else back
 
 
 def _data_messages(shape: StepShape, held: Held, passes: _Passes, link: Link | None) -> dict[str, Messages]:

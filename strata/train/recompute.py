@@ -37,6 +37,9 @@ _PRODUCTS = {"aten::mm": 1, "aten::addmm": 2, "aten::_scaled_mm": 1, "aten::_gro
 # Which argument of an operation has gate's and up's rows, the last dimension but one.
 _GATED = {linear_silu_mul: 1, linear_silu_mul_fp8: 1, experts: 3}
 
+# What a model that is no graph can compute again.
+OF_MODULES = ("none", "mlp", "layers")
+
 Sizes = tuple[int, int]  # inner and columns of a matrix
 
 
@@ -99,11 +102,17 @@ def _end_layers_with_sums(graph: fx.GraphModule) -> list[fx.Node]:
     return sums
 
 
-def recompute_modules(model: nn.Module) -> None:
-    """Let each decoder layer of a model that is no graph, in place, be computed again in the backward pass."""
+def recompute_modules(model: nn.Module, recompute: str) -> None:
+    """Let decoder layers of a model that is no graph, in place, be computed again in the backward pass.
+
+    recompute: one of `OF_MODULES`; "mlp" is a layer's MLP, with its experts, from what enters it.
+    """
+    if recompute == "none":
+        return
     for layer in model.modules():
         if isinstance(layer, DecoderLayer):
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)  # type: ignore[method-assign]
+            again = layer.mlp if recompute == "mlp" else layer
+            again.forward = partial(checkpoint, again.forward, use_reentrant=False, preserve_rng_state=False)  # type: ignore[method-assign]
 
 
 def _last_products(graph: fx.GraphModule, sums: Sequence[fx.Node]) -> frozenset[Sizes]:

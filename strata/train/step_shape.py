@@ -16,6 +16,7 @@ from strata.parallel.layout import Layout
 from strata.parallel.schedules import Schedule, make_schedule
 from strata.parallel.stages import layer_spans
 from strata.train.config import RECOMPUTE
+from strata.train.recompute import OF_MODULES
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class StepShape:
         if self.runs_graph:
             return RECOMPUTE
         split = self.layout.pp > 1 and self.layout.schedule.startswith("zero-bubble")
-        return ("none",) if split else ("none", "layers")
+        return ("none",) if split else OF_MODULES
 
     @property
     def data_ranks(self) -> tuple[int, int]:

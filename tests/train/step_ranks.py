@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from strata.comm.launch import World
+from strata.comm.observer import Call
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
 from strata.parallel.data_parallel import all_ranks
@@ -108,7 +111,8 @@ def made(world: World, config: ModelConfig, layout: Layout, **options: Any) -> t
 
 def errors_of(world: World, family: str, layout: Layout, **options: Any) -> dict[str, float]:
     """Largest relative errors of losses, norms and masters after some steps."""
-    config = config_of(family, num_hidden_layers=max(2, layout.pp))
+    stages = layout.pp * (2 if layout.schedule == "interleaved" else 1)
+    config = config_of(family, num_hidden_layers=max(2, stages))
     step, replicas, own = made(world, config, layout, **options)
     model, losses, norms = one_process(config, replicas, STEPS)
     errors: dict[str, float] = {}
@@ -178,6 +182,39 @@ def shapes(world: World) -> list[list[int] | None]:
     everyone = all_ranks(Layout(dp=2).mesh(world))
     own = [(2, 8), (2, 8 + world.rank), None if world.rank else (2, 8)]
     return [None if found is None else list(found) for found in (shape_of_all(one, everyone) for one in own)]
+
+
+class Counting:
+    """Of the collectives that were started along "tp", how many of each kind."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def started(self, operation: str, axis: str, ranks: tuple[int, ...], nbytes: int) -> Call:
+        if axis == "tp":
+            self.counts[operation] += 1
+        return Call(operation, axis, ranks, self.counts[operation], nbytes)
+
+    def waits(self, call: Call | None) -> None:
+        """Nobody asks."""
+
+
+def repeated_messages(world: World, folder: Path, layouts: list[list[Any]]) -> list[list[dict[str, int]]]:
+    """For every (family, layout): messages of a layer in one pack's passes that are there because all layers, or their
+    MLPs, are computed again.
+    """
+    found = []
+    for family, layout in layouts:
+        config = config_of(family, num_hidden_layers=2)
+        counts = []
+        for recompute in ("none", "layers", "mlp"):
+            counting = Counting()
+            step, _, _ = made(replace(world, observer=counting), config, Layout(**layout), recompute=recompute)
+            counting.counts.clear()
+            step([pack_of(0, [5, 9], config.vocab_size, 1.0)], 1e-3)
+            counts.append(counting.counts)
+        found.append([{name: count // 2 for name, count in (one - counts[0]).items()} for one in counts[1:]])
+    return found
 
 
 def two_ranks(world: World, folder: Path, layouts: list[list[Any]]) -> dict[str, Any]:

@@ -21,6 +21,8 @@ LAYOUTS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3-moe", "bias", {"dp": 2}, {}),
     ("qwen3-moe", "loss", {"shard": 2, "zero": 2}, {"recompute": "operations"}),
     ("mixtral", "loss", {"shard": 2, "zero": 3}, {"recompute": "layers"}),
+    ("mixtral", "loss", {"tp": 2, "sequence_parallel": True}, {"recompute": "mlp"}),
+    ("qwen3-moe", "bias", {"shard": 2, "ep": 2, "zero": 3}, {"recompute": "mlp"}),
     ("qwen3-moe", "loss", {"shard": 2, "ep": 2, "zero": 1}, {}),
     ("qwen3-moe", "bias", {"shard": 2, "ep": 2, "zero": 3}, {"recompute": "layers"}),
     ("mixtral", "loss", {"tp": 2}, {}),

@@ -19,6 +19,7 @@ from strata.kernels.op import Implementation
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
 from strata.train.compile import TrainingGraph
+from strata.train.recompute import OF_MODULES, recompute_modules
 from strata.train.steps.one_device import OneDeviceGradients
 from tests.parallel.models import config_of, random_batch, random_model
 
@@ -174,6 +175,35 @@ def test_experts_multiply_again_only_what_is_not_kept(monkeypatch: pytest.Monkey
     assert products == [4 * layers, 4 * layers, 5 * layers, 6 * layers]
     assert ways["layers"].kept < ways["none"].kept
     assert_same_gradients(ways)
+
+
+@pytest.mark.parametrize(
+    ("family", "again"),
+    [
+        # Products of a layer, all and of its MLP, without the last one: nothing in a backward pass reads its result.
+        ("llama", {"mlp": 2, "layers": 6}),
+        # The router's, and of four experts, whose results the weights' gradient needs.
+        ("mixtral", {"mlp": 1 + 4 * 2, "layers": 4 + 1 + 4 * 2}),
+    ],
+)
+def test_modules_multiply_again_up_to_the_last_result_that_is_needed(family: str, again: dict[str, int]) -> None:
+    config = config_of(family, **EVEN)
+    found: dict[str, tuple[int, int, dict[str, Tensor]]] = {}
+    for recompute in OF_MODULES:
+        model = random_model(config, torch.float32)
+        recompute_modules(model, recompute)
+        with Memory(model) as memory:
+            hidden = model(random_batch(config, [5, 1, 9])[0])
+        kept = memory.alive
+        with Calls() as calls:
+            hidden.backward(upstream_of(hidden))
+        products = sum(calls.counts[one] for one in DENSE)
+        found[recompute] = kept, products, {name: one.grad for name, one in model.model.named_parameters()}
+    kept, products, gradients = found["none"]
+    assert kept > found["mlp"][0] > found["layers"][0]
+    for recompute, wanted in again.items():
+        assert found[recompute][1] == products + 2 * wanted
+        assert all(torch.equal(one, gradients[name]) for name, one in found[recompute][2].items())
 
 
 def test_layers_of_sizes_that_eight_bits_do_not_fit_stay_as_they_are() -> None:

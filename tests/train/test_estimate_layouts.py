@@ -12,7 +12,7 @@ from strata.hardware.specs import device
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.parallel.layout import Layout
-from strata.train.estimate import _layer_working_bytes, choose_recompute, estimate, memory, memory_by_rank
+from strata.train.estimate import _layer_bytes, _layer_working_bytes, choose_recompute, estimate, memory, memory_by_rank
 from strata.train.least_time import Messages, least_time
 from strata.train.step_shape import StepShape
 
@@ -80,7 +80,7 @@ def test_a_ring_holds_vectors_and_with_a_window_blocks_of_scores() -> None:
     assert _layer_working_bytes(windowed, 0) == 4 * (scores + vectors)
     # Long documents fit, since nothing grows with their square.
     long = StepShape(CONFIG, 65536, 65536, layout=Layout(cp=2, shard=4, zero=3))
-    assert choose_recompute(long, 141 * 10**9) == "layers"
+    assert choose_recompute(long, 141 * 10**9) == "mlp"
 
 
 def test_a_loss_with_gradients_takes_no_product_twice() -> None:
@@ -166,7 +166,10 @@ def test_tensor_parallel_waits_for_two_sums_a_layer_each_way() -> None:
     assert overlapped.cost.bytes == plain.cost.bytes + 64 * HIDDEN_BYTES * 7 // 8
     assert overlapped.exposed < 0.25 * plain.exposed
     again = messages(shape(tp=8), "layers")["tensor"]
-    assert again.cost.bytes == (calls + 64) * 2 * HIDDEN_BYTES * 7 // 8
+    # One sum of the two of a layer: nothing in the backward pass needs the other.
+    assert again.cost.bytes == (calls + 32) * 2 * HIDDEN_BYTES * 7 // 8
+    gathered = messages(shape(tp=8, sequence_parallel=True), "layers")["tensor"]
+    assert gathered.cost.bytes == (2 * calls + 32 * 3) * HIDDEN_BYTES * 7 // 8
 
 
 def test_context_parallel_sends_keys_around_or_exchanges_heads() -> None:
@@ -185,6 +188,29 @@ def test_experts_exchange_rows_four_times_a_layer() -> None:
     rows, counts = 2 * 8 * 4096 * 2048, 8 * 128
     assert found.cost.bytes == 48 * (4 * rows + counts) * 7 // 8
     assert found.exposed == found.seconds
+
+
+def test_modules_compute_mlps_again_from_what_enters_them() -> None:
+    pipeline, split = (shape(pp=4, micro_batches=4, schedule=one).recomputes for one in ("1f1b", "zero-bubble"))
+    assert (pipeline, split) == (("none", "mlp", "layers"), ("none",))
+    for layout in ({"tp": 4}, {"tp": 4, "sequence_parallel": True, "overlap": True}):
+        given = shape(**layout)
+        # Gate, up and SwiGLU's result are not kept.
+        assert _layer_bytes(given, 0, "none") - _layer_bytes(given, 0, "mlp") == TOKENS * 2 * 3 * 14336 // 4
+        none, mlp = (least_time(given, one, H200) for one in ("none", "mlp"))
+        # What overlaps is no operation of torch's own, so the last product and its messages are repeated, too.
+        matrices = 3 if "overlap" in layout else 2
+        assert mlp.products - none.products == pytest.approx(2 * TOKENS * 32 * matrices * 4096 * 14336 / 4 / RATE)
+        sent = [one.messages["tensor"].cost.bytes for one in (none, mlp)]
+        assert sent[1] - sent[0] == (32 * 2 * HIDDEN_BYTES * 3 // 4 if "overlap" in layout else 0)
+    experts = StepShape(MIXTURE, 4096, 4096, layout=Layout(shard=8, ep=8, zero=2))
+    attention = 2 * (2 * 2048 + (4096 + 1024) + 4096 + (4096 + 512) + 2048) + 4 * 32
+    assert _layer_bytes(experts, 0, "mlp") == 4096 * (attention + 2 * 2048)
+    none, mlp = (least_time(experts, one, H200) for one in ("none", "mlp"))
+    again = 2 * 4096 * 48 * 2048 * (128 + 8 * 3 * 768)
+    assert mlp.products - none.products == pytest.approx(again / RATE)
+    sent = [one.messages["experts"].cost.bytes for one in (none, mlp)]
+    assert sent[1] - sent[0] == 48 * (2 * 2 * 8 * 4096 * 2048 + 8 * 128) * 7 // 8
 
 
 @pytest.mark.parametrize(("schedule", "idle"), [("1f1b", 3.0), ("zero-bubble", 1.0)])

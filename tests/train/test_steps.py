@@ -17,7 +17,7 @@ from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps.make import fresh, make_step, stored
 from tests.parallel.models import config_of
 from tests.parallel.ranks import run_ranks
-from tests.train.step_ranks import errors_of, four_ranks, made, two_ranks
+from tests.train.step_ranks import errors_of, four_ranks, made, repeated_messages, two_ranks
 
 ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
@@ -27,12 +27,17 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
         ("qwen3-biases-tied", {"dp": 2}, {"recompute": "operations"}),
         ("llama-biases-tied", {"shard": 2, "zero": 1}, {"recompute": "layers"}),
         ("llama", {"shard": 2, "zero": 3}, {"recompute": "layers"}),
+        ("mixtral", {"shard": 2, "zero": 3}, {"recompute": "mlp"}),
         ("qwen3-biases-tied", {"tp": 2, "sequence_parallel": True}, {"recompute": "layers"}),
         ("llama", {"cp": 2, "zero": 1}, {}),
+        ("llama-biases-tied", {"tp": 2, "sequence_parallel": True}, {"recompute": "mlp"}),
         ("llama", {"cp": 2, "context": "ulysses"}, {"recompute": "layers"}),
+        ("qwen3-biases-tied", {"cp": 2, "zero": 1}, {"recompute": "mlp"}),
         ("qwen3-biases-tied", {"pp": 2, "micro_batches": 2}, {"recompute": "layers"}),
+        ("llama", {"pp": 2, "micro_batches": 2}, {"recompute": "mlp"}),
         ("llama", {"pp": 2, "micro_batches": 2, "schedule": "zero-bubble"}, {}),
         ("qwen3-moe", {"shard": 2, "ep": 2, "zero": 2}, {"recompute": "layers"}),
+        ("mixtral", {"shard": 2, "ep": 2, "zero": 2}, {"recompute": "mlp"}),
         ("mixtral", {"shard": 2, "zero": 1}, {}),
     ],
     4: [
@@ -42,6 +47,10 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
         ("qwen3-biases-tied", {"pp": 2, "shard": 2, "zero": 1, "micro_batches": 2}, {}),
         ("llama", {"pp": 2, "cp": 2, "zero": 1, "micro_batches": 2}, {}),
         ("qwen3-moe", {"shard": 4, "ep": 2, "zero": 3}, {"recompute": "layers"}),
+        ("qwen3-moe", {"shard": 4, "ep": 2, "zero": 3}, {"recompute": "mlp"}),
+        ("llama", {"shard": 2, "tp": 2, "zero": 3, "sequence_parallel": True}, {"recompute": "mlp"}),
+        ("qwen3-moe", {"pp": 2, "shard": 2, "zero": 3, "micro_batches": 2}, {"recompute": "mlp"}),
+        ("llama", {"pp": 2, "tp": 2, "micro_batches": 2, "schedule": "interleaved"}, {"recompute": "mlp"}),
     ],
 }
 
@@ -69,6 +78,21 @@ def test_steps_of_layouts_equal_one_process(world: int, tmp_path: Path) -> None:
 def test_steps_of_one_device_equal_plain_pytorch(family: str, recompute: str) -> None:
     errors = errors_of(ALONE, family, Layout(), recompute=recompute)
     assert max(errors.values()) < 1e-9, errors
+
+
+# Of a layer, when it is computed again, and when its MLP alone is.
+REPEATED: list[tuple[str, dict[str, Any], dict[str, int], dict[str, int]]] = [
+    # Not the sum of the last product, whose result nothing in the backward pass reads.
+    ("llama", {"tp": 2}, {"all_reduce": 1}, {}),
+    ("llama", {"tp": 2, "sequence_parallel": True}, {"gather": 2, "reduce_scatter": 1}, {}),
+    ("llama", {"tp": 2, "sequence_parallel": True, "overlap": True}, {"shift": 4}, {"shift": 2}),
+]
+
+
+def test_messages_that_are_sent_again(tmp_path: Path) -> None:
+    layouts = [(family, layout) for family, layout, _, _ in REPEATED]
+    for found in run_ranks(repeated_messages, 2, tmp_path, timeout=180, layouts=layouts):
+        assert found == [[layers, mlp] for _, _, layers, mlp in REPEATED]
 
 
 def test_first_values_are_those_of_initialize_and_of_a_folder(tmp_path: Path) -> None:
@@ -101,7 +125,16 @@ def test_unknown_choices_are_refused(options: dict[str, str], message: str) -> N
     ("layout", "options", "message"),
     [
         (Layout(tp=2), {"precision": "fp8-row"}, r"precision = 'fp8-row' is for layouts that divide documents only"),
-        (Layout(shard=2, zero=3), {"recompute": "mlp"}, r"recompute = 'mlp' is for layouts that divide documents only"),
+        (
+            Layout(shard=2, zero=3),
+            {"recompute": "operations"},
+            r"recompute = 'operations' is for layouts that divide documents only .* one of none, mlp, layers",
+        ),
+        (
+            Layout(pp=2, schedule="zero-bubble", micro_batches=2),
+            {"recompute": "mlp"},
+            r"recompute = 'mlp' does not go with schedule 'zero-bubble'",
+        ),
         (
             Layout(pp=2, schedule="zero-bubble", micro_batches=2),
             {"recompute": "layers"},

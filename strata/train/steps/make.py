@@ -30,7 +30,7 @@ from strata.train.config import PRECISIONS, RECOMPUTE, BalanceConfig
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.make import make_optimizer
 from strata.train.phases import NOBODY, Phases
-from strata.train.recompute import recompute_modules
+from strata.train.recompute import OF_MODULES, recompute_modules
 from strata.train.steps.balance import NoBalancing, make_balancing
 from strata.train.steps.one_device import OneDeviceGradients
 from strata.train.steps.parallel_step import ParallelStep
@@ -81,8 +81,8 @@ def make_step(
     optimizer state, on a CPU.
 
     A layout that divides documents only, with ZeRO of at most 2, runs the merged and fused graph: `precision` may then
-    be any of `PRECISIONS` and `recompute` any of `RECOMPUTE`. All others run the modules, in bf16, with recompute
-    "none" or "layers". balance: of experts; None does not even count how busy they are. max_length: of a sequence, see
+    be any of `PRECISIONS` and `recompute` any of `RECOMPUTE`. All others run the modules, in bf16, with recompute one
+    of `OF_MODULES`. balance: of experts; None does not even count how busy they are. max_length: of a sequence, see
     `build`. phases, before_update, records: see `ParallelStep`.
 
     Raises ValueError for what does not go together.
@@ -97,8 +97,7 @@ def make_step(
     if divides_documents_only(layout):
         parallel, passes = _through_graph(model, setting, precision, recompute)
     else:
-        if recompute != "none":
-            recompute_modules(model)
+        recompute_modules(model, recompute)
         way = _through_stages if layout.pp > 1 else _through_modules
         parallel, passes = way(model, setting)
     parts = parallel.gradients.parts
@@ -136,12 +135,12 @@ def _check(layout: Layout, precision: str, recompute: str) -> None:
     way = "is for layouts that divide documents only (dp, or shard with zero = 1 or 2)"
     if precision != "bf16":
         raise ValueError(f"precision = {precision!r} {way}; use such a layout, or 'bf16'")
-    if recompute not in ("none", "layers"):
-        raise ValueError(f"recompute = {recompute!r} {way}; use such a layout, or 'none' or 'layers'")
-    if recompute == "layers" and layout.schedule.startswith("zero-bubble") and layout.pp > 1:
+    if recompute not in OF_MODULES:
+        raise ValueError(f"recompute = {recompute!r} {way}; use such a layout, or one of {', '.join(OF_MODULES)}")
+    if recompute != "none" and layout.schedule.startswith("zero-bubble") and layout.pp > 1:
         raise ValueError(
-            f"recompute = 'layers' does not go with schedule {layout.schedule!r}, which runs a backward pass in two "
-            f"parts; use 'none', or schedule '1f1b' or 'interleaved'"
+            f"recompute = {recompute!r} does not go with schedule {layout.schedule!r}, which runs a backward pass in "
+            f"two parts; use 'none', or schedule '1f1b' or 'interleaved'"
         )
 
 
