@@ -48,11 +48,11 @@ class DispatchedExperts(nn.Module):
         def on_its_ranks(given: Tensor) -> Tensor:
             return all_to_all(take_rows(given, order), self.axis, sent, received)
 
+        # The rows first: the longest message gives the host time to ask for what follows.
+        rows, scales = on_its_ranks(x), on_its_ranks(weights)
         numbers = on_its_ranks(chosen.int()) - self.axis.index * own
         numbers.masked_fill_((numbers < 0) | (numbers >= own), -1)
-        made = experts(
-            on_its_ranks(x), on_its_ranks(weights), numbers, self.gate_up_proj, self.down_proj, sum(products)
-        )
+        made = experts(rows, scales, numbers, self.gate_up_proj, self.down_proj, sum(products))
         # From here on nothing is saved for the backward pass, so that a layer that is computed again ends above.
         return summed(all_to_all(made, self.axis, received, sent), order.source, order.place)
 
