@@ -218,9 +218,7 @@ def _mlp_bytes(shape: StepShape, layer: int, recompute: str) -> int:
             return tokens * 2 * (experts.count + experts.per_token * (gated + hidden)) // between
         # Logits, probabilities (float32), weights and numbers of a token's experts, and their order.
         routing = 2 * hidden + (2 + 4) * experts.count + experts.per_token * (4 + 8 + 16)
-        # What enters and leaves the products; what comes home before it is weighted is one more with ep.
-        copies = 3 if shape.layout.ep > 1 else 2
-        rows = experts.per_token * 2 * (3 * experts.intermediate_size + copies * hidden)
+        rows = experts.per_token * 2 * (3 * experts.intermediate_size + 2 * hidden)  # what enters and leaves products
         return tokens * (routing + rows) // between
     inner = config.intermediate_size // shape.layout.tp
     if recompute != "none":

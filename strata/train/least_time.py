@@ -254,11 +254,16 @@ class _Passes:
         if layout.ep == 1 or experts is None:
             return Messages(), Messages()
         layers = sum(experts.layers[layer] for layer in self.held.layers)
-        rows = shape.own_tokens // shape.between * experts.per_token
-        there = _messages(link, all_to_all_cost(2 * rows * shape.config.hidden_size, layout.ep))
-        counts = _messages(link, all_to_all_cost(8 * experts.count, layout.ep))
-        ahead, back = (there.times(2) + counts).times(layers), there.times(2 * layers)
-        return ahead, ahead + back if again else back
+        rows = int(shape.own_tokens // shape.between * shape.ranks_of_token)
+        # Rows of hidden states; their weights (float32), as much as the numbers of their experts; how many there are.
+        vectors, weights, counts = (
+            _messages(link, all_to_all_cost(size, layout.ep))
+            for size in (2 * rows * shape.config.hidden_size, 4 * rows * experts.per_token, 16 * layout.ep)
+        )
+        there = vectors + weights.times(2) + counts
+        back = vectors.times(2) + weights
+        # What comes home is only added up, so computed again no row does.
+        return (there + vectors).times(layers), (there + back if again else back).times(layers)
 
 
 def _data_messages(shape: StepShape, held: Held, passes: _Passes, link: Link | None) -> dict[str, Messages]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -88,6 +89,15 @@ class StepShape:
             return RECOMPUTE
         split = self.layout.pp > 1 and self.layout.schedule.startswith("zero-bubble")
         return ("none",) if split else OF_MODULES
+
+    @property
+    def ranks_of_token(self) -> float:
+        """How many ranks of ep have experts of a token, on average, if all choices are equally likely."""
+        experts, ranks = self.config.experts, self.layout.ep
+        if experts is None:
+            return 0.0
+        elsewhere = math.comb(experts.count - experts.count // ranks, experts.per_token)
+        return ranks * (1 - elsewhere / math.comb(experts.count, experts.per_token))
 
     @property
     def data_ranks(self) -> tuple[int, int]:
