@@ -94,6 +94,15 @@ class _SiluMulOfHalves(torch.autograd.Function):
         return _backward(upstream[0], gate, up)
 
 
+def silu_mul_of_halves(product: Tensor) -> Tensor:
+    """`silu_mul` of the halves of the columns (gate, then up) of a product [tokens, 2 * inner]."""
+    if HAS_TRITON and product.is_cuda and all_plain(product):
+        return _SiluMulOfHalves.apply(product)  # type: ignore[no-any-return]
+    gate, up = product.chunk(2, -1)
+    result: Tensor = silu_mul(gate, up)
+    return result
+
+
 def _fits(gate: Tensor, up: Tensor) -> bool:
     return all_plain(gate, up) and gate.stride(-1) == 1 and up.stride(-1) == 1
 
@@ -111,13 +120,13 @@ if HAS_TRITON:
 
     @linear_silu_mul.implement("linear, silu_mul with gradients", "cuda", differentiable=True, supports=_product_fits)
     def _differentiable_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return _SiluMulOfHalves.apply(F.linear(x, weight, bias))  # type: ignore[no-any-return]
+        return silu_mul_of_halves(F.linear(x, weight, bias))
 
     @linear_silu_mul_fp8.implement(
         "linear_fp8, silu_mul with gradients", "cuda", differentiable=True, supports=lambda x, *_: all_plain(x)
     )
     def _differentiable_fp8_product(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) -> Tensor:
-        return _SiluMulOfHalves.apply(linear_fp8(x, weight, bias, per_row))  # type: ignore[no-any-return]
+        return silu_mul_of_halves(linear_fp8(x, weight, bias, per_row))
 
 
 def compile_cases() -> list[CompileCase]:

@@ -199,6 +199,19 @@ def _cublas(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch
     return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=dtype, use_fast_accum=fast)
 
 
+def put_scaled_product(
+    place: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype
+) -> None:
+    """`scaled_product`, every sum in float32, into contiguous memory [rows, columns] of float32 or of `dtype`.
+
+    What the library cannot write as float32 (scales of rows) is rounded to `dtype` on the way.
+    """
+    if place.is_cuda and a_scale.numel() == b_scale.numel() == 1:
+        torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=place.dtype, out=place)
+    else:
+        place.copy_(scaled_product(a, a_scale, b, b_scale, dtype, False))
+
+
 def compile_cases() -> list[CompileCase]:
     sizes = {"rows": "i32", "columns": "i32:16", "stride": "i32:16"}
     tops = dict.fromkeys(("of_rows", "of_columns"), "*fp32")

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation import silu_mul
-from strata.kernels.fp8 import ALIGNMENT, quantize, scaled_product
+from strata.kernels.destination import Destination
+from strata.kernels.fp8 import ALIGNMENT, put_scaled_product, quantize, scaled_product
 from strata.kernels.gemm import linear
 from strata.kernels.linear_silu_mul import linear_silu_mul
 from strata.kernels.op import operation
@@ -49,7 +50,14 @@ def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) ->
     x [tokens, width], weight [out, width], bias [out] or None -> [tokens, out], all of one dtype; width and out are
     multiples of 16. per_row: a scale for each row (and column) of the operands instead of one for each operand.
     """
-    product: Tensor = _LinearFp8.apply(x, weight, per_row)
+    return linear_fp8_into(x, weight, bias, per_row, None)
+
+
+def linear_fp8_into(
+    x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool, destination: Destination | None
+) -> Tensor:
+    """`linear_fp8` whose backward pass puts the weight's gradient into `destination`, if there is one."""
+    product: Tensor = _LinearFp8.apply(x, weight, per_row, destination)
     return product if bias is None else product + bias
 
 
@@ -57,22 +65,30 @@ class _LinearFp8(torch.autograd.Function):
     """Keeps both operands in 8 bits, transposed, as the backward pass sums over their other dimension."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, per_row: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, per_row: bool, destination: Destination | None) -> Tensor:
         values, turned, scale, turned_scale = quantize(x, FORWARD, per_row)
         w_values, w_turned, w_scale, w_turned_scale = quantize(weight, FORWARD, per_row)
         ctx.save_for_backward(turned, turned_scale, w_turned, w_turned_scale)
-        ctx.per_row = per_row
+        ctx.per_row, ctx.destination = per_row, destination
         result: Tensor = scaled_product(values, scale, w_values, w_scale, x.dtype, True)
         return result
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         turned, turned_scale, w_turned, w_turned_scale = ctx.saved_tensors
         dtype = upstream[0].dtype
         values, g_turned, scale, g_scale = quantize(upstream[0], gradient_type(ctx.per_row), ctx.per_row)
         of_x = scaled_product(values, scale, w_turned, w_turned_scale, dtype, False)
-        of_weight = scaled_product(g_turned, g_scale, turned, turned_scale, dtype, False)
-        return of_x, of_weight, None
+        operands = g_turned, g_scale, turned, turned_scale, dtype
+        if ctx.destination is None:
+            return of_x, scaled_product(*operands, False), None, None
+        place, adds = ctx.destination.place()
+        if adds:
+            place.add_(scaled_product(*operands, False))
+        else:
+            put_scaled_product(place, *operands)
+        ctx.destination.filled()
+        return of_x, None, None, None
 
 
 def _gated_cost(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool, *, workload: Workload) -> Cost:

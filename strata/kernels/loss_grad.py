@@ -15,7 +15,9 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.destination import Place
 from strata.kernels.device_limits import implementations_for
+from strata.kernels.linear_into import put_product
 from strata.kernels.loss import IGNORED, linear_cross_entropy
 from strata.kernels.op import operation
 from strata.kernels.plain_tensor import all_plain
@@ -23,35 +25,51 @@ from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 def _cost(
-    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int, *, workload: Workload
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    logits_bytes: int,
+    place: Place | None = None,
+    *,
+    workload: Workload,
 ) -> Cost:
     forward = linear_cross_entropy.cost(hidden, weight, targets, workload=workload)
     # Two more products, and for every logit a division by the sum and the scale.
     flops = forward.flops + 4 * hidden.shape[0] * weight.numel() + 2 * hidden.shape[0] * weight.shape[0]
-    return Cost(flops, forward.read, 4 + hidden.nbytes + weight.nbytes, forward.weights)
+    read, written = forward.read, 4 + hidden.nbytes + (weight if place is None else place[0]).nbytes
+    if place is not None and place[1]:
+        flops, read = flops + weight.numel(), read + place[0].nbytes
+    return Cost(flops, read, written, forward.weights)
 
 
 def _meta(
-    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int, place: Place | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32), device="meta")
-    return loss, hidden.new_empty(hidden.shape, device="meta"), weight.new_empty(weight.shape, device="meta")
+    of_weight = weight.new_empty(weight.shape, device="meta") if place is None else place[0]
+    return loss, hidden.new_empty(hidden.shape, device="meta"), of_weight
 
 
 @operation(_cost, meta=_meta)
 def cross_entropy_gradients(
-    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int, place: Place | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`scale` times the sum of `linear_cross_entropy`, and its gradients with respect to `hidden` and `weight`.
 
     hidden [tokens, width] and weight [vocab, width] of one dtype, targets [tokens] int32 or int64, -100 where a token
-    has no loss; scale [] float32. logits_bytes: what the logits that exist at once may take.
-    Returns the loss [] float32 (float64 for float64 input) and gradients like hidden and weight.
+    has no loss; scale [] float32. logits_bytes: what the logits that exist at once may take. place: memory like weight,
+    or wider, for the weight's gradient, and whether to add to what it holds.
+    Returns the loss [] float32 (float64 for float64 input) and gradients like hidden and weight; the latter in its
+    place, if it has one.
     """
     with torch.enable_grad():
         leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
         loss = linear_cross_entropy.reference(*leaves, targets).sum() * scale
         of_hidden, of_weight = torch.autograd.grad(loss, leaves)
+    if place is not None:
+        memory, adds = place
+        of_weight = memory.add_(of_weight) if adds else memory.copy_(of_weight)
     return loss.detach(), of_hidden, of_weight
 
 
@@ -95,19 +113,25 @@ _BLOCK = 16384
 _WARPS = 32
 
 
-def _supports(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int) -> bool:
+def _supports(
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int, place: Place | None = None
+) -> bool:
     return hidden.dtype == weight.dtype == torch.bfloat16  # float16 has no room for gradients of a mean over tokens
 
 
 def _triton(
-    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int, place: Place | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, vocab = targets.numel(), weight.shape[0]
     losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
     of_hidden = torch.empty_like(hidden)
-    of_weight: Tensor | None = None
     targets = targets.contiguous()
     chunks = list(_row_chunks(tokens, logits_bytes // (vocab * hidden.element_size())))
+    of_weight, adds = place or (torch.empty_like(weight), False)
+    # Sums over chunks are kept wide: the weight's gradient is a sum over all tokens.
+    sums = torch.empty_like(weight, dtype=torch.float32) if place is None and len(chunks) > 1 else of_weight
+    if not chunks and not adds:
+        sums.zero_()
     for rows in chunks:
         logits = F.linear(hidden[rows], weight)
         softmax_gradient_kernel[(logits.shape[0],)](
@@ -122,16 +146,10 @@ def _triton(
             num_warps=_WARPS,
         )
         torch.mm(logits, weight, out=of_hidden[rows])
-        if len(chunks) == 1:
-            of_weight = logits.t() @ hidden
-        elif of_weight is None:
-            of_weight = torch.mm(logits.t(), hidden[rows], out_dtype=torch.float32)
-        else:  # sums over chunks are kept wide: the weight's gradient is a sum over all tokens
-            torch.addmm(of_weight, logits.t(), hidden[rows], out_dtype=torch.float32, out=of_weight)
+        put_product(sums, logits.t(), hidden[rows], adds=adds)
+        adds = True
         del logits  # before the next chunk's
-    if of_weight is None:
-        return losses.sum(), of_hidden, torch.zeros_like(weight)
-    return losses.sum(), of_hidden, of_weight.to(weight.dtype)
+    return losses.sum(), of_hidden, of_weight if sums is of_weight else of_weight.copy_(sums)
 
 
 def _row_chunks(tokens: int, most: int) -> Iterator[slice]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from strata.comm.collectives import Pending, start_all_reduce, start_gather, start_reduce_scatter
+from strata.kernels.destination import Place
 from strata.parallel.data_parallel import GradientAxes, Part
 
 # Elements that the part of a rank is a multiple of, so that vector loads of any kernel are aligned.
@@ -86,18 +87,25 @@ class Bucket:
                 master = nn.Parameter(self.master[held])
                 yield Part(slot.name, slot.parameter.shape, first - slot.first, self.own_weights[held], master)
 
-    def take(self, names: Sequence[str], gradient: Tensor) -> None:
-        """Add to the gradient of a parameter, or of several that lie side by side, given as one."""
+    def place(self, names: Sequence[str]) -> Place:
+        """Flat memory for the gradient of a parameter, or of several that lie side by side, and whether it holds one
+        of this step already. Counts as taken from now on.
+        """
         if self._gradients is None:
             self._gradients = self.weights.new_empty(self.size, dtype=self.reduce_dtype)
             last = max(slot.end for slot in self.slots.values())
             self._gradients[last:] = 0
-        place = self._gradients[self.slots[names[0]].first : self.slots[names[-1]].end]
-        if names[0] in self._taken:
+        is_held = names[0] in self._taken
+        self._taken.update(names)
+        return self._gradients[self.slots[names[0]].first : self.slots[names[-1]].end], is_held
+
+    def take(self, names: Sequence[str], gradient: Tensor) -> None:
+        """Add to the gradient of a parameter, or of several that lie side by side, given as one."""
+        place, is_held = self.place(names)
+        if is_held:
             place.add_(gradient.flatten())
         else:
             place.copy_(gradient.flatten())
-            self._taken.update(names)
 
     def reduction(self) -> Iterator[None]:
         """Sum over the ranks. Each step waits for a message and sends the next; between them others can be sent."""

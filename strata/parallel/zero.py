@@ -7,12 +7,14 @@ optimizer state for its part of each bucket (all of it without ZeRO), and the up
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor, fx, nn
 
 from strata.comm.mesh import Axis
+from strata.kernels.destination import Place
 from strata.parallel.buckets import Bucket, divide_into_buckets
 from strata.parallel.data_parallel import GradientAxes, Part, global_norm
 
@@ -77,12 +79,34 @@ class ZeroGradients:
         if leaf.grad is None:
             return
         names = self._leaves[leaf]
+        self._open_bucket(names).take(names, leaf.grad)
+        leaf.grad = None
+        self._have(names)
+
+    def destination(self, leaf: Tensor) -> LeafDestination:
+        """For the gradient of a watched tensor that a backward pass writes itself (`strata.kernels.linear_into`)."""
+        return LeafDestination(self, leaf)
+
+    def place(self, leaf: Tensor) -> Place:
+        """Memory for the gradient of a watched tensor, in its shape, and whether it holds one already."""
+        names = self._leaves[leaf]
+        place, is_held = self._open_bucket(names).place(names)
+        return place.view(leaf.shape), is_held
+
+    def filled(self, leaf: Tensor) -> None:
+        """The gradient of this pass is in that memory."""
+        self._have(self._leaves[leaf])
+
+    def _open_bucket(self, names: Sequence[str]) -> Bucket:
+        """That of these parameters, which has not been sent in this pass."""
         place = self._home[names[0]]
         if place < self._sent:
             raise RuntimeError(f"a second gradient of {names[0]} came after the first was sent; use the parameter once")
-        self._buckets[place].take(names, leaf.grad)
-        self._missing[place].difference_update(names)
-        leaf.grad = None
+        return self._buckets[place]
+
+    def _have(self, names: Sequence[str]) -> None:
+        """Send what is complete, now that the gradients of these parameters are."""
+        self._missing[self._home[names[0]]].difference_update(names)
         if self._reduces_this_pass:
             while self._sent < len(self._buckets) and not self._missing[self._sent]:
                 self._send()
@@ -174,6 +198,20 @@ class ZeroGradients:
         """One step further with every reduction under way: by now its message has probably arrived."""
         ended = object()
         self._under_way = [one for one in self._under_way if next(one, ended) is not ended]
+
+
+@dataclass(frozen=True, eq=False)
+class LeafDestination:
+    """Where `ZeroGradients` want the gradient of a tensor that they watch; a `Destination` of `linear_into`."""
+
+    gradients: ZeroGradients
+    leaf: Tensor
+
+    def place(self) -> Place:
+        return self.gradients.place(self.leaf)
+
+    def filled(self) -> None:
+        self.gradients.filled(self.leaf)
 
 
 def leave_meta(model: nn.Module, device: torch.device) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import cast
 
@@ -14,12 +16,18 @@ from strata.graph.merge import merge
 
 # Imported for what they register: gradients of operations on CUDA.
 from strata.kernels import activation_grad, norm_grad, rope_grad  # noqa: F401
+from strata.kernels.destination import Destination
 from strata.kernels.gemm import linear
-from strata.kernels.linear_fp8 import fits_fp8, linear_fp8, linear_silu_mul_fp8
+from strata.kernels.linear_fp8 import fits_fp8, linear_fp8, linear_fp8_into, linear_silu_mul_fp8
+from strata.kernels.linear_into import linear_into, linear_silu_mul_fp8_into, linear_silu_mul_into
 from strata.kernels.linear_silu_mul import linear_silu_mul
 from strata.models.batch import Batch
 from strata.models.layers import CausalLM
+from strata.parallel.zero import ZeroGradients
 from strata.train.recompute import recompute_layers
+
+# Operations on x and a weight.
+_PRODUCTS = {linear, linear_silu_mul, linear_fp8, linear_silu_mul_fp8}
 
 
 class TrainingGraph:
@@ -35,12 +43,12 @@ class TrainingGraph:
         model: CausalLM,
         precision: str = "bf16",
         recompute: str = "none",
-        prepare: Callable[[fx.GraphModule], None] | None = None,
+        gradients: ZeroGradients | None = None,
     ) -> None:
         """precision: of the layers' products, one of `PRECISIONS`; all else stays as the model has it.
 
-        recompute: what the backward pass computes again, one of `RECOMPUTE` (see `recompute_layers`). prepare: changes
-        the merged and fused graph, in place, before it is divided into what is computed again.
+        recompute: what the backward pass computes again, one of `RECOMPUTE` (see `recompute_layers`). gradients: if
+        several ranks share the parameters; the graph then waits for weights, and writes gradients into messages.
         """
         self._graph = fuse_gated_products(fuse(merge(capture(model))))
         if precision != "bf16":
@@ -51,14 +59,50 @@ class TrainingGraph:
             if len(names) > 1:
                 whole: Tensor = attrgetter(str(node.target))(self._graph).requires_grad_()
                 self.merged.append((whole, [model.get_parameter(name) for name in names]))
-        if prepare is not None:
+        prepare = partial(_exchange, gradients=gradients)
+        if recompute == "none":
             prepare(self._graph)
-        if recompute != "none":
-            self._graph = recompute_layers(self._graph, recompute)
+        else:
+            self._graph = recompute_layers(self._graph, recompute, prepare)
 
     def __call__(self, batch: Batch) -> Tensor:
         """Hidden states [tokens, hidden] after the last norm."""
         return cast(Callable[[Batch], Tensor], self._graph)(batch)
+
+
+def _exchange(graph: fx.GraphModule, gradients: ZeroGradients | None) -> None:
+    """Let the graph, in place, wait for weights that are under way, and products write their weights' gradients into
+    the messages that carry them.
+    """
+    if gradients is None:
+        return
+    gradients.wait_in_graph(graph)
+    for node in graph.graph.nodes:
+        weight = node.args[1] if node.target in _PRODUCTS else None
+        # A second reader's gradient could come after the first was sent.
+        if weight is not None and weight.op == "get_attr" and len(weight.users) == 1:
+            into = _Into(gradients.destination(attrgetter(str(weight.target))(graph)))
+            node.target = getattr(into, node.target.name)
+    graph.recompile()
+
+
+@dataclass(frozen=True, eq=False)
+class _Into:
+    """What takes the place of each of `_PRODUCTS`, by their names, for one weight, whose gradient goes to a place."""
+
+    destination: Destination
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear_into(x, weight, bias, self.destination)
+
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear_silu_mul_into(x, weight, bias, self.destination)
+
+    def linear_fp8(self, x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) -> Tensor:
+        return linear_fp8_into(x, weight, bias, per_row, self.destination)
+
+    def linear_silu_mul_fp8(self, x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) -> Tensor:
+        return linear_silu_mul_fp8_into(x, weight, bias, per_row, self.destination)
 
 
 def _use_fp8(graph: fx.GraphModule, per_row: bool) -> None:

@@ -43,14 +43,19 @@ OF_MODULES = ("none", "mlp", "layers")
 Sizes = tuple[int, int]  # inner and columns of a matrix
 
 
-def recompute_layers(graph: fx.GraphModule, recompute: str) -> fx.GraphModule:
+def recompute_layers(
+    graph: fx.GraphModule, recompute: str, prepare: Callable[[fx.GraphModule], None] = lambda graph: None
+) -> fx.GraphModule:
     """The same function with each decoder layer computed again in the backward pass, from the one tensor that enters.
 
     recompute: "layers"; "operations", which computes only what lies between products and attention again, from the
     results of these; or "mlp", which also computes gate's and up's product again, whose result is the largest of all.
-    graph: captured, merged and fused, with `meta["layer"]` at its nodes; changed in place.
+    graph: captured, merged and fused, with `meta["layer"]` at its nodes; changed in place. prepare: changes it, in place,
+    before it is divided; operations need not be what they were.
     """
     sums = _end_layers_with_sums(graph)
+    computed = _last_products(graph, sums) | (_gated_products(graph) if recompute == "mlp" else frozenset())
+    prepare(graph)
     parts: dict[fx.Node, int] = {}
     after = 2 + max(node.meta["layer"] for node in sums)
 
@@ -70,7 +75,6 @@ def recompute_layers(graph: fx.GraphModule, recompute: str) -> fx.GraphModule:
     divided = split_module(graph, graph, part_of, keep_original_order=True)
     contexts = None
     if recompute != "layers":
-        computed = _last_products(graph, sums) | (_gated_products(graph) if recompute == "mlp" else frozenset())
         contexts = partial(create_selective_checkpoint_contexts, partial(_policy, computed))
     for part in range(1, after):
         name = f"submod_{part}"

@@ -165,6 +165,13 @@ def test_loss_with_gradients(tokens: int, vocabulary: int, index: torch.dtype) -
             assert mine.dtype == torch.bfloat16
             assert_near(mine, wanted, 2e-2)
         assert not found[1][1::5].any()
+        for adds in (False, True):
+            memory = torch.randn(vocabulary, 64, device="cuda")
+            held = memory.double() if adds else 0
+            _, of_hidden, of_weight = cross_entropy_gradients(*args, (memory, adds))
+            assert of_weight is memory
+            assert torch.equal(of_hidden, found[1])
+            assert_near(memory, exact[2] + held, 2e-2)
 
 
 @pytest.mark.parametrize(("tokens", "vocabulary"), [(700, 50), (9000, 128256), (0, 100)])

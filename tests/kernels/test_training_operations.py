@@ -31,6 +31,18 @@ def test_loss_and_gradients_are_those_of_the_log_probabilities() -> None:
     assert not of_hidden[1::4].any()
 
 
+@pytest.mark.parametrize("adds", [False, True])
+def test_the_gradient_of_the_head_goes_to_its_place(adds: bool) -> None:
+    hidden, weight, memory = torch.randn(20, 9), torch.randn(37, 9), torch.randn(37, 9)
+    targets, scale = torch.randint(0, 37, (20,)), torch.tensor(0.3)
+    loss, of_hidden, of_weight = cross_entropy_gradients(hidden, weight, targets, scale, 1 << 20)
+    wanted = memory + of_weight if adds else of_weight
+    found = cross_entropy_gradients(hidden, weight, targets, scale, 1 << 20, (memory, adds))
+    assert found[2] is memory
+    for mine, other in zip(found, (loss, of_hidden, wanted), strict=True):
+        assert torch.equal(mine, other)
+
+
 @pytest.mark.parametrize(("tokens", "most", "sizes"), [
     (0, 9, []),
     (5, 9, [5]),
@@ -53,6 +65,11 @@ def test_cost_of_the_loss_is_the_hand_count() -> None:
     assert cost == Cost(3 * 7 * 64 * 50 * 2 + 7 * 50 * 5, 896 + 6400 + 56, 4 + 896 + 6400, 6400)
     shapes = [tuple(one.shape) for one in cross_entropy_gradients(hidden, weight, targets, scale, 1 << 20)]
     assert shapes == [(), (7, 64), (50, 64)]
+    # In float32, added to what is there.
+    place = torch.empty(50, 64, device="meta"), True
+    cost = cross_entropy_gradients.cost(hidden, weight, targets, scale, 1 << 20, place, workload=WORK)
+    flops = 3 * 7 * 64 * 50 * 2 + 7 * 50 * 5 + 50 * 64
+    assert cost == Cost(flops, 896 + 6400 + 56 + 12800, 4 + 896 + 12800, 6400)
 
 
 @pytest.mark.parametrize("run", [summed_cross_entropy, summed_cross_entropy.reference, _at_once])

@@ -136,21 +136,22 @@ def without_some_gradients(world: World) -> dict[str, Any]:
 
 
 def merged_graph(world: World) -> dict[str, Any]:
-    """Merged matrices are views of the flat memory, their gradients are taken whole, and weights are waited for."""
+    """Merged matrices are views of the flat memory; products write gradients there, and weights are waited for."""
     own, wanted = gradients_of_both(world)
     sent = count_messages()
     model, source = random_model(CONFIG), random_model(CONFIG)
     _, gradients = divided(world, model, 2)
-    graph = TrainingGraph(model)
+    graph = TrainingGraph(model, gradients=gradients)
     for whole, parameters in graph.merged:
         gradients.watch(whole, parameters)
+    copied = copied_gradients(gradients)
     logits = graph(own[0]) @ head_weight(model).t()
     torch.nn.functional.cross_entropy(logits, own[1], ignore_index=-100, reduction="sum").backward()
     messages = len(sent)
     gradients.accumulate()
     gradients.reduce()
     error = reduced_gradient_errors(gradients, wanted)
-    gradients.wait_in_graph(graph._graph)
+    matrices = [name for name in copied if "_proj" in name]
     with torch.no_grad():
         for master in (part.master for part in gradients.parts):
             master.mul_(2)
@@ -161,7 +162,23 @@ def merged_graph(world: World) -> dict[str, Any]:
     under_way = [bucket._gathering is not None for bucket in gradients._buckets]
     gradients.wait()
     head = torch.equal(model.lm_head.weight, source.lm_head.weight)
-    return {"messages": messages, "merged graph": error, "waited": hidden, "under way": under_way, "head": head}
+    return {
+        "messages": messages,
+        "merged graph": error,
+        "copied": [len(copied), matrices],
+        "waited": hidden,
+        "under way": under_way,
+        "head": head,
+    }
+
+
+def copied_gradients(gradients: ZeroGradients) -> list[str]:
+    """Grows by the names of parameters whose gradient autograd has made and a bucket copies."""
+    copied: list[str] = []
+    for bucket in gradients._buckets:
+        take = bucket.take
+        bucket.take = lambda names, gradient, take=take: (copied.extend(names), take(names, gradient))[1]  # type: ignore[method-assign, misc]
+    return copied
 
 
 def rounded_masters(world: World) -> dict[str, Any]:
@@ -205,6 +222,8 @@ def test_messages_merging_rounding_and_filling(tmp_path: Path) -> None:
         assert found["messages of zero 1"] == [0, 5]
         assert found["messages of zero 2"] == [5, 10]
         assert found["messages"] == 5
+        # Embedding, head and the norms of two layers and of the end.
+        assert found["copied"] == [2 + 2 * 2 + 1, []]
         # The graph has no head, whose weights come last.
         assert found["under way"] == [True, False, False, False, False]
         for small in ("zero 1", "zero 2", "unused head", "merged graph", "waited"):
@@ -241,7 +260,7 @@ def test_a_graph_waits_for_weights_no_sooner_than_it_needs_them(
     _, gradients = divided(alone, model, 1)
     happened: list[str] = []
     monkeypatch.setattr(gradients, "wait", lambda names: happened.extend(names))
-    graph = TrainingGraph(model, recompute=recompute, prepare=gradients.wait_in_graph)
+    graph = TrainingGraph(model, recompute=recompute, gradients=gradients)
     of_layer = attention.bind("cpu", differentiable=True).candidates[0].run
 
     def attend(*given: Any) -> torch.Tensor:

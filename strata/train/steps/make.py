@@ -177,8 +177,7 @@ def _through_graph(model: CausalLM, setting: _Setting, precision: str, recompute
     parallel = setting.divide(model)
     gradients = parallel.gradients
     assert isinstance(gradients, ZeroGradients)
-    graph = TrainingGraph(model, precision, recompute, gradients.wait_in_graph)
-    return parallel, GraphPasses(model, graph, gradients)
+    return parallel, GraphPasses(model, TrainingGraph(model, precision, recompute, gradients), gradients)
 
 
 def _through_modules(model: CausalLM, setting: _Setting) -> tuple[Parallel, Passes]:

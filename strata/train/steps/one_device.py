@@ -58,8 +58,11 @@ class OneDeviceGradients:
             assert before.data_ptr() + before.nbytes == after.data_ptr()
         self._leaves[leaf] = [name for parameter in parameters for name in self._leaves[parameter]]
 
-    def take(self, leaf: Tensor) -> None:
-        """Nothing to do before the pass has ended: no message waits for this gradient."""
+    def place(self, leaf: Tensor) -> None:
+        """There are no messages: gradients stay with autograd until the pass has ended."""
+
+    def filled(self, leaf: Tensor) -> None:
+        """Nothing waits for this gradient."""
 
     def announce_last(self) -> None:
         self._is_last = True

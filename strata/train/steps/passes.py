@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from strata.comm.mesh import Axis
+from strata.kernels.destination import Place
 from strata.kernels.loss_grad import cross_entropy_gradients, summed_cross_entropy
 from strata.models.batch import Batch
 from strata.models.layers import CausalLM
@@ -17,8 +18,10 @@ from strata.parallel.loss import vocabulary_cross_entropy
 from strata.parallel.pipeline import MicroBatch, Pipeline
 from strata.train.compile import TrainingGraph
 
-# What the logits that exist at once may take: all of 16384 tokens of a vocabulary of 128256 in bfloat16.
+# What the logits that exist at once may take: on one GPU all of 16384 tokens of a vocabulary of 128256 in bfloat16,
+# since sums over chunks need memory of their own; where messages are what is added up in, chunks cost nothing.
 LOGITS_BYTES = 5 * 2**30
+CHUNK_BYTES = 2**30
 
 
 class Passes(Protocol):
@@ -38,8 +41,11 @@ class WatchedGradients(Gradients, Protocol):
     def watch(self, leaf: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         """Take the gradient of `leaf`, of which the parameters are views that lie side by side, as theirs."""
 
-    def take(self, leaf: Tensor) -> None:
-        """The gradient of `leaf` is complete for this pass. For one that autograd does not tell of."""
+    def place(self, leaf: Tensor) -> Place | None:
+        """Where the gradient of `leaf` belongs, if not into `leaf.grad`."""
+
+    def filled(self, leaf: Tensor) -> None:
+        """It is there, and complete for this pass."""
 
     def forget(self) -> None:
         """The gradients that `reduce` left, and free their memory."""
@@ -120,12 +126,16 @@ class GraphPasses:
         self._gradients.wait()  # for the head, which is not in the graph
         counted = hidden if rows is None else hidden.index_select(0, rows)
         head = head_weight(self._model)
+        place = self._gradients.place(head)
+        logits_bytes = LOGITS_BYTES if place is None else CHUNK_BYTES
         loss: Tensor
-        loss, of_counted, head.grad = cross_entropy_gradients(
-            counted.detach(), head.detach(), targets, scale, LOGITS_BYTES
+        loss, of_counted, of_head = cross_entropy_gradients(
+            counted.detach(), head.detach(), targets, scale, logits_bytes, place
         )
-        if self._model.lm_head is not None:  # the backward pass adds to that of a tied one
-            self._gradients.take(head)
+        if place is None:
+            head.grad = of_head
+        elif self._model.lm_head is not None:  # the backward pass adds to that of a tied one
+            self._gradients.filled(head)
         counted.backward(of_counted)
         self._gradients.accumulate()
         return loss

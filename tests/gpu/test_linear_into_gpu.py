@@ -1,0 +1,66 @@
+"""Products that write the float32 gradient of a bfloat16 weight, against float64, and in 8 bits against the layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from strata.kernels import activation_grad  # noqa: F401  registers what is tested
+from strata.kernels.linear_fp8 import linear_fp8, linear_fp8_into
+from strata.kernels.linear_into import linear_into, linear_silu_mul_into
+from tests.kernels.test_linear_into import Place, plain_gated, plain_linear
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda").bfloat16()
+
+
+def place_of(weight: Tensor, adds: bool) -> Place:
+    return Place(weight.float(), torch.randn(weight.shape, device="cuda") if adds else None)
+
+
+def assert_near(found: Tensor | None, exact: Tensor, tolerance: float) -> None:
+    assert found is not None
+    assert (found.double() - exact).norm() <= tolerance * exact.norm()
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("rows", "width", "out"), [(1, 8, 16), (333, 72, 80), (4096, 512, 1024)])
+def test_gradients_against_float64(rows: int, width: int, out: int, with_bias: bool, gated: bool, adds: bool) -> None:
+    x, weight, bias = draw(rows, width).requires_grad_(), draw(out, width).requires_grad_(), draw(out).requires_grad_()
+    place = place_of(weight, adds)
+    held = place.memory.double() if adds else 0
+    into, plain = (linear_silu_mul_into, plain_gated) if gated else (linear_into, plain_linear)
+    result = into(x, weight, bias if with_bias else None, place)
+    slope = draw(*result.shape)
+    result.backward(slope)
+    exact = [one.detach().double().requires_grad_() for one in (x, weight, bias)]
+    wanted = plain(exact[0], exact[1], exact[2] if with_bias else None)
+    wanted.backward(slope.double())
+    assert weight.grad is None
+    assert_near(result, wanted.detach(), 1e-2)
+    # Where nothing is rounded on the way, float32 sums show.
+    assert_near(place.memory, exact[1].grad + held, 1e-2 if gated else 1e-5)
+    assert_near(x.grad, exact[0].grad, 1e-2)
+    if with_bias:
+        assert_near(bias.grad, exact[2].grad, 1e-2)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize(("rows", "width", "out"), [(16, 32, 16), (352, 80, 64), (4096, 512, 1024)])
+def test_gradients_in_eight_bits(rows: int, width: int, out: int, per_row: bool, adds: bool) -> None:
+    x, weight, slope = draw(rows, width), draw(out, width).requires_grad_(), draw(rows, out)
+    place = place_of(weight, adds)
+    held = place.memory.clone() if adds else 0
+    linear_fp8(x, weight, None, per_row).backward(slope)
+    wanted, weight.grad = weight.grad, None
+    linear_fp8_into(x, weight, None, per_row, place).backward(slope)
+    assert weight.grad is None
+    # The layer's gradient is rounded to bfloat16, this one need not be.
+    assert_near(place.memory, (held + wanted).double(), 4e-3)
