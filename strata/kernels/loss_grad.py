@@ -192,8 +192,8 @@ def _summed_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tenso
     return losses.sum() * scale
 
 
-# What the logits that exist at once may take in `summed_cross_entropy`, beside the activations of modules.
-MODULE_LOGITS_BYTES = 2**30
+# What the logits that exist at once may take beside the activations of a model, if sums over chunks have their memory.
+CHUNK_BYTES = 2**30
 
 
 class _WithGradients(torch.autograd.Function):
@@ -203,7 +203,7 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
-        loss, of_hidden, of_weight = cross_entropy_gradients(hidden, weight, targets, scale, MODULE_LOGITS_BYTES)
+        loss, of_hidden, of_weight = cross_entropy_gradients(hidden, weight, targets, scale, CHUNK_BYTES)
         ctx.save_for_backward(of_hidden, of_weight)
         return loss  # type: ignore[no-any-return]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from strata.hardware.specs import Device
 from strata.kernels.loss import CHUNK_ELEMENTS
-from strata.kernels.loss_grad import MODULE_LOGITS_BYTES
+from strata.kernels.loss_grad import CHUNK_BYTES
 from strata.models.config import ModelConfig
 from strata.parallel.families import TABLES, Placement
 from strata.parallel.layout import Layout
@@ -171,11 +171,13 @@ def _loss_bytes(shape: StepShape, held: Held) -> tuple[int, int]:
         return 0, 0
     borrowed = 2 * held.head if shape.config.tied and not held.embedding else 0
     rows = -(-shape.config.vocab_size // shape.layout.tp)
-    if shape.runs_graph:
+    if shape.runs_graph and shape.layout.ranks == 1:
         return 2 * held.head, min(2 * shape.own_tokens * rows, LOGITS_BYTES)
+    if shape.runs_graph:  # into the message, in float32
+        return 4 * held.head, min(2 * shape.own_tokens * rows, CHUNK_BYTES)
     # Modules add the head's gradient up in float32 and round it; without gradients at once, so they do logits.
     if shape.loss_has_gradients:
-        return borrowed + 6 * held.head, min(2 * shape.own_tokens * rows, MODULE_LOGITS_BYTES)
+        return borrowed + 6 * held.head, min(2 * shape.own_tokens * rows, CHUNK_BYTES)
     return borrowed + 6 * held.head, 6 * min(shape.own_tokens * rows, CHUNK_ELEMENTS)
 
 

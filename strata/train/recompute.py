@@ -50,8 +50,8 @@ def recompute_layers(
 
     recompute: "layers"; "operations", which computes only what lies between products and attention again, from the
     results of these; or "mlp", which also computes gate's and up's product again, whose result is the largest of all.
-    graph: captured, merged and fused, with `meta["layer"]` at its nodes; changed in place. prepare: changes it, in place,
-    before it is divided; operations need not be what they were.
+    graph: captured, merged and fused, with `meta["layer"]` at its nodes; changed in place. prepare: changes it, in
+    place, before it is divided; operations need not stay what they were.
     """
     sums = _end_layers_with_sums(graph)
     computed = _last_products(graph, sums) | (_gated_products(graph) if recompute == "mlp" else frozenset())

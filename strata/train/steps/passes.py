@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from strata.comm.mesh import Axis
 from strata.kernels.destination import Place
-from strata.kernels.loss_grad import cross_entropy_gradients, summed_cross_entropy
+from strata.kernels.loss_grad import CHUNK_BYTES, cross_entropy_gradients, summed_cross_entropy
 from strata.models.batch import Batch
 from strata.models.layers import CausalLM
 from strata.parallel.data_parallel import Gradients
@@ -18,10 +18,9 @@ from strata.parallel.loss import vocabulary_cross_entropy
 from strata.parallel.pipeline import MicroBatch, Pipeline
 from strata.train.compile import TrainingGraph
 
-# What the logits that exist at once may take: on one GPU all of 16384 tokens of a vocabulary of 128256 in bfloat16,
-# since sums over chunks need memory of their own; where messages are what is added up in, chunks cost nothing.
+# What the logits that exist at once may take on one GPU, where sums over chunks would need memory of their own: all of
+# 16384 tokens of a vocabulary of 128256 in bfloat16.
 LOGITS_BYTES = 5 * 2**30
-CHUNK_BYTES = 2**30
 
 
 class Passes(Protocol):
