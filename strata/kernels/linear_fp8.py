@@ -18,6 +18,7 @@ from strata.kernels.fp8 import ALIGNMENT, put_scaled_product, quantize, scaled_p
 from strata.kernels.gemm import linear
 from strata.kernels.linear_silu_mul import linear_silu_mul
 from strata.kernels.op import operation
+from strata.kernels.stand_in import stand_in, with_gradients_of
 
 FORWARD = torch.float8_e4m3fn
 
@@ -57,7 +58,10 @@ def linear_fp8_into(
     x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool, destination: Destination | None
 ) -> Tensor:
     """`linear_fp8` whose backward pass puts the weight's gradient into `destination`, if there is one."""
-    product: Tensor = _LinearFp8.apply(x, weight, per_row, destination)
+    gradients, values, scale, w_values, w_scale = _LinearFp8.apply(x, weight, per_row, destination)
+    with torch.no_grad():
+        product = scaled_product(values, scale, w_values, w_scale, x.dtype, True)
+    product = with_gradients_of(gradients, product)
     return product if bias is None else product + bias
 
 
@@ -65,13 +69,17 @@ class _LinearFp8(torch.autograd.Function):
     """Keeps both operands in 8 bits, transposed, as the backward pass sums over their other dimension."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, per_row: bool, destination: Destination | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, per_row: bool, destination: Destination | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """A stand-in for the product; its operands, each with its scales."""
         values, turned, scale, turned_scale = quantize(x, FORWARD, per_row)
         w_values, w_turned, w_scale, w_turned_scale = quantize(weight, FORWARD, per_row)
         ctx.save_for_backward(turned, turned_scale, w_turned, w_turned_scale)
         ctx.per_row, ctx.destination = per_row, destination
-        result: Tensor = scaled_product(values, scale, w_values, w_scale, x.dtype, True)
-        return result
+        ctx.mark_non_differentiable(values, scale, w_values, w_scale)
+        ctx.set_materialize_grads(False)
+        return stand_in(x, x.shape[0], weight.shape[0]), values, scale, w_values, w_scale
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None]:

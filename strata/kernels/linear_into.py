@@ -17,6 +17,7 @@ from torch import Tensor
 from strata.kernels.activation_grad import silu_mul_of_halves
 from strata.kernels.destination import Destination
 from strata.kernels.linear_fp8 import linear_fp8_into
+from strata.kernels.stand_in import stand_in, with_gradients_of
 
 
 def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, destination: Destination) -> Tensor:
@@ -24,7 +25,10 @@ def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, destination: Des
 
     Its backward pass puts the weight's gradient into `destination`; autograd gets none.
     """
-    return _LinearInto.apply(x, weight, bias, destination)
+    gradients = _LinearInto.apply(x, weight, bias, destination)
+    with torch.no_grad():
+        product = torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+    return with_gradients_of(gradients, product)
 
 
 def linear_silu_mul_into(x: Tensor, weight: Tensor, bias: Tensor | None, destination: Destination) -> Tensor:
@@ -40,11 +44,13 @@ def linear_silu_mul_fp8_into(
 
 
 class _LinearInto(torch.autograd.Function):
+    """Of the product that follows, all but the product."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, destination: Destination) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.destination = destination
-        return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+        return stand_in(x, x.shape[0], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:

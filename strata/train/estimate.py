@@ -224,9 +224,7 @@ def _mlp_bytes(shape: StepShape, layer: int, recompute: str) -> int:
         return tokens * (routing + rows) // between
     inner = config.intermediate_size // shape.layout.tp
     if recompute != "none":
-        gated = 2 * inner if recompute == "operations" else 0
-        last = 0 if shape.precision == "bf16" else hidden  # in 8 bits it would be computed again
-        return tokens * 2 * (gated + last)
+        return tokens * 2 * (2 * inner if recompute == "operations" else 0)
     if shape.precision == "bf16":
         return tokens * 2 * (2 * inner + inner + read)
     return tokens * (2 * 2 * inner + inner + read) + 3 * inner * hidden

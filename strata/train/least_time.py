@@ -163,8 +163,8 @@ class _Passes:
             elements = active_elements(config, layer)
             each = config.hidden_size * config.intermediate_size
             routed, widest, mlp = 0, 2 * each * dense, 3 * each * dense
-            # Torch stops before a last product whose result nobody reads, where it is an operation of torch's own.
-            last = 0.0 if shape.precision != "bf16" or shape.layout.overlap else each * dense
+            # Torch stops before a last product whose result nobody reads, unless messages travel in its operation.
+            last = 0.0 if shape.layout.overlap else each * dense
             if config.experts is not None and config.experts.layers[layer]:
                 experts = config.experts
                 each = config.hidden_size * experts.intermediate_size

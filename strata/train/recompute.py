@@ -16,7 +16,7 @@ from torch.fx.passes.split_module import split_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from strata.kernels.gemm import linear
-from strata.kernels.linear_fp8 import linear_silu_mul_fp8
+from strata.kernels.linear_fp8 import linear_fp8, linear_silu_mul_fp8
 from strata.kernels.linear_silu_mul import linear_silu_mul
 from strata.kernels.moe_experts import experts
 from strata.kernels.norm import add_rms_norm, rms_norm
@@ -121,9 +121,9 @@ def recompute_modules(model: nn.Module, recompute: str) -> None:
 
 def _last_products(graph: fx.GraphModule, sums: Sequence[fx.Node]) -> frozenset[Sizes]:
     """Of the matrices whose products are only added up: nothing in a backward pass needs their results, and torch stops
-    to compute a layer again where the last tensor that is needed is there. In 8 bits it does not stop before a product.
+    to compute a layer again where the last tensor that is needed is there (see `strata.kernels.stand_in`).
     """
-    last = (given for total in sums for given in total.all_input_nodes if given.target is linear)
+    last = (given for total in sums for given in total.all_input_nodes if given.target in (linear, linear_fp8))
     return frozenset(_sizes(graph, given.args[1]) for given in last)
 
 

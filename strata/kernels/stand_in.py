@@ -1,0 +1,35 @@
+"""A result whose gradients are those of a stand-in: what the backward pass needs is saved before the result is there.
+
+A layer that is computed again ends where the last tensor is saved (`torch.utils.checkpoint` stops early), so its last
+product is not computed again if that comes after. An autograd function saves when it has ended, product and all.
+"""
+
+# The apply of an autograd function is untyped in torch.
+# mypy: disable-error-code="no-any-return, no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def stand_in(like: Tensor, *shape: int) -> Tensor:
+    """A tensor of `like`'s dtype that has a shape and a single element; for an autograd function to return."""
+    return like.new_empty(()).expand(shape)
+
+
+def with_gradients_of(stand_in: Tensor, result: Tensor) -> Tensor:
+    """`result`, computed without gradients; its gradient goes to the stand-in, of the same shape."""
+    return _WithGradients.apply(stand_in, result)
+
+
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stand_in: Tensor, result: Tensor) -> Tensor:
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
