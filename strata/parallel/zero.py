@@ -100,6 +100,7 @@ class ZeroGradients:
     def _open_bucket(self, names: Sequence[str]) -> Bucket:
         """That of these parameters, which has not been sent in this pass."""
         place = self._home[names[0]]
+        self._end_earlier_passes()
         if place < self._sent:
             raise RuntimeError(f"a second gradient of {names[0]} came after the first was sent; use the parameter once")
         return self._buckets[place]
@@ -188,11 +189,19 @@ class ZeroGradients:
 
     def _send(self) -> None:
         """Begin to reduce the next bucket. All ranks send the buckets in one order, whatever came first."""
+        self._end_earlier_passes()
         self._advance()
         reduction = self._buckets[self._sent].reduction()
         next(reduction)
         self._under_way.append(reduction)
         self._sent += 1
+
+    def _end_earlier_passes(self) -> None:
+        """Before the first gradient of a pass: what was sent before has arrived while it went forward, and the memory
+        of the last messages, an embedding's, is wanted for the head's.
+        """
+        while not self._sent and self._under_way:
+            self._advance()
 
     def _advance(self) -> None:
         """One step further with every reduction under way: by now its message has probably arrived."""

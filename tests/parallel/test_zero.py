@@ -113,6 +113,10 @@ def sent_while_computing(world: World) -> dict[str, Any]:
         loss_of(model, *own).backward()
         first = len(sent)
         gradients.accumulate()
+        if zero == 2:
+            found["until the next gradient"] = [len(gradients._under_way)]
+            gradients._open_bucket(["lm_head.weight"])
+            found["until the next gradient"].append(len(gradients._under_way))
         gradients.announce_last()
         loss_of(model, *own).backward()
         found[f"messages of zero {zero}"] = [first, len(sent)]
@@ -221,6 +225,8 @@ def test_messages_merging_rounding_and_filling(tmp_path: Path) -> None:
         # Embedding, two layers, norm and head, each sent before the backward pass that announced it has ended.
         assert found["messages of zero 1"] == [0, 5]
         assert found["messages of zero 2"] == [5, 10]
+        # The last message of a pass, whose memory is free when the next pass begins to fill its own.
+        assert found["until the next gradient"] == [1, 0]
         assert found["messages"] == 5
         # Embedding, head and the norms of two layers and of the end.
         assert found["copied"] == [2 + 2 * 2 + 1, []]
