@@ -54,7 +54,7 @@ OTHER = 4  # of another shape on one rank; after four more of one shape, the las
 RATE = 1e-3
 
 
-def recorded(world: World, precision: str, recompute: str, *, records: bool, tied: bool) -> dict[str, Any]:
+def recorded(world: World, precision: str, recompute: str, *, records: bool, tied: bool, packs: int) -> dict[str, Any]:
     """Losses and norms of steps of one shape on all ranks, with one of another shape on one rank in between."""
     config = config_from_dict(WIDE | {"tie_word_embeddings": tied})
     layout = Layout() if world.size == 1 else Layout(shard=world.size, zero=2)
@@ -72,7 +72,8 @@ def recorded(world: World, precision: str, recompute: str, *, records: bool, tie
     for index in range(STEPS):
         other = index == OTHER and world.rank == 0
         lengths = [512, 300, 212] if other else [512, 512]
-        result = step([pack_of(10 * index + world.rank, lengths, 50, 1.0)], RATE)
+        first = packs * (10 * index + world.rank)
+        result = step([pack_of(first + one, lengths, 50, 1.0) for one in range(packs)], RATE)
         found.append([result.loss.item(), result.norm.item()])
     return {"steps": found, "recorded": step._recorded is not None}
 
@@ -84,12 +85,16 @@ def of_rank(world: World) -> dict[str, Any]:
         name = max(errors, key=errors.__getitem__)
         worst.append([name, errors[name]])
     pairs = []
-    for precision, recompute, tied in (
-        ("bf16", "none", True),
-        ("bf16", "mlp", False),
-        ("fp8-row", "operations", False),
+    for precision, recompute, tied, packs in (
+        ("bf16", "none", True, 1),
+        ("bf16", "mlp", False, 1),
+        ("bf16", "operations", True, 2),
+        ("fp8-row", "operations", False, 1),
+        ("fp8-tensor", "operations", False, 2),
     ):
-        pairs.append([recorded(world, precision, recompute, records=one, tied=tied) for one in (True, False)])
+        pairs.append(
+            [recorded(world, precision, recompute, records=one, tied=tied, packs=packs) for one in (True, False)]
+        )
     return {"worst": worst, "pairs": pairs}
 
 

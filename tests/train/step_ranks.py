@@ -180,7 +180,7 @@ def skipped_and_restored(world: World, folder: Path) -> dict[str, Any]:
 def shapes(world: World) -> list[list[int] | None]:
     """What ranks agree on that have the same shape, another length, and one of them none."""
     everyone = all_ranks(Layout(dp=2).mesh(world))
-    own = [(2, 8), (2, 8 + world.rank), None if world.rank else (2, 8)]
+    own = [(1, 2, 8), (1, 2, 8 + world.rank), None if world.rank else (1, 2, 8), (1 + world.rank, 2, 8)]
     return [None if found is None else list(found) for found in (shape_of_all(one, everyone) for one in own)]
 
 

@@ -62,7 +62,7 @@ def test_steps_of_layouts_equal_one_process(world: int, tmp_path: Path) -> None:
         assert max(error for _, error in found) < 1e-9, (one, found)
     if world == 2:
         for rank in ranks:
-            assert rank["shapes"] == [[2, 8], None, None]
+            assert rank["shapes"] == [[1, 2, 8], None, None, None]
             found = rank["skipped"]
             assert not found["finite"]
             assert found["counted"] == found["wanted"]

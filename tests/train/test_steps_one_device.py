@@ -208,8 +208,9 @@ class Replayed:
         self._runs[key]()
 
 
+@pytest.mark.parametrize("packs", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "llama-biases-tied"])
-def test_recorded_steps_are_the_launched_ones(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+def test_recorded_steps_are_the_launched_ones(monkeypatch: pytest.MonkeyPatch, family: str, packs: int) -> None:
     """Steps of one shape go over all rows with -100 where none counts; other shapes in between are launched."""
     monkeypatch.setattr(recorded, "CudaGraphs", Replayed)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
@@ -217,10 +218,10 @@ def test_recorded_steps_are_the_launched_ones(monkeypatch: pytest.MonkeyPatch, f
     steps = [step_of(family, torch.float32, clip=0.05, before_update=lambda: called.append(1)) for _ in range(2)]
     steps[0]._records = True
     work = [
-        [pack_of(index, lengths, 61, 0.6)]
+        [pack_of(packs * index + one, lengths, 61, 0.6) for one in range(packs)]
         for index, lengths in enumerate(([8, 8], [8, 8], [8, 8], [8, 5, 3], *[[8, 8]] * 5, *[[4, 4]] * 9))
     ]
-    work.insert(3, [pack_of(20, [8, 8], 61, 0.5), pack_of(21, [8, 8], 61, 0.5)])
+    work.insert(3, [pack_of(60 + one, [8, 8], 61, 0.5) for one in range(3 - packs)])
     was_recorded = []
     for index, batches in enumerate(work):
         found, wanted = (step(batches, RATE / (index + 1)) for step in steps)
@@ -235,7 +236,10 @@ def test_recorded_steps_are_the_launched_ones(monkeypatch: pytest.MonkeyPatch, f
         torch.testing.assert_close(master, state(steps[1], "master")[name], rtol=1e-3, atol=1e-4)
 
 
-def test_a_step_that_may_be_recorded_is_launched_as_a_recording_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("packs", [1, 3])
+def test_a_step_that_may_be_recorded_is_launched_as_a_recording_computes(
+    monkeypatch: pytest.MonkeyPatch, packs: int
+) -> None:
     """A run that resumes has nothing recorded: its first step has the bits of one that is replayed."""
     monkeypatch.setattr(recorded, "CudaGraphs", Replayed)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
@@ -243,7 +247,8 @@ def test_a_step_that_may_be_recorded_is_launched_as_a_recording_computes(monkeyp
     through._records = resumed._records = True
     for index in range(4):
         resumed._before = None
-        found, wanted = (step([pack_of(index, [8, 8], 61, 0.6)], RATE) for step in (resumed, through))
+        work = [pack_of(packs * index + one, [8, 8], 61, 0.6) for one in range(packs)]
+        found, wanted = (step(work, RATE) for step in (resumed, through))
         assert torch.equal(found.loss, wanted.loss)
         assert torch.equal(found.norm, wanted.norm)
     assert resumed._recorded is None

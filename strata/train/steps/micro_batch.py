@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from strata.comm.mesh import Axis
 from strata.kernels.loss import IGNORED
+from strata.models.batch import Batch
 from strata.parallel.context import Method, divide_batch
 from strata.parallel.pipeline import MicroBatch
 from strata.parallel.zigzag import Zigzag
 from strata.train.pack import PackedBatch, move
+
+# A batch and a target for every token, [tokens] int64, -100 where it does not count.
+WholeBatch = tuple[Batch, Tensor]
 
 
 def micro_batch(packed: PackedBatch, device: torch.device, context: Axis, method: Method) -> MicroBatch:
@@ -26,6 +31,11 @@ def micro_batch(packed: PackedBatch, device: torch.device, context: Axis, method
     counted = np.flatnonzero(own != IGNORED)
     part = divide_batch(batch, lengths, context, method)
     return MicroBatch(part, move(counted, device), move(own[counted], device))
+
+
+def whole_batch(packed: PackedBatch, device: torch.device) -> WholeBatch:
+    """The pack on the device."""
+    return packed.to(device)[0], move(every_target(packed), device)
 
 
 def every_target(packed: PackedBatch) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -11,17 +11,16 @@ from torch import Tensor
 from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import Mesh
 from strata.comm.to_device import to_device
-from strata.models.batch import Batch
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
 from strata.parallel.parallelize import Parallel
 from strata.train.checkpoints.state import Piece
 from strata.train.optimizer.clip import clip_scale
 from strata.train.optimizer.part_optimizer import PartOptimizer
-from strata.train.pack import PackedBatch, move
+from strata.train.pack import PackedBatch
 from strata.train.phases import PASSES, Phases
 from strata.train.steps.balance import NoBalancing
-from strata.train.steps.micro_batch import every_target, micro_batch
+from strata.train.steps.micro_batch import WholeBatch, micro_batch, whole_batch
 from strata.train.steps.passes import GraphPasses, Passes
 from strata.train.steps.recorded import RecordedStep, Shape, fixed_shape, shape_of_all
 from strata.train.steps.result import StepResult
@@ -31,9 +30,9 @@ class ParallelStep:
     """A `Stepper`: passes over this rank's packs, the gradient's sum and norm over all ranks, the update.
 
     The updated weights travel at the beginning of the next step, while its first layers compute. On a GPU, steps
-    through a graph that recur in shape are recorded: if all ranks had, in two steps in a row, one pack each of equally
-    many sequences of one same length. A step of another shape ends that, because it needs the memory; then it takes
-    twice as many steps in a row. The host never waits for the device.
+    through a graph that recur in shape are recorded: if all ranks had, in two steps in a row, equally many packs of
+    equally many sequences of one same length. A step of another shape ends that, because it needs the memory; then it
+    takes twice as many steps in a row. The host never waits for the device.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class ParallelStep:
         recorded = self._recording() if self._before is not None and self._in_a_row >= self._wanted else None
         if recorded is not None:
             self._phases.at("replayed passes")
-            loss, norm, counted = recorded(batches[0], self._begin_update)
+            loss, norm, counted = recorded(batches, self._begin_update)
         else:
             self._forget_recording()
             loss, norm, counted = self._run(batches)
@@ -107,8 +106,7 @@ class ParallelStep:
             return partial(self._passes, [self._to_micro_batch(one) for one in batches])
         # As a recording computes, so that a run that resumes, and has nothing recorded yet, repeats the bits.
         assert isinstance(self._passes, GraphPasses)
-        targets = move(every_target(batches[0]), self._device)
-        return partial(self._passes.over_all, batches[0].to(self._device)[0], targets)
+        return partial(self._passes.over_all, [whole_batch(one, self._device) for one in batches])
 
     def _begin_update(self) -> None:
         self._phases.at("update")
@@ -129,10 +127,10 @@ class ParallelStep:
         self._balancing.reduce()
         return start_all_reduce(share, self._tokens).wait(), norm, counted
 
-    def _over_all(self, batch: Batch, targets: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _over_all(self, batches: Sequence[WholeBatch], own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert isinstance(self._passes, GraphPasses)
-        both = torch.stack([own, torch.full_like(own, len(batch.tokens))])
-        return self._reduced(partial(self._passes.over_all, batch, targets), both)
+        tokens = sum(len(batch.tokens) for batch, _ in batches)
+        return self._reduced(partial(self._passes.over_all, batches), torch.stack([own, torch.full_like(own, tokens)]))
 
     def _update(self, norm: Tensor) -> None:
         self._optimizer.update(clip_scale(norm, self._clip))

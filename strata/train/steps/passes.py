@@ -17,6 +17,7 @@ from strata.parallel.data_parallel import Gradients
 from strata.parallel.loss import vocabulary_cross_entropy
 from strata.parallel.pipeline import MicroBatch, Pipeline
 from strata.train.compile import TrainingGraph
+from strata.train.steps.micro_batch import WholeBatch
 
 # What the logits that exist at once may take on one GPU, where sums over chunks would need memory of their own: all of
 # 16384 tokens of a vocabulary of 128256 in bfloat16.
@@ -106,17 +107,19 @@ class GraphPasses:
         self.forget = gradients.forget
 
     def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
+        return self._over([(one.batch, one.rows, one.targets) for one in batches], counted)
+
+    def over_all(self, batches: Sequence[WholeBatch], counted: Tensor) -> Tensor:
+        """The same for batches with a target for every token."""
+        return self._over([(batch, None, targets) for batch, targets in batches], counted)
+
+    def _over(self, given: Sequence[tuple[Batch, Tensor | None, Tensor]], counted: Tensor) -> Tensor:
         scale = counted.reciprocal()
         self._gradients.start_gathering()
         total = torch.zeros_like(counted)
-        for one in batches:
-            total += self._pass(one.batch, one.rows, one.targets, scale, is_last=one is batches[-1])
+        for one in given:
+            total += self._pass(*one, scale, is_last=one is given[-1])
         return total
-
-    def over_all(self, batch: Batch, targets: Tensor, counted: Tensor) -> Tensor:
-        """The same for one batch with a target for every token, -100 where it does not count."""
-        self._gradients.start_gathering()
-        return self._pass(batch, None, targets, counted.reciprocal(), is_last=True)
 
     def _pass(self, batch: Batch, rows: Tensor | None, targets: Tensor, scale: Tensor, *, is_last: bool) -> Tensor:
         if is_last:

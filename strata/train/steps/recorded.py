@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,9 +14,9 @@ from strata.comm.mesh import Axis
 from strata.graph.cudagraph import CudaGraphs
 from strata.models.batch import Batch
 from strata.train.pack import PackedBatch
-from strata.train.steps.micro_batch import every_target
+from strata.train.steps.micro_batch import WholeBatch, every_target
 
-Shape = tuple[int, int]  # sequences, tokens of each
+Shape = tuple[int, int, int]  # packs, sequences of each, tokens of each of those
 
 
 class RecordedStep:
@@ -25,33 +26,36 @@ class RecordedStep:
         self,
         shape: Shape,
         device: torch.device,
-        passes: Callable[[Batch, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+        passes: Callable[[Sequence[WholeBatch], Tensor], tuple[Tensor, Tensor, Tensor]],
         update: Callable[[Tensor], None],
         forget: Callable[[], None],
     ) -> None:
-        """passes: Batch, targets [tokens] (-100 where none counts) and this rank's count of them [] to loss, norm and
-        the count of all ranks, [] each; run again without an update, they give the same. update: takes the norm.
-        forget: the gradients that passes left.
+        """passes: batches and this rank's count of their targets [] to loss, norm and the count of all ranks, [] each;
+        run again without an update, they give the same. update: takes the norm. forget: the gradients that passes left.
         """
-        sequences, length = shape
+        packs, sequences, length = shape
         count = sequences * length
         self.shape, self._passes, self._update, self._forget = shape, passes, update, forget
-        self._batch = Batch(
-            tokens=torch.zeros(count, dtype=torch.int32, device=device),
-            positions=torch.arange(length, dtype=torch.int32, device=device).repeat(sequences),
-            offsets=torch.arange(0, count + 1, length, dtype=torch.int32, device=device),
-            longest=length,
-        )
-        self._targets = torch.zeros(count, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(packs, count, dtype=torch.int32, device=device)
+        self._targets = torch.zeros(packs, count, dtype=torch.int64, device=device)
+        positions = torch.arange(length, dtype=torch.int32, device=device).repeat(sequences)
+        offsets = torch.arange(0, count + 1, length, dtype=torch.int32, device=device)
+        self._batches = [
+            (Batch(tokens, positions, offsets, longest=length), targets)
+            for tokens, targets in zip(self._tokens, self._targets, strict=True)
+        ]
         self._own, self._loss, self._norm, self._counted = torch.zeros(4, device=device).unbind()
         self._recordings = CudaGraphs()
         self._recorded = False
 
-    def __call__(self, packed: PackedBatch, before_update: Callable[[], None]) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, norm and count of the step over `packed`, which has the shape of this one."""
-        self._batch.tokens.copy_(torch.from_numpy(packed.tokens).pin_memory(), non_blocking=True)
-        self._targets.copy_(torch.from_numpy(every_target(packed)).pin_memory(), non_blocking=True)
-        self._own.fill_(len(packed.targets))
+    def __call__(
+        self, packs: Sequence[PackedBatch], before_update: Callable[[], None]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, norm and count of the step over `packs`, which have the shape of this one."""
+        tokens, targets = np.stack([one.tokens for one in packs]), np.stack([every_target(one) for one in packs])
+        self._tokens.copy_(torch.from_numpy(tokens).pin_memory(), non_blocking=True)
+        self._targets.copy_(torch.from_numpy(targets).pin_memory(), non_blocking=True)
+        self._own.fill_(sum(len(one.targets) for one in packs))
         if not self._recorded:
             self._recordings.record("passes", self._run_passes, self._let_go)
         # Recording runs nothing, and what ran before it left its gradients elsewhere.
@@ -72,7 +76,7 @@ class RecordedStep:
         gc.collect()
 
     def _run_passes(self) -> None:
-        loss, norm, counted = self._passes(self._batch, self._targets, self._own)
+        loss, norm, counted = self._passes(self._batches, self._own)
         self._loss.copy_(loss)
         self._norm.copy_(norm)
         self._counted.copy_(counted)
@@ -82,16 +86,14 @@ class RecordedStep:
 
 
 def fixed_shape(batches: Sequence[PackedBatch]) -> Shape | None:
-    """Sequences and tokens of each, if the step is one batch of sequences of one length."""
-    if len(batches) != 1:
-        return None
-    lengths = batches[0].lengths
-    return (len(lengths), int(lengths[0])) if (lengths == lengths[0]).all() else None
+    """That of the step, if all its packs have equally many sequences of one length."""
+    counts = {len(one.lengths) for one in batches}
+    lengths = {int(length) for one in batches for length in one.lengths}
+    return (len(batches), counts.pop(), lengths.pop()) if len(counts) == len(lengths) == 1 else None
 
 
 def shape_of_all(shape: Shape | None, everyone: Axis) -> Shape | None:
     """`shape` if all ranks have it, else None. The hosts wait for each other, not for the devices."""
-    sequences, length = shape or (0, 0)
-    extremes = torch.tensor([sequences, length, -sequences, -length])
-    least = start_all_reduce(extremes, everyone, "min").wait()
-    return shape if shape is not None and bool((least[:2] == -least[2:]).all()) else None
+    own = torch.tensor(shape or (0, 0, 0))
+    least, most = start_all_reduce(torch.cat([own, -own]), everyone, "min").wait().view(2, -1)
+    return shape if shape is not None and bool((least == -most).all()) else None
