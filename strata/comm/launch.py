@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -86,6 +87,9 @@ def join_world(device: str = "auto", *, timeout_seconds: float = 600.0) -> Itera
     # end, which says who failed first.
     world.part()
     dist.destroy_process_group()
+    # Steps hold groups in cycles, and the threads of gloo live as long as these. One that has yet to let go of the last
+    # message wants Python's lock for it; if Python has begun to end by then, that aborts the process.
+    gc.collect()
 
 
 def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch.distributed import HashStore
 from strata.comm import launch
 from strata.comm.launch import World, join_world
 from strata.comm.mesh import Mesh
+from strata.train.launch import launch as start_ranks
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -87,3 +90,33 @@ def test_recordings_are_gone_before_the_ranks_part(environment: pytest.MonkeyPat
 def test_a_mesh_that_does_not_fill_the_world_is_refused(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Mesh.of(World(0, 0, 1, torch.device("cpu"), None), sizes)
+
+
+LEAVES = """
+import os
+import torch
+from strata.comm.collectives import start_all_reduce
+from strata.comm.launch import World, join_world
+from strata.comm.mesh import Mesh
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+def use(world: World) -> None:
+    axis = Mesh.of(world, {"dp": world.size}).axis("dp")
+    start_all_reduce(torch.ones(1), axis).wait()
+    cycle: list[object] = [axis]
+    cycle.append(cycle)
+
+torch.set_num_threads(1)
+before = threads()
+with join_world("cpu") as world:
+    use(world)
+    assert threads() > before
+assert threads() == before
+"""
+
+
+def test_no_thread_of_a_group_outlives_the_world() -> None:
+    """One that still lets go of a message while Python ends aborts the process, and nobody waits for cycles."""
+    assert start_ranks([sys.executable, "-c", LEAVES], 2) == 0
