@@ -173,8 +173,9 @@ def _loss_bytes(shape: StepShape, held: Held) -> tuple[int, int]:
     rows = -(-shape.config.vocab_size // shape.layout.tp)
     if shape.runs_graph and shape.layout.ranks == 1:
         return 2 * held.head, min(2 * shape.own_tokens * rows, LOGITS_BYTES)
-    if shape.runs_graph:  # into the message, in float32
-        return 4 * held.head, min(2 * shape.own_tokens * rows, CHUNK_BYTES)
+    if shape.runs_graph:  # into the message, in float32, or into the sum of the batches before
+        is_held = shape.batches > 1 and shape.layout.zero < 2
+        return 0 if is_held else 4 * held.head, min(2 * shape.own_tokens * rows, CHUNK_BYTES)
     # Modules add the head's gradient up in float32 and round it; without gradients at once, so they do logits.
     if shape.loss_has_gradients:
         return borrowed + 6 * held.head, min(2 * shape.own_tokens * rows, CHUNK_BYTES)

@@ -53,6 +53,11 @@ def test_zero_divides_state_and_sums(zero: int, state: float, sums: float) -> No
     assert found.sums == pytest.approx(sums)
 
 
+def test_the_gradient_of_the_head_is_added_to_sums_that_are_whole() -> None:
+    whole, divided = (memory(replace(shape(shard=8, zero=zero), batches=4), "layers").working for zero in (1, 2))
+    assert divided - whole == 4 * HEAD
+
+
 def test_activations_are_divided_by_tp_and_by_tokens_only_with_sequence_parallel() -> None:
     norms, matrices, log_sums = 2 * 4096, 6144 + 4096 + 3 * 14336, 4 * 32
     read = 2 * 4096  # the results of norms, whole on each rank unless they are gathered once more to overlap
