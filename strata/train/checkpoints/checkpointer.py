@@ -195,9 +195,11 @@ class Checkpointer:
     def _settle(self, writer: ShareWriter) -> Path | None:
         """Have the checkpoint published once all ranks have written their shares; the path when that is done, too.
 
-        Goes by what the ranks said at the poll before, which has arrived by now: steps never end at one moment on all.
+        Several ranks go by what they said at the poll before, which has arrived by now: steps never end at one moment
+        on all.
         """
-        told, self._told = self._told, None
+        told = self._tell(writer) if self._everyone.group is None else self._told
+        self._told = None
         if told is not None:
             all_good, all_written, all_published = (bool(flag) for flag in told.wait().tolist())
             if all_published:
@@ -206,11 +208,15 @@ class Checkpointer:
                 writer.stop()
             if all_written and not self._is_handed_over:
                 self._hand_over(writer)
+        self._told = self._tell(writer)
+        return None
+
+    def _tell(self, writer: ShareWriter) -> Pending:
+        """Begin to tell the ranks how far this one is: whether nothing failed, all is written and all is published."""
         written = writer.is_done  # read first: an error is there before the end
         published = self._is_handed_over and (self._publication is None or self._publication.is_done)
         flags = torch.tensor((writer.error is None, written, published), dtype=torch.int32)
-        self._told = start_all_reduce(flags, self._everyone, "min")
-        return None
+        return start_all_reduce(flags, self._everyone, "min")
 
     def _hand_over(self, writer: ShareWriter) -> None:
         """Give the reports of all ranks to the first one's thread."""
