@@ -75,7 +75,7 @@ class ZeroGradients:
         leaf.register_post_accumulate_grad_hook(self.take)
 
     def take(self, leaf: Tensor) -> None:
-        """The gradient of a watched tensor is complete for this pass. For one that autograd does not tell of."""
+        """The gradient that autograd has made of a watched tensor, if it has: it is complete for this pass."""
         if leaf.grad is None:
             return
         names = self._leaves[leaf]

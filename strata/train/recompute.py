@@ -44,7 +44,7 @@ Sizes = tuple[int, int]  # inner and columns of a matrix
 
 
 def recompute_layers(
-    graph: fx.GraphModule, recompute: str, prepare: Callable[[fx.GraphModule], None] = lambda graph: None
+    graph: fx.GraphModule, recompute: str, prepare: Callable[[fx.GraphModule], None]
 ) -> fx.GraphModule:
     """The same function with each decoder layer computed again in the backward pass, from the one tensor that enters.
 
