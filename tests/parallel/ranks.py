@@ -83,12 +83,14 @@ def main() -> None:
     import torch
 
     from strata.comm.launch import join_world
+    from strata.train.launch import ended_at_once
 
     job = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     function = getattr(importlib.import_module(job["module"]), job["function"])
     folder = Path(job["folder"])
-    with join_world("cpu", timeout_seconds=120) as world:
+    # An orderly end would wait for messages that others have yet to answer, and they for this rank.
+    with ended_at_once(lambda error: None), join_world("cpu", timeout_seconds=120) as world:
         result = function(world, folder, **job["args"])
         (folder / f"rank-{world.rank}.json").write_text(json.dumps(result))
 

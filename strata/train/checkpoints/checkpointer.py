@@ -44,7 +44,8 @@ class Checkpointer:
 
     A step: the passes, `before_update`, the optimizer's update, `poll`, and after some steps `start`. One checkpoint at
     a time is under way; at the end `finish`. A rank that cannot write makes the checkpoint fail on all of them, and
-    the run goes on.
+    the run goes on. A rank that fails before `finish` ends by `os._exit` (see `strata.train.launch.ended_at_once`): an
+    orderly end of Python waits for what the other ranks have yet to say at a poll.
 
     stalled_seconds: for how long, since the beginning, these calls have kept the host from training.
     """
