@@ -76,24 +76,33 @@ def measure(
     ValueError if there is no such device, or for what does not go together.
     """
     with join_world(device) as world:
-        run = _Run(test, world)
-        if world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        run.steps(WARMUP_STEPS)
-        speeds = [steps * run.work.tokens / run.steps(steps) for _ in range(repeat)]
-        memory = run.memory()
-        trace: dict[str, Any] = {}
-        if kernels and world.is_main:
-            trace = traced(lambda: run.steps(1))
-        elif kernels:
-            run.steps(1)  # the first rank looks, and needs the others
-        every = [loss.item() for loss in run.losses]
+        # Apart, so that nothing holds the ranks' groups when they part.
+        values, text, every = _measured(test, world, steps=steps, repeat=repeat, kernels=kernels)
     if not world.is_main:
         return None
     if losses is not None:
         losses.write_text(json.dumps(every) + "\n", encoding="utf-8")
+    return values, text
+
+
+def _measured(
+    test: TrainingTest, world: World, *, steps: int, repeat: int, kernels: bool
+) -> tuple[dict[str, Any], str, list[float]]:
+    """The figures, as `measure` has them, and the loss of every step. A collective call."""
+    run = _Run(test, world)
+    if world.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    run.steps(WARMUP_STEPS)
+    speeds = [steps * run.work.tokens / run.steps(steps) for _ in range(repeat)]
+    memory = run.memory()
+    trace: dict[str, Any] = {}
+    if kernels and world.is_main:
+        trace = traced(lambda: run.steps(1))
+    elif kernels:
+        run.steps(1)  # the first rank looks, and needs the others
+    every = [loss.item() for loss in run.losses]
     values, text = _figures(run, speeds, memory)
-    return values | {"loss_first": every[0], "loss_last": every[-1]} | trace, text
+    return values | {"loss_first": every[0], "loss_last": every[-1]} | trace, text, every
 
 
 class _Run:

@@ -196,7 +196,7 @@ def _summed_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tenso
 CHUNK_BYTES = 2**30
 
 
-class _WithGradients(torch.autograd.Function):
+class _LossWithGradients(torch.autograd.Function):
     """The gradients are there as soon as the loss is; the weight's is kept until the backward pass, which multiplies
     both by the gradient of the loss, rounded to their dtype: 1 in a training step.
     """
@@ -220,7 +220,7 @@ def _both_wanted(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor)
 
 
 def _at_once(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
-    return _WithGradients.apply(hidden, weight, targets, scale)  # type: ignore[no-any-return]
+    return _LossWithGradients.apply(hidden, weight, targets, scale)  # type: ignore[no-any-return]
 
 
 if HAS_TRITON:

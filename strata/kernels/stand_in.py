@@ -22,10 +22,10 @@ def stand_in(like: Tensor, *shape: int) -> Tensor:
 
 def with_gradients_of(stand_in: Tensor, result: Tensor) -> Tensor:
     """`result`, computed without gradients; its gradient goes to the stand-in, of the same shape."""
-    return _WithGradients.apply(stand_in, result)
+    return _GradientsOfStandIn.apply(stand_in, result)
 
 
-class _WithGradients(torch.autograd.Function):
+class _GradientsOfStandIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, result: Tensor) -> Tensor:
         return result

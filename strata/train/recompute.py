@@ -38,7 +38,7 @@ _PRODUCTS = {"aten::mm": 1, "aten::addmm": 2, "aten::_scaled_mm": 1, "aten::_gro
 _GATED = {linear_silu_mul: 1, linear_silu_mul_fp8: 1, experts: 3}
 
 # What a model that is no graph can compute again.
-OF_MODULES = ("none", "mlp", "layers")
+RECOMPUTE_OF_MODULES = ("none", "mlp", "layers")
 
 Sizes = tuple[int, int]  # inner and columns of a matrix
 
@@ -109,7 +109,7 @@ def _end_layers_with_sums(graph: fx.GraphModule) -> list[fx.Node]:
 def recompute_modules(model: nn.Module, recompute: str) -> None:
     """Let decoder layers of a model that is no graph, in place, be computed again in the backward pass.
 
-    recompute: one of `OF_MODULES`; "mlp" is a layer's MLP, with its experts, from what enters it.
+    recompute: one of `RECOMPUTE_OF_MODULES`; "mlp" is a layer's MLP, with its experts, from what enters it.
     """
     if recompute == "none":
         return
@@ -121,7 +121,8 @@ def recompute_modules(model: nn.Module, recompute: str) -> None:
 
 def _last_products(graph: fx.GraphModule, sums: Sequence[fx.Node]) -> frozenset[Sizes]:
     """Of the matrices whose products are only added up: nothing in a backward pass needs their results, and torch stops
-    to compute a layer again where the last tensor that is needed is there (see `strata.kernels.stand_in`).
+    to compute a layer again where the last tensor that is needed is there (see `strata.kernels.stand_in`). Products
+    with other matrices of these sizes are computed again, too: selective checkpoints see sizes alone.
     """
     last = (given for total in sums for given in total.all_input_nodes if given.target in (linear, linear_fp8))
     return frozenset(_sizes(graph, given.args[1]) for given in last)

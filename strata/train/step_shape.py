@@ -17,7 +17,7 @@ from strata.parallel.layout import Layout
 from strata.parallel.schedules import Schedule, make_schedule
 from strata.parallel.stages import layer_spans
 from strata.train.config import RECOMPUTE
-from strata.train.recompute import OF_MODULES
+from strata.train.recompute import RECOMPUTE_OF_MODULES
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class StepShape:
         if self.runs_graph:
             return RECOMPUTE
         split = self.layout.pp > 1 and self.layout.schedule.startswith("zero-bubble")
-        return ("none",) if split else OF_MODULES
+        return ("none",) if split else RECOMPUTE_OF_MODULES
 
     @property
     def ranks_of_token(self) -> float:

@@ -10,21 +10,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from strata.kernels import linear_fp8, linear_into
+from tests.kernels.test_linear_into import Place
 
 Product = Callable[[Tensor, Tensor], Tensor]
-
-
-class Place:
-    """A destination."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.gradient = torch.zeros_like(weight)
-
-    def place(self) -> tuple[Tensor, bool]:
-        return self.gradient, False
-
-    def filled(self) -> None:
-        """Nobody waits for it."""
 
 
 @pytest.mark.parametrize("eight_bits", [False, True])
@@ -51,7 +39,7 @@ def test_a_last_product_is_not_computed_again(eight_bits: bool, monkeypatch: pyt
 
         result = checkpoint(layer, given, use_reentrant=False) if recompute else layer(given)
         result.square().sum().backward()
-        found.append((result, given.grad, place.gradient))
+        found.append((result, given.grad, place.memory))
     assert len(made) == 2
     assert all(map(torch.equal, *found))
     if not eight_bits:

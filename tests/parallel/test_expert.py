@@ -22,7 +22,7 @@ from strata.models.expert_config import ExpertsConfig
 from strata.models.experts import Experts
 from strata.models.layers import CausalLM
 from strata.parallel.expert import DispatchedExperts, shard_experts
-from strata.train.recompute import OF_MODULES, recompute_modules
+from strata.train.recompute import RECOMPUTE_OF_MODULES, recompute_modules
 from tests.parallel.models import config_of, gradients_of, loss_of, random_batch, random_model
 from tests.parallel.ranks import relative_error, run_ranks
 
@@ -159,7 +159,7 @@ def messages_of_passes(world: World, folder: Path) -> dict[str, list[int]]:
     """By what is computed again: how many messages the forward and the backward pass of a model send."""
     axis, config, found = Mesh.of(world, {"shard": world.size, "ep": world.size}).axis("ep"), config_of("mixtral"), {}
     gradients = {}
-    for recompute in OF_MODULES:
+    for recompute in RECOMPUTE_OF_MODULES:
         model = random_model(config)
         shard_experts(model, axis)
         recompute_modules(model, recompute)

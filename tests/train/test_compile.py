@@ -19,7 +19,7 @@ from strata.kernels.op import Implementation
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
 from strata.train.compile import TrainingGraph
-from strata.train.recompute import OF_MODULES, recompute_modules
+from strata.train.recompute import RECOMPUTE_OF_MODULES, recompute_modules
 from strata.train.steps.one_device import OneDeviceGradients
 from tests.parallel.models import config_of, random_batch, random_model
 
@@ -189,7 +189,7 @@ def test_experts_multiply_again_only_what_is_not_kept(monkeypatch: pytest.Monkey
 def test_modules_multiply_again_up_to_the_last_result_that_is_needed(family: str, again: dict[str, int]) -> None:
     config = config_of(family, **EVEN)
     found: dict[str, tuple[int, int, dict[str, Tensor]]] = {}
-    for recompute in OF_MODULES:
+    for recompute in RECOMPUTE_OF_MODULES:
         model = random_model(config, torch.float32)
         recompute_modules(model, recompute)
         with Memory(model) as memory:

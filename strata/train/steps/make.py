@@ -30,7 +30,7 @@ from strata.train.config import PRECISIONS, RECOMPUTE, BalanceConfig
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.make import make_optimizer
 from strata.train.phases import NOBODY, Phases
-from strata.train.recompute import OF_MODULES, recompute_modules
+from strata.train.recompute import RECOMPUTE_OF_MODULES, recompute_modules
 from strata.train.steps.balance import NoBalancing, make_balancing
 from strata.train.steps.one_device import OneDeviceGradients
 from strata.train.steps.parallel_step import ParallelStep
@@ -82,8 +82,8 @@ def make_step(
 
     A layout that divides documents only, with ZeRO of at most 2, runs the merged and fused graph: `precision` may then
     be any of `PRECISIONS` and `recompute` any of `RECOMPUTE`. All others run the modules, in bf16, with recompute one
-    of `OF_MODULES`. balance: of experts; None does not even count how busy they are. max_length: of a sequence, see
-    `build`. phases, before_update, records: see `ParallelStep`.
+    of `RECOMPUTE_OF_MODULES`. balance: of experts; None does not even count how busy they are. max_length: of a
+    sequence, see `build`. phases, before_update, records: see `ParallelStep`.
 
     Raises ValueError for what does not go together.
     """
@@ -135,8 +135,10 @@ def _check(layout: Layout, precision: str, recompute: str) -> None:
     way = "is for layouts that divide documents only (dp, or shard with zero = 1 or 2)"
     if precision != "bf16":
         raise ValueError(f"precision = {precision!r} {way}; use such a layout, or 'bf16'")
-    if recompute not in OF_MODULES:
-        raise ValueError(f"recompute = {recompute!r} {way}; use such a layout, or one of {', '.join(OF_MODULES)}")
+    if recompute not in RECOMPUTE_OF_MODULES:
+        raise ValueError(
+            f"recompute = {recompute!r} {way}; use such a layout, or one of {', '.join(RECOMPUTE_OF_MODULES)}"
+        )
     if recompute != "none" and layout.schedule.startswith("zero-bubble") and layout.pp > 1:
         raise ValueError(
             f"recompute = {recompute!r} does not go with schedule {layout.schedule!r}, which runs a backward pass in "

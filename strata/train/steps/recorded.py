@@ -95,5 +95,5 @@ def fixed_shape(batches: Sequence[PackedBatch]) -> Shape | None:
 def shape_of_all(shape: Shape | None, everyone: Axis) -> Shape | None:
     """`shape` if all ranks have it, else None. The hosts wait for each other, not for the devices."""
     own = torch.tensor(shape or (0, 0, 0))
-    least, most = start_all_reduce(torch.cat([own, -own]), everyone, "min").wait().view(2, -1)
-    return shape if shape is not None and bool((least == -most).all()) else None
+    least, negated_most = start_all_reduce(torch.cat([own, -own]), everyone, "min").wait().view(2, -1)
+    return shape if shape is not None and bool((least == -negated_most).all()) else None
