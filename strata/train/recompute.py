@@ -121,11 +121,13 @@ def recompute_modules(model: nn.Module, recompute: str) -> None:
 
 def _last_products(graph: fx.GraphModule, sums: Sequence[fx.Node]) -> frozenset[Sizes]:
     """Of the matrices whose products are only added up: nothing in a backward pass needs their results, and torch stops
-    to compute a layer again where the last tensor that is needed is there (see `strata.kernels.stand_in`). Products
-    with other matrices of these sizes are computed again, too: selective checkpoints see sizes alone.
+    to compute a layer again where the last tensor that is needed is there (see `strata.kernels.stand_in`). Not if
+    other products have matrices of these sizes: selective checkpoints see sizes alone, and would not keep theirs.
     """
-    last = (given for total in sums for given in total.all_input_nodes if given.target in (linear, linear_fp8))
-    return frozenset(_sizes(graph, given.args[1]) for given in last)
+    products = {node for node in graph.graph.nodes if node.target in (linear, linear_fp8)}
+    last = {given for total in sums for given in total.all_input_nodes if given in products}
+    mine, others = ({_sizes(graph, one.args[1]) for one in some} for some in (last, products - last))
+    return frozenset(mine - others)
 
 
 def _gated_products(graph: fx.GraphModule) -> frozenset[Sizes]:

@@ -126,6 +126,16 @@ def test_recomputed_gradients_are_the_same_bits_from_fewer_kept_bytes(family: st
     assert_same_gradients(ways)
 
 
+def test_a_product_of_the_sizes_of_a_last_one_is_kept() -> None:
+    config = config_of("llama", **EVEN | {"intermediate_size": 32})
+    none, operations = (
+        Trained(random_model(config, torch.float32), config, recompute=recompute)
+        for recompute in ("none", "operations")
+    )
+    assert operations.products == none.products
+    assert operations.kept < none.kept
+
+
 # Of a layer: the sum that enters; results of q k v, of attention with a logarithm for each head, and of its product.
 ATTENTION = 32 + (32 + 2 * 16) + 32 + 4 + 32
 
