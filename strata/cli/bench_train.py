@@ -53,7 +53,7 @@ def train(
 
     Examples: strata bench train --shape 1B --batch 2 --sequence 8192
 
-    strata bench train --shape 8B --ranks 8 --layout shard=8,zero=2 --recompute mlp
+    strata bench train --shape 8B --batch 1 --ranks 8 --layout shard=8,zero=2,micro_batches=2 --recompute operations
     """
     from strata.cli.train_speed import TrainingTest, measure
     from strata.train.launch import ended_at_once, launch
