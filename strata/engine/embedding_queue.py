@@ -13,13 +13,17 @@ Key = tuple[bytes, str]
 
 
 class EmbeddingQueue:
-    """First come, first served, one batch at a time. Its length counts what waits and what is under way."""
+    """First come, first served, one batch at a time. Its length counts what waits and what is under way.
+
+    A key may be used again once its request is dropped, also while that is under way: it is the request, not its key,
+    that a vector belongs to.
+    """
 
     def __init__(self, pooler: Pooler) -> None:
         self._pooler = pooler
         self._waiting: dict[Key, PoolRequest] = {}
-        self._wanted: set[Key] = set()
-        self._under_way: tuple[list[Key], Pooled] | None = None
+        self._wanted: dict[Key, PoolRequest] = {}
+        self._under_way: tuple[list[tuple[Key, PoolRequest]], Pooled] | None = None
 
     def __len__(self) -> int:
         return len(self._waiting) + (len(self._under_way[0]) if self._under_way is not None else 0)
@@ -30,13 +34,12 @@ class EmbeddingQueue:
     def add(self, key: Key, request: PoolRequest) -> None:
         """Raises ValueError if the prompt can never run."""
         self._pooler.check(request.prompt)
-        self._waiting[key] = request
-        self._wanted.add(key)
+        self._waiting[key] = self._wanted[key] = request
 
     def drop(self, key: Key) -> None:
         """Nobody wants it any more; a key that is not there is ignored."""
         self._waiting.pop(key, None)
-        self._wanted.discard(key)
+        self._wanted.pop(key, None)
 
     def drop_all(self, client: bytes) -> None:
         for key in [key for key in self._wanted if key[0] == client]:
@@ -46,16 +49,16 @@ class EmbeddingQueue:
         """Start the next batch, unless one is under way."""
         if self._under_way is None and self._waiting:
             count = self._pooler.fitting(self._waiting.values())
-            keys = list(self._waiting)[:count]
-            self._under_way = keys, self._pooler.launch([self._waiting.pop(key) for key in keys])
+            batch = [(key, self._waiting.pop(key)) for key in list(self._waiting)[:count]]
+            self._under_way = batch, self._pooler.launch([request for _, request in batch])
 
     def collect(self, wait: bool) -> Iterator[tuple[Key, Tensor]]:
         """The vectors of the batch under way that are still wanted; none if it is not done, unless told to wait."""
         if self._under_way is None or not (wait or self._under_way[1].done):
             return
-        keys, pooled = self._under_way
+        batch, pooled = self._under_way
         self._under_way = None
-        for key, vector in zip(keys, pooled.wait(), strict=True):
-            if key in self._wanted:
-                self._wanted.remove(key)
+        for (key, request), vector in zip(batch, pooled.wait(), strict=True):
+            if self._wanted.get(key) is request:
+                del self._wanted[key]
                 yield key, vector

@@ -24,7 +24,8 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 class Add(msgspec.Struct, tag="add", frozen=True):
     """Generate from a prompt.
 
-    id: names the request among the client's unfinished ones.
+    id: names the request among the client's unfinished ones. What was told of an aborted one may still be on its way,
+        so a client that reads later than it writes (`EngineClient`) needs ids that it has not used before.
     prompt: token ids.
     salt: requests share cached prefixes only with requests of the same salt.
     bad_words: `params.bad_words` as ids.

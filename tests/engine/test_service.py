@@ -457,6 +457,31 @@ class TestEmbeddings:
         assert [embedding.id for embedding in desk.of(A, Embedding)] == ["c"]
         assert not desk.of(B, Embedding)
 
+    @pytest.mark.parametrize("end", [Abort(["a"]), Hello()], ids=["aborted", "forgotten"])
+    def test_an_id_that_is_used_again_gets_the_vector_of_its_new_prompt(self, llm: LLM, end: Abort | Hello) -> None:
+        desk = Desk(llm, A)
+        desk.say(A, Embed("a", [1, 2, 3]))
+        desk.service._embeddings.launch()  # under way when it is given up
+        desk.say(A, end, Embed("a", [7, 8]))
+        desk.run()
+        (told,) = desk.of(A, Embedding)
+        (want,) = llm.embed({"prompt_token_ids": [7, 8]}, use_tqdm=False)
+        assert np.frombuffer(told.values, "<f4").tolist() == want.outputs.embedding
+
+    def test_a_generation_whose_id_is_used_again_is_told_apart_from_the_one_that_runs(self, llm: LLM) -> None:
+        desk = Desk(llm, A)
+        llm.engine.loop._run_ahead = True
+        try:
+            desk.say(A, Add("a", [1, 2, 3], GREEDY))
+            desk.steps(3)
+            assert desk.ids(A)
+            desk.told[A].clear()
+            desk.say(A, Abort(["a"]), Add("a", [7, 8], GREEDY))
+            desk.run()
+        finally:
+            llm.engine.loop._run_ahead = False
+        assert [desk.ids(A)] == generated(llm, [7, 8], GREEDY)
+
 
 class TestGrammars:
     def test_are_followed(self, llm: LLM) -> None:
