@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from strata.cache.pool import KVPool
+from strata.cache.staging import Staging
 from strata.kernels.attention_cpu import planned
 from strata.kernels.batch_parts import BatchParts, divide
 from strata.kernels.paged import PagedKV
@@ -79,19 +80,17 @@ class StepBuffer:
     steps: [draws] how many ids the sequence drew before.
     """
 
-    def __init__(self, shape: StepShape, host: Tensor, device: Tensor) -> None:
-        """`host` and `device` are int32 buffers of at least `shape.size`; on a CPU both are the same tensor."""
+    def __init__(self, shape: StepShape, staging: Staging, target: Tensor) -> None:
+        """`staging` holds at least `shape.size` elements, and they travel to `target`, made by `Staging.target`."""
         self.shape = shape
         sizes = shape.sizes()
-        used = sum(sizes.values())
-        self._host = host[:used]
-        self._device = device[:used]
+        self._staging, self._device = staging, target
         self._padded = True
         self.tensors: dict[str, Tensor] = dict(
             zip(sizes, self._device.split_with_sizes([*sizes.values()]), strict=True)
         )
         self.tensors["tables"] = self.tensors["tables"].view(shape.sequences, shape.width)
-        array: Int32Array = self._host.numpy()
+        array: Int32Array = staging.host.numpy()
         ends = accumulate(sizes.values())
         self.host: dict[str, Int32Array] = {
             name: array[end - size : end] for (name, size), end in zip(sizes.items(), ends, strict=True)
@@ -101,10 +100,12 @@ class StepBuffer:
     def place(
         self, tables: BlockTables, page_size: int, slots: Int32Array, starts: Int32Array, counts: Int32Array
     ) -> None:
-        """Fill all that follows from where sequences lie: sequence i runs `counts[i]` tokens from `starts[i]` on.
+        """Begin a step: fill all that follows from where sequences lie; i runs `counts[i]` tokens from `starts[i]` on.
 
-        What the buffer holds beyond them (CUDA graph buckets) becomes padding: sequences of one token and length 0.
+        Blocks until the step before has left the host's side. What the buffer holds beyond them (CUDA graph buckets)
+        becomes padding: sequences of one token and length 0.
         """
+        self._staging.wait()
         host, sequences, tokens = self.host, len(slots), int(counts.sum())
         offsets = host["offsets"]
         offsets[0] = 0
@@ -148,9 +149,8 @@ class StepBuffer:
         self.host["top_p"][draws:].view(np.float32).fill(1)
 
     def send(self) -> None:
-        """Copy the host's side to the device; asynchronous when the host buffer is pinned."""
-        if self._device.data_ptr() != self._host.data_ptr():
-            self._device.copy_(self._host, non_blocking=True)
+        """Copy the host's side to the device, which nothing waits for."""
+        self._staging.send(self._device)
 
     def batch(
         self,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from strata.cache.pool import KVPool
+from strata.cache.staging import Staging
 from strata.cache.tables import BlockTables, StepBuffer, StepShape
 from strata.engine.sampler import DrawInputs, draw_ids
 from strata.engine.step_graphs import StepGraphs
@@ -51,20 +52,20 @@ class DecodeGraphs:
         graphs: StepGraphs,
         pool: KVPool,
         newest: Tensor,
-        staging: list[Tensor],
+        staging: list[Staging],
     ) -> None:
         self._graphs, self._pool, self._newest, self._staging = graphs, pool, newest, staging
         self._recordings = CudaGraphs()
         self._outputs: dict[int, Recorded] = {}
-        self._buffers: dict[int, dict[int, StepBuffer]] = {}
+        self._buffers: dict[int, dict[Staging, StepBuffer]] = {}
 
     def bucket(self, sequences: int) -> int | None:
         """The smallest recorded batch size that holds so many sequences; None if all are smaller."""
         return min((size for size in self._outputs if size >= sequences), default=None)
 
-    def buffer(self, bucket: int, staging: Tensor) -> StepBuffer:
+    def buffer(self, bucket: int, staging: Staging) -> StepBuffer:
         """The inputs of a bucket, with `staging` as their host side."""
-        return self._buffers[bucket][staging.data_ptr()]
+        return self._buffers[bucket][staging]
 
     def run(self, bucket: int) -> Tensor:
         """The logits [bucket, vocabulary] of the inputs that have been sent."""
@@ -78,9 +79,9 @@ class DecodeGraphs:
 
     def record(self, bucket: int, width: int) -> None:
         shape = StepShape(bucket, bucket, width, bucket)
-        device = torch.empty(shape.size, dtype=torch.int32, device=self._newest.device)
-        self._buffers[bucket] = {host.data_ptr(): StepBuffer(shape, host, device) for host in self._staging}
-        buffer = self._buffers[bucket][self._staging[0].data_ptr()]
+        device = self._staging[0].target(shape.size)
+        self._buffers[bucket] = {staging: StepBuffer(shape, staging, device) for staging in self._staging}
+        buffer = self._buffers[bucket][self._staging[0]]
         nothing = np.zeros(0, dtype=np.int32)
         buffer.place(BlockTables(0, width), self._pool.shape.page_size, nothing, nothing, nothing)
         buffer.pad_draws(0, len(self._newest) - 1)

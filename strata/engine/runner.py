@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from strata.cache.pool import KVPool
+from strata.cache.staging import Staging
 from strata.cache.tables import BlockTables, StepBuffer, StepShape
 from strata.engine.decode_graphs import DecodeGraphs, draw_inputs, joined_tokens
 from strata.engine.grammar import Masks, MasksUnderWay
@@ -152,9 +153,9 @@ class Runner:
         # One id more than slots: padding rows of a CUDA graph read and write the last one.
         self._newest = torch.zeros(config.max_sequences + 1, dtype=torch.int32, device=device)
         largest = StepShape(config.max_tokens, config.max_sequences, most_pages, config.max_sequences).size
-        # Two, because the step before may not have left its host buffer when the next is prepared.
+        # Two, so that a step can be prepared while the one before it has not left its buffer.
+        self._staging = [Staging(largest, device) for _ in range(2)]
         pinned = device.type == "cuda"
-        self._staging = [torch.empty(largest, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._returns = [torch.empty(config.max_sequences, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._decode: DecodeGraphs | None = None
         self.observer: StepObserver | None = None
@@ -221,9 +222,7 @@ class Runner:
         most = max(chunk.start + chunk.count for chunk in plan.chunks)
         width = -(-most // self.pool.shape.page_size)
         shape = StepShape(plan.tokens, len(plan.chunks), width, len(rows))
-        host = self._staging[0]
-        device = host if self._device.type == "cpu" else torch.empty(shape.size, dtype=torch.int32, device=self._device)
-        buffer = StepBuffer(shape, host, device)
+        buffer = StepBuffer(shape, self._staging[0], self._staging[0].target(shape.size))
         missing = self._fill(buffer, plan, rows)
         parts = None
         if self._device.type == "cuda":
@@ -241,7 +240,8 @@ class Runner:
         else:
             logits = self._graphs.logits(batch, buffer.tensors["rows"])
         if not rows:
-            return Launched(plan, torch.empty(0, dtype=torch.int32), prompt_logprobs=prompt_logprobs)
+            none = torch.empty(0, dtype=torch.int32, device=self._device)
+            return self._finish(plan, none, None, prompt_logprobs)
         undrawn = Undrawn(plan, rows, buffer, logits, None, prompt_logprobs)
         return undrawn if any(self._slots.constrained[row.slot] for row in rows) else self._draw(undrawn)
 

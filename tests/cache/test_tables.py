@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from strata.cache.pool import KVPool, PoolShape
+from strata.cache.staging import Staging
 from strata.cache.tables import BlockTables, StepBuffer, StepShape
 
 PAGE = 4
@@ -13,8 +14,9 @@ PAGE = 4
 
 def buffer(tokens: int, sequences: int, width: int, draws: int) -> StepBuffer:
     shape = StepShape(tokens, sequences, width, draws)
-    memory = torch.full((shape.size,), -77, dtype=torch.int32)
-    return StepBuffer(shape, memory, memory)
+    staging = Staging(shape.size, torch.device("cpu"))
+    staging.host.fill_(-77)
+    return StepBuffer(shape, staging, staging.target(shape.size))
 
 
 def tables() -> BlockTables:

@@ -1,0 +1,36 @@
+"""Host memory from which the inputs of steps travel to the device, filled again only when they have left it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Staging:
+    """A host buffer [size] int32, pinned on CUDA; on a CPU steps read it where it lies.
+
+    A copy to the device is done only once the device has come so far, which may be much later than it was asked for.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self.host = torch.empty(size, dtype=torch.int32, pin_memory=on_cuda)
+        self._device = device
+        self._left = torch.cuda.Event() if on_cuda else None
+
+    def target(self, size: int) -> Tensor:
+        """Where the first `size` elements will be read: new memory on the device."""
+        if self._left is None:
+            return self.host[:size]
+        return torch.empty(size, dtype=torch.int32, device=self._device)
+
+    def wait(self) -> None:
+        """Block until all that was sent has left the buffer, so that it may be filled."""
+        if self._left is not None:
+            self._left.synchronize()
+
+    def send(self, target: Tensor) -> None:
+        """Copy as many elements as the target has, once the device has done what it was given before."""
+        if self._left is not None:
+            target.copy_(self.host[: len(target)], non_blocking=True)
+            self._left.record()
