@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from typing import Annotated, Any
@@ -79,4 +78,4 @@ def generate(
 def sampling_params(llm: LLM, **given: Any) -> SamplingParams:
     """The model's own defaults, changed by what the caller gave; without a limit, up to the model's length."""
     set_values = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(llm.get_default_sampling_params(), **({"max_tokens": None} | set_values))
+    return llm.get_default_sampling_params().over(**({"max_tokens": None} | set_values))

@@ -21,6 +21,6 @@ MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate.", 
 Temperature = Annotated[
     float | None, typer.Option(help="0 is greedy; the model's default if left out.", show_default=False)
 ]
-TopP = Annotated[float | None, typer.Option(help="Nucleus sampling, in (0, 1].", show_default=False)]
+TopP = Annotated[float | None, typer.Option(help="Nucleus sampling, in [0, 1].", show_default=False)]
 TopK = Annotated[int | None, typer.Option(help="Keep this many likeliest tokens; 0 keeps all.", show_default=False)]
 Seed = Annotated[int | None, typer.Option(help="The same seed draws the same tokens.", show_default=False)]

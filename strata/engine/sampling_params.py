@@ -2,30 +2,62 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral, Real
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from strata.engine.structured_outputs import StructuredOutputsParams
 
-# Each sample is a sequence of its own and each logprob a Python object: unbounded, one request could fill the host.
-MOST_SAMPLES = 16
-MOST_LOGPROBS = 20
+
+class Range(NamedTuple):
+    """The numbers that a parameter may be, both ends included."""
+
+    least: float
+    most: float
+
+
+_MOST_INTEGER = 2**31 - 1  # the device counts in int32
+
+# The ranges of all numbers, for Python, the engine's protocol and HTTP alike. Each sample is a sequence of its own and
+# each logprob a Python object: unbounded, one request could fill the host. Logits must stay finite in float32.
+RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        "n": Range(1, 16),
+        "temperature": Range(0, 2),
+        "top_p": Range(0, 1),
+        "top_k": Range(-1, _MOST_INTEGER),
+        "min_p": Range(0, 1),
+        "repetition_penalty": Range(0.01, 100),
+        "presence_penalty": Range(-2, 2),
+        "frequency_penalty": Range(-2, 2),
+        "logit_bias": Range(-100, 100),
+        "seed": Range(-(2**63), 2**63 - 1),
+        "max_tokens": Range(1, _MOST_INTEGER),
+        "min_tokens": Range(0, _MOST_INTEGER),
+        "logprobs": Range(0, 20),
+        "prompt_logprobs": Range(0, 20),
+        "token id": Range(0, _MOST_INTEGER),
+    }
+)
+# What is closer to 0 than these has the effect of 0: the likeliest token. The quotients would leave float32.
+LEAST_TEMPERATURE = 1e-4
+LEAST_TOP_P = 1e-6
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling parameters of one request. A value out of range raises ValueError.
+    """The sampling parameters of one request. A value out of range (`RANGES`) raises ValueError.
 
     n: samples drawn from the same prompt, 1 to 16.
-    temperature: divides the logits; 0 takes the most likely token.
-    top_p: keep the fewest tokens whose probabilities reach this, in (0, 1]. (Holtzman et al. 2020)
-    top_k: keep this many most likely tokens; 0 or -1 keeps all.
+    temperature: divides the logits, 0 to 2; 0 takes the most likely token, and whatever is below 0.0001 becomes 0.
+    top_p: keep the fewest tokens whose probabilities reach this, in [0, 1]; whatever is below 0.000001 becomes that,
+        which keeps the likeliest token. (Holtzman et al. 2020)
+    top_k: keep this many most likely tokens, up to 2**31 - 1; 0 or -1 keeps all.
     min_p: keep tokens at least this likely relative to the likeliest, in [0, 1]; 0 keeps all. (Nguyen et al. 2024)
-    repetition_penalty: above 1 discourages tokens of the prompt and the output, > 0. (CTRL, Keskar et al. 2019)
+    repetition_penalty: above 1 discourages tokens of the prompt and the output, 0.01 to 100. (CTRL, Keskar et al. 2019)
     presence_penalty, frequency_penalty: subtracted from the logit of a token once it is in the output, or once for each
         time that it is; in [-2, 2].
     logit_bias: token id to what is added to its logit, in [-100, 100].
@@ -67,13 +99,31 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        self._check_filters()
-        self._check_penalties()
-        self._check_lengths()
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name), RANGES[name])
+        for name in ("n", "top_k", "min_tokens"):
+            _check_integer(name, getattr(self, name), RANGES[name])
+        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), RANGES[name])
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens ({self.min_tokens}) must be at most max_tokens ({self.max_tokens})")
+        self._check_bias()
         self._check_stops()
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.temperature < LEAST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
+        if self.top_p < LEAST_TOP_P:
+            object.__setattr__(self, "top_p", LEAST_TOP_P)
+
+    def over(self, **given: Any) -> SamplingParams:
+        """These as defaults below what a request gives. Where it gives no min_tokens, its max_tokens bounds them."""
+        most = given.get("max_tokens", self.max_tokens)
+        if most is not None and "min_tokens" not in given:
+            given["min_tokens"] = min(self.min_tokens, most)
+        return replace(self, **given)
 
     @property
     def greedy(self) -> bool:
@@ -91,42 +141,14 @@ class SamplingParams:
         """`stop_token_ids` as a set, empty when there is none."""
         return frozenset(self.stop_token_ids or ())
 
-    def _check_filters(self) -> None:
-        _check_integer("n", self.n, 1, MOST_SAMPLES)
-        _check_number("temperature", self.temperature)
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be at least 0 (0 is greedy), got {self.temperature!r}")
-        _check_number("top_p", self.top_p)
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
-        _check_integer("top_k", self.top_k, -1)
-        _check_number("min_p", self.min_p, 0, 1)
-        if self.seed is not None:
-            _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
-
-    def _check_penalties(self) -> None:
-        _check_number("repetition_penalty", self.repetition_penalty)
-        if self.repetition_penalty <= 0:
-            raise ValueError(f"repetition_penalty must be above 0 (1 is none), got {self.repetition_penalty!r}")
-        _check_number("presence_penalty", self.presence_penalty, -2, 2)
-        _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
-        if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, Mapping):
-                raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
-            for token, bias in self.logit_bias.items():
-                _check_integer("a token id of logit_bias", token, 0)
-                _check_number(f"logit_bias[{token}]", bias, -100, 100)
-
-    def _check_lengths(self) -> None:
-        if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1)
-        _check_integer("min_tokens", self.min_tokens, 0)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens ({self.min_tokens}) must be at most max_tokens ({self.max_tokens})")
-        if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, 0, MOST_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MOST_LOGPROBS)
+    def _check_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+        for token, bias in self.logit_bias.items():
+            _check_integer("a token id of logit_bias", token, RANGES["token id"])
+            _check_number(f"logit_bias[{token}]", bias, RANGES["logit_bias"])
 
     def _check_stops(self) -> None:
         if self.stop is not None:
@@ -139,24 +161,19 @@ class SamplingParams:
             if not isinstance(self.stop_token_ids, (list, tuple)):
                 raise ValueError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
             for token in self.stop_token_ids:
-                _check_integer("a token id of stop_token_ids", token, 0)
+                _check_integer("a token id of stop_token_ids", token, RANGES["token id"])
 
 
-def _check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
-    bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+def _check_integer(name: str, value: Any, accepted: Range) -> None:
     integer = isinstance(value, Integral) and not isinstance(value, bool)
-    if not integer:
-        raise ValueError(f"{name} must be an integer {bounds}, got {value!r}")
-    if value < least or (most is not None and value > most):
-        raise ValueError(f"{name} must be {bounds}, got {value!r}")
+    if not integer or not accepted.least <= value <= accepted.most:
+        raise ValueError(f"{name} must be an integer from {accepted.least} to {accepted.most}, got {value!r}")
 
 
-def _check_number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> None:
+def _check_number(name: str, value: Any, accepted: Range) -> None:
     number = isinstance(value, Real) and not isinstance(value, bool)
-    if not number or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
-    if not least <= value <= most:
-        raise ValueError(f"{name} must be from {least} to {most}, got {value!r}")
+    if not number or not accepted.least <= value <= accepted.most:
+        raise ValueError(f"{name} must be a number from {accepted.least} to {accepted.most}, got {value!r}")
 
 
 def _check_strings(name: str, values: Any) -> None:

@@ -9,7 +9,17 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 from strata.serve.http.errors import ApiError
 from strata.serve.schema.base import Refused, RequestModel, said_as
 from strata.serve.schema.chat import Function, FunctionName
-from strata.serve.schema.sampling import Count, RepetitionPenalty, SamplingFields, Seed, StopStrings, TopLogprobs
+from strata.serve.schema.sampling import (
+    Count,
+    RepetitionPenalty,
+    SamplingFields,
+    Seed,
+    StopStrings,
+    Temperature,
+    TopK,
+    TopLogprobs,
+    TopP,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -172,9 +182,9 @@ class ResponsesRequest(RequestModel):
     """Keep the response, for GET and previous_response_id; the default."""
     max_output_tokens: Count | None = None
     """The most tokens to generate; absent, as many as the model has room for."""
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Temperature | None = None
     """Divides the logits; 0 takes the most likely token."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     """Draw from the fewest tokens whose probabilities reach this."""
     text: TextConfig | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
@@ -196,7 +206,7 @@ class ResponsesRequest(RequestModel):
     stream_options: StreamOptions | None = None
     """Only with stream."""
 
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    top_k: TopK | None = None
     """Draw from this many most likely tokens; 0 or -1 for all. (This and what follows are vLLM's extensions.)"""
     repetition_penalty: RepetitionPenalty | None = None
     """Above 1 discourages tokens of the prompt and the output."""

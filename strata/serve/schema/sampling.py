@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints, WithJsonSchema
+from pydantic.fields import FieldInfo
 
 from strata.engine.messages import Ready
-from strata.engine.sampling_params import MOST_LOGPROBS, MOST_SAMPLES, SamplingParams
+from strata.engine.sampling_params import RANGES, SamplingParams
 from strata.serve.http.errors import ApiError
 from strata.serve.schema.base import Refused, RequestModel, said_as
 
 MOST_STOPS = 16
-_MOST_INTEGER = 2**31 - 1
-_LEAST_TEMPERATURE = 1e-4
-_LEAST_TOP_P = 1e-6
 
-Count = Annotated[int, Field(ge=1, le=_MOST_INTEGER)]
-TokenId = Annotated[int, Field(ge=0, le=_MOST_INTEGER)]
+
+def ranged(name: str) -> FieldInfo:
+    """The range of a sampling parameter, as a field's constraint."""
+    least, most = RANGES[name]
+    return Field(ge=least, le=most)  # type: ignore[no-any-return]
+
+
+Count = Annotated[int, ranged("max_tokens")]
+TokenId = Annotated[int, ranged("token id")]
 TokenText = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 LogitBias = Annotated[
-    dict[TokenText, Annotated[float, Field(ge=-100, le=100)]],
+    dict[TokenText, Annotated[float, ranged("logit_bias")]],
     Field(max_length=1024, json_schema_extra={"additionalProperties": False}),
 ]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-# Smaller ones make logits infinite in float32.
-RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+Temperature = Annotated[float, ranged("temperature")]
+TopP = Annotated[float, ranged("top_p")]
+TopK = Annotated[int, ranged("top_k")]
+RepetitionPenalty = Annotated[float, ranged("repetition_penalty")]
 # As bounds, these numbers are beyond what a JSON number holds in most languages.
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WithJsonSchema({"type": "integer", "format": "int64"})]
+Seed = Annotated[int, ranged("seed"), WithJsonSchema({"type": "integer", "format": "int64"})]
 # A stop string is compared with every beginning of itself, so its length costs squared.
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 StopStrings = Annotated[
     StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)],
     said_as(f"a string of 1 to 256 characters, or a list of at most {MOST_STOPS} of them"),
 ]
-TopLogprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
+TopLogprobs = Annotated[int, ranged("logprobs")]
 
 
 class StreamOptions(RequestModel):
@@ -51,17 +56,17 @@ class SamplingFields(RequestModel):
 
     model: str | None = None
     """One of /v1/models; absent, the first of them."""
-    n: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
+    n: Annotated[int, ranged("n")] | None = None
     """Samples drawn from the same prompt."""
     max_tokens: Count | None = None
     """The most tokens to generate in each sample."""
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Temperature | None = None
     """Divides the logits; 0 takes the most likely token."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Draw from the fewest tokens whose probabilities reach this."""
-    frequency_penalty: Penalty | None = None
+    top_p: TopP | None = None
+    """Draw from the fewest tokens whose probabilities reach this; 0 takes the most likely token."""
+    frequency_penalty: Annotated[float, ranged("frequency_penalty")] | None = None
     """Subtracted from the logit of a token for each time that it is in the output."""
-    presence_penalty: Penalty | None = None
+    presence_penalty: Annotated[float, ranged("presence_penalty")] | None = None
     """Subtracted from the logit of a token once it is in the output."""
     logit_bias: LogitBias | None = None
     """Token ids, as strings, to what is added to their logits."""
@@ -76,13 +81,13 @@ class SamplingFields(RequestModel):
     user: str | None = None
     """Has no effect: who sends a request is known by its key."""
 
-    top_k: Annotated[int, Field(ge=-1, le=_MOST_INTEGER)] | None = None
+    top_k: TopK | None = None
     """Draw from this many most likely tokens; 0 or -1 for all. (This and what follows are vLLM's extensions.)"""
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: Annotated[float, ranged("min_p")] | None = None
     """Draw from tokens at least this likely relative to the likeliest."""
     repetition_penalty: RepetitionPenalty | None = None
     """Above 1 discourages tokens of the prompt and the output."""
-    min_tokens: Annotated[int, Field(ge=0, le=_MOST_INTEGER)] | None = None
+    min_tokens: Annotated[int, ranged("min_tokens")] | None = None
     """Nothing ends the output before this many tokens."""
     ignore_eos: bool | None = None
     """Go on past the model's end of sequence."""
@@ -139,20 +144,11 @@ def sampling_params(
         given["logit_bias"] = {int(id): bias for id, bias in asked.logit_bias.items()}
         check_ids(given["logit_bias"], ready.vocab_size, "logit_bias")
     check_ids(asked.stop_token_ids or (), ready.vocab_size, "stop_token_ids")
-    _take_for_limits(given)
     given.update(n=asked.samples, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     try:
-        return replace(ready.default_params, **given)
+        return ready.default_params.over(**given)
     except ValueError as error:  # each field is in its range, so it is the one that depends on another
         raise ApiError(400, str(error), param="min_tokens") from None
-
-
-def _take_for_limits(given: dict[str, Any]) -> None:
-    """Values too small for float32, where logits divided by them are infinite, are taken for what they come to."""
-    if given.get("temperature", 1.0) < _LEAST_TEMPERATURE:
-        given["temperature"] = 0.0
-    if "top_p" in given:
-        given["top_p"] = max(given["top_p"], _LEAST_TOP_P)
 
 
 def check_ids(ids: Any, vocab_size: int, param: str) -> None:
