@@ -31,9 +31,19 @@ def bind(graph: fx.GraphModule, device: str, deterministic: bool = False) -> fx.
 
 def _fetch_directly(graph: fx.GraphModule) -> None:
     """Let each parameter be one plain attribute: a dotted path costs a search in each module on the way."""
+    names: dict[str, str] = {}
     for node in graph.graph.nodes:
         if node.op == "get_attr" and "." in node.target:
-            name = node.target.replace(".", "_")
-            owner, _, last = node.target.rpartition(".")
-            graph.__dict__[name] = getattr(graph.get_submodule(owner), last)
-            node.target = name
+            if node.target not in names:
+                names[node.target] = _plain_attribute(graph, node.target)
+            node.target = names[node.target]
+
+
+def _plain_attribute(graph: fx.GraphModule, path: str) -> str:
+    """Make what lies at a path an attribute of the graph, under a name that nothing else has (`a.b` may meet `a_b`)."""
+    owner, _, last = path.rpartition(".")
+    name = path.replace(".", "_")
+    while hasattr(graph, name):
+        name += "_"
+    graph.__dict__[name] = getattr(graph.get_submodule(owner), last)
+    return name

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from strata.graph.capture import operation_of
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention import attention
+from strata.kernels.moe_experts import expected_experts, experts
 from strata.kernels.op import Operation
 from strata.kernels.paged import PagedKV
 
@@ -87,15 +88,18 @@ class StepCosts:
 
     Outside attention the cost follows from the number of tokens; attention is asked for its own. Activations can stay
     on the chip in principle, so the bytes of a step are the weights and the keys and values that it reads, once each.
+    Of the experts of a mixture it reads those that its tokens are expected to go to.
 
-    token_flops: of a token outside attention. row_flops: of a row of the head. weights: bytes of all parameters that a
-    step reads. attentions: each distinct attention as a function of the workload, and in how many layers it stands.
+    token_flops: of a token outside attention. row_flops: of a row of the head. weights: bytes of the parameters that
+    every step reads. attentions: each distinct attention as a function of the workload, and in how many layers it
+    stands. mixtures: the bytes of experts that so many tokens read, likewise.
     """
 
     token_flops: int
     row_flops: int
     weights: int
     attentions: tuple[tuple[Callable[[Workload], Cost], int], ...]
+    mixtures: tuple[tuple[Callable[[int], int], int], ...]
 
     def step(self, workload: Workload, rows: int) -> Cost:
         """A step that runs `workload` and projects `rows` hidden states onto the vocabulary."""
@@ -106,7 +110,8 @@ class StepCosts:
             flops += layers * cost.flops
             # Attention reads as many bytes of queries as it writes; the rest of what it reads are keys and values.
             keys_and_values += layers * (cost.read - cost.written)
-        return Cost(flops=flops, read=self.weights + keys_and_values, weights=self.weights)
+        weights = self.weights + sum(layers * read(workload.tokens) for read, layers in self.mixtures)
+        return Cost(flops=flops, read=weights + keys_and_values, weights=weights)
 
 
 def step_costs(graph: fx.GraphModule, head: fx.GraphModule, argument: Any) -> StepCosts:
@@ -116,6 +121,7 @@ def step_costs(graph: fx.GraphModule, head: fx.GraphModule, argument: Any) -> St
     flops = weights = 0
     kinds: Counter[tuple[object, ...]] = Counter()
     examples: dict[tuple[object, ...], Callable[[Workload], Cost]] = {}
+    mixtures: Counter[tuple[int, int, int]] = Counter()
     for node, operation, args, result in _walk(graph, argument):
         hidden = result
         if operation is attention:
@@ -125,12 +131,18 @@ def step_costs(graph: fx.GraphModule, head: fx.GraphModule, argument: Any) -> St
             examples.setdefault(kind, partial(_cost_of, operation, args))
         elif operation is not None:
             cost = operation.cost(*args, workload=workload)
-            flops, weights = flops + cost.flops, weights + cost.weights
+            flops += cost.flops
+            if operation is experts:
+                _, _, chosen, gate_up, down, *_ = args
+                mixtures[chosen.shape[1], len(down), gate_up[0].nbytes + down[0].nbytes] += 1
+            else:
+                weights += cost.weights
         elif node.target is operator.add:
             flops += _elementwise(args, result).flops
     row = total(node_costs(head, hidden, workload))
     attentions = tuple((examples[kind], layers) for kind, layers in kinds.items())
-    return StepCosts(flops, row.flops, weights + row.weights, attentions)
+    of_experts = tuple((partial(_expert_bytes, *kind), layers) for kind, layers in mixtures.items())
+    return StepCosts(flops, row.flops, weights + row.weights, attentions, of_experts)
 
 
 def meta_pages(
@@ -197,6 +209,11 @@ def _fetch(graph: fx.GraphModule, path: str) -> Tensor:
 
 def _cost_of(operation: Operation, args: tuple[Any, ...], workload: Workload) -> Cost:
     return operation.cost(*args, workload=workload)
+
+
+def _expert_bytes(per_token: int, count: int, size: int, tokens: int) -> int:
+    """Bytes of the experts, `size` each, that some of the tokens are expected to go to."""
+    return round(expected_experts(tokens, per_token * tokens, count) * size)
 
 
 def _sum(left: Tensor, right: Tensor) -> Tensor:

@@ -99,6 +99,8 @@ def _merged(graph: fx.GraphModule, nodes: Sequence[fx.Node], meta: dict[str, obj
     paths = [name.split(".") for name in names]
     holder = graph.get_submodule(".".join(paths[0][:-2]))
     name = "_".join(path[-2] for path in paths) + "_" + paths[0][-1]
+    while hasattr(holder, name) and not _same(getattr(holder, name), whole):
+        name += "_"  # of another group, or the module's own
     holder.register_buffer(name, whole, persistent=False)
     node = graph.graph.get_attr(".".join([*paths[0][:-2], name]))
     node.meta = meta | {"parameters": tuple(names)}
@@ -122,6 +124,15 @@ def _join(parameters: Sequence[nn.Parameter]) -> Tensor:
         parameter.data = view
         start += parameter.shape[0]
     return whole
+
+
+def _same(existing: object, whole: Tensor) -> bool:
+    """Whether a module's attribute is the same memory: graphs of one model merge the same parameters."""
+    return (
+        isinstance(existing, Tensor)
+        and existing.shape == whole.shape
+        and (_storage(existing), existing.storage_offset()) == (_storage(whole), whole.storage_offset())
+    )
 
 
 def _storage(tensor: Tensor) -> int:

@@ -34,10 +34,19 @@ def _cost(
     rows = chosen.numel() if filled is None else filled
     # Three products, the activation's five operations, and the weighted sum.
     flops = 6 * rows * width * hidden + 5 * rows * width + (0 if weights is None else 2 * rows * hidden)
-    # As many experts as can be: routing spreads tokens out.
-    used = min(rows, count) * (gate_up[0].nbytes + down[0].nbytes)
+    used = round(expected_experts(len(chosen), rows, count) * (gate_up[0].nbytes + down[0].nbytes))
     read = x.nbytes + (0 if weights is None else weights.nbytes) + chosen.nbytes + used
     return Cost(flops, read, x.nbytes, used)
+
+
+def expected_experts(tokens: int, rows: int, count: int) -> float:
+    """How many of `count` experts some token reads on average, if `rows` rows fall evenly on tokens and experts.
+
+    An expert is missed by a token that has k of E experts with probability 1 - k / E, and so by n with its nth power.
+    """
+    if rows == 0:
+        return 0.0
+    return count * (1 - (1 - rows / (tokens * count)) ** tokens)
 
 
 def _meta(

@@ -71,6 +71,43 @@ def test_bound_graph_runs_and_can_be_bound_again(deterministic: bool) -> None:
     torch.testing.assert_close(bind(graph, "cpu")(batch), expected, rtol=2e-5, atol=2e-5)
 
 
+class Affine(nn.Module):
+    """x @ weight^T."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, None)
+
+
+class Named(nn.Module):
+    """Modules whose parameters differ by a dot and an underline, and one with the name of a graph's own attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Module()
+        self.a.b = Affine()
+        self.a_b = Affine()
+        self.a_b_weight = nn.Parameter(torch.randn(4, 4))
+        self.print = nn.Module()
+        self.print.readable = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = linear(self.a_b(self.a.b(x)), self.a_b_weight, None)
+        return linear(self.a.b(x), self.print.readable, None)
+
+
+def test_names_that_differ_by_a_dot_alone_stay_apart() -> None:
+    model, x = Named(), torch.randn(3, 4)
+    expected = model(x)
+    graph = bind(capture(model), "cpu")
+    torch.testing.assert_close(graph(x), expected)
+    assert callable(graph.print_readable), "torch's own method of a graph"
+    torch.testing.assert_close(bind(graph, "cpu")(x), expected)
+
+
 def test_dead_operations_go_but_writes_stay() -> None:
     class Writes(nn.Module):
         def forward(self, batch: Batch) -> Tensor:

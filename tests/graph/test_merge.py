@@ -8,9 +8,10 @@ from torch import nn
 
 from strata.graph.capture import capture
 from strata.graph.merge import merge
+from strata.kernels.activation import silu_mul
 from strata.kernels.gemm import linear
 
-from .tiny import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, Tiny, packed
+from .tiny import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, Linear, Tiny, packed
 
 
 def linears(graph) -> list[str]:
@@ -106,3 +107,22 @@ def test_meta_device() -> None:
     assert len(linears(graph)) == 4 * LAYERS
     assert all(isinstance(parameter, nn.Parameter) and parameter.is_meta for parameter in model.parameters())
     assert graph.get_buffer("layers.1.q_proj_k_proj_v_proj_bias").shape == ((HEADS + 2 * KV_HEADS) * HEAD_DIM,)
+
+
+def test_groups_whose_names_join_alike_stay_apart() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("a_b", "c", "a", "b_c"):
+                setattr(self, name, Linear(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = silu_mul(self.a_b(x), self.c(x))
+            return silu_mul(self.a(y), self.b_c(y))
+
+    model, x = Named(), torch.randn(3, 4)
+    expected = model(x)
+    first, second = merge(capture(model)), merge(capture(model))
+    assert len(linears(first)) == 2
+    torch.testing.assert_close(first(x), expected)
+    torch.testing.assert_close(second(x), expected)

@@ -217,17 +217,18 @@ def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
 def test_costs_are_those_counted_by_hand() -> None:
     given = [one.to(torch.bfloat16) if one.is_floating_point() else one for one in inputs(6, 2)]
     given[1] = given[1].float()
-    # 12 rows; an expert has 3 matrices of 16 * 8; 5 experts of 768 bytes are read; 16-wide rows of 2 bytes.
+    # 12 rows; an expert has 3 matrices of 16 * 8, 768 bytes; 16-wide rows of 2 bytes. Each of 6 tokens misses an
+    # expert with probability 3 / 5, so 5 * (1 - 0.6**6) = 4.76672 experts are read.
     flops = 12 * (3 * 2 * 16 * 8) + 12 * 5 * 8 + 12 * 2 * 16
-    assert experts.cost(*given, workload=STEP) == Cost(flops, 192 + 48 + 96 + 5 * 768, 192, 5 * 768)
+    assert experts.cost(*given, workload=STEP) == Cost(flops, 192 + 48 + 96 + 3661, 192, 3661)
     assert experts.meta(*given).shape == (6, 16)
-    # Of the 12 places 3 have an expert, so at most as many of the matrices are read.
+    # Of the 12 places 3 have an expert: a token misses one with probability 0.9, and 5 * (1 - 0.9**6) are read.
     gaps = [given[0], given[1], given[2].int(), *given[3:], 3]
-    assert experts.cost(*gaps, workload=STEP) == Cost(3 * (768 + 40 + 32), 192 + 48 + 48 + 3 * 768, 192, 3 * 768)
+    assert experts.cost(*gaps, workload=STEP) == Cost(3 * (768 + 40 + 32), 192 + 48 + 48 + 1799, 192, 1799)
     assert experts.meta(*gaps).shape == (6, 16)
-    # One expert a token: nothing is weighted.
+    # One expert a token: nothing is weighted, and 5 * (1 - 0.8**6) experts are read.
     alone = [given[0], None, given[2][:, :1], *given[3:]]
-    assert experts.cost(*alone, workload=STEP) == Cost(6 * (768 + 40), 192 + 48 + 5 * 768, 192, 5 * 768)
+    assert experts.cost(*alone, workload=STEP) == Cost(6 * (768 + 40), 192 + 48 + 2833, 192, 2833)
     rows, place = torch.randn(12, 16, dtype=torch.bfloat16), torch.arange(12)
     assert combine.cost(rows, place, place.view(6, 2), torch.rand(6, 2), workload=STEP) == Cost(384, 384 + 96 + 48, 192)
     assert combine.cost(rows, place, place.view(6, 2), None, workload=STEP) == Cost(192, 384 + 96, 192)

@@ -1,0 +1,47 @@
+"""What steps of a mixture of experts cost, against a count on paper."""
+
+from __future__ import annotations
+
+import pytest
+
+from strata.cli.costing import find_config, meta_model
+from strata.graph.cost import StepCosts, node_costs, total
+from strata.hardware.roofline import Workload
+
+HIDDEN, LAYERS, EXPERTS, PER_TOKEN = 2048, 48, 128, 8
+EXPERT_BYTES = 2 * 3 * 768 * HIDDEN
+
+
+@pytest.fixture(scope="module")
+def costs() -> StepCosts:
+    return meta_model(find_config("30B-A3B")).step_costs()
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 16, 256])
+def test_a_step_reads_the_experts_that_its_tokens_go_to(sequences: int, costs: StepCosts) -> None:
+    step = costs.step(Workload((1,) * sequences, (1,) * sequences), rows=sequences)
+    attention = HIDDEN * 128 * (32 + 4 + 4 + 32)
+    norms = 2 * HIDDEN + 2 * 128
+    router = EXPERTS * HIDDEN
+    embedding, final, head = HIDDEN, HIDDEN, 151936 * HIDDEN
+    dense = 2 * (LAYERS * (attention + norms + router) + embedding + final + head)
+    missed = (1 - PER_TOKEN / EXPERTS) ** sequences
+    sparse = LAYERS * EXPERTS * (1 - missed) * EXPERT_BYTES
+    assert step.weights == pytest.approx(dense + sparse, rel=1e-9)
+
+
+def test_256_decodes_read_all_of_the_model_and_not_a_tenth(costs: StepCosts) -> None:
+    step = costs.step(Workload((1,) * 256, (1000,) * 256), rows=256)
+    assert step.weights == pytest.approx(60.4e9, rel=0.01)
+    keys_and_values = 256 * 1000 * LAYERS * 2 * 4 * 128 * 2
+    assert step.read == step.weights + keys_and_values
+
+
+def test_nodes_and_steps_count_the_same_flops_and_experts(costs: StepCosts) -> None:
+    model, workload = meta_model(find_config("30B-A3B")), Workload((1,) * 16, (20,) * 16)
+    nodes = node_costs(model.graph, model.batch(workload), workload)
+    experts = [node for node in nodes if node.operation == "experts"]
+    assert len(experts) == LAYERS
+    step, alone = (costs.step(Workload((1,) * n, (20,) * n), rows=n) for n in (16, 1))
+    grown = total(experts).weights - LAYERS * PER_TOKEN * EXPERT_BYTES
+    assert step.weights - alone.weights == grown
