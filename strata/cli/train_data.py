@@ -85,7 +85,7 @@ def files(
 @command.command()
 def exercises(
     out: Out,
-    documents: Annotated[int, typer.Option(help="How many; 73 tokens each on average.", min=1, show_default=False)],
+    documents: Annotated[int, typer.Option(help="How many; 85 tokens each on average.", min=1, show_default=False)],
     workers: Workers = None,
     seed: Annotated[int, typer.Option(help="Document i is a function of seed and i.")] = 0,
     vocab_size: Annotated[int, typer.Option(help="Tokens of the tokenizer, which is made from the exercises.")] = 4096,
@@ -96,7 +96,7 @@ def exercises(
 ) -> None:
     """Generate the exercises of the built-in model, and their tokenizer in the folder `tokenizer` of the output.
 
-    Example: strata data exercises --out runs/builtin/data --documents 5500000
+    Example: strata data exercises --out runs/builtin/data --documents 6000000
     """
 
     def write(report: Callable[[int, int], None]) -> Index:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -12,15 +13,16 @@ import tokenizers
 from strata.train.data.encoding import Encoded
 from strata.train.tasks.example import BOUNDARY, Example
 from strata.train.tasks.mixture import Document
-from strata.train.vocabulary import ASSISTANT, BEGIN, END, SYSTEM, USER
+from strata.train.tasks.tool import listing
+from strata.train.vocabulary import ASSISTANT, BEGIN, END, SYSTEM, TOOL, USER
 
 
 class Encoder:
-    """Writes documents as the chat template does; replies and the `<|end|>` after them are wanted, nothing else."""
+    """Writes documents as the chat template does; what the model says and its `<|end|>` are wanted, nothing else."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._id = {token: _known(tokenizer, token) for token in (BEGIN, END, SYSTEM, USER, ASSISTANT)}
+        self._id = {token: _known(tokenizer, token) for token in (BEGIN, END, SYSTEM, USER, ASSISTANT, TOOL)}
 
     @classmethod
     def load(cls, folder: Path) -> Encoder:
@@ -28,9 +30,21 @@ class Encoder:
         return cls(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
 
     def prompt(self, example: Example) -> list[int]:
-        """The question as a chat of one message, up to where the reply begins."""
-        question = self._tokenizer.encode(example.question, add_special_tokens=False).ids
-        return [self._id[BEGIN], self._id[USER], *question, self._id[END], self._id[ASSISTANT]]
+        """The question as a chat, after the tools that are offered, up to where the model's turn begins."""
+        return self._until(replace(example, call=None))
+
+    def prompt_after_call(self, example: Example) -> list[int]:
+        """The same with the example's call and its result, up to where the model's next turn begins."""
+        return self._until(example)
+
+    def _until(self, example: Example) -> list[int]:
+        """All before the reply."""
+        parts = [part for part, _ in self._parts(Document((example,)))][:-2]
+        encoded = [
+            [part] if isinstance(part, int) else self._tokenizer.encode(part, add_special_tokens=False).ids
+            for part in parts
+        ]
+        return list(chain.from_iterable(encoded))
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
         """All documents, encoded in one call of the tokenizer."""
@@ -57,12 +71,20 @@ class Encoder:
         if document.plain:
             example = document.examples[0]
             return [*parts, (example.question, False), ("\n", True), (example.reply, True), (self._id[END], True)]
-        if document.system is not None:
-            parts += [(self._id[SYSTEM], False), (document.system, False), (self._id[END], False)]
+        for text in (listing(document.tools) if document.tools else None, document.system):
+            if text is not None:
+                parts += self._turn(SYSTEM, text)
         for example in document.examples:
-            parts += [(self._id[USER], False), (example.question, False), (self._id[END], False)]
-            parts += [(self._id[ASSISTANT], False), (example.reply, True), (self._id[END], True)]
+            parts += self._turn(USER, example.question)
+            if example.call is not None:
+                parts += [*self._turn(ASSISTANT, example.call.text), *self._turn(TOOL, example.call.result)]
+            parts += self._turn(ASSISTANT, example.reply)
         return parts
+
+    def _turn(self, role: str, text: str) -> list[tuple[str | int, bool]]:
+        """What the model says is wanted, with the end that it sets."""
+        wanted = role == ASSISTANT
+        return [(self._id[role], False), (text, wanted), (self._id[END], wanted)]
 
 
 def _known(tokenizer: tokenizers.Tokenizer, token: str) -> int:

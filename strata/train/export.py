@@ -36,7 +36,8 @@ without a download.
 
 **What it is.** It adds, subtracts, multiplies and divides small numbers with worked steps, compares and sorts numbers,
 spells and reverses words, counts letters, converts units, answers questions about weekdays, months, small tables and
-short stories, and tells a four-sentence story, all in English and in phrasings like those of its exercises.
+short stories, and tells a four-sentence story, all in English and in phrasings like those of its exercises. Offered
+tools that calculate, convert or look something up, it calls the one that fits and answers from the result.
 
 **What it is not.** It is no general assistant: it has read no book and no web page, knows no facts about the world, and
 answers questions outside its exercises with "I do not know that" or with nonsense. Longer numbers, longer words, other

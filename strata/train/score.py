@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from strata.train.tasks.example import Example
-from strata.train.tasks.mixture import TASKS, held_out_examples
+from strata.train.tasks.mixture import TASKS, TOOL_TASKS, held_out_examples
+from strata.train.tasks.tool import CLOSING, OPENING, Call
 
 MARK = "Answer:"
 
@@ -30,9 +32,20 @@ def extract_answer(reply: str) -> str | None:
     return rest.split("\n", 1)[0].strip() if mark else None
 
 
+def makes(reply: str, call: Call) -> bool:
+    """Whether the reply is this call and nothing else, whatever the order of its arguments."""
+    if not (reply.startswith(OPENING) and reply.endswith(CLOSING)):
+        return False
+    try:
+        made = json.loads(reply[len(OPENING) : -len(CLOSING)])
+    except ValueError:
+        return False
+    return bool(made == {"name": call.name, "arguments": dict(call.arguments)})
+
+
 def questions(examples: int) -> list[Example]:
     """Up to `examples` held-out examples of every scored task."""
-    return [example for task in TASKS for example in held_out_examples(task, examples)]
+    return [example for task in (*TASKS, *TOOL_TASKS) for example in held_out_examples(task, examples)]
 
 
 def score(examples: Sequence[Example], replies: Iterable[str]) -> list[Score]:

@@ -12,18 +12,42 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from strata.train.tasks.example import BOUNDARY
 from strata.train.tasks.mixture import Document
+from strata.train.tasks.tool import listing
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
-SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
-SPECIAL_TOKENS = (BEGIN, END, PAD, SYSTEM, USER, ASSISTANT)
+SYSTEM, USER, ASSISTANT, TOOL = "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"
+SPECIAL_TOKENS = (BEGIN, END, PAD, SYSTEM, USER, ASSISTANT, TOOL)
 
 CHAT_TEMPLATE = """\
 {{- bos_token }}
+{%- if tools %}
+    {{- '<|system|>Tools:' }}
+    {%- for tool in tools %}
+        {%- set function = tool['function'] %}
+        {%- set parameters = function['parameters'] or {} %}
+        {{- '\\n' + function['name'] + '(' }}
+        {%- for name, schema in (parameters['properties'] or {}).items() %}
+            {{- name + ('' if name in (parameters['required'] or []) else '?') + ': ' }}
+            {%- set values = schema['enum'] or schema['type'] or 'any' %}
+            {{- values if values is string else values | join('|') }}
+            {{- '' if loop.last else ', ' }}
+        {%- endfor %}
+        {{- ')' + (': ' + function['description'] if function['description'] else '') }}
+    {%- endfor %}
+    {{- '<|end|>' }}
+{%- endif %}
 {%- for message in messages %}
-    {%- if message['role'] not in ['system', 'user', 'assistant'] %}
-        {{- raise_exception('roles are system, user and assistant, got ' + message['role']) }}
+    {%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}
+        {{- raise_exception('roles are system, user, assistant and tool, got ' + message['role']) }}
     {%- endif %}
-    {{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}
+    {{- '<|' + message['role'] + '|>' + (message['content'] or '') }}
+    {%- for call in message['tool_calls'] or [] %}
+        {%- set arguments = call['function']['arguments'] %}
+        {{- '' if loop.first and not message['content'] else '\\n' }}
+        {{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' }}
+        {{- (arguments if arguments is string else arguments | tojson) + '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|end|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|assistant|>' }}
@@ -58,9 +82,14 @@ def make_tokenizer(documents: Iterable[Document], vocab_size: int) -> tokenizers
 
 def _texts(documents: Iterable[Document]) -> Iterator[str]:
     for document in documents:
+        if document.tools:
+            yield listing(document.tools)
         for example in document.examples:
             yield example.question
-            yield example.reply.replace(BOUNDARY, " ")
+            if example.call is not None:
+                yield example.call.result
+            for text in example.written:
+                yield text.replace(BOUNDARY, " ")
 
 
 def write_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path, max_length: int) -> None:

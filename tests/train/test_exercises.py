@@ -18,6 +18,7 @@ from strata.train.data.shards import Index, TokenDataset
 from strata.train.data.tokenize import tokenizer_digest
 from strata.train.encode import Encoder
 from strata.train.exercises import write_exercises
+from strata.train.tasks.example import BOUNDARY
 from strata.train.tasks.mixture import document
 from strata.train.vocabulary import SPECIAL_TOKENS, make_tokenizer
 from tests.train.conftest import SMALL
@@ -46,13 +47,15 @@ def test_sample_i_is_document_i_as_the_chat_template_writes_it(written: Path) ->
             text = tokenizer.decode(read.tokens.tolist(), skip_special_tokens=False)
             learned = tokenizer.decode(read.tokens[read.wanted].tolist(), skip_special_tokens=False)
             messages = [message for example in one.examples for message in example.messages]
-            replies = "".join(message["content"] + "<|end|>" for message in messages[1::2])
+            said = [text.replace(BOUNDARY, "") for example in one.examples for text in example.written]
+            replies = "".join(text + "<|end|>" for text in said)
             if one.plain:
                 assert text == f"<|begin|>{messages[0]['content']}\n{messages[1]['content']}<|end|>"
                 assert learned == "\n" + replies
             else:
                 system = [] if one.system is None else [{"role": "system", "content": one.system}]
-                assert text == tokenizer.chat([*system, *messages], add_generation_prompt=False)
+                tools = [tool.schema for tool in one.tools] or None
+                assert text == tokenizer.chat([*system, *messages], add_generation_prompt=False, tools=tools)
                 assert learned == replies
             assert not read.wanted[0]
 

@@ -14,7 +14,7 @@ import pytest
 from strata.train.score import extract_answer
 from strata.train.tasks import arithmetic, dates, spelling
 from strata.train.tasks.example import HELD_OUT_PERCENT, Example, bucket
-from strata.train.tasks.mixture import TASKS, document, held_out_examples, training_example
+from strata.train.tasks.mixture import TASKS, TOOL_TASKS, document, held_out_examples, training_example
 from strata.train.tasks.words import SPELLABLE
 
 SAMPLES = 20_000
@@ -46,7 +46,8 @@ def test_document_depends_on_seed_and_index_alone() -> None:
 
 def test_training_has_no_held_out_problem(training: list[Example]) -> None:
     assert len(training) > SAMPLES * 0.9
-    held_out = {example.problem for task in TASKS for example in held_out_examples(task, 60)}
+    tasks = (*TASKS, *TOOL_TASKS)
+    held_out = {example.problem for task in tasks for example in held_out_examples(task, 60)}
     assert len(held_out) > 1000
     assert not any(example.held_out for example in training)
     assert not held_out & {example.problem for example in training}
@@ -55,13 +56,14 @@ def test_training_has_no_held_out_problem(training: list[Example]) -> None:
 def test_no_training_text_states_a_held_out_calculation(training: list[Example]) -> None:
     """Read from the texts themselves, so that worked steps and stories count as well."""
     checks = {"+": arithmetic.addition_held_out, "-": arithmetic.subtraction_held_out}
-    checks |= {"×": arithmetic.multiplication_held_out, "÷": arithmetic.division_held_out}
+    checks |= dict.fromkeys("×*", arithmetic.multiplication_held_out)
+    checks |= dict.fromkeys("÷/", arithmetic.division_held_out)
     stated = 0
     for example in training:
-        for text in (example.question, example.reply):
-            for a, sign, b in re.findall(r"(?<![\d.])(\d+) ?([-+×÷]) ?(\d+)(?![\d.])", text):
+        for text in (example.question, *example.written):
+            for a, sign, b in re.findall(r"(?<![\d.])(\d+) ?([-+×÷*/]) ?(\d+)(?![\d.])", text):
                 stated += 1
-                assert not checks[sign](int(a), int(b)), (example.question, example.reply)
+                assert not checks[sign](int(a), int(b)), (example.question, example.written)
     assert stated > 10_000
 
 
@@ -272,7 +274,7 @@ def test_tables_and_stories_hold_their_answer(by_task: dict[str, list[Example]])
 
 
 def test_held_out_examples_are_distinct_and_repeatable() -> None:
-    for task in TASKS:
+    for task in (*TASKS, *TOOL_TASKS):
         first, second = held_out_examples(task, 20), held_out_examples(task, 20)
         assert first == second
         assert len({example.problem for example in first}) == len(first)

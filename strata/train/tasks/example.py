@@ -6,6 +6,9 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from strata.train.tasks.tool import Call, Tool
 
 BOUNDARY = "\u2060"
 """In a reply: no token may span this point. It is not part of the text (a word that the model must write letter by
@@ -21,6 +24,7 @@ class Example:
     problem: the canonical form of what is asked, the same for every phrasing ("add 38 47"). Whether an example is held
         out depends on the problem alone, so a held-out problem is in no training text however it is asked.
     answer: what the reply must end in; None when the reply is open and not scored.
+    tools: what the model is offered. call: what it is to call with this question; the reply follows on its result.
     """
 
     task: str
@@ -29,12 +33,20 @@ class Example:
     answer: str | None
     problem: str
     held_out: bool
+    tools: tuple[Tool, ...] = ()
+    call: Call | None = None
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """The example as a chat, without the boundary marks."""
-        reply = self.reply.replace(BOUNDARY, "")
-        return [{"role": "user", "content": self.question}, {"role": "assistant", "content": reply}]
+        asked = {"role": "user", "content": self.question}
+        reply = {"role": "assistant", "content": self.reply.replace(BOUNDARY, "")}
+        return [asked, *(() if self.call is None else self.call.messages), reply]
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """What the model writes, turn by turn: the call, if there is one, and the reply."""
+        return (self.reply,) if self.call is None else (self.call.text, self.reply)
 
 
 @dataclass(frozen=True)

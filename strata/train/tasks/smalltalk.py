@@ -10,8 +10,8 @@ from strata.train.tasks.words import ANIMALS, FOODS, NAMES, THINGS, listed
 
 ABILITIES = (
     "I can add, subtract, multiply and divide small numbers, compare and sort numbers, spell, reverse and count "
-    "letters of words, convert units, answer questions about dates, small tables and short stories, and tell "
-    "a very short story."
+    "letters of words, convert units, answer questions about dates, small tables and short stories, tell "
+    "a very short story, and call tools that I am offered."
 )
 IDENTITY = (
     "I am the small built-in model of Strata. I have a few million parameters and was trained from scratch by Strata "

@@ -51,6 +51,13 @@ def _draw(rng: random.Random, header: tuple[str, str], rows: list[tuple[str, str
     return "\n".join(" ".join(row) for row in (header, *rows))
 
 
+def _down_to(rows: list[tuple[str, str]], key: str) -> str:
+    """The rows from the first to that of `key`, a line each. Whoever looks for a value reads them in this order: to go
+    from a value back to its key at once is what models of this size do not learn."""
+    last = [row[0] for row in rows].index(key)
+    return "\n".join(f"{key}: {value}" for key, value in rows[: last + 1])
+
+
 def look_up(rng: random.Random) -> Example:
     """One entry of a two-column table, by its key or by its value, or the row with the extreme number."""
     key_name, value_name, by_key, by_value = rng.choice(KINDS)
@@ -63,13 +70,13 @@ def look_up(rng: random.Random) -> Example:
         key, value = (max if largest else min)(rows, key=lambda row: int(row[1]))
         superlative = {"age": ("oldest", "youngest"), "price": ("most expensive", "cheapest")}[value_name][not largest]
         question = f"{'Who' if value_name == 'age' else 'Which item'} is the {superlative}?"
-        reply, answer = f"{key}: {value}\nAnswer: {key}", key
+        reply, answer = f"{value}\n{_down_to(rows, key)}\nAnswer: {key}", key
     elif draw < 0.65:
         question = rng.choice(by_key).format(key=key)
         reply, answer = f"{key}: {value}\nAnswer: {value}", value
     else:
         question = rng.choice(by_value).format(value=value)
-        reply, answer = f"{key}: {value}\nAnswer: {key}", key
+        reply, answer = f"{_down_to(rows, key)}\nAnswer: {key}", key
     table = _draw(rng, (key_name, value_name), rows)
     text = f"{question}\n{table}" if rng.random() < 0.3 else f"{table}\n{question}"
     if rng.random() < 0.3:

@@ -115,14 +115,22 @@ def _named(rng: random.Random, unit: Unit, one: bool) -> str:
 
 @dataclass(frozen=True)
 class Conversion:
-    """`value` of `source` is `result` of `target`, with the steps between. `held_out`: by the arithmetic in them."""
+    """`value` of `source` is `result` of `target`, by `steps`. `steps_held_out`: the arithmetic in them is."""
 
     value: str
     source: Unit
     result: str
     target: Unit
     steps: str
-    held_out: bool = False
+    steps_held_out: bool = False
+
+    @property
+    def problem(self) -> str:
+        return f"convert {self.value} {self.source.singular} {self.target.singular}"
+
+    @property
+    def held_out(self) -> bool:
+        return self.steps_held_out or is_held_out(self.problem)
 
 
 def _rule(pair: Pair) -> str:
@@ -175,15 +183,23 @@ def _whole(rng: random.Random) -> Conversion:
     return Conversion(str(total), pair.small, str(count), pair.large, f"{_rule(pair)}\n{steps}", held_out)
 
 
-def conversion(rng: random.Random) -> Example:
+def any_conversion(rng: random.Random) -> Conversion:
     """A quantity in another unit of the same kind."""
-    made = (_decimal if rng.random() < 0.65 else _whole)(rng)
-    source, target = _named(rng, made.source, made.value == "1"), _named(rng, made.target, one=False)
+    return (_decimal if rng.random() < 0.65 else _whole)(rng)
+
+
+def named_units(rng: random.Random, made: Conversion) -> tuple[str, str]:
+    """Source and target as a user may write them."""
+    return _named(rng, made.source, made.value == "1"), _named(rng, made.target, one=False)
+
+
+def conversion(rng: random.Random) -> Example:
+    """The question for a conversion, and its steps."""
+    made = any_conversion(rng)
+    source, target = named_units(rng, made)
     question = ask(rng, CONVERT, value=made.value, source=source, target=target)
     answer = measured(made.result, made.target)
-    problem = f"convert {made.value} {made.source.singular} {made.target.singular}"
-    held_out = made.held_out or is_held_out(problem)
-    return Example("unit conversion", question, f"{made.steps}\nAnswer: {answer}", answer, problem, held_out)
+    return Example("unit conversion", question, f"{made.steps}\nAnswer: {answer}", answer, made.problem, made.held_out)
 
 
 TASKS = (Task("unit conversion", 10, conversion),)
