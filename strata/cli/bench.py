@@ -20,6 +20,7 @@ from strata.cli.bench_result import make_result, report
 from strata.cli.bench_run import AsJson, LoadFormat, Model, Save, Setup, call, device_name, floor_on, started
 from strata.cli.bench_serve import serve
 from strata.cli.bench_train import train
+from strata.cli.help import Command
 
 bench = typer.Typer(
     no_args_is_help=True,
@@ -28,15 +29,15 @@ bench = typer.Typer(
     Example: strata bench throughput --model 8B
     """,
 )
-bench.command()(gaps)
-bench.command()(kernels)
-bench.command()(serve)
-bench.command()(train)
+bench.command(cls=Command)(gaps)
+bench.command(cls=Command)(kernels)
+bench.command(cls=Command)(serve)
+bench.command(cls=Command)(train)
 
 Repeat = Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")]
 
 
-@bench.command()
+@bench.command(cls=Command)
 def throughput(
     batch: Annotated[
         int | None, typer.Option(min=1, help="T3: so many equal requests; T1 if left out.", show_default=False)
@@ -59,7 +60,7 @@ def throughput(
     run(test, setup, repeat=repeat, as_json=as_json, save=save)
 
 
-@bench.command()
+@bench.command(cls=Command)
 def latency(
     model: Model = "0.6B",
     load_format: LoadFormat = None,
@@ -78,7 +79,7 @@ def latency(
     run(workloads.single(), setup, repeat=repeat, as_json=as_json, save=save)
 
 
-@bench.command()
+@bench.command(cls=Command)
 def prefill(
     model: Model = "0.6B",
     load_format: LoadFormat = None,
@@ -97,7 +98,7 @@ def prefill(
     run(workloads.prefill(), setup, repeat=repeat, as_json=as_json, save=save)
 
 
-@bench.command()
+@bench.command(cls=Command)
 def startup(
     model: Model = "0.6B",
     load_format: LoadFormat = None,

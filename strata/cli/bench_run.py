@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strata.cli import workloads
+from strata.cli import options, workloads
 from strata.cli.bench_result import cpu_name, writable
 from strata.hardware.specs import recognize
 from strata.models.folder import folder_or_shape
@@ -19,10 +19,17 @@ if TYPE_CHECKING:
     from strata.engine.llm import LLM
 
 Model = Annotated[
-    str, typer.Option(help="A shape (0.6B, 1B, 8B, 30B-A3B) with random weights, a checkpoint folder, or builtin.")
+    str,
+    typer.Option(
+        help="A shape (0.6B, 1B, 8B, 30B-A3B) with random weights, a checkpoint folder, org/model of the Hugging Face "
+        "cache, or builtin."
+    ),
 ]
 LoadFormat = Annotated[
-    str | None, typer.Option(help="auto or dummy; dummy for a shape if left out.", show_default=False)
+    str | None,
+    typer.Option(
+        help="auto or dummy; dummy for a shape if left out.", show_default=False, rich_help_panel=options.ENGINE
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line instead of text.")]
 Save = Annotated[

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -12,6 +14,18 @@ from strata.cli.generate import sampling_params
 from strata.engine.llm import LLM
 from strata.engine.sampling_params import SamplingParams
 from strata.models.folder import model_folder
+
+HELP = """\
+/help    these lines
+/clear   begin a new conversation (also /new)
+/exit    end (also /quit, Ctrl-D)
+A line that ends with \\ goes on in the next one; \"\"\" begins a message of several lines, \"\"\" ends it.
+Ctrl-C cuts a reply short."""
+
+_COMMANDS = {"/help": "help", "/clear": "clear", "/new": "clear", "/exit": "exit", "/quit": "exit"}
+_COMMAND = re.compile(r"/[a-z]+", re.IGNORECASE)
+_QUOTES = '"""'
+_FIRST, _NEXT = "you> ", "...  "
 
 
 def chat(
@@ -27,38 +41,67 @@ def chat(
     max_model_len: options.MaxModelLen = None,
     deterministic: options.Deterministic = False,
 ) -> None:
-    """Talk with a model; it keeps the conversation. An empty line or Ctrl-D ends it, /new starts afresh.
+    """Talk with a model; it keeps the conversation. /help tells what can be typed, /exit or Ctrl-D ends it.
 
     Example: strata chat --temperature 0.7
     """
     folder = model_folder(model)
-    llm = LLM(folder, dtype=dtype, device=device, max_model_len=max_model_len, deterministic=deterministic)
+    console, waiting = Console(highlight=False), Console(stderr=True)
+    with waiting.status("starting the model"):
+        llm = LLM(
+            folder, verbose=False, dtype=dtype, device=device, max_model_len=max_model_len, deterministic=deterministic
+        )
     params = sampling_params(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     llm.chat_prompt(
         [{"role": "user", "content": "?"}]
     )  # a model without a chat template is refused before the first word
-    console = Console(highlight=False)
+    with suppress(ImportError):  # where the system has it: arrow keys in `input`, and what was typed before
+        import readline  # noqa: F401
+    if console.is_terminal:
+        console.print("/help tells what can be typed, /exit ends.", style="dim")
     beginning = [{"role": "system", "content": system}] if system else []
     messages = list(beginning)
     while (text := _ask(console)) is not None:
-        if text == "/new":
+        command = _COMMANDS.get(text.lower())
+        if command == "exit":
+            return
+        if command == "clear":
             messages = list(beginning)
-            continue
-        messages.append({"role": "user", "content": text})
-        try:
-            messages.append({"role": "assistant", "content": _answer(llm, messages, params, console)})
-        except ValueError as error:  # it has outgrown the model, or the reply failed: say so and keep it usable
-            messages.pop()
-            console.print(f"[red]{error}[/red]  (/new starts afresh)")
+        elif command == "help":
+            console.print(HELP, markup=False)
+        elif _COMMAND.fullmatch(text):
+            console.print(f"there is no {text}; /help tells what there is", markup=False)
+        elif text:
+            _converse(llm, messages, text, params, console)
 
 
 def _ask(console: Console) -> str | None:
+    """What is typed next, of one line or several; None at the end of the input."""
     try:
-        text = console.input("[bold]you>[/bold] ").strip()
+        text = input(_FIRST).strip()
+        if text.startswith(_QUOTES):
+            text = text.removeprefix(_QUOTES)
+            while not text.rstrip().endswith(_QUOTES):
+                text += "\n" + input(_NEXT)
+            text = text.rstrip().removesuffix(_QUOTES)
+        else:
+            while text.endswith("\\"):
+                text = text[:-1] + "\n" + input(_NEXT)
     except (EOFError, KeyboardInterrupt):
         console.print()
         return None
-    return text or None
+    return text.strip()
+
+
+def _converse(llm: LLM, messages: list[dict[str, str]], text: str, params: SamplingParams, console: Console) -> None:
+    """Answer `text`, and add both to the conversation; what could not be answered is told, and forgotten."""
+    asked = {"role": "user", "content": text}
+    try:
+        reply = _answer(llm, [*messages, asked], params, console)
+    except ValueError as error:  # it has outgrown the model, or the reply failed
+        console.print(f"{error} (/clear begins a new conversation)", style="red", markup=False)
+    else:
+        messages += [asked, {"role": "assistant", "content": reply}]
 
 
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, console: Console) -> str:

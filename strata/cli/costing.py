@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from strata.hardware.roofline import Workload
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.models.families import build
+from strata.models.json_object import read_existing_object
 from strata.models.shapes import SHAPES
 
 
@@ -32,12 +32,7 @@ def find_config(model: str) -> ModelConfig:
             f"{model!r} is neither a folder nor a file nor a known shape; give a checkpoint folder, a config.json, "
             f"or one of {', '.join(SHAPES)}"
         )
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds no JSON object; give a config.json as checkpoints have it")
+    values = read_existing_object(path)
     return config_from_dict(values, str(path))
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+import strata
 from strata.cli.ending import ending
+from strata.cli.help import Command
 
 _HOMES = {
     "serve": "strata.cli.serve:command",
@@ -23,23 +26,30 @@ _HOMES = {
 }
 
 
-class _Commands(TyperGroup):
+class _Homes(Mapping[str, Any]):
     """Imports a sub-command when it is asked for: a server has no use for what trains, and torch takes its time."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(_HOMES)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in _HOMES:
-            return None
-        module, name = _HOMES[cmd_name].split(":")
-        found = getattr(import_module(module), name)
+    def __getitem__(self, name: str) -> Any:
+        module, member = _HOMES[name].split(":")
+        found = getattr(import_module(module), member)
         if not isinstance(found, typer.Typer):
             function, found = found, typer.Typer(add_completion=False, rich_markup_mode="rich")
-            found.command()(function)
+            found.command(cls=Command)(function)
         command = get_command(found)
-        command.name = cmd_name
+        command.name = name
         return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_HOMES)
+
+    def __len__(self) -> int:
+        return len(_HOMES)
+
+
+class _Commands(TyperGroup):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = _Homes()
 
 
 app = typer.Typer(
@@ -47,8 +57,18 @@ app = typer.Typer(
 )
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"strata {strata.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def strata() -> None:
+def start(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
     """Pretrains, post-trains and serves large language models."""
 
 

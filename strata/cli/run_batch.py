@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from strata.cli import options
-from strata.cli.serve import TOOL_FORMATS, ToolCallParser, served_names
-from strata.models.folder import model_folder
+from strata.cli.serve import CHAT, TOOL_FORMATS, ToolCallParser, served_names
+from strata.models.folder import display_name, model_folder
 from strata.serve.batch_file import BatchResults, read_requests
 from strata.serve.client import EngineGone
 from strata.serve.run_batch import EngineNotStarted, run_batch
@@ -31,16 +31,20 @@ def run(
     results: Annotated[Path, typer.Argument(help="Where results go, a line each; what is there already is kept.")],
     model: options.Model = None,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="What requests may call it; may be repeated. [default: the folder's name]")
+        list[str] | None, typer.Option(help="What requests may call it; may be repeated. [default: the model's name]")
     ] = None,
-    tool_call_parser: Annotated[ToolCallParser | None, typer.Option(help="How the model calls tools.")] = None,
-    reasoning: Annotated[bool, typer.Option(help="Tell <think>...</think> apart from the answer.")] = False,
+    tool_call_parser: Annotated[
+        ToolCallParser | None, typer.Option(help="How the model calls tools.", rich_help_panel=CHAT)
+    ] = None,
+    reasoning: Annotated[
+        bool, typer.Option(help="Tell <think>...</think> apart from the answer.", rich_help_panel=CHAT)
+    ] = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     load_format: options.LoadFormat = "auto",
     max_model_len: options.MaxModelLen = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 256,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to use, in (0, 1].")] = 0.9,
+    max_num_seqs: options.MaxNumSeqs = 256,
+    gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     deterministic: options.Deterministic = False,
 ) -> None:
     """Answer a file of requests, without a server; exit code 0 if all succeeded.
@@ -53,7 +57,7 @@ def run(
     folder = str(model_folder(model))
     settings = ServeSettings(
         model=folder,
-        served_model_names=served_names(served_model_name, folder),
+        served_model_names=served_names(served_model_name, display_name(model, folder)),
         tool_format=None if tool_call_parser is None else TOOL_FORMATS[tool_call_parser],
         reasoning=reasoning,
         max_queue=_NO_BOUND,

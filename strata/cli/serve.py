@@ -12,14 +12,16 @@ from typing import Annotated
 import typer
 
 from strata.cli import options
-from strata.models.folder import folder_or_shape, model_folder
+from strata.cli.help import Command
+from strata.models.folder import display_name, folder_or_shape, located, model_folder
+from strata.models.json_object import why_no_text
 from strata.models.shapes import SHAPES
 from strata.serve.http.gate import is_loopback
 from strata.serve.http.keys import read_keys
 from strata.serve.processes.launch import Launch, launch
 from strata.serve.settings import ServeSettings
 
-_HTTP, _LIMITS, _CHAT, _ENGINE, _LOGS = "HTTP", "Limits", "Chat", "Engine", "Logs"
+CHAT, _HTTP, _LIMITS, _LOGS = "Chat", "HTTP", "Limits", "Logs"
 _ORIGIN = re.compile(r"https?://[a-z0-9.:\[\]-]+")
 
 command = typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -43,14 +45,17 @@ def _refuse_key(value: str | None) -> None:
         )
 
 
-@command.command(context_settings={"auto_envvar_prefix": "STRATA"})
+@command.command(cls=Command, context_settings={"auto_envvar_prefix": "STRATA"})
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(help="Checkpoint folder, or builtin, which it is if left out.", envvar="STRATA_MODEL"),
+        typer.Argument(
+            help="Checkpoint folder, org/model of the Hugging Face cache, or builtin, which it is if left out.",
+            envvar="STRATA_MODEL",
+        ),
     ] = None,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="What clients may call it; may be repeated. [default: the folder's name]")
+        list[str] | None, typer.Option(help="What clients may call it; may be repeated. [default: the model's name]")
     ] = None,
     host: Annotated[
         str, typer.Option(help="Where to listen; what is no loopback address needs an API key.", rich_help_panel=_HTTP)
@@ -103,32 +108,42 @@ def serve(
         bool, typer.Option(help="Start another engine when it dies, instead of ending.", rich_help_panel=_LIMITS)
     ] = False,
     chat_template: Annotated[
-        Path | None, typer.Option(help="File with a template to use instead of the model's.", rich_help_panel=_CHAT)
+        Path | None, typer.Option(help="File with a template to use instead of the model's.", rich_help_panel=CHAT)
     ] = None,
     tool_call_parser: Annotated[
-        ToolCallParser | None, typer.Option(help="How the model calls tools.", rich_help_panel=_CHAT)
+        ToolCallParser | None, typer.Option(help="How the model calls tools.", rich_help_panel=CHAT)
     ] = None,
     reasoning: Annotated[
-        bool, typer.Option(help="Tell <think>...</think> apart from the answer.", rich_help_panel=_CHAT)
+        bool, typer.Option(help="Tell <think>...</think> apart from the answer.", rich_help_panel=CHAT)
     ] = False,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Folder of the tokenizer; the model's own if left out.", rich_help_panel=_ENGINE)
+        str | None,
+        typer.Option(help="Folder of the tokenizer; the model's own if left out.", rich_help_panel=options.ENGINE),
     ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     load_format: options.LoadFormat = "auto",
     max_model_len: options.MaxModelLen = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 256,
+    max_num_seqs: options.MaxNumSeqs = 256,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of a step.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Most tokens of a step.", show_default=False, rich_help_panel=options.ENGINE),
     ] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to use, in (0, 1].")] = 0.9,
+    gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     num_pages: Annotated[
-        int | None, typer.Option(min=1, help="KV pages; what memory allows if left out.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1,
+            help="KV pages; what memory allows if left out.",
+            show_default=False,
+            rich_help_panel=options.ENGINE,
+        ),
     ] = None,
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV page.")] = 16,
-    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the pages of prompts that begin alike.")] = True,
-    seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV page.", rich_help_panel=options.ENGINE)] = 16,
+    enable_prefix_caching: Annotated[
+        bool, typer.Option(help="Reuse the pages of prompts that begin alike.", rich_help_panel=options.ENGINE)
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Of requests that bring none.", rich_help_panel=options.ENGINE)] = 0,
     deterministic: options.Deterministic = False,
     log_json: Annotated[bool, typer.Option(help="Log JSON objects.", rich_help_panel=_LOGS)] = False,
     log_prompts: Annotated[bool, typer.Option(help="Log prompts, too.", rich_help_panel=_LOGS)] = False,
@@ -137,6 +152,8 @@ def serve(
     ] = None,
 ) -> None:
     """Serve OpenAI's API, until Ctrl-C or SIGTERM.
+
+    Every option can be given as an environment variable: STRATA_MAX_QUEUE=64 is --max-queue 64.
 
     Example: strata serve path/to/Llama-3.1-8B-Instruct --tool-call-parser llama3_json
     """
@@ -149,7 +166,7 @@ def serve(
         )
     settings = ServeSettings(
         model=folder,
-        served_model_names=served_names(served_model_name, folder),
+        served_model_names=served_names(served_model_name, display_name(model, folder)),
         host=host,
         port=port,
         allowed_hosts=tuple(allowed_hosts or ()),
@@ -185,15 +202,17 @@ def serve(
         "num_pages": num_pages,
     }
     traces = None if otlp_traces_endpoint is None else _endpoint(otlp_traces_endpoint)
-    asked = Launch(settings, engine, keys, _tokenizer(tokenizer or folder), restart_engine, traces)
+    asked = Launch(
+        settings, engine, keys, _tokenizer(located(tokenizer) if tokenizer else folder), restart_engine, traces
+    )
     sys.exit(launch(asked))
 
 
-def served_names(given: list[str] | None, folder: str) -> tuple[str, ...]:
-    """What clients may call a model: what was given, or the name of its folder. Raises ValueError for an empty name."""
+def served_names(given: list[str] | None, own: str) -> tuple[str, ...]:
+    """What clients may call a model: what was given, or its own name. Raises ValueError for an empty name."""
     if given and not all(given):
         raise ValueError("--served-model-name is empty: give the name that clients ask for, or leave it out")
-    return tuple(given or [Path(folder).resolve().name])
+    return tuple(given or [own])
 
 
 def _tokenizer(folder: str) -> str:
@@ -223,10 +242,13 @@ def _read_template(file: Path) -> str:
     from strata.models.template_worker import check_syntax
 
     try:
-        text = file.read_text(encoding="utf-8")
+        raw = file.read_bytes()
+        text = raw.decode("utf-8")
         check_syntax(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--chat-template {file} cannot be read: {error}") from None
+    except OSError as error:
+        raise ValueError(f"--chat-template {file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--chat-template {file}, {why_no_text(raw)}") from None
     except TemplateSyntaxError as error:
-        raise ValueError(f"--chat-template {file}: syntax error in line {error.lineno}: {error.message}") from None
+        raise ValueError(f"--chat-template {file}, line {error.lineno}: {error.message}") from None
     return text

@@ -30,7 +30,7 @@ from strata.kernels.device_limits import DeviceLimits, implementations_for, why_
 from strata.models import weights
 from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import build
-from strata.models.folder import BUILTIN, BUILTIN_FOLDER
+from strata.models.folder import located
 from strata.models.generation_config import GenerationDefaults, read_generation_config
 from strata.models.rotary import DynamicRope
 from strata.models.tokenizer import Tokenizer
@@ -76,12 +76,15 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, model: str | Path | None, options: Mapping[str, Any]) -> EngineConfig:
-        """`model` None or "builtin" is the built-in model. Raises ValueError for an unknown option."""
+        """`model` None or "builtin" is the built-in model, `org/model` a download in the Hugging Face cache.
+
+        Raises ValueError for an unknown option, and for a download that is not there.
+        """
         known = {field.name for field in fields(cls)} - {"model"}
         unknown = sorted(set(options) - known)
         if unknown:
             raise ValueError(f"unknown option {unknown[0]!r}; LLM takes model, {', '.join(sorted(known))}")
-        return cls(str(BUILTIN_FOLDER if model in (None, BUILTIN) else model), **options)
+        return cls(located(model), **options)
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", *DTYPES):

@@ -31,12 +31,13 @@ Message = Mapping[str, Any]
 class LLM:
     """A model ready to generate. See `EngineConfig` for the keyword arguments; unknown ones are an error.
 
-    Without `model` it is the small model that comes with Strata. Raises ValueError, in one clear line, for whatever it
-    cannot load or serve.
+    Without `model` it is the small model that comes with Strata; `org/model` is a download in the Hugging Face cache.
+    verbose: tell on standard error how memory is divided and how long the start took. Raises ValueError, in one clear
+    line, for whatever it cannot load or serve.
     """
 
-    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        console = Console(stderr=True, highlight=False)
+    def __init__(self, model: str | Path | None = None, *, verbose: bool = True, **options: Any) -> None:
+        console = Console(stderr=True, highlight=False, quiet=not verbose)
         self._engine: Engine = build_engine(EngineConfig.from_options(model, options), log=console.print)
         self._numbers = itertools.count()
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+from strata.models.weight_index import INDEX, SINGLE, read_index
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # The format's own limit, so that a corrupt length does not make us read gigabytes.
@@ -40,7 +39,7 @@ def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
         return read_header(folder / SINGLE)
     if not (folder / INDEX).is_file():
         raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors weights are read")
-    homes = _read_index(folder / INDEX)
+    homes = read_index(folder / INDEX)
     shards = {name: read_header(folder / name) for name in sorted(set(homes.values()))}
     absent = [name for name, home in homes.items() if name not in shards[home]]
     if absent:
@@ -113,20 +112,6 @@ def _read_entry(file: Path, name: str, entry: Any) -> tuple[StoredTensor, int]:
     if end - start != math.prod(shape) * tensor.dtype.itemsize:
         raise _corrupt(file, f"{name} of shape {list(shape)} and dtype {kind} does not take {end - start} bytes")
     return tensor, end
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor."""
-    try:
-        homes = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{path} is not an index with a weight_map: {error!r}") from None
-    if not isinstance(homes, dict) or not homes:
-        raise ValueError(f"{path} is not an index with a weight_map: it lists no tensor")
-    for home in homes.values():
-        if not isinstance(home, str) or Path(home).name != home:
-            raise ValueError(f"{path} names {home!r}, which is not a file of the same folder")
-    return homes
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -13,6 +12,7 @@ import torch
 
 from strata.models.expert_config import ExpertsConfig, mixtral_fields, qwen3_moe_fields, read_mixtral, read_qwen3_moe
 from strata.models.fields import Fields
+from strata.models.json_object import read_existing_object
 from strata.models.rotary import DynamicRope, RopeConfig, read_rope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -178,11 +178,9 @@ def read_config(folder: Path) -> ModelConfig:
     """The config of a checkpoint folder. Raises ValueError if it is missing, is not JSON, or cannot be honoured."""
     path = Path(folder) / "config.json"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_existing_object(path)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; a model folder needs a config.json") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
     return config_from_dict(values, str(path))
 
 

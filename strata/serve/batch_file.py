@@ -12,6 +12,8 @@ from uuid import uuid4
 
 import msgspec
 
+from strata.models.json_object import why_no_json
+
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 
 
@@ -37,7 +39,7 @@ class BatchFault:
 
 def read_requests(file: Path) -> Iterator[BatchRequest | BatchFault]:
     """What each line asks for; empty lines ask for nothing. Raises ValueError if the file cannot be read."""
-    seen: set[str] = set()
+    seen: dict[str, int] = {}
     try:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -45,10 +47,12 @@ def read_requests(file: Path) -> Iterator[BatchRequest | BatchFault]:
                     continue
                 request = _read_request(number, line)
                 if isinstance(request, BatchRequest) and request.custom_id in seen:
-                    message = f"line {number}: an earlier line has the custom_id {request.custom_id!r:.80}"
+                    message = (
+                        f"line {number}: line {seen[request.custom_id]} has the custom_id {request.custom_id!r:.80}"
+                    )
                     request = BatchFault(number, request.custom_id, "duplicate_custom_id", message)
                 if isinstance(request, BatchRequest):
-                    seen.add(request.custom_id)
+                    seen[request.custom_id] = number
                 yield request
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
@@ -62,7 +66,7 @@ def _read_request(number: int, line: bytes) -> BatchRequest | BatchFault:
     try:
         given = msgspec.json.decode(line)
     except (ValueError, RecursionError) as error:
-        return fault("invalid_json", f"not JSON: {error}")
+        return BatchFault(number, None, "invalid_json", why_no_json(line, error, number))
     if not isinstance(given, dict):
         return fault("invalid_request", "a request is an object with custom_id, method, url and body")
     custom_id = given.get("custom_id")
@@ -183,9 +187,9 @@ class BatchResults:
                 end += len(line)
                 try:
                     result = msgspec.json.decode(line, type=_Result)
-                except (ValueError, RecursionError):
-                    message = f"{file} has no result in line {number}: name another file, or remove it"
-                    raise ValueError(message) from None
+                except (ValueError, RecursionError) as error:
+                    why = why_no_json(line, error, number)
+                    raise ValueError(f"{file} holds no results ({why}): name another file, or remove it") from None
                 if result.response is not None and result.custom_id not in self._asked:
                     foreign.append(f"{result.custom_id!r:.80}")
                 else:

@@ -83,8 +83,8 @@ def test_a_fault_of_the_engine_is_a_message_and_exit_code_1(
     assert capsys.readouterr().err == "strata: error: out of memory\n"
 
 
-def test_chat_keeps_the_conversation_and_ends_at_an_empty_line() -> None:
-    result = RUNNER.invoke(app, ["chat", "--device", "cpu"], input="What is 20 + 30?\n/new\nWhat is 2 + 2?\n\n")
+def test_chat_answers_and_begins_anew() -> None:
+    result = RUNNER.invoke(app, ["chat", "--device", "cpu"], input="What is 20 + 30?\n/clear\nWhat is 2 + 2?\n")
     assert result.exit_code == 0
     assert "Answer: 50" in result.output
     assert "Answer: 4" in result.output

@@ -134,9 +134,9 @@ def test_bad_input_is_one_clear_line(arguments: list[str], message: str) -> None
 
 def test_a_file_that_is_no_config(tmp_path: Path) -> None:
     broken = tmp_path / "config.json"
-    broken.write_text("[1, 2")
-    with pytest.raises(ValueError, match="cannot be read as JSON"):
+    broken.write_text("[1,\n 2")
+    with pytest.raises(ValueError, match=r"config\.json, line 2, column 3: not JSON"):
         run(broken)
     broken.write_text("[1, 2]")
-    with pytest.raises(ValueError, match="holds no JSON object"):
+    with pytest.raises(ValueError, match="must hold a JSON object"):
         run(broken)

@@ -117,7 +117,9 @@ def test_a_request_streams_exactly_so_many_tokens() -> None:
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ("{", "line 2"),
+        ("{", "line 2, column 2: not JSON: it ends too early"),
+        ('{"prompt": "a" 1}', "line 2, column 16: not JSON: expected ',' or '}'"),
+        ('{"prompt": "\udcff"}', "line 2, column 13: not UTF-8: byte 0xff"),
         ("{}", "must have one of prompt, messages and input_length"),
         ('{"prompt": "a", "input_length": 4}', "has ['prompt', 'input_length']"),
         ('{"prompt": 4}', "Expected `str | array | null`"),
@@ -129,7 +131,7 @@ def test_a_request_streams_exactly_so_many_tokens() -> None:
 )
 def test_a_bad_line_of_a_file_is_named(tmp_path: Path, line: str, fault: str) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"prompt": "a", "timestamp": 5}\n' + line)
+    path.write_bytes(('{"prompt": "a", "timestamp": 5}\n' + line).encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match="line 2") as raised:
         read_rows(path, timed=True)
     assert fault in str(raised.value)

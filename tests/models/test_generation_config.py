@@ -78,5 +78,5 @@ def test_wrong_value_is_named_with_its_file(tmp_path, name, value):
 
 def test_corrupt_file_is_named(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"temperature": ')
-    with pytest.raises(ValueError, match=r"generation_config\.json cannot be read as JSON"):
+    with pytest.raises(ValueError, match=r"generation_config\.json, line 1, column 17: not JSON"):
         read_generation_config(tmp_path)

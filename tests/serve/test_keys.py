@@ -82,5 +82,12 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
         read_keys(tmp_path / "nowhere", {})
 
 
+def test_a_file_that_is_no_text_is_told_by_its_place(tmp_path: Path) -> None:
+    file = key_file(tmp_path, "")
+    file.write_bytes(b"sk-one\nbob:s\xe9cret")
+    with pytest.raises(ValueError, match=r"keys, line 2, column 6: not UTF-8: byte 0xe9$"):
+        read_keys(file, {})
+
+
 def test_no_keys_make_a_ring_that_is_false() -> None:
     assert not KeyRing(read_keys(None, {}))

@@ -83,6 +83,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "no tokenizer").mkdir()
     (tmp_path / "no tokenizer" / "config.json").write_text("{}")
     (tmp_path / "bad.jinja").write_text("{% if %}")
+    (tmp_path / "latin.jinja").write_bytes(b"one\nenl\xe9ve")
     (tmp_path / "empty").touch(0o600)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -99,7 +100,9 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("0.6B", "--load-format", "dummy"), "shape '0.6B' has no tokenizer.*--tokenizer FOLDER"),
         (("--tokenizer", "bare"), "bare/tokenizer.json.*--tokenizer FOLDER"),
         (("--tokenizer", "nowhere"), "nowhere/tokenizer.json.*--tokenizer FOLDER"),
-        (("--chat-template", "bad.jinja"), "bad.jinja: syntax error in line 1"),
+        (("--chat-template", "bad.jinja"), "bad.jinja, line 1: "),
+        (("--chat-template", "latin.jinja"), "latin.jinja, line 2, column 4: not UTF-8: byte 0xe9"),
+        (("some-org/model",), "'some-org/model' is no folder here .*`hf download some-org/model`"),
         (("--chat-template", "bare"), "--chat-template bare cannot be read"),
         (("--api-key-file", "empty"), "empty holds no API key"),
         (("--served-model-name", ""), "--served-model-name is empty"),

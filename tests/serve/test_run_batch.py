@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 
 from strata.engine.messages import Delta
 from strata.models.tokenizer import Tokenizer
-from strata.serve.batch_file import BatchResults, read_requests
+from strata.serve.batch_file import BatchFault, BatchResults, read_requests
 from strata.serve.client import EngineGone
 from strata.serve.run_batch import answer_all, post
 from tests.serve.running import PATIENCE, descendants, is_alive, wait_for
@@ -114,7 +115,19 @@ def test_a_line_that_is_no_request_is_an_error_of_its_own(
     assert (results.succeeded, results.failed) == (2, 1)
     (fault,) = [result["error"] for result in results_of(files[1]) if result["error"]]
     assert (fault["code"], fault["line"]) == (code, 2)
-    assert fault["message"].startswith("line 2: ")
+    assert re.match(r"line 2(, column \d+)?: ", fault["message"])
+    assert ("column" in fault["message"]) == (code == "invalid_json" and "[[" not in text)
+
+
+def test_a_line_that_is_no_json_is_told_with_its_column(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    file.write_bytes(line("a").encode() + b'\n{"custom_id": "b",, }\n\n{"custom_id": "\xff"}\n' + line("a").encode())
+    _, comma, byte, twice = read_requests(file)
+    assert [one.message for one in (comma, byte, twice) if isinstance(one, BatchFault)] == [
+        "line 2, column 19: not JSON: object keys must be strings",
+        "line 4, column 16: not UTF-8: byte 0xff",
+        "line 5: line 1 has the custom_id 'a'",
+    ]
 
 
 def test_a_run_that_was_cut_off_anywhere_is_completed(
@@ -183,7 +196,7 @@ def test_a_fault_of_the_application_is_one_requests_error() -> None:
 def test_a_file_that_holds_no_results_is_left_alone(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "out.jsonl"
     file.write_bytes(content)
-    with pytest.raises(ValueError, match="line 1"):
+    with pytest.raises(ValueError, match=r"out\.jsonl holds no results \(line 1"):
         BatchResults(file, [])
     assert file.read_bytes() == content
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from strata.cli.load.send import LoadRequest
+from strata.models.json_object import why_no_json
 
 TEMPERATURE = 0.6
 
@@ -136,8 +137,8 @@ def read_rows(path: Path, timed: bool) -> tuple[FileRow, ...]:
             continue
         try:
             row = msgspec.json.decode(line, type=FileRow)
-        except msgspec.MsgspecError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, {why_no_json(line, error, number)}") from None
         _check_row(row, rows[-1] if rows else None, timed, f"{path}, line {number}")
         rows.append(row)
     if not rows:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from strata.models.json_object import why_no_text
 from strata.serve.http.limits import Caller
 
 ANONYMOUS = Caller(name="anonymous", salt="")
@@ -79,13 +80,17 @@ def read_keys(file: Path | None, environment: MutableMapping[str, str]) -> list[
 def _read_file(file: Path) -> list[tuple[str, str]]:
     """(where it stands, text) of each key."""
     try:
-        with file.open(encoding="utf-8") as stream:
+        with file.open("rb") as stream:
             mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
             if mode & 0o077:
                 raise ValueError(f"{file} may be read or written by others (mode {mode:04o}): run chmod 600 {file}")
-            lines = [line.strip() for line in stream]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the API key file {file} cannot be read: {error}") from None
+            text = stream.read()
+    except OSError as error:
+        raise ValueError(f"the API key file {file} cannot be read: {error.strerror}") from None
+    try:
+        lines = [line.strip() for line in text.decode("utf-8").split("\n")]
+    except UnicodeDecodeError:
+        raise ValueError(f"{file}, {why_no_text(text)}") from None
     entries = [(f"{file}, line {number}", line) for number, line in enumerate(lines, 1)]
     entries = [(where, line) for where, line in entries if line and not line.startswith("#")]
     if not entries:

@@ -1,0 +1,90 @@
+"""`--help`, `--version`, and what is said of a word that is nearly a command."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import strata
+from strata.cli.main import app
+
+RUNNER = CliRunner()
+
+
+def commands() -> list[tuple[str, ...]]:
+    """Every command, those of groups included."""
+    found = []
+    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
+        found.append((name,))
+        found += [(name, inner) for inner in getattr(command, "commands", ())]
+    return found
+
+
+def options(command: tuple[str, ...]) -> list[Any]:
+    found: Any = get_command(app)
+    for name in command:
+        found = found.commands[name]
+    return [one for one in found.params if one.param_type_name == "option" and not one.hidden]
+
+
+def panels(text: str) -> dict[str, str]:
+    """What stands in each frame of a help text, by its title."""
+    found = re.findall(r"╭─ (\w[\w ]*) ─+╮\n(.*?)╰─", text, re.DOTALL)
+    return dict(found)
+
+
+def help_of(command: tuple[str, ...], columns: int = 80) -> str:
+    result = RUNNER.invoke(app, [*command, "--help"], env={"COLUMNS": str(columns), "TERM": "dumb"})
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_version() -> None:
+    result = RUNNER.invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"strata {strata.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [(["srve"], "serve"), (["run_batch"], "run-batch"), (["benchmark"], "bench"), (["bench", "thruput"], "throughput")],
+)
+def test_a_near_miss_is_answered_with_the_command_that_was_meant(typed: list[str], meant: str) -> None:
+    result = RUNNER.invoke(app, typed)
+    assert result.exit_code == 2
+    assert f"Did you mean '{meant}'?" in result.stderr
+
+
+def test_what_is_near_nothing_gets_no_suggestion() -> None:
+    result = RUNNER.invoke(app, ["xyzzy"])
+    assert result.exit_code == 2
+    assert "No such command 'xyzzy'." in result.stderr
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_names_of_options_are_whole_on_a_narrow_terminal(command: tuple[str, ...]) -> None:
+    text = help_of(command)
+    cut = [one.opts[0] for one in options(command) if not re.search(rf"{one.opts[0]}\b(?!…)", text)]
+    assert cut == []
+    assert "…" not in text
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "run-batch", "bench throughput", "bench gaps"])
+def test_options_of_the_engine_stand_together(command: str) -> None:
+    found = panels(help_of(tuple(command.split()), columns=200))
+    for option in ("--dtype", "--device", "--deterministic"):
+        assert [title for title, rows in found.items() if re.search(rf"{option}\b", rows)] == ["Engine"]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_options_of_sampling_stand_together(command: str) -> None:
+    found = panels(help_of((command,)))
+    for option in ("--temperature", "--top-p", "--top-k", "--seed", "--max-tokens"):
+        assert [title for title, rows in found.items() if re.search(rf"{option}\b", rows)] == ["Sampling"]
+
+
+def test_a_flag_that_is_on_says_how_to_turn_it_off() -> None:
+    assert "--no-enable-prefix-caching" in help_of(("serve",))
