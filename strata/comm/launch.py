@@ -25,7 +25,8 @@ class World:
 
     rank: from 0 to size - 1. local_rank: the same among the processes of this machine. device: where this process
     computes. backend: what torch.distributed was started with; None for one process alone, which starts nothing.
-    restarts: how often all ranks were started again after one failed. observer: told of the collectives along the axes
+    restarts: how often all ranks were started again after one failed. timeout_seconds: how long a collective of any
+    group waits for the other ranks before it fails. observer: told of the collectives along the axes
     of this world; `dataclasses.replace` gives a world one. leaving: called as the ranks part, before NCCL ends, which
     waits for every CUDA graph that holds messages: who records one adds what frees it.
     """
@@ -36,6 +37,7 @@ class World:
     device: torch.device
     backend: str | None
     restarts: int = 0
+    timeout_seconds: float = 600.0
     observer: Observer | None = field(default=None, repr=False, compare=False)
     leaving: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
 
@@ -58,7 +60,7 @@ def join_world(device: str = "auto", *, timeout_seconds: float = 600.0) -> Itera
     world is this process.
 
     device: "cpu" (gloo), "cuda" (NCCL, and gloo for what lies on the host), or "auto", which is "cuda" where there is
-    one. timeout_seconds: how long a collective waits for the other ranks before it fails.
+    one. timeout_seconds: see `World`.
 
     Raises ValueError, before any connection, if the environment or the device cannot be used.
     """
@@ -69,7 +71,7 @@ def join_world(device: str = "auto", *, timeout_seconds: float = 600.0) -> Itera
         torch.cuda.set_device(chosen)
     restarts = _count(os.environ, "TORCHELASTIC_RESTART_COUNT", "0")
     if size == 1:
-        world = World(0, local_rank, 1, chosen, None, restarts)
+        world = World(0, local_rank, 1, chosen, None, restarts, timeout_seconds)
         yield world
         world.part()
         return
@@ -81,7 +83,7 @@ def join_world(device: str = "auto", *, timeout_seconds: float = 600.0) -> Itera
     # torchrun keeps its store when it starts the ranks again: without a prefix they find addresses of those that died.
     store = PrefixStore(f"restart-{restarts}", store)
     dist.init_process_group(backend, timeout=timeout, device_id=bound, store=store, rank=rank, world_size=size)
-    world = World(rank, local_rank, size, chosen, backend, restarts)
+    world = World(rank, local_rank, size, chosen, backend, restarts, timeout_seconds)
     yield world
     # Not after an error: leaving waits for what is under way, and the other ranks are not told of it but by this one's
     # end, which says who failed first.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,20 @@ from strata.comm.observer import Observer
 AXES = ("pp", "dp", "shard", "cp", "tp")
 # The ranks of ("shard", "cp") once more, by experts: those with equal experts, and those that share all experts out.
 EXPERT_AXES = ("ep_shard", "ep")
+# What training calls one axis. A group is no less than this: a connection costs memory on the device.
+_COMBINED = (
+    ("pp",),
+    ("dp",),
+    ("cp",),
+    ("tp",),
+    ("shard", "cp"),
+    ("dp", "shard"),
+    ("dp", "shard", "cp"),
+    ("dp", "shard", "cp", "tp"),
+    AXES,
+)
+
+_Lines = tuple[tuple[int, ...], ...]  # of ranks, through the mesh along an axis
 
 
 @dataclass(frozen=True)
@@ -42,18 +57,26 @@ class Mesh:
 
     Two more axes see the ranks of ("shard", "cp") another way: "ep", which shares the experts out, is the inner part of
     them, and the ranks along "ep_shard" hold the same experts.
+
+    All ranks make a mesh together, with all its groups in one order, because making a group is collective: the world
+    would hang if a rank that needs none, such as a stage without experts, left it out. What comes after is of one rank.
     """
 
-    def __init__(self, world: World, sizes: dict[str, int]) -> None:
+    def __init__(self, world: World, sizes: dict[str, int], *, fsdp: bool) -> None:
         self.world = world
         self.sizes = sizes
         self._ranks = torch.arange(world.size).view([sizes[name] for name in AXES])
-        self._groups: dict[tuple[tuple[int, ...], ...], ProcessGroup] = {}
+        lines = [self._lines(*names) for names in _COMBINED] + [self._expert_lines(name) for name in EXPERT_AXES]
+        wanted = [one for one in lines if len(one[0]) > 1]
+        if fsdp and self._expert_lines("ep") != self._alone and self._expert_lines("ep_shard") == self._alone:
+            wanted.append(self._alone)
+        self._groups = {one: self._make_group(one) for one in dict.fromkeys(wanted)}
 
     @staticmethod
-    def of(world: World, sizes: Mapping[str, int]) -> Mesh:
-        """The mesh with these sizes; an axis that is not named has size 1. Every rank calls this with the same sizes.
+    def of(world: World, sizes: Mapping[str, int], *, fsdp: bool = False) -> Mesh:
+        """The mesh with these sizes; an axis that is not named has size 1. Every rank of the world calls this alike.
 
+        fsdp: whether weights are divided by FSDP2, which wants a group also where one rank holds experts alone.
         Raises ValueError if an axis is unknown or the sizes do not fill the world.
         """
         if unknown := sorted(sizes.keys() - {*AXES, "ep"}):
@@ -68,12 +91,12 @@ class Mesh:
         if full["shard"] * full["cp"] % full["ep"]:
             held = full["shard"] * full["cp"]
             raise ValueError(f"ep = {full['ep']} does not divide shard * cp = {held}; choose ep among its divisors")
-        return Mesh(world, full)
+        return Mesh(world, full, fsdp=fsdp)
 
     def axis(self, name: str) -> Axis:
-        """The axis of that name through this rank. The first call for an axis is collective, as in `flattened`."""
+        """The axis of that name through this rank."""
         if name in EXPERT_AXES:
-            return self._expert_axis(name)
+            return self._axis(name, self._expert_lines(name))
         if name not in AXES:
             raise ValueError(f"axis {name!r} is unknown; known are {', '.join((*AXES, *EXPERT_AXES))}")
         return self.flattened(name)
@@ -81,23 +104,18 @@ class Mesh:
     def flattened(self, *names: str) -> Axis:
         """Several axes as one, the last named varying fastest; their order is that of `AXES`.
 
-        The first call for given axes makes a process group, so every rank of the world must make it, in the same order
-        as its other first calls.
+        Raises ValueError for axes that training never takes together, whose ranks have no group.
         """
         at = [AXES.index(name) for name in names]
         if at != sorted(set(at)):
             raise ValueError(f"axes {', '.join(names)} must be named once each and in the order of {', '.join(AXES)}")
-        others = [index for index in range(len(AXES)) if index not in at]
-        size = math.prod(self.sizes[name] for name in names)
-        return self._axis("*".join(names), self._ranks.permute(others + at).reshape(-1, size))
+        return self._axis("*".join(names), self._lines(*names))
 
     def device_mesh(self, *axes: Axis) -> DeviceMesh:
-        """One or two axes, outer first, for FSDP2, which divides tensors over the last and repeats them over the first.
-
-        A collective call, as the first one of `flattened` is.
+        """One or two axes of a mesh made for FSDP, outer first; it divides tensors over the last and repeats them over
+        the first.
         """
-        alone = tuple((rank,) for rank in range(self.world.size))
-        groups = [self._group(alone) if axis.group is None else axis.group for axis in axes]
+        groups = [self._groups[self._alone] if axis.group is None else axis.group for axis in axes]
         kind = self.world.device.type
         if len(axes) == 1:
             return DeviceMesh.from_group(groups[0], kind)
@@ -105,26 +123,44 @@ class Mesh:
         ranks = [[peer + rank - self.world.rank for rank in inner.ranks] for peer in outer.ranks]
         return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=(outer.name, inner.name))
 
-    def _expert_axis(self, name: str) -> Axis:
+    @property
+    def _alone(self) -> _Lines:
+        """Those of any axis of size 1."""
+        return self._lines()
+
+    def _lines(self, *names: str) -> _Lines:
+        """The ranks along the named axes, for each place along the others."""
+        at = [AXES.index(name) for name in names]
+        others = [index for index in range(len(AXES)) if index not in at]
+        size = math.prod(self.sizes[name] for name in names)
+        return _as_lines(self._ranks.permute(others + at).reshape(-1, size))
+
+    def _expert_lines(self, name: str) -> _Lines:
         """With shard, cp as one axis of s * ep + e: "ep" varies e, "ep_shard" varies s."""
         pp, dp, shard, cp, tp = (self.sizes[axis] for axis in AXES)
         ep = self.sizes["ep"]
         ranks = self._ranks.view(pp * dp, shard * cp // ep, ep, tp)
         along = 1 if name == "ep_shard" else 2
-        return self._axis(name, ranks.movedim(along, -1).reshape(-1, ranks.shape[along]))
+        return _as_lines(ranks.movedim(along, -1).reshape(-1, ranks.shape[along]))
 
-    def _axis(self, name: str, rows: torch.Tensor) -> Axis:
-        """The axis whose lines through the mesh are `rows`, [lines, size]."""
-        lines = tuple(map(tuple, rows.tolist()))
+    def _axis(self, name: str, lines: _Lines) -> Axis:
         own = next(line for line in lines if self.world.rank in line)
-        group = self._group(lines) if len(own) > 1 else None
+        group = self._groups.get(lines) if len(own) > 1 else None
+        if len(own) > 1 and group is None:
+            known = "; ".join(", ".join(names) for names in _COMBINED)
+            raise ValueError(f"the mesh has no group along {', '.join(name.split('*'))}; it has: {known}")
         return Axis(name, len(own), own.index(self.world.rank), own, group, self.world.observer)
 
-    def _group(self, lines: tuple[tuple[int, ...], ...]) -> ProcessGroup:
-        """One group for the same ranks, whatever the axis is called: a connection costs memory on the device."""
-        if lines not in self._groups:
-            whole = len(lines) == 1 and dist.group.WORLD is not None
-            made = dist.group.WORLD if whole else dist.new_subgroups_by_enumeration([list(line) for line in lines])[0]
-            assert made is not None
-            self._groups[lines] = made
-        return self._groups[lines]
+    def _make_group(self, lines: _Lines) -> ProcessGroup:
+        if len(lines) == 1 and dist.group.WORLD is not None:
+            return dist.group.WORLD
+        # Groups do not inherit how long the world waits.
+        timeout = timedelta(seconds=self.world.timeout_seconds)
+        group: ProcessGroup | None
+        group, _ = dist.new_subgroups_by_enumeration([list(line) for line in lines], timeout=timeout)
+        assert group is not None
+        return group
+
+
+def _as_lines(rows: torch.Tensor) -> _Lines:
+    return tuple(map(tuple, rows.tolist()))

@@ -34,7 +34,7 @@ class GradientAxes:
 
 
 def gradient_axes(mesh: Mesh, sharding: TensorSharding, zero: int) -> dict[str, GradientAxes]:
-    """By parameter. zero: the stage (see `Layout`); 0 divides nothing. A collective call, as `Mesh.flattened` is.
+    """By parameter. zero: the stage (see `Layout`); 0 divides nothing.
 
     Every rank along ("dp", "shard", "cp") sees other tokens. Experts that are shared out are held alike by the ranks
     along "ep_shard", and get the tokens of all ranks along "ep" by themselves.

@@ -53,8 +53,8 @@ class Layout:
         return math.prod(getattr(self, name) for name in AXES)
 
     def mesh(self, world: World) -> Mesh:
-        """The mesh of these sizes over all ranks of the world."""
-        return Mesh.of(world, {name: getattr(self, name) for name in (*AXES, "ep")})
+        """The mesh of these sizes over all ranks of the world, which make it together."""
+        return Mesh.of(world, {name: getattr(self, name) for name in (*AXES, "ep")}, fsdp=self.zero == 3)
 
     def check(self, config: ModelConfig, world_size: int) -> None:
         """Raise ValueError, saying what to change, if the world or the model does not fit."""

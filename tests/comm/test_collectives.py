@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from strata.comm import collectives as c
@@ -181,3 +182,43 @@ def test_meshes_are_not_shared() -> None:
     for name in itertools.chain(AXES, ("ep", "ep_shard")):
         assert first.axis(name) == second.axis(name)
         assert first.axis(name) is not second.axis(name)
+
+
+def asked_in_any_order(world: World, folder: Path) -> list[list[int]]:
+    """The ranks along axes that each rank asks for in another order, and one rank not at all."""
+    mesh = Mesh.of(world, {"pp": 2, "shard": 2, "ep": 2}, fsdp=True)
+    names = ["pp", "ep"] if world.rank % 2 else ["ep", "pp"]
+    found = {name: mesh.axis(name) for name in names}
+    if world.rank < 2:
+        mesh.device_mesh(mesh.axis("ep_shard"))  # a group of one rank
+    second = Mesh.of(world, {"dp": 2, "tp": 2}).axis("tp")
+    axes = [found["pp"], found["ep"], second]
+    return [c.start_gather(torch.tensor([world.rank]), axis).wait().tolist() for axis in axes]
+
+
+def test_groups_do_not_depend_on_who_asks_for_an_axis_when(tmp_path: Path) -> None:
+    """Stages of a pipeline differ in what they need; then comes a second mesh."""
+    for rank, found in enumerate(run_ranks(asked_in_any_order, 4, tmp_path)):
+        pair = [[0, 1], [2, 3]][rank // 2]
+        assert found == [[[0, 2], [1, 3]][rank % 2], pair, pair]
+
+
+def timeouts(world: World, folder: Path) -> list[float]:
+    """Of the groups along the axes of a mesh, seconds: of a part of the world, and of all."""
+    mesh = Mesh.of(world, {"pp": 2, "shard": 2, "ep": 2}, fsdp=True)
+    groups = [mesh.axis("pp").group, mesh.axis("ep").group, mesh.flattened(*AXES).group]
+    groups.append(mesh.device_mesh(mesh.axis("ep_shard")).get_group())
+    device = torch.device("cpu")
+    return [group._get_backend(device).options._timeout.total_seconds() for group in groups]
+
+
+def test_every_group_waits_as_long_as_the_world(tmp_path: Path) -> None:
+    for found in run_ranks(timeouts, 4, tmp_path, collective_seconds=77.0):
+        assert found == [77.0] * 4
+
+
+def test_axes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", lambda *_, **__: (object(), []))
+    mesh = Mesh.of(World(0, 0, 8, torch.device("cpu"), "gloo"), {"pp": 2, "dp": 2, "tp": 2})
+    with pytest.raises(ValueError, match="no group along pp, dp; it has: pp; dp; "):
+        mesh.flattened("pp", "dp")

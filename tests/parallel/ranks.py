@@ -17,12 +17,19 @@ from torch import Tensor
 
 
 def run_ranks(
-    function: Callable[..., Any], world: int, tmp_path: Path, *, timeout: float = 60.0, **args: Any
+    function: Callable[..., Any],
+    world: int,
+    tmp_path: Path,
+    *,
+    timeout: float = 60.0,
+    collective_seconds: float = 120.0,
+    **args: Any,
 ) -> list[Any]:
     """What `function(world, folder, **args)` returns on each of `world` ranks, in their order.
 
     function: of a module that can be imported; called inside `join_world("cpu")` with the `World` and a folder that the
-    ranks share, where it may leave safetensors files. args and results are JSON.
+    ranks share, where it may leave safetensors files. args and results are JSON. collective_seconds: how long a
+    collective waits.
 
     Raises AssertionError with the errors of all ranks if one fails or if they take longer than `timeout` seconds; no
     process is left.
@@ -38,6 +45,7 @@ def run_ranks(
         "CUDA_VISIBLE_DEVICES": "",
     }
     job = {"module": function.__module__, "function": function.__name__, "folder": str(tmp_path), "args": args}
+    job["collective_seconds"] = collective_seconds
     command = [sys.executable, "-m", "tests.parallel.ranks", json.dumps(job)]
     outputs = [(tmp_path / f"rank-{rank}.txt").open("w+") for rank in range(world)]
     processes = []
@@ -90,7 +98,8 @@ def main() -> None:
     function = getattr(importlib.import_module(job["module"]), job["function"])
     folder = Path(job["folder"])
     # An orderly end would wait for messages that others have yet to answer, and they for this rank.
-    with ended_at_once(lambda error: None), join_world("cpu", timeout_seconds=120) as world:
+    timeout = job["collective_seconds"]
+    with ended_at_once(lambda error: None), join_world("cpu", timeout_seconds=timeout) as world:
         result = function(world, folder, **job["args"])
         (folder / f"rank-{world.rank}.json").write_text(json.dumps(result))
 

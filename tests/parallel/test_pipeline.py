@@ -116,36 +116,63 @@ def products(world: World, folder: Path) -> dict[str, Any]:
         )
     ):
         mesh = layout.mesh(world)
-        replica = mesh.flattened("dp", "shard")
         for turn, name in enumerate(SCHEDULES):
             if layout.zero == 3 and "zero-bubble" in name:
                 continue
             family = "llama" if layout.zero == 3 else [*FAMILIES][(number + turn) % 2]
-            config = config_of(family, num_hidden_layers=4)
-            per_replica = [micro_batches(config, 4, 4 * index) for index in range(replica.size)]
-            everything = [one for batches in per_replica for one in batches]
-            whole, wanted = one_process(config, everything)
-            schedule = make_schedule(name, 2, 4)
-            part = part_of(config, schedule, mesh.axis("pp").index)
-            parallel = parallelize(part, config, layout, mesh, bucket_elements=1000)
-            pipeline = Pipeline(part, schedule, mesh, sequence_parallel=layout.sequence_parallel)
-            loss = pipeline.run(per_replica[replica.index], targets_of(everything), parallel.gradients)
-            parallel.gradients.reduce()
-            norm = parallel.gradients.norm()
-            errors = []
-            for one in parallel.gradients.parts:
-                full = parallel.sharding.part(one.name, whole.get_parameter(one.name).grad)
-                held = one.master.grad.flatten()
-                wanted_part = full.flatten()[one.start : one.start + held.numel()]
-                errors.append(float((held - wanted_part).abs().max() / full.abs().max()))
-            found[f"{layout} {name}"] = {
-                "loss": float(loss),
-                "wanted": float(wanted),
-                "replica": replica.index,
-                "gradient": max(errors),
-                "norm": relative_error(norm, norm_of(whole)),
-            }
+            found[f"{layout} {name}"] = against_one_process(mesh, layout, family, 4, name)
     return found
+
+
+def against_one_process(mesh: Mesh, layout: Layout, family: str, layers: int, schedule_name: str) -> dict[str, Any]:
+    """Loss and gradients of a step of this rank, and what they should be."""
+    replica = mesh.flattened("dp", "shard")
+    config = config_of(family, num_hidden_layers=layers)
+    per_replica = [micro_batches(config, 4, 4 * index) for index in range(replica.size)]
+    everything = [one for batches in per_replica for one in batches]
+    whole, wanted = one_process(config, everything)
+    schedule = make_schedule(schedule_name, 2, 4)
+    part = part_of(config, schedule, mesh.axis("pp").index)
+    parallel = parallelize(part, config, layout, mesh, bucket_elements=1000)
+    pipeline = Pipeline(part, schedule, mesh, sequence_parallel=layout.sequence_parallel)
+    loss = pipeline.run(per_replica[replica.index], targets_of(everything), parallel.gradients)
+    parallel.gradients.reduce()
+    norm = parallel.gradients.norm()
+    errors = []
+    for one in parallel.gradients.parts:
+        full = parallel.sharding.part(one.name, whole.get_parameter(one.name).grad)
+        held = one.master.grad.flatten()
+        wanted_part = full.flatten()[one.start : one.start + held.numel()]
+        errors.append(float((held - wanted_part).abs().max() / full.abs().max()))
+    return {
+        "loss": float(loss),
+        "wanted": float(wanted),
+        "replica": replica.index,
+        "gradient": max(errors),
+        "norm": relative_error(norm, norm_of(whole)),
+    }
+
+
+def experts_on_one_stage(world: World, folder: Path) -> dict[str, Any]:
+    """FSDP needs groups for experts that the stage without any needs not; then a second mesh."""
+    divided, second = Layout(pp=2, shard=2, ep=2, zero=3), Layout(pp=2, shard=2, zero=1)
+    return {
+        "divided": against_one_process(divided.mesh(world), divided, "qwen3-moe", 2, "1f1b"),
+        "second": against_one_process(second.mesh(world), second, "llama", 2, "1f1b"),
+    }
+
+
+def check_products(ranks: Sequence[dict[str, Any]]) -> None:
+    for key in ranks[0]:
+        found = [rank[key] for rank in ranks]
+        shares = {one["replica"]: one["loss"] for one in found}
+        assert sum(shares.values()) == pytest.approx(found[0]["wanted"], rel=1e-9), key
+        assert max(one["gradient"] for one in found) < 1e-9, (key, found)
+        assert max(one["norm"] for one in found) < 1e-9, (key, found)
+
+
+def test_a_stage_without_experts_makes_the_groups_of_those_that_have_some(tmp_path: Path) -> None:
+    check_products(run_ranks(experts_on_one_stage, 4, tmp_path))
 
 
 def refusals(world: World, folder: Path) -> list[str]:
@@ -197,12 +224,7 @@ def test_loss_and_gradients_equal_one_process(world: int, tmp_path: Path) -> Non
                 assert one["calls"].count("last") == 1
                 assert one["calls"][-2:] == ["last", "pass"]
     if world == 4:
-        for key in ranks[0]["products"]:
-            found = [rank["products"][key] for rank in ranks]
-            shares = {one["replica"]: one["loss"] for one in found}
-            assert sum(shares.values()) == pytest.approx(found[0]["wanted"], rel=1e-9), key
-            assert max(one["gradient"] for one in found) < 1e-9, (key, found)
-            assert max(one["norm"] for one in found) < 1e-9, (key, found)
+        check_products([rank["products"] for rank in ranks])
         for rank in ranks:
             split, tied = rank["refusals"]
             assert "splits backward passes does not go with zero = 3" in split
