@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from strata.comm.collectives import start_all_reduce
+from strata.comm.mesh import Axis
 from strata.comm.to_device import to_device
 from strata.kernels.loss import linear_cross_entropy
 from strata.models.layers import CausalLM
@@ -70,21 +72,35 @@ class Reference:
         return torch.stack([self._tables[one.dataset][one.number] for one in samples.ids()])
 
     @classmethod
-    def computed(cls, model: CausalLM, mixture: Mixture, capacity: int, cache: Path, base: str) -> Reference:
+    def computed(
+        cls, make_model: Callable[[], CausalLM], mixture: Mixture, capacity: int, cache: Path, base: str, everyone: Axis
+    ) -> Reference:
         """Those in the file `cache`, or if it was made with other data or another model, new ones, left there.
 
-        base: what tells the model from others (see `weights_digest`). capacity: tokens that a batch may have.
+        make_model: called if it is needed, for the model as the run will compute with it. base: what tells the model
+        from others (see `weights_digest`). capacity: tokens that a batch may have. everyone: the ranks, which call this
+        alike and compute a share each; the numbers do not depend on how many there are.
         """
         made_of = {"base": base, "data": " ".join(dataset.fingerprint for dataset in mixture.datasets)}
-        if cache.exists():
-            with safe_open(cache, framework="pt") as file:
-                if file.metadata() == made_of:
-                    return cls([file.get_tensor(str(number)) for number in range(len(mixture.datasets))])
-        tables = [_logprobs(model, mixture, number, capacity) for number in range(len(mixture.datasets))]
-        part = cache.with_name(f".{cache.name}.part")
-        save_file({str(number): table for number, table in enumerate(tables)}, part, metadata=made_of)
-        part.replace(cache)
+        stored = _stored(cache, made_of, len(mixture.datasets))
+        if start_all_reduce(torch.tensor(stored is not None, dtype=torch.int32), everyone, "min").wait():
+            assert stored is not None
+            return cls(stored)
+        model = make_model()
+        tables = [_logprobs(model, mixture, number, capacity, everyone) for number in range(len(mixture.datasets))]
+        if everyone.index == 0:
+            part = cache.with_name(f".{cache.name}.part")
+            save_file({str(number): table for number, table in enumerate(tables)}, part, metadata=made_of)
+            part.replace(cache)
         return cls(tables)
+
+
+def _stored(cache: Path, made_of: Mapping[str, str], datasets: int) -> list[Tensor] | None:
+    """The tables of a file, if it is there and made of the same."""
+    if not cache.exists():
+        return None
+    with safe_open(cache, framework="pt") as file:
+        return [file.get_tensor(str(number)) for number in range(datasets)] if file.metadata() == made_of else None
 
 
 def weights_digest(folder: Path) -> str:
@@ -113,11 +129,20 @@ class DpoObjective:
 
 
 @torch.no_grad()
-def _logprobs(model: CausalLM, mixture: Mixture, dataset: int, capacity: int) -> Tensor:
-    parts = [
-        reply_logprobs(model, collate(mixture, samples)).view(-1, 2).float().cpu()
-        for samples in _in_order(mixture, dataset, capacity)
-    ]
+def _logprobs(model: CausalLM, mixture: Mixture, dataset: int, capacity: int, everyone: Axis) -> Tensor:
+    """Of all samples of a dataset, [samples, 2] float32 on the CPU, from batches that the ranks take in turns.
+
+    They meet after each, so that none waits for longer than a batch takes: a collective fails if it waits too long.
+    """
+    parts, runs = [], list(_in_order(mixture, dataset, capacity))
+    for first in range(0, len(runs), everyone.size):
+        batches = runs[first : first + everyone.size]
+        tables = [torch.zeros(len(one.numbers), 2) for one in batches]
+        if everyone.index < len(batches):
+            packed = collate(mixture, batches[everyone.index])
+            tables[everyone.index].copy_(reply_logprobs(model, packed).view(-1, 2))
+        # What the others have computed is added to zeros: the bits are theirs.
+        parts.append(start_all_reduce(torch.cat(tables), everyone).wait())
     return torch.cat(parts)
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import Mesh
-from strata.models.layers import CausalLM
 from strata.models.weights import load
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
@@ -84,11 +81,11 @@ def _balance(setting: Setting) -> BalanceConfig | None:
 def _tune_step(setting: Setting) -> TuneStep:
     config, device = setting.config, setting.mesh.world.device
     assert setting.start.weights is not None
-    model, _ = load(setting.start.weights, "cpu", torch.float32)
-    narrow = torch.bfloat16 if device.type == "cuda" else torch.float32
+    narrow = _compute_dtype(device)
     objective: Objective = NextToken()
     if config.dpo is not None:
-        objective = DpoObjective(_reference(setting, model, narrow), config.dpo)
+        objective = DpoObjective(_reference(setting, narrow), config.dpo)
+    model, _ = load(setting.start.weights, "cpu", torch.float32)
     trained: torch.nn.Module = model.to(device)
     if config.lora is not None:
         trained = add_lora(model.to(narrow), config.lora, config.run.seed)
@@ -105,20 +102,22 @@ def _tune_step(setting: Setting) -> TuneStep:
     )
 
 
-def _reference(setting: Setting, model: CausalLM, dtype: torch.dtype) -> Reference:
-    """Of DPO: made by one rank, with a copy of the model as the run will compute with it, and found by the others."""
-    assert setting.start.weights is not None
-    everyone, device = all_ranks(setting.mesh), setting.mesh.world.device
-    arguments = (
+def _compute_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _reference(setting: Setting, dtype: torch.dtype) -> Reference:
+    """Of DPO, of the model as the run computes with it."""
+    weights = setting.start.weights
+    assert weights is not None
+    return Reference.computed(
+        lambda: load(weights, setting.mesh.world.device, dtype)[0],
         setting.mixture,
         setting.config.data.tokens_per_pack,
         setting.folder / "reference.safetensors",
-        weights_digest(setting.start.weights),
+        weights_digest(weights),
+        all_ranks(setting.mesh),
     )
-    if everyone.index == 0:
-        Reference.computed(deepcopy(model).to(device, dtype), *arguments)
-    start_all_reduce(torch.zeros((), device=device), everyone).wait()
-    return Reference.computed(model, *arguments)
 
 
 def _check_device(precision: str, device: torch.device) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from strata.comm.launch import World
 from strata.models.layers import CausalLM
 from strata.models.weights import load
+from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
 from strata.train.data.encoding import Document, Encoded
 from strata.train.data.loader import Loader, Place, Step
@@ -45,6 +46,11 @@ def step_of(mixture: Mixture, packs: int) -> Step:
     return Loader(mixture, 96, packs, 7).step(Place())
 
 
+def reference_of(model: CausalLM, mixture: Mixture, cache: Path, base: str) -> Reference:
+    everyone = all_ranks(Layout().mesh(World(0, 0, 1, torch.device("cpu"), None)))
+    return Reference.computed(lambda: model, mixture, 96, cache, base, everyone)
+
+
 def ids_of(step: Step) -> list[SampleId]:
     """The pairs of a step."""
     return [one for batch in step.batches if batch.samples for one in batch.samples.ids()]
@@ -60,7 +66,7 @@ def plain_logprob(model: CausalLM, document: Document) -> Tensor:
 
 def test_loss_and_gradient_equal_a_plain_script(folder: Path, mixture: Mixture, tmp_path: Path) -> None:
     base, _ = load(folder, "cpu", torch.float32)
-    reference = Reference.computed(base, mixture, 96, tmp_path / "reference.safetensors", "base")
+    reference = reference_of(base, mixture, tmp_path / "reference.safetensors", "base")
     model, _ = load(folder, "cpu", torch.float32)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
@@ -108,7 +114,7 @@ def one_step(model: CausalLM, objective: DpoObjective, step: Step) -> StepResult
 
 def test_the_first_step_has_no_margin(folder: Path, mixture: Mixture, tmp_path: Path) -> None:
     model, _ = load(folder, "cpu", torch.float32)
-    reference = Reference.computed(model, mixture, 96, tmp_path / "reference.safetensors", "base")
+    reference = reference_of(model, mixture, tmp_path / "reference.safetensors", "base")
     found = one_step(model, DpoObjective(reference, DpoConfig()), step_of(mixture, 2))
     assert found.loss.item() == pytest.approx(math.log(2), abs=1e-5)
     assert found.metrics["margin"].item() == pytest.approx(0, abs=1e-5)
@@ -119,16 +125,16 @@ def test_the_reference_is_computed_once(
 ) -> None:
     model, _ = load(folder, "cpu", torch.float32)
     cache = tmp_path / "reference.safetensors"
-    first = Reference.computed(model, mixture, 96, cache, weights_digest(folder))
+    first = reference_of(model, mixture, cache, weights_digest(folder))
     numbers = np.arange(7)
     pairs = Samples(numbers, np.zeros_like(numbers), numbers, 0)
     calls: list[int] = []
     whole = CausalLM.forward
     monkeypatch.setattr(CausalLM, "forward", lambda self, batch: (calls.append(1), whole(self, batch))[1])
-    again = Reference.computed(model, mixture, 96, cache, weights_digest(folder))
+    again = reference_of(model, mixture, cache, weights_digest(folder))
     assert torch.equal(first.of(pairs), again.of(pairs))
     assert not calls
-    Reference.computed(model, mixture, 96, cache, "another model")
+    reference_of(model, mixture, cache, "another model")
     assert calls
 
 

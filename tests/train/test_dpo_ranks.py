@@ -1,0 +1,63 @@
+"""DPO's reference on several ranks: the numbers of one process, and nobody waits while another does it all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from strata.comm import collectives
+from strata.comm.launch import World
+from strata.models.layers import CausalLM
+from strata.train.config import train_config_from_dict
+from strata.train.trainer import Trainer
+from tests.parallel.ranks import run_ranks
+from tests.train.tiny_run import Table, write_files
+
+
+def events(world: World, folder: Path, table: Table, alone: Table) -> list[str]:
+    """What this rank does until the first step could begin: "pass" of the model, "wait" for the other ranks; and how
+    it begins again from what the first beginning has left. One rank then begins a run of its own.
+    """
+    found: list[str] = []
+    forward, wait = CausalLM.forward, collectives.Pending.wait
+
+    def noted_forward(self: CausalLM, *inputs: Any) -> torch.Tensor:
+        found.append("pass")
+        return forward(self, *inputs)
+
+    def noted_wait(self: collectives.Pending) -> torch.Tensor:
+        found.append("wait")
+        return wait(self)
+
+    CausalLM.forward, collectives.Pending.wait = noted_forward, noted_wait
+    config = train_config_from_dict(table, "run")
+    Trainer(config, world)
+    found.append("again")
+    Trainer(config, world)
+    told = found.copy()
+    if world.is_main:
+        Trainer(train_config_from_dict(alone, "run"), World(0, 0, 1, world.device, None))
+    return told
+
+
+def test_ranks_share_the_reference_and_meet_after_every_batch(tmp_path: Path) -> None:
+    files = write_files(tmp_path / "files")
+    data = {"sources": [{"folder": str(files.pairs)}]}
+    table = files.tuning(tmp_path / "three", data=data, dpo={"beta": 0.3}, parallel={"dp": 3})
+    table["data"]["packs_per_step"] = 3
+    alone = files.tuning(tmp_path / "one", data=data, dpo={"beta": 0.3})
+    ranks = run_ranks(events, 3, tmp_path, table=table, alone=alone)
+    passes = []
+    for found in ranks:
+        first, again = " ".join(found).split("again")
+        assert "pass pass" not in first, "one batch between two meetings is the longest that another rank waits"
+        assert "pass" not in again
+        passes.append(first.count("pass"))
+    assert max(passes) - min(passes) <= 1
+    one, three = (load_file(tmp_path / name / "reference.safetensors") for name in ("one", "three"))
+    assert sum(passes) > 6
+    assert one.keys() == three.keys()
+    assert all(torch.equal(three[key], values) and len(values) == 100 for key, values in one.items())
