@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
+from strata.models.checkpoint import read_checkpoint
+from strata.models.config import DTYPES
 from strata.models.save import save
+from strata.models.weights import load
 from strata.train.checkpoints.export import export
 from strata.train.checkpoints.folder import newest, step_of
-from strata.train.lora import merge_lora, save_adapter
+from strata.train.lora import LoraConfig, load_adapter, merge_lora, save_adapter
 from strata.train.steps.tune_step import TuneStep
 from strata.train.trainer import Trainer
 
@@ -18,9 +22,9 @@ from strata.train.trainer import Trainer
 def save_model(run: Trainer) -> Path:
     """Write the model of a finished run as Hugging Face lays it out, and return its folder. One rank calls this.
 
-    It has the dtype that the run started from, bfloat16 if fresh. A LoRA run leaves the merged model, and its adapter
-    beside it in `adapter`. Raises ValueError if the last step has no checkpoint, of which the model is made otherwise,
-    and if the model cannot be written.
+    It has the dtype that the run started from, bfloat16 if fresh. A LoRA run leaves its adapter in `adapter`, and the
+    weights that it started from, as they are stored, with that merged into them. Raises ValueError if the last step has
+    no checkpoint, of which the model is made otherwise, and if the model cannot be written.
     """
     folder = run.folder / "model"
     try:
@@ -36,15 +40,8 @@ def save_model(run: Trainer) -> Path:
 
 def _write_model(run: Trainer, folder: Path) -> None:
     config = run.config
-    dtype = run.start.config.dtype or torch.float32
-    if config.model is not None:
-        dtype = torch.bfloat16
     if config.lora is not None:
-        assert isinstance(run.stepper, TuneStep)
-        model = run.stepper.model
-        save_adapter(model, config.lora, str(config.start.model), run.folder / "adapter")
-        merge_lora(model)
-        save(model.to("cpu", dtype), run.start.config, folder, run.start.tokenizer)
+        _write_merged(run, config.lora, folder)
         return
     newest_checkpoint = newest(run.folder / "checkpoints", run.warn)
     if newest_checkpoint is None or step_of(newest_checkpoint) != run.position.step:
@@ -54,4 +51,25 @@ def _write_model(run: Trainer, folder: Path) -> None:
         )
     if config.balance is not None and config.balance.warning:
         run.warn(config.balance.warning)
+    weights = run.start.weights
+    dtype = torch.bfloat16 if weights is None else _stored_dtype(weights)
     export(newest_checkpoint, run.start.config, run.start.tokenizer, folder, dtype)
+
+
+def _write_merged(run: Trainer, lora: LoraConfig, folder: Path) -> None:
+    """Adapter and merged model. The base is read again: what the run computes with may be rounded."""
+    assert isinstance(run.stepper, TuneStep)
+    assert run.start.weights is not None
+    adapter = run.folder / "adapter"
+    save_adapter(run.stepper.model, lora, str(run.config.start.model), adapter)
+    model, _ = load(run.start.weights, "cpu", _stored_dtype(run.start.weights))
+    load_adapter(model, adapter)
+    merge_lora(model)
+    save(model, run.start.config, folder, run.start.tokenizer)
+
+
+def _stored_dtype(weights: Path) -> torch.dtype:
+    """The one dtype that holds every tensor of a checkpoint, of those that a model may have."""
+    dtypes = (tensor.dtype for tensor in read_checkpoint(weights).values())
+    widest = functools.reduce(torch.promote_types, dtypes)
+    return widest if widest in DTYPES.values() else torch.float32

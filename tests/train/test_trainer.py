@@ -12,11 +12,14 @@ from safetensors.torch import load_file
 from strata import LLM
 from strata.comm.launch import World
 from strata.engine.sampling_params import SamplingParams
+from strata.models.folder import BUILTIN_FOLDER
+from strata.models.save import save
 from strata.models.weights import load
-from strata.train import trainer
+from strata.train import stepper, trainer
 from strata.train.checkpoints.folder import checkpoints
 from strata.train.exercises import write_exercises
 from strata.train.finish import save_model
+from strata.train.lora import LoraConfig
 from strata.train.position import Position
 from strata.train.stepper import Setting, make_stepper
 from strata.train.trainer import Trainer
@@ -100,6 +103,36 @@ def test_a_tuned_model_keeps_its_dtype_and_what_its_folder_says(tune: Tune, tmp_
         assert ours.dtype == before.dtype
         # Norms change by less than what bfloat16 tells apart.
         assert ours.dim() < 2 or not torch.equal(ours, before), name
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+def test_adapters_are_merged_into_the_weights_as_they_are_stored(
+    tune: Tune, tmp_path: Path, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not into those that a GPU computes with, which are rounded to bfloat16."""
+    monkeypatch.setattr(stepper, "_compute_dtype", lambda _: torch.bfloat16)
+    base, config = load(BUILTIN_FOLDER, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in base.parameters():
+            parameter += 1e-3 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(0))
+    save(base.to(stored), config, tmp_path / "base", BUILTIN_FOLDER)
+    lora = {"rank": 2, "projections": ["q_proj"]}
+    run = Trainer(tune("style", run={"steps": 2}, start={"model": str(tmp_path / "base")}, lora=lora), ALONE)
+    run.train()
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "base", save_model(run)))
+    adapter = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
+    assert before.keys() == after.keys()
+    for name, weight in after.items():
+        assert weight.dtype == stored
+        if "q_proj" not in name:
+            assert torch.equal(weight, before[name]), name
+            continue
+        a, b = (adapter[f"base_model.model.{name.replace('weight', f'lora_{one}.weight')}"].double() for one in "AB")
+        exact = before[name].double() + LoraConfig().alpha / 2 * b @ a
+        assert not torch.equal(weight, before[name]), name
+        # Rounded once: by half of the distance between neighbours, and a little for sums in float32 and for subnormals.
+        allowed = 0.501 * torch.finfo(stored).eps * exact.abs() + 5e-8
+        assert ((weight.double() - exact).abs() <= allowed).all(), name
 
 
 def test_pretraining_from_text_learns_it(tune: Tune, tmp_path: Path) -> None:
