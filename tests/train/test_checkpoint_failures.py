@@ -226,6 +226,20 @@ def test_tables_that_do_not_make_up_whole_tensors_are_refused(tmp_path: Path) ->
         newest(tmp_path, _fail)
 
 
+def test_pieces_that_overlap_are_refused_before_memory_is_left_as_it_was(tmp_path: Path) -> None:
+    """They have as many elements as the tensor, and leave a hole."""
+    (path,) = write(tmp_path, 10)
+    table = json.loads((path / "index.json").read_text())
+    first, *others = table["pieces"]
+    halves = [first | {"start": start, "elements": FEW // 2} for start in (0, FEW // 4)]
+    (path / "index.json").write_text(json.dumps(table | {"pieces": [*halves, *others]}))
+    pieces = pieces_with(float("nan"))
+    with pytest.raises(CorruptCheckpoint, match="two pieces of master/weight overlap"):
+        load(path, pieces)
+    assert all(piece.tensor.isnan().all() for piece in pieces)
+    assert newest(tmp_path, lambda _: None) is None
+
+
 def test_another_recipe_is_an_error_that_names_the_difference(tmp_path: Path) -> None:
     write(tmp_path, 10)
     checkpointer = Checkpointer(tmp_path, ALONE, keep=1, warn=_fail)

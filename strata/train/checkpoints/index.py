@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from strata.train.checkpoints.regions import Box, Run
+from strata.train.checkpoints.regions import Box, Run, are_apart
 
 INDEX, STATE = "index.json", "state.json"
 _FORMAT = "strata-checkpoint-1"
@@ -89,13 +89,15 @@ class Index:
         return found
 
     def check(self) -> None:
-        """Raise ValueError unless the pieces of every tensor make up the whole."""
+        """Raise ValueError unless every element of every tensor lies in one piece."""
         for key, pieces in self.by_key.items():
             if len({piece.shape for piece in pieces}) != 1:
                 raise ValueError(f"the pieces of {key} are of different shapes")
             stored, whole = sum(piece.elements for piece in pieces), math.prod(pieces[0].shape)
             if stored != whole:
                 raise ValueError(f"{key} has {whole} elements, and the pieces together {stored}")
+            if not are_apart([piece.run for piece in pieces]):
+                raise ValueError(f"two pieces of {key} overlap, and other elements lie in none")
 
     def to_json(self) -> str:
         pieces = ",\n".join(json.dumps(piece.values()) for piece in self.pieces)

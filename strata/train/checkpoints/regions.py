@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import combinations, pairwise, product
 
 from torch import Tensor
 
@@ -56,6 +56,20 @@ class Run:
         """Whether the two, runs of one tensor, have an element in common."""
         pairs = product(self.rectangles, other.rectangles)
         return any(_common(one.box, another.box) is not None for one, another in pairs)
+
+
+def are_apart(runs: Sequence[Run]) -> bool:
+    """Whether no element of a tensor lies in two of the runs."""
+    by_box: dict[Box, list[Run]] = {}
+    for run in filter(lambda run: run.elements, runs):
+        by_box.setdefault(run.box, []).append(run)
+    # Runs of one box, as many as there are ranks, are compared with their neighbours alone.
+    for alike in by_box.values():
+        alike.sort(key=lambda run: run.start)
+        if any(one.start + one.elements > other.start for one, other in pairwise(alike)):
+            return False
+    crossing = (pair for pair in combinations(by_box, 2) if _common(*pair) is not None)
+    return not any(one.overlaps(other) for a, b in crossing for one, other in product(by_box[a], by_box[b]))
 
 
 def copy_common(source: Run, values: Tensor, target: Run, out: Tensor) -> int:
