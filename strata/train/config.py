@@ -26,7 +26,7 @@ RECOMPUTE = ("none", "operations", "mlp", "layers")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """out: the folder that receives log, checkpoints and model. Intervals are in steps.
+    """out: the folder that receives log, checkpoints and model. Intervals are in steps; a checkpoint's step is logged.
 
     precision: of the products of the layers, one of `PRECISIONS`; a CPU computes in float32 and takes "bf16" alone.
     recompute: on a GPU, one of `RECOMPUTE`, or "auto" for the first that fits.
@@ -49,11 +49,6 @@ class RunConfig:
         for name, accepted in (("precision", PRECISIONS), ("recompute", ("auto", *RECOMPUTE))):
             if getattr(self, name) not in accepted:
                 raise ValueError(f"run.{name} = {getattr(self, name)!r} must be one of {', '.join(accepted)}")
-        if self.checkpoint_every % self.log_every:
-            # So that a log line never spans the point where a run may resume.
-            raise ValueError(
-                f"run.checkpoint_every = {self.checkpoint_every} must be a multiple of run.log_every = {self.log_every}"
-            )
 
 
 @dataclass(frozen=True)

@@ -164,8 +164,9 @@ class Trainer:
             while self.position.step < run.steps:
                 with self._traced(self.position.step + 1):
                     self._one_step(self._next(steps))
-                is_last = self.position.step == run.steps
-                is_logged = is_last or self.position.step % run.log_every == 0
+                is_saved = self._is_due(run.checkpoint_every)
+                # A checkpoint has seen all numbers, and no line spans the point where a run may resume.
+                is_logged = is_saved or self._is_due(run.log_every)
                 self._phases.at("log")
                 # The device computes while the numbers of the step before are looked at.
                 for reading in self._results.ready(behind=0 if is_logged else 1):
@@ -174,10 +175,14 @@ class Trainer:
                     self._write_line(log, report)
                 self._phases.at("checkpoint")
                 self.checkpoints.poll()
-                if is_last or self.position.step % run.checkpoint_every == 0:
+                if is_saved:
                     self.checkpoints.start(self.position.step, self._state(), self.stepper.pieces())
                     gc.collect()
                     self._meter.restart(self.position.tokens)
+
+    def _is_due(self, every: int) -> bool:
+        """What happens after every so many steps, and after the last."""
+        return self.position.step == self.config.run.steps or self.position.step % every == 0
 
     def _traced(self, number: int) -> AbstractContextManager[None]:
         self._phases.step(number)

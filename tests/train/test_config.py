@@ -27,7 +27,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
         ("run", {"keep_checkpoints": 0}, r"run\.keep_checkpoints = 0 must be positive"),
         ("run", {"precision": "fp4"}, r"run\.precision = 'fp4' must be one of bf16, fp8-tensor, fp8-row"),
         ("run", {"recompute": "all"}, r"run\.recompute = 'all' must be one of auto, none, operations, mlp, layers"),
-        ("run", {"log_every": 2}, r"run\.checkpoint_every = 3 must be a multiple of run\.log_every = 2"),
         ("run", {"deterministic": 1}, r"deterministic must be of type bool, got 1"),
         ("schedule", {"warmup": 5}, r"schedule\.warmup \+ schedule\.decay = 7 exceeds run\.steps = 6"),
         ("schedule", {"warmup": -1}, r"schedule\.warmup = -1 must not be negative"),

@@ -53,6 +53,19 @@ def test_resumed_pretraining_repeats_every_bit(small: Small, tmp_path: Path) -> 
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def test_checkpoints_lie_between_lines_of_the_log(small: Small, tmp_path: Path) -> None:
+    """Each adds a line, so that no line spans the point where a run may resume."""
+    intervals = {"steps": 7, "log_every": 3, "checkpoint_every": 2}
+    Trainer(small(run=intervals | {"out": str(tmp_path / "through")}), ALONE).train()
+    assert [line["step"] for line in log(tmp_path / "through")] == [2, 3, 4, 6, 7]
+    cut = small(run=intervals | {"out": str(tmp_path / "cut")})
+    cut_off(Trainer(cut, ALONE), 6)
+    resumed = Trainer(cut, ALONE, resume=True)
+    assert resumed.position.step == 4
+    resumed.train()
+    assert_same_end(tmp_path / "cut", tmp_path / "through", "step-00000007")
+
+
 @pytest.mark.parametrize(
     ("source", "sections"), [("style", {"lora": {"rank": 2}}), ("style", {}), ("short", {"dpo": {}})]
 )
