@@ -17,6 +17,14 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
+class HistoryModel(RequestModel):
+    """A part of what was said before. Fields that are not known are ignored: clients send messages back with whatever
+    they, or another server, have put into them.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+
 class ReplyModel(BaseModel):
     """A JSON object of an answer. Fields that were not set are left out when it is written."""
 

@@ -1,4 +1,4 @@
-"""The messages of a chat, as clients send them and as chat templates take them."""
+"""The messages of a chat, as clients send them and as chat templates take them; fields not named here are ignored."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from strata.serve.http.json_route import read_json
-from strata.serve.schema.base import Refused, RequestModel
+from strata.serve.schema.base import HistoryModel, Refused
 
 _TEXT_ONLY = "this server reads text only"
 
 
-class TextPart(RequestModel):
+class TextPart(HistoryModel):
     type: Literal["text"]
     text: str
 
@@ -31,31 +31,31 @@ Content = Annotated[
 ]
 
 
-class SystemMessage(RequestModel):
+class SystemMessage(HistoryModel):
     role: Literal["system", "developer"]
     content: Content
     name: str | None = None
 
 
-class UserMessage(RequestModel):
+class UserMessage(HistoryModel):
     role: Literal["user"]
     content: Content
     name: str | None = None
 
 
-class CalledFunction(RequestModel):
+class CalledFunction(HistoryModel):
     name: str
     arguments: str
     """JSON text."""
 
 
-class MessageToolCall(RequestModel):
+class MessageToolCall(HistoryModel):
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
-class AssistantMessage(RequestModel):
+class AssistantMessage(HistoryModel):
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
@@ -64,13 +64,11 @@ class AssistantMessage(RequestModel):
     refusal: str | None = None
     """Taken as the content if there is none."""
     name: str | None = None
-    annotations: list[dict[str, Any]] | None = None
-    """Has no effect."""
     audio: Annotated[Any, Refused(_TEXT_ONLY)] = None
     function_call: Annotated[Any, Refused("use tool_calls")] = None
 
 
-class ToolMessage(RequestModel):
+class ToolMessage(HistoryModel):
     role: Literal["tool"]
     content: Content
     tool_call_id: str

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from strata.serve.http.errors import ApiError
-from strata.serve.schema.base import Refused, RequestModel, said_as
+from strata.serve.schema.base import HistoryModel, Refused, RequestModel, said_as
 from strata.serve.schema.chat import Function, FunctionName
 from strata.serve.schema.sampling import (
     Count,
@@ -32,12 +32,9 @@ MetadataValue = Annotated[str, StringConstraints(max_length=512)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class TextPart(RequestModel):
+class TextPart(HistoryModel):
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: list[dict[str, Any]] | None = None
-    """Has no effect, nor have logprobs: they are there in answers that are sent back."""
-    logprobs: list[dict[str, Any]] | None = None
 
 
 Content = Annotated[
@@ -46,49 +43,38 @@ Content = Annotated[
 ]
 
 
-class MessageItem(RequestModel):
+class MessageItem(HistoryModel):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
-    id: str | None = None
-    status: Status | None = None
-    phase: Literal["commentary", "final_answer"] | None = None
-    """Has no effect."""
 
 
-class FunctionCallItem(RequestModel):
+class FunctionCallItem(HistoryModel):
     type: Literal["function_call"]
     call_id: Annotated[str, StringConstraints(min_length=1)]
     name: str
     arguments: str
     """JSON text."""
-    id: str | None = None
-    status: Status | None = None
 
 
-class FunctionCallOutputItem(RequestModel):
+class FunctionCallOutputItem(HistoryModel):
     type: Literal["function_call_output"]
     call_id: Annotated[str, StringConstraints(min_length=1)]
     output: Content
-    id: str | None = None
-    status: Status | None = None
 
 
-class ReasoningPart(RequestModel):
+class ReasoningPart(HistoryModel):
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-class ReasoningItem(RequestModel):
+class ReasoningItem(HistoryModel):
     """What the model thought before the next message or call; templates decide whether it is shown again."""
 
     type: Literal["reasoning"]
     content: list[ReasoningPart] | None = None
     summary: list[ReasoningPart] | None = None
     """Taken if there is no content."""
-    encrypted_content: Annotated[Any, Refused("reasoning is in content here")] = None
-    id: str | None = None
-    status: Status | None = None
 
 
 def _kind_of_item(value: Any) -> str | None:
