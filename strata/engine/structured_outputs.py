@@ -10,11 +10,11 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
 
+from strata.engine.closed_objects import with_closed_objects
 from strata.engine.number_bounds import with_inner_bounds
 
-# Between the tokens of JSON: a space, or a line break with its indentation. Bounded, or a model could write blanks
-# until its tokens run out.
-WHITESPACE = r" |\n[ ]{0,24}"
+# JSON is written as Python's json.dumps writes it: where blanks are free, a model can spend its tokens on them.
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 # A state of the lexer takes 1 to 2 kB, and a hostile pattern makes as many as it may: 40 MB a request at most.
 LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
@@ -23,14 +23,14 @@ _MOST_ERROR_CHARACTERS = 500
 
 
 def json_part(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """One of a grammar's parts, which others call `@name`: JSON that a schema describes, with few blanks.
+    """One of a grammar's parts, which others call `@name`: JSON that a schema describes, in one spacing.
 
     Whether the schema is sound and supported shows at compilation. Raises ValueError for a keyword of llguidance's own.
     """
     if "x-guidance" in schema:
         raise ValueError("'x-guidance' is not a keyword of JSON Schema: leave it out")
-    repaired = with_inner_bounds(schema)
-    return {"name": name, "json_schema": {**repaired, "x-guidance": {"whitespace_pattern": WHITESPACE}}}
+    repaired = with_closed_objects(with_inner_bounds(schema))
+    return {"name": name, "json_schema": {**repaired, "x-guidance": SPACING}}
 
 
 def join_parts(*parts: Mapping[str, Any]) -> str:
