@@ -44,7 +44,7 @@ class Owner(BaseModel):
     pet: Annotated[Cat | Dog, Field(discriminator="kind")]
     other: Cat | Dog | None = None
     marks: dict[str, int] = {}
-    friends: list["Owner"] = []
+    friends: list[Owner] = []
 
 
 def test_a_plain_pydantic_model_is_closed_at_every_depth() -> None:
