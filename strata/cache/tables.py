@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from strata.cache.block_tables import BlockTables
 from strata.cache.pool import KVPool
 from strata.cache.staging import Staging
 from strata.kernels.attention_cpu import planned
@@ -20,24 +21,12 @@ from strata.models.batch import Batch
 Int32Array = NDArray[np.int32]
 
 
-class BlockTables:
-    """The host's copy of every running sequence's pages: row = slot, column = page of the sequence."""
-
-    def __init__(self, slots: int, most_pages: int) -> None:
-        self.rows: Int32Array = np.zeros((slots, most_pages), dtype=np.int32)
-
-    def update(self, slot: int, first: int, pages: Sequence[int]) -> None:
-        """Entries [first, first + len(pages)) of a sequence's table have changed."""
-        self.rows[slot, first : first + len(pages)] = pages
-
-
 @dataclass(frozen=True)
 class StepShape:
-    """How many of each a step buffer holds. `width`: columns of the block tables; `draws`: rows that are sampled."""
+    """How many of each a step buffer holds. `draws`: rows that are sampled."""
 
     tokens: int
     sequences: int
-    width: int
     draws: int
 
     def sizes(self) -> dict[str, int]:
@@ -51,7 +40,7 @@ class StepShape:
             "offsets": self.sequences + 1,
             "starts": self.sequences,
             "lengths": self.sequences,
-            "tables": self.sequences * self.width,
+            "table_rows": self.sequences,
             "rows": self.draws,
             "draw_slots": self.draws,
             "temperatures": self.draws,
@@ -71,7 +60,8 @@ class StepBuffer:
 
     tokens: [tokens] ids known to the host.
     sources: [tokens] slot whose newest id, which only the device knows, stands in for the token; -1 for none.
-    positions, slots, offsets, lengths, tables: see `Batch` and `PagedKV`.
+    positions, slots, offsets, lengths: see `Batch` and `PagedKV`.
+    table_rows: [sequences] which rows of the block tables are theirs.
     starts: see `BatchParts`; only `divide` fills it.
     rows: [draws] row of the hidden states that is sampled.
     draw_slots: [draws] slot that receives the id.
@@ -89,13 +79,11 @@ class StepBuffer:
         self.tensors: dict[str, Tensor] = dict(
             zip(sizes, self._device.split_with_sizes([*sizes.values()]), strict=True)
         )
-        self.tensors["tables"] = self.tensors["tables"].view(shape.sequences, shape.width)
         array: Int32Array = staging.host.numpy()
         ends = accumulate(sizes.values())
         self.host: dict[str, Int32Array] = {
             name: array[end - size : end] for (name, size), end in zip(sizes.items(), ends, strict=True)
         }
-        self.host["tables"] = self.host["tables"].reshape(shape.sequences, shape.width)
 
     def place(
         self, tables: BlockTables, page_size: int, slots: Int32Array, starts: Int32Array, counts: Int32Array
@@ -111,7 +99,7 @@ class StepBuffer:
         offsets[0] = 0
         np.cumsum(counts, out=offsets[1 : sequences + 1])
         host["lengths"][:sequences] = starts + counts
-        host["tables"][:sequences] = tables.rows[slots, : self.shape.width]
+        host["table_rows"][:sequences] = slots
         if tokens == sequences:  # all decode
             owner, position = np.arange(sequences), starts
         else:
@@ -119,16 +107,16 @@ class StepBuffer:
             position = np.arange(tokens, dtype=np.int32) - (offsets[:sequences] - starts)[owner]
         host["positions"][:tokens] = position
         page, place = np.divmod(position, page_size)
-        host["slots"][:tokens] = host["tables"][owner, page] * page_size + place
+        host["slots"][:tokens] = tables.rows[slots[owner], page] * page_size + place
         self._padded = tokens < self.shape.tokens
         if self._padded:
+            host["table_rows"][sequences:] = tables.padding
             self._pad(sequences, tokens)
 
     def _pad(self, sequences: int, tokens: int) -> None:
         host = self.host
         host["offsets"][sequences + 1 :] = tokens + np.arange(1, self.shape.sequences - sequences + 1)
-        for name in ("lengths", "tables"):
-            host[name][sequences:] = 0
+        host["lengths"][sequences:] = 0
         for name in ("positions", "tokens"):
             host[name][tokens:] = 0
         for name in ("slots", "sources"):
@@ -155,6 +143,7 @@ class StepBuffer:
     def batch(
         self,
         pool: KVPool,
+        tables: Tensor,
         tokens: Tensor,
         longest: int,
         windows: Iterable[int | None],
@@ -162,13 +151,14 @@ class StepBuffer:
     ) -> Batch:
         """The device's side as a model's argument.
 
-        tokens: the ids, joined with those that only the device knows. windows: those of the model's attention layers,
-        for which a CPU plans its attention once for all layers. parts: see `PagedKV`.
+        tables: the rows of this step's sequences (`BlockTables.of`). tokens: the ids, joined with those that only the
+        device knows. windows: those of the model's attention layers, for which a CPU plans its attention once for all
+        layers. parts: see `PagedKV`.
         """
         t = self.tensors
         on_cpu = tokens.device.type == "cpu"
         index = t["slots"].long() if on_cpu and not self._padded else None
-        pages = PagedKV(pool.keys, pool.values, t["tables"], t["lengths"], t["slots"], index=index, parts=parts)
+        pages = PagedKV(pool.keys, pool.values, tables, t["lengths"], t["slots"], index=index, parts=parts)
         if on_cpu:
             pages = planned(pages, t["offsets"], windows)
         return Batch(tokens, t["positions"], t["offsets"], longest, pages)

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from strata.cache.block_tables import BlockTables
 from strata.cache.pool import KVPool
 from strata.cache.staging import Staging
-from strata.cache.tables import BlockTables, StepBuffer, StepShape
+from strata.cache.tables import StepBuffer, StepShape
 from strata.engine.sampler import DrawInputs, draw_ids
 from strata.engine.step_graphs import StepGraphs
 from strata.graph.cudagraph import CudaGraphs, borrowed
@@ -51,10 +52,12 @@ class DecodeGraphs:
         self,
         graphs: StepGraphs,
         pool: KVPool,
+        tables: BlockTables,
         newest: Tensor,
         staging: list[Staging],
     ) -> None:
-        self._graphs, self._pool, self._newest, self._staging = graphs, pool, newest, staging
+        self._graphs, self._pool, self._tables = graphs, pool, tables
+        self._newest, self._staging = newest, staging
         self._recordings = CudaGraphs()
         self._outputs: dict[int, Recorded] = {}
         self._buffers: dict[int, dict[Staging, StepBuffer]] = {}
@@ -77,20 +80,21 @@ class DecodeGraphs:
         self._recordings.replay((bucket, "draw"))
         return self._outputs[bucket].ids
 
-    def record(self, bucket: int, width: int) -> None:
-        shape = StepShape(bucket, bucket, width, bucket)
+    def record(self, bucket: int) -> None:
+        shape = StepShape(bucket, bucket, bucket)
         device = self._staging[0].target(shape.size)
         self._buffers[bucket] = {staging: StepBuffer(shape, staging, device) for staging in self._staging}
         buffer = self._buffers[bucket][self._staging[0]]
         nothing = np.zeros(0, dtype=np.int32)
-        buffer.place(BlockTables(0, width), self._pool.shape.page_size, nothing, nothing, nothing)
+        buffer.place(self._tables, self._pool.shape.page_size, nothing, nothing, nothing)
         buffer.pad_draws(0, len(self._newest) - 1)
         buffer.send()
-        model = self._graphs.decode(bucket)
+        model, width = self._graphs.decode(bucket), self._tables.rows.shape[1]
         made: list[Tensor] = []
 
         def run() -> None:
-            made[:] = [model(buffer.batch(self._pool, joined_tokens(buffer, self._newest), 1, ()))]
+            tables = self._tables.of(buffer.tensors["table_rows"], width)
+            made[:] = [model(buffer.batch(self._pool, tables, joined_tokens(buffer, self._newest), 1, ()))]
 
         def draw() -> None:
             ids = draw_ids(made[0], draw_inputs(buffer, bucket), filtered=True)

@@ -11,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from strata.cache.block_tables import BlockTables
 from strata.cache.pool import KVPool
 from strata.cache.staging import Staging
-from strata.cache.tables import BlockTables, StepBuffer, StepShape
+from strata.cache.tables import StepBuffer, StepShape
 from strata.engine.decode_graphs import DecodeGraphs, draw_inputs, joined_tokens
 from strata.engine.grammar import Masks, MasksUnderWay
 from strata.engine.plan import StepPlan
@@ -146,13 +147,13 @@ class Runner:
         self._config, self._device = config, device
         self._reach = library_reach(pool.shape.dtype, pool.shape.head_dim, config.windows, config.max_length)
         most_pages = -(-config.max_length // pool.shape.page_size)
-        self._tables = BlockTables(config.max_sequences, most_pages)
+        self._tables = BlockTables(config.max_sequences, most_pages, device)
         self._slots = SlotState(config.max_sequences)
         self._sampler = Sampler(config.max_sequences, config.max_length, device)
         self._masks = Masks(config.mask_ids, config.max_sequences, device)
         # One id more than slots: padding rows of a CUDA graph read and write the last one.
         self._newest = torch.zeros(config.max_sequences + 1, dtype=torch.int32, device=device)
-        largest = StepShape(config.max_tokens, config.max_sequences, most_pages, config.max_sequences).size
+        largest = StepShape(config.max_tokens, config.max_sequences, config.max_sequences).size
         # Two, so that a step can be prepared while the one before it has not left its buffer.
         self._staging = [Staging(largest, device) for _ in range(2)]
         pinned = device.type == "cuda"
@@ -163,10 +164,9 @@ class Runner:
     @torch.inference_mode()
     def record_decode(self, buckets: list[int]) -> Iterator[int]:
         """Record a CUDA graph for each batch size, the largest first so that the others fit in its memory."""
-        self._decode = DecodeGraphs(self._graphs, self.pool, self._newest, self._staging)
-        width = self._tables.rows.shape[1]
+        self._decode = DecodeGraphs(self._graphs, self.pool, self._tables, self._newest, self._staging)
         for bucket in sorted(buckets, reverse=True):
-            self._decode.record(bucket, width)
+            self._decode.record(bucket)
             yield bucket
 
     @torch.inference_mode()
@@ -206,6 +206,7 @@ class Runner:
     def _send(self, buffer: StepBuffer) -> None:
         if self.observer is not None:
             self.observer.begin()
+        self._tables.send()
         buffer.send()
 
     def _launch_recorded(self, plan: StepPlan, rows: list[DrawRow], bucket: int) -> Launched | Undrawn:
@@ -219,9 +220,7 @@ class Runner:
         return undrawn if any(self._slots.constrained[row.slot] for row in rows) else self._draw(undrawn)
 
     def _launch_eager(self, plan: StepPlan, rows: list[DrawRow]) -> Launched | Undrawn:
-        most = max(chunk.start + chunk.count for chunk in plan.chunks)
-        width = -(-most // self.pool.shape.page_size)
-        shape = StepShape(plan.tokens, len(plan.chunks), width, len(rows))
+        shape = StepShape(plan.tokens, len(plan.chunks), len(rows))
         buffer = StepBuffer(shape, self._staging[0], self._staging[0].target(shape.size))
         missing = self._fill(buffer, plan, rows)
         parts = None
@@ -231,7 +230,9 @@ class Runner:
         self._send(buffer)
         longest = max(chunk.count for chunk in plan.chunks)
         tokens = joined_tokens(buffer, self._newest) if missing else buffer.tensors["tokens"]
-        batch = buffer.batch(self.pool, tokens, longest, self._config.windows, parts)
+        most = max(chunk.start + chunk.count for chunk in plan.chunks)
+        tables = self._tables.of(buffer.tensors["table_rows"], -(-most // self.pool.shape.page_size))
+        batch = buffer.batch(self.pool, tables, tokens, longest, self._config.windows, parts)
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
         if any(chunk.sequence.request.params.prompt_logprobs is not None for chunk in plan.chunks):
             hidden = self._graphs.hidden(batch)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
+from strata.cache.block_tables import MOST_CHANGES, BlockTables
 from strata.cache.pool import KVPool, PoolShape
 from strata.cache.staging import Staging
-from strata.cache.tables import BlockTables, StepBuffer, StepShape
+from strata.cache.tables import StepBuffer, StepShape
 
 PAGE = 4
 
 
-def buffer(tokens: int, sequences: int, width: int, draws: int) -> StepBuffer:
-    shape = StepShape(tokens, sequences, width, draws)
+def buffer(tokens: int, sequences: int, draws: int) -> StepBuffer:
+    shape = StepShape(tokens, sequences, draws)
     staging = Staging(shape.size, torch.device("cpu"))
     staging.host.fill_(-77)
     return StepBuffer(shape, staging, staging.target(shape.size))
 
 
 def tables() -> BlockTables:
-    made = BlockTables(3, 4)
+    made = BlockTables(3, 4, torch.device("cpu"))
     made.update(0, 0, [5, 2])
     made.update(2, 0, [7])
     made.update(2, 1, [9, 1])
@@ -28,19 +30,19 @@ def tables() -> BlockTables:
 
 
 def test_places_follow_from_slots_starts_and_counts() -> None:
-    made = buffer(7, 2, 3, 2)
-    made.place(tables(), PAGE, np.array([2, 0], np.int32), np.array([6, 0], np.int32), np.array([2, 5], np.int32))
+    made, held = buffer(7, 2, 2), tables()
+    made.place(held, PAGE, np.array([2, 0], np.int32), np.array([6, 0], np.int32), np.array([2, 5], np.int32))
     host = made.host
     assert host["offsets"].tolist() == [0, 2, 7]
     assert host["lengths"].tolist() == [8, 5]
     assert host["positions"].tolist() == [6, 7, 0, 1, 2, 3, 4]
-    assert host["tables"].tolist() == [[7, 9, 1], [5, 2, 0]]
+    assert held.of(made.tensors["table_rows"], 3).tolist() == [[7, 9, 1], [5, 2, 0]]
     # Position 6 of the first sequence lies in its page 1, which is page 9 of the pool, at offset 2.
     assert host["slots"].tolist() == [9 * PAGE + 2, 9 * PAGE + 3, 20, 21, 22, 23, 2 * PAGE]
 
 
 def test_parts_of_a_step_have_their_starts_in_the_buffer() -> None:
-    made = buffer(1531, 2, 3, 2)
+    made = buffer(1531, 2, 2)
     parts = made.divide([6, 0], [1, 1530], reach=2048)
     assert (parts.decodes, parts.left) == (1, 1530 - 1024)
     assert [(call.row, call.rows) for call in parts.library] == [(1, 1024)]
@@ -49,22 +51,50 @@ def test_parts_of_a_step_have_their_starts_in_the_buffer() -> None:
 
 
 def test_what_a_bucket_holds_beyond_the_batch_is_padding() -> None:
-    made = buffer(4, 4, 2, 4)
-    made.place(tables(), PAGE, np.array([0], np.int32), np.array([3], np.int32), np.array([1], np.int32))
+    made, held = buffer(4, 4, 4), tables()
+    made.place(held, PAGE, np.array([0], np.int32), np.array([3], np.int32), np.array([1], np.int32))
     host = made.host
     assert host["offsets"].tolist() == [0, 1, 2, 3, 4]
     assert host["lengths"].tolist() == [4, 0, 0, 0]
     assert host["slots"].tolist() == [5 * PAGE + 3, -1, -1, -1]
-    assert host["tables"][1:].tolist() == [[0, 0]] * 3
+    assert held.of(made.tensors["table_rows"], 2).tolist() == [[5, 2], [0, 0], [0, 0], [0, 0]]
     assert host["sources"][1:].tolist() == [-1] * 3
 
 
 def test_the_fields_are_views_of_one_buffer() -> None:
-    made = buffer(3, 1, 2, 1)
+    made = buffer(3, 1, 1)
     for value, (name, array) in enumerate(made.host.items()):
         array[...] = value
         assert bool((made.tensors[name] == value).all())
     assert made.tensors["seeds"].view(torch.int64).shape == (1,)
+
+
+def apart(slots: int, most_pages: int) -> BlockTables:
+    """Tables whose device's side is other memory, as on CUDA."""
+    made = BlockTables(slots, most_pages, torch.device("cpu"))
+    made.on_device, made._shared = torch.zeros(slots + 1, most_pages, dtype=torch.int32), False
+    return made
+
+
+def test_the_device_gets_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(Staging, "send", lambda self, target: sent.append(len(target)))
+    made = apart(6, 3 * MOST_CHANGES)
+    made.send()
+    assert not sent
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        changes = 0
+        for slot in rng.permutation(6)[: rng.integers(1, 7)]:
+            count = int(rng.choice([1, 1, 1, 2, 40, 2 * MOST_CHANGES + 5]))
+            first = int(rng.integers(0, 3 * MOST_CHANGES - count + 1))
+            made.update(int(slot), first, rng.integers(0, 10**6, count).tolist())
+            changes += count
+        made.send()
+        assert np.array_equal(made.on_device.numpy(), made.rows)
+        assert sum(sent) == 3 * changes
+        sent.clear()
+    assert not made.rows[made.padding].any()
 
 
 def test_copied_pages_hold_what_their_source_held_before() -> None:

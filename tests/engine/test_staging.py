@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from strata import LLM, SamplingParams
+from strata.cache.block_tables import BlockTables
 from strata.cache.staging import Staging
 from strata.cache.tables import StepBuffer
 
@@ -80,7 +81,12 @@ def fall_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Stream:
         if buffer.shape.draws:
             stream.catch_up()
 
-    monkeypatch.setattr(StepBuffer, "batch", lambda *given, **named: partial(build, *given, **named))
+    def late_batch(buffer: StepBuffer, pool: Any, tables: Any, *given: Any) -> Callable[[], Any]:
+        return lambda: build(buffer, pool, tables(), *given)
+
+    gather = BlockTables.of
+    monkeypatch.setattr(BlockTables, "of", lambda *given: partial(gather, *given))
+    monkeypatch.setattr(StepBuffer, "batch", late_batch)
     monkeypatch.setattr(runner, "_graphs", replace(graphs, logits=late_logits))
     monkeypatch.setattr(runner, "_send", send_and_draw)
     return stream

@@ -1,0 +1,67 @@
+"""Which pages each running sequence has: on the host, and on the device, which receives what changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from strata.cache.staging import Staging
+
+# Entries that travel to the device at once.
+MOST_CHANGES = 4096
+
+
+class BlockTables:
+    """Row = slot, column = page of the slot's sequence: [slots + 1, most_pages] int32.
+
+    The last row is of zeros, for padding rows of a CUDA graph. `rows` is the host's side, `on_device` the device's,
+    which follows with `send`, in the order of the work that the device is given; on a CPU both are one.
+    """
+
+    def __init__(self, slots: int, most_pages: int, device: torch.device) -> None:
+        self.rows: NDArray[np.int32] = np.zeros((slots + 1, most_pages), dtype=np.int32)
+        host = torch.from_numpy(self.rows)
+        self._shared = device.type == "cpu"
+        self.on_device = host if self._shared else torch.zeros_like(host, device=device)
+        # Two, so that changes can be written down while those of the step before have not left.
+        self._staging = [Staging(3 * MOST_CHANGES, device) for _ in range(2)]
+        self._changed: list[NDArray[np.int64]] = []
+
+    @property
+    def padding(self) -> int:
+        """The row of no sequence."""
+        return len(self.rows) - 1
+
+    def update(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        """Entries [first, first + len(pages)) of a sequence's table have changed."""
+        self.rows[slot, first : first + len(pages)] = pages
+        if not self._shared:
+            start = slot * self.rows.shape[1] + first
+            self._changed.append(np.arange(start, start + len(pages)))
+
+    def send(self) -> None:
+        """Bring the device's side up to the host's: a copy and a kernel, if anything has changed."""
+        if not self._changed:
+            return
+        places = np.concatenate(self._changed)
+        self._changed.clear()
+        entries = self.on_device.view(-1)
+        for start in range(0, len(places), MOST_CHANGES):
+            part = places[start : start + MOST_CHANGES]
+            self._staging.reverse()
+            staging, count = self._staging[0], len(part)
+            staging.wait()
+            host = staging.host.numpy()
+            host[: 2 * count].view(np.int64)[:] = part
+            host[2 * count : 3 * count] = self.rows.reshape(-1)[part]
+            sent = staging.target(3 * count)
+            staging.send(sent)
+            entries.scatter_(0, sent[: 2 * count].view(torch.int64), sent[2 * count :])
+
+    def of(self, rows: Tensor, width: int) -> Tensor:
+        """The first `width` columns of some rows [sequences] int32, gathered on the device: [sequences, width]."""
+        return self.on_device[:, :width].index_select(0, rows)
