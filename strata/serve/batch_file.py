@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import msgspec
 
+from strata.models.file_lock import lock
 from strata.models.json_object import why_no_json
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -103,15 +104,17 @@ class _Result(msgspec.Struct):
 
 
 class BatchResults:
-    """The file of results of a file of requests, one a line, written as they come. Use as a context manager.
+    """The file of results of a file of requests, one a line, written as they come. Use as a context manager: meanwhile
+    no other run may write the file.
 
     total: lines of the requests that are to have a result.
     succeeded, failed: how many of them have one, from this run or an earlier one.
     """
 
     def __init__(self, file: Path, requests: Iterable[BatchRequest | BatchFault]) -> None:
-        """Raises ValueError for a file with anything but results of `requests`. A last line that was cut off is
-        removed. An error of a line that is a request by now, or gone, is left there and does not count.
+        """Raises ValueError for a file with anything but results of `requests`, and for one that another run writes. A
+        last line that was cut off is removed. An error of a line that is a request by now, or gone, is left there and
+        does not count.
         """
         self.succeeded = 0
         self.failed = 0
@@ -131,10 +134,18 @@ class BatchResults:
         try:
             # Without a buffer: what cannot be written must not be tried again when the file is closed.
             self._file = file.open("ab", buffering=0)
+        except OSError as error:
+            raise ValueError(f"{file} cannot be written: {error.strerror}") from None
+        try:
+            lock(self._file, f"another run writes {file}: wait for its end, or name another file for the results")
             self._end = self._read(file)
             self._file.truncate(self._end)
         except OSError as error:
+            self._file.close()
             raise ValueError(f"{file} cannot be written: {error.strerror}") from None
+        except ValueError:
+            self._file.close()
+            raise
 
     def __enter__(self) -> Self:
         return self

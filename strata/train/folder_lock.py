@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from strata.models.file_lock import lock
 
 
 @contextmanager
@@ -15,10 +16,5 @@ def sole_run(folder: Path) -> Iterator[None]:
     Raises ValueError if another run uses it.
     """
     with (folder / "lock").open("a") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process trains in {folder}; wait for its end, or choose another out") from None
-        except OSError:
-            pass  # of a file system without locks
+        lock(stream, f"another process trains in {folder}; wait for its end, or choose another out")
         yield

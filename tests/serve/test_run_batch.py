@@ -206,6 +206,37 @@ def test_a_folder_is_no_file_of_results(tmp_path: Path) -> None:
         BatchResults(tmp_path, [])
 
 
+def test_one_run_at_a_time_writes_a_file_of_results(files: tuple[Path, Path]) -> None:
+    files[0].write_text(line("a") + "\n")
+    with opened(files) as first:
+        with pytest.raises(ValueError, match=rf"another run writes {files[1]}: wait for its end"):
+            opened(files)
+        first.answer(next(iter(read_requests(files[0]))), 200, b"{}")  # type: ignore[arg-type]
+    with opened(files) as second:  # what it left behind blocks nobody
+        assert second.succeeded == 1
+
+
+def test_a_run_that_was_killed_leaves_its_file_free(files: tuple[Path, Path]) -> None:
+    files[0].write_text(line("a") + "\n")
+    program = (
+        "import pathlib, sys, time\n"
+        "from strata.serve.batch_file import BatchResults, read_requests\n"
+        "results = BatchResults(pathlib.Path(sys.argv[2]), read_requests(pathlib.Path(sys.argv[1])))\n"
+        "print('open', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, *map(str, files)], stdout=subprocess.PIPE, text=True) as run:
+        try:
+            assert run.stdout is not None
+            assert run.stdout.readline() == "open\n"
+            with pytest.raises(ValueError, match="another run writes"):
+                opened(files)
+        finally:
+            run.kill()
+    with opened(files) as results:
+        assert results.total == 1
+
+
 def test_results_of_other_requests_are_refused_and_left_alone(
     serve_script: Serve, script: list[Sequence[Delta]], files: tuple[Path, Path]
 ) -> None:
