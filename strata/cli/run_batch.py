@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from strata.cli import options
-from strata.cli.serve import CHAT, TOOL_FORMATS, ToolCallParser, served_names
+from strata.cli.serve import CHAT, ToolCallParser, served_names, tool_format
 from strata.models.folder import display_name, model_folder
 from strata.serve.batch_file import BatchResults, read_requests
 from strata.serve.client import EngineGone
@@ -34,7 +34,8 @@ def run(
         list[str] | None, typer.Option(help="What requests may call it; may be repeated. [default: the model's name]")
     ] = None,
     tool_call_parser: Annotated[
-        ToolCallParser | None, typer.Option(help="How the model calls tools.", rich_help_panel=CHAT)
+        ToolCallParser | None,
+        typer.Option(help="How the model calls tools. [default: as its chat template says]", rich_help_panel=CHAT),
     ] = None,
     reasoning: Annotated[
         bool, typer.Option(help="Tell <think>...</think> apart from the answer.", rich_help_panel=CHAT)
@@ -58,7 +59,7 @@ def run(
     settings = ServeSettings(
         model=folder,
         served_model_names=served_names(served_model_name, display_name(model, folder)),
-        tool_format=None if tool_call_parser is None else TOOL_FORMATS[tool_call_parser],
+        tool_format=tool_format(tool_call_parser, folder),
         reasoning=reasoning,
         max_queue=_NO_BOUND,
         request_timeout=float(_NO_BOUND),

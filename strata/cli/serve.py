@@ -14,11 +14,13 @@ import typer
 from strata.cli import options
 from strata.cli.help import Command
 from strata.models.folder import display_name, folder_or_shape, located, model_folder
-from strata.models.json_object import why_no_text
+from strata.models.json_object import read_object, why_no_text
 from strata.models.shapes import SHAPES
+from strata.models.tokenizer import read_templates
 from strata.serve.http.gate import is_loopback
 from strata.serve.http.keys import read_keys
 from strata.serve.processes.launch import Launch, launch
+from strata.serve.replies.tool_formats import format_in_template
 from strata.serve.settings import ServeSettings
 
 CHAT, _HTTP, _LIMITS, _LOGS = "Chat", "HTTP", "Limits", "Logs"
@@ -111,7 +113,8 @@ def serve(
         Path | None, typer.Option(help="File with a template to use instead of the model's.", rich_help_panel=CHAT)
     ] = None,
     tool_call_parser: Annotated[
-        ToolCallParser | None, typer.Option(help="How the model calls tools.", rich_help_panel=CHAT)
+        ToolCallParser | None,
+        typer.Option(help="How the model calls tools. [default: as its chat template says]", rich_help_panel=CHAT),
     ] = None,
     reasoning: Annotated[
         bool, typer.Option(help="Tell <think>...</think> apart from the answer.", rich_help_panel=CHAT)
@@ -155,7 +158,7 @@ def serve(
 
     Every option can be given as an environment variable: STRATA_MAX_QUEUE=64 is --max-queue 64.
 
-    Example: strata serve path/to/Llama-3.1-8B-Instruct --tool-call-parser llama3_json
+    Example: strata serve path/to/Llama-3.1-8B-Instruct --max-model-len 16384
     """
     folder = folder_or_shape(model) if load_format == "dummy" else str(model_folder(model))
     keys = read_keys(api_key_file, os.environ)
@@ -164,6 +167,8 @@ def serve(
             f"--host {host} lets others in, and there is no API key: set STRATA_API_KEY or --api-key-file, "
             "or leave --host out"
         )
+    tokenizer_folder = _tokenizer(located(tokenizer) if tokenizer else folder)
+    template = None if chat_template is None else _read_template(chat_template)
     settings = ServeSettings(
         model=folder,
         served_model_names=served_names(served_model_name, display_name(model, folder)),
@@ -171,8 +176,8 @@ def serve(
         port=port,
         allowed_hosts=tuple(allowed_hosts or ()),
         allowed_origins=tuple(_origin(one) for one in allowed_origins or ()),
-        chat_template=None if chat_template is None else _read_template(chat_template),
-        tool_format=None if tool_call_parser is None else TOOL_FORMATS[tool_call_parser],
+        chat_template=template,
+        tool_format=tool_format(tool_call_parser, tokenizer_folder, template),
         reasoning=reasoning,
         max_queue=max_queue,
         request_timeout=request_timeout,
@@ -202,9 +207,7 @@ def serve(
         "num_pages": num_pages,
     }
     traces = None if otlp_traces_endpoint is None else _endpoint(otlp_traces_endpoint)
-    asked = Launch(
-        settings, engine, keys, _tokenizer(located(tokenizer) if tokenizer else folder), restart_engine, traces
-    )
+    asked = Launch(settings, engine, keys, tokenizer_folder, restart_engine, traces)
     sys.exit(launch(asked))
 
 
@@ -213,6 +216,17 @@ def served_names(given: list[str] | None, own: str) -> tuple[str, ...]:
     if given and not all(given):
         raise ValueError("--served-model-name is empty: give the name that clients ask for, or leave it out")
     return tuple(given or [own])
+
+
+def tool_format(given: ToolCallParser | None, tokenizer: str, chat_template: str | None = None) -> str | None:
+    """How the model writes calls: as was given, or as the template does that it is asked with, its own or another."""
+    if given is not None:
+        return TOOL_FORMATS[given]
+    if chat_template is None:
+        folder = Path(tokenizer)
+        templates = read_templates(folder, read_object(folder / "tokenizer_config.json"))
+        chat_template = templates.get("tool_use", templates.get("default", ""))
+    return format_in_template(chat_template)
 
 
 def _tokenizer(folder: str) -> str:

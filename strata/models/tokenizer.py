@@ -69,7 +69,7 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{path} is not a tokenizer that the tokenizers library can read: {error}") from None
         config = read_object(folder / "tokenizer_config.json")
-        templates = {"default": chat_template} if chat_template is not None else _read_templates(folder, config)
+        templates = {"default": chat_template} if chat_template is not None else read_templates(folder, config)
         return cls(backend, read_special_tokens(folder, config), templates)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -211,8 +211,8 @@ class Tokenizer:
         return self._templates["default"]
 
 
-def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Chat templates by name. Files of their own come before the entry in tokenizer_config.json."""
+def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name. Files of their own come before the entry in `config`, the tokenizer_config.json."""
     files = {"default": folder / "chat_template.jinja"}
     files.update((path.stem, path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja")))
     from_files = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}

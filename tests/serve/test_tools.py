@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from strata.cli.serve import ToolCallParser, tool_format
 from strata.models.tokenizer import Tokenizer
 from strata.serve.http.errors import ApiError
 from strata.serve.replies.json_reader import MOST_DEPTH, is_json_object
@@ -25,7 +26,9 @@ from strata.serve.replies.reply_parser import (
     ToolCallStart,
     collect,
 )
+from strata.serve.replies.tool_formats import format_in_template
 from strata.serve.replies.tools import MOST_SCHEMA_BYTES, MOST_TOOLS, Function, Named, ToolChoice, ToolUse, use_tools
+from strata.train.vocabulary import CHAT_TEMPLATE
 from tests.serve.conftest import BUILTIN
 from tests.serve.scripted import EOS, Scripted, delta, scripted_server
 
@@ -353,3 +356,38 @@ def test_tags_that_are_special_tokens_are_seen(marked: Tokenizer) -> None:
     assert (message["content"], message["reasoning_content"]) == ("So.", "hm")
     assert message["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
     assert [item["type"] for item in answer["output"]] == ["reasoning", "message", "function_call"]
+
+
+# As the templates of these models have it; in files the line breaks and quotes inside their strings are escaped.
+QWEN = r"""{{- '<tool_call>\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}"""
+HERMES = r"""{{- "as follows:\n<tool_call>\n{\"arguments\": <args-dict>, \"name\": <function-name>}\n</tool_call>" }}"""
+LLAMA = """{{- 'in the format {"name": function name, "parameters": dictionary of argument name and its value}.' }}"""
+OTHERS = (
+    r"""{{- '<tool_call>\n<function=' + tool_call.name + '>\n' }}""",  # a form that no parser here reads
+    "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>",
+    "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    "",
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "found"), [(QWEN, "hermes"), (HERMES, "hermes"), (LLAMA, "llama3"), *((one, None) for one in OTHERS)]
+)
+def test_a_template_tells_how_its_model_calls(template: str, found: str | None, tmp_path: Path) -> None:
+    assert format_in_template(template) == found
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert tool_format(None, str(tmp_path)) == found
+    assert tool_format(None, str(tmp_path), chat_template=HERMES) == "hermes"
+    assert tool_format(ToolCallParser.LLAMA3_JSON, str(tmp_path)) == "llama3"
+    (tmp_path / "chat_template.jinja").write_text(QWEN)
+    assert tool_format(None, str(tmp_path)) == "hermes"
+
+
+def test_the_template_for_tools_tells_if_there_is_one(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": ""}, {"name": "tool_use", "template": HERMES}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert tool_format(None, str(tmp_path)) == "hermes"
+
+
+def test_the_template_of_the_exercises_tells_as_well() -> None:
+    assert format_in_template(CHAT_TEMPLATE) == "hermes"
