@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup run test lint clients clean
+.PHONY: setup run test test-gpu lint clients clean
 
 setup: $(STAMP)
 
@@ -32,6 +32,16 @@ clients: setup
 
 test: lint clients
 	$(BIN)/pytest --numprocesses 2
+
+# tests/gpu on all GPUs that are here, or those of CUDA_VISIBLE_DEVICES; a few files: make test-gpu FILES="engine moe".
+# Another Python that has all that the tests import does without .venv: make test-gpu PYTHON=python3
+ifeq ($(origin PYTHON),command line)
+test-gpu:
+	$(PYTHON) tools/gpu_tests.py $(FILES)
+else
+test-gpu: setup
+	$(BIN)/python tools/gpu_tests.py $(FILES)
+endif
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

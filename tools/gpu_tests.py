@@ -1,0 +1,225 @@
+"""Runs tests/gpu on all GPUs that are here, or those of CUDA_VISIBLE_DEVICES, with a line as each file is done.
+
+Usage: python tools/gpu_tests.py [NAME ...]: all files, or those whose names contain a NAME. First every GPU takes files
+of its own: those about kernels alone share one, in several workers; the others, whose engines and trainers take much
+of its memory, have it to themselves. Then files with ranks run on all GPUs together, one after the other. Tests that
+need more GPUs than there are get skipped, and are named with the reason. Exit code 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from xml.etree import ElementTree
+
+FOLDER = Path("tests/gpu")
+# A file that imports nothing else of Strata tests kernels, and takes little memory.
+KERNELS = ("strata.kernels", "strata.graph", "strata.cache", "strata.models", "strata.hardware")
+RANKS = "tests.gpu.ranks"
+# Workers that share a GPU: each takes half a GiB for itself, and a core or two while it compiles.
+MOST_WORKERS = 6
+TIMEOUT = 1800.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Files that one pytest runs, in so many workers."""
+
+    files: tuple[Path, ...]
+    workers: int = 1
+
+    @property
+    def name(self) -> str:
+        return self.files[0].stem if len(self.files) == 1 else f"{len(self.files)} files of kernels"
+
+
+@dataclass
+class Result:
+    """What came of a job. skipped: reasons, with how many tests each. output: what to show of a failure."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    output: str = ""
+
+
+def imports(file: Path) -> set[str]:
+    """Modules that a file imports at its top, those of `from package import module` by both names."""
+    found: set[str] = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def may_share(file: Path) -> bool:
+    """Whether others may use the GPU beside it: it is about kernels alone, and measures nothing."""
+    found = imports(file)
+    own = {name for name in found if name.split(".")[0] == "strata" and name != "strata"}
+    return (
+        "transformers" not in found
+        and "strata" not in found
+        and any(name.startswith(("strata.kernels", "strata.cache")) for name in own)
+        and all(name.startswith(KERNELS) for name in own)
+    )
+
+
+def jobs(files: Sequence[Path], gpus: int, workers: int) -> tuple[list[Job], list[Job]]:
+    """What one GPU takes by itself, the files that share it first, and what takes all of them."""
+    ranks = [file for file in files if RANKS in imports(file)]
+    rest = [file for file in files if file not in ranks]
+    shared = [file for file in rest if may_share(file)]
+    parts = [Job(tuple(shared[start::gpus]), workers) for start in range(min(gpus, len(shared)))]
+    alone = [Job((file,)) for file in rest if file not in shared]
+    return parts + alone, [Job((file,)) for file in ranks]
+
+
+def run(job: Job, gpus: Sequence[str]) -> Result:
+    """Run a job in a process of its own that sees these GPUs alone."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "--color=no", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        if job.workers > 1 and find_spec("xdist") is not None:
+            command += [f"--numprocesses={job.workers}", "--dist=loadfile"]
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        try:
+            done = subprocess.run(
+                [*command, *map(str, job.files)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=TIMEOUT,
+                check=False,
+            )
+            output, code = done.stdout, done.returncode
+        except subprocess.TimeoutExpired as late:
+            output, code = str(late), 1
+        result = read(report)
+    result.seconds = time.perf_counter() - began
+    # 5: every test of the file was left out.
+    if code not in (0, 5):
+        result.failed, result.output = max(result.failed, 1), output
+    return result
+
+
+def read(report: Path) -> Result:
+    """What pytest reports of its tests; nothing if it died before it could."""
+    result = Result()
+    if not report.is_file():
+        return result
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        skipped = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            result.failed += 1
+        elif skipped is None:
+            result.passed += 1
+        else:
+            reason = skipped.get("message", "")
+            result.skipped[reason] = result.skipped.get(reason, 0) + 1
+    return result
+
+
+class Progress:
+    """Tells of each job as it ends, and in the end of all."""
+
+    def __init__(self, count: int) -> None:
+        self._lock, self._count, self._done = threading.Lock(), count, 0
+        self.failed: list[str] = []
+        self._passed = self._skipped = 0
+
+    def tell(self, job: Job, gpus: Sequence[str], result: Result) -> None:
+        with self._lock:
+            self._done += 1
+            self._passed += result.passed
+            self._skipped += sum(result.skipped.values())
+            where = f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {', '.join(gpus)}"
+            counts = [f"{result.passed} passed"]
+            if result.failed:
+                counts.append(f"{result.failed} FAILED")
+                self.failed.append(job.name)
+                print(result.output.rstrip())
+            came = f"{job.name:<32} {', '.join(counts):<24} {result.seconds:6.1f} s  {where}"
+            print(f"[{self._done:>2}/{self._count}] {came}", flush=True)
+            for reason, count in sorted(result.skipped.items()):
+                print(f"        skipped {count}: {reason}", flush=True)
+
+    def end(self, seconds: float) -> None:
+        failed = f"; FAILED: {', '.join(self.failed)}" if self.failed else ""
+        print(f"{self._passed} tests passed, {self._skipped} skipped, in {seconds:.0f} s{failed}")
+
+
+def run_all(files: Sequence[Path], gpus: Sequence[str], workers: int) -> int:
+    """Run all files on these GPUs; returns the exit code."""
+    began = time.perf_counter()
+    single, together = jobs(files, len(gpus), workers)
+    progress = Progress(len(single) + len(together))
+    waiting: SimpleQueue[Job] = SimpleQueue()
+    for job in single:
+        waiting.put(job)
+
+    def take(gpu: str) -> None:
+        while True:
+            try:
+                job = waiting.get_nowait()
+            except Empty:
+                return
+            progress.tell(job, [gpu], run(job, [gpu]))
+
+    threads = [threading.Thread(target=take, args=(gpu,)) for gpu in gpus]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for job in together:
+        progress.tell(job, gpus, run(job, gpus))
+    progress.end(time.perf_counter() - began)
+    return 1 if progress.failed else 0
+
+
+def visible_gpus() -> list[str]:
+    """How the GPUs are called that this process may use."""
+    import torch
+
+    count = torch.cuda.device_count()
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return re.split(r"\s*,\s*", given.strip())[:count] if given else [str(number) for number in range(count)]
+
+
+def main() -> int:
+    """The whole run; see the module."""
+    gpus = visible_gpus()
+    if not gpus:
+        print("torch sees no CUDA device: tests/gpu needs one (tests of all else: make test)", file=sys.stderr)
+        return 1
+    files = [file for file in sorted(FOLDER.glob("test_*.py")) if not sys.argv[1:] or _named(file, sys.argv[1:])]
+    if not files:
+        print(f"no file of {FOLDER} has {' or '.join(map(repr, sys.argv[1:]))} in its name", file=sys.stderr)
+        return 1
+    workers = max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // (2 * len(gpus))))
+    print(f"{len(files)} files on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}, kernels in {workers} workers each")
+    return run_all(files, gpus, workers)
+
+
+def _named(file: Path, names: Sequence[str]) -> bool:
+    return any(name in file.name for name in names)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
