@@ -120,7 +120,7 @@ def test_no_log_probabilities_unless_asked(live: LiveServer) -> None:
 
 
 def test_openai_spelled_out_nulls_and_ones(live: LiveServer) -> None:
-    reply = complete(live, max_tokens=2, best_of=1, suffix=None, logprobs=None, echo=False, user="u", stream=False)
+    reply = complete(live, max_tokens=2, best_of=1, suffix="", logprobs=None, echo=False, user="u", stream=False)
     assert reply["object"] == "text_completion"
 
 

@@ -1,4 +1,4 @@
-"""Completions as a stream: the chunks, written as bytes, since there is one for every token of every client.
+"""Completions as bytes: chunks of a stream, one for every token of every client, and choices with long lists.
 
 What a chunk holds is in `schema.completions.Completion`.
 """
@@ -40,26 +40,36 @@ class CompletionStream:
         if not part.text and part.finish_reason is None and prompt_ids is None:
             return b""
         del self._held[index]
-        shown = merged(held)
-        return b"".join(
-            (
-                self._start,
-                b',"choices":[{"index":%d,"text":' % index,
-                _encode(shown.text),
-                b',"logprobs":',
-                b"null" if shown.logprobs is None else _encode(shown.logprobs),
-                b',"finish_reason":',
-                b"null" if shown.finish_reason is None else _last(shown),
-                b"" if not self._with_ids else b',"token_ids":' + _encode(shown.token_ids),
-                b"" if prompt_ids is None else b',"prompt_token_ids":' + _encode(prompt_ids),
-                b"}]",
-                self._end if self._usage is None else _with_usage(self._usage()),
-            )
-        )
+        choice = written_choice(index, merged(held), with_ids=self._with_ids, prompt_ids=prompt_ids)
+        end = self._end if self._usage is None else _with_usage(self._usage())
+        return b"".join((self._start, b',"choices":[', choice, b"]", end))
 
     def usage(self, usage: Usage) -> bytes:
         """The last chunk of a stream with usage."""
         return self._start + b',"choices":[]' + _with_usage(usage)
+
+
+def written_completion(head: ReplyHead, choices: list[bytes], usage: Usage) -> bytes:
+    """A whole `Completion` as JSON, of choices that are."""
+    start = _encode(head.fields("text_completion"))[:-1]
+    return b"".join((start, b',"choices":[', b",".join(choices), b'],"usage":', usage.model_dump_json().encode(), b"}"))
+
+
+def written_choice(index: int, part: Part, *, with_ids: bool, prompt_ids: list[int] | None) -> bytes:
+    """A `CompletionChoice` as JSON. with_ids: tell the token ids. prompt_ids: told unless None."""
+    return b"".join(
+        (
+            b'{"index":%d,"text":' % index,
+            _encode(part.text),
+            b',"logprobs":',
+            b"null" if part.logprobs is None else part.logprobs.written(),
+            b',"finish_reason":',
+            b"null" if part.finish_reason is None else _last(part),
+            b"" if not with_ids else b',"token_ids":' + _encode(part.token_ids),
+            b"" if prompt_ids is None else b',"prompt_token_ids":' + _encode(prompt_ids),
+            b"}",
+        )
+    )
 
 
 def _last(part: Part) -> bytes:

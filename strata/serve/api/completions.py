@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 
 from fastapi import Request, Response
 
-from strata.serve.api.completion_choice import ChoiceText, CompletionPrompt, Part, merged
-from strata.serve.api.completion_stream import CompletionStream
+from strata.models.tokenizer import Tokenizer
+from strata.serve.api.completion_choice import ChoiceText, CompletionPrompt, Part, check_echo, echo_of, merged
+from strata.serve.api.completion_stream import CompletionStream, written_choice, written_completion
 from strata.serve.api.prompts import encode
 from strata.serve.generation import Generation, Piece, generation_for
 from strata.serve.generations import as_they_come
 from strata.serve.http.json_route import api_router
 from strata.serve.http.sse import DONE, EventStream, run_until_disconnect, streams
 from strata.serve.observe.logs import note_prompt
-from strata.serve.schema.base import json_response
-from strata.serve.schema.completions import DEFAULT_MAX_TOKENS, Completion, CompletionChoice, CompletionRequest
-from strata.serve.schema.reply import ReplyHead, usage_of
+from strata.serve.schema.completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
+from strata.serve.schema.reply import ReplyHead, Usage, usage_of
 from strata.serve.schema.sampling import check_ids, sampling_params
 from strata.serve.state import ServerState, server_of
 
@@ -40,23 +41,21 @@ async def _answer(body: CompletionRequest, request: Request) -> Response:
     async for batch in completing.parts():
         for index, part in batch:
             parts[index].append(part)
-    completion = Completion(
-        **completing.head.fields("text_completion"),
-        choices=[_choice(index, merged(own)) for index, own in enumerate(parts)],
-        usage=usage_of(completing.generations),
-    )
-    if body.return_token_ids:
-        for choice, own in zip(completion.choices, parts, strict=True):
-            choice.token_ids = list(merged(own).token_ids)
-            choice.prompt_token_ids = completing.prompt_of(choice.index).ids
-    return json_response(completion)
+    choices = []
+    for index, own in enumerate(parts):
+        prompt_ids = completing.prompt_of(index).ids if body.return_token_ids else None
+        choices.append(written_choice(index, merged(own), with_ids=prompt_ids is not None, prompt_ids=prompt_ids))
+        await asyncio.sleep(0)  # they may be long
+    return Response(written_completion(completing.head, choices, completing.usage()), media_type="application/json")
 
 
 async def _stream(body: CompletionRequest, request: Request) -> AsyncGenerator[bytes, None]:
     completing = await _understand(body, request)
-    usage = (lambda: usage_of(completing.generations)) if body.continuous_usage else None
     stream = CompletionStream(
-        completing.head, with_usage=body.includes_usage, usage=usage, with_ids=bool(body.return_token_ids)
+        completing.head,
+        with_usage=body.includes_usage,
+        usage=completing.usage if body.continuous_usage else None,
+        with_ids=bool(body.return_token_ids),
     )
     untold = set(range(len(completing.choices))) if body.return_token_ids else set()
     async with aclosing(completing.parts()) as batches:
@@ -67,12 +66,15 @@ async def _stream(body: CompletionRequest, request: Request) -> AsyncGenerator[b
                 untold.discard(index)
             if any(chunks):
                 yield b"".join(chunks)
-    yield stream.usage(usage_of(completing.generations)) + DONE if body.includes_usage else DONE
+    yield stream.usage(completing.usage()) + DONE if body.includes_usage else DONE
 
 
 @dataclass(frozen=True)
 class _Completing:
-    """choices: of the first prompt first; each prompt has `samples`."""
+    """choices: of the first prompt first; each prompt has `samples`.
+
+    scores: only the prompts are told of. The engine generates a token all the same, which nobody is told of.
+    """
 
     head: ReplyHead
     prompts: list[CompletionPrompt]
@@ -81,6 +83,12 @@ class _Completing:
     samples: int
     echo: bool
     logprobs: bool
+    scores: bool
+    tokenizer: Tokenizer
+
+    def usage(self) -> Usage:
+        """What has been used so far."""
+        return usage_of(self.generations, output=not self.scores)
 
     def prompt_of(self, choice: int) -> CompletionPrompt:
         return self.prompts[choice // self.samples]
@@ -92,33 +100,38 @@ class _Completing:
             for generation in self.generations:
                 await stack.enter_async_context(generation)
             async for number, pieces in await stack.enter_async_context(aclosing(as_they_come(self.generations))):
-                batch = list(self._echoes(number)) if number in unechoed else []
+                batch = await self._echoes(number) if number in unechoed else []
                 unechoed.discard(number)
                 yield batch + [self._part(number, piece) for piece in pieces]
 
-    def _echoes(self, number: int) -> Iterator[tuple[int, Part]]:
+    async def _echoes(self, number: int) -> list[tuple[int, Part]]:
         prompt_logprobs = self.generations[number].prompt_logprobs if self.logprobs else None
-        for index in range(number * self.samples, (number + 1) * self.samples):
-            yield index, self.choices[index].echo(prompt_logprobs)
+        echo = await echo_of(self.prompts[number], prompt_logprobs, self.tokenizer)
+        return [(index, echo) for index in range(number * self.samples, (number + 1) * self.samples)]
 
     def _part(self, number: int, piece: Piece) -> tuple[int, Part]:
         index = number * self.samples + piece.index
-        return index, self.choices[index].piece(piece)
+        if self.scores:
+            return index, Part("", finish_reason="length")
+        return index, self.choices[index].part(piece)
 
 
 async def _understand(body: CompletionRequest, request: Request) -> _Completing:
     """The request as the engine takes it. Raises ApiError for what cannot be served."""
     state = server_of(request)
     model = state.model_name(body.model)
-    body.check_stream_options()
+    body.check()
+    scores = body.max_tokens == 0
     params = sampling_params(
         body,
         state.client.ready,
-        max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
+        max_tokens=1 if scores else body.max_tokens or DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
     prompts = [await _prompt(state, body, given) for given in body.prompts()]
+    if body.echo:
+        check_echo(prompts, params.n, body.logprobs)
     note_prompt(request.scope, "\n".join(prompt.text for prompt in prompts))
     return _Completing(
         ReplyHead.new("cmpl", model),
@@ -127,10 +140,16 @@ async def _understand(body: CompletionRequest, request: Request) -> _Completing:
             generation_for(request, prompt.ids, params, endpoint="completions", priority=body.priority or 0)
             for prompt in prompts
         ],
-        [ChoiceText(prompt, state.tokenizer) for prompt in prompts for _ in range(params.n)],
+        [
+            ChoiceText(prompt, params, state.tokenizer, start=len(prompt.text) if body.echo else 0)
+            for prompt in prompts
+            for _ in range(params.n)
+        ],
         params.n,
         bool(body.echo),
         body.logprobs is not None,
+        scores,
+        state.tokenizer,
     )
 
 
@@ -141,15 +160,3 @@ async def _prompt(state: ServerState, body: CompletionRequest, given: str | list
     check_ids(given, state.client.ready.vocab_size, "prompt")
     text = state.tokenizer.decode(given) if body.echo or state.settings.log_prompts else ""
     return CompletionPrompt(text, given)
-
-
-def _choice(index: int, part: Part) -> CompletionChoice:
-    return CompletionChoice.model_validate(
-        {
-            "index": index,
-            "text": part.text,
-            "logprobs": part.logprobs,
-            "finish_reason": part.finish_reason,
-            "stop_reason": part.stop_reason,
-        }
-    )

@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from strata.engine.sampling_params import RANGES
 from strata.serve.http.errors import ApiError
 from strata.serve.schema.base import Refused, ReplyModel, said_as
 from strata.serve.schema.reply import Usage
-from strata.serve.schema.sampling import Count, SamplingFields, TokenId, TopLogprobs
+from strata.serve.schema.sampling import SamplingFields, TokenId, TopLogprobs
 
 MOST_PROMPTS = 128
 DEFAULT_MAX_TOKENS = 16
@@ -29,8 +30,8 @@ class CompletionRequest(SamplingFields):
     """What to write on from: a string, token ids, or several of either, each of which is answered."""
     prompt_token_ids: Ids | None = None
     """The ids of one prompt, in place of `prompt`. (vLLM's extension.)"""
-    max_tokens: Count | None = None
-    """The most tokens to generate in each sample; 16 if absent."""
+    max_tokens: Annotated[int, Field(ge=0, le=RANGES["max_tokens"].most)] | None = None
+    """The most tokens to generate in each sample; 16 if absent. 0, with echo, tells of the prompt alone."""
     echo: bool | None = None
     """Begin each choice with its prompt; with logprobs, tell those of the prompt too."""
     logprobs: TopLogprobs | None = None
@@ -38,7 +39,13 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool | None = None
     """Begin texts with the special tokens that the tokenizer puts there; the default. (vLLM's extension.)"""
     best_of: Annotated[Any, Refused("all n samples are returned, choose among them", 1)] = None
-    suffix: Annotated[Any, Refused("models here only write on; put what is to follow into the prompt")] = None
+    suffix: Annotated[Any, Refused("models here only write on; put what is to follow into the prompt", "")] = None
+
+    def check(self) -> None:
+        """Raises ApiError (400) for fields that do not go together."""
+        self.check_stream_options()
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens: 0 tells of the prompt alone, so it needs echo: true", param="max_tokens")
 
     def prompts(self) -> list[str | list[int]]:
         """One or several, as texts or ids. Raises ApiError (400) unless there is exactly one kind of prompt."""

@@ -52,9 +52,9 @@ class Usage(ReplyModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-def usage_of(generations: Iterable[Generation]) -> Usage:
-    """What these have taken so far."""
-    counts = [(one.prompt_tokens, one.completion_tokens, one.cached_tokens) for one in generations]
+def usage_of(generations: Iterable[Generation], output: bool = True) -> Usage:
+    """What these have taken so far. output: False leaves out what they have generated."""
+    counts = [(one.prompt_tokens, one.completion_tokens if output else 0, one.cached_tokens) for one in generations]
     prompt, completion, cached = (sum(column) for column in zip(*counts, strict=True))
     return Usage(
         prompt_tokens=prompt,
