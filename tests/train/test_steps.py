@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from strata.comm.launch import World
 from strata.models.families import build
@@ -142,7 +143,10 @@ def test_unknown_choices_are_refused(options: dict[str, str], message: str) -> N
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(layout: Layout, options: dict[str, str], message: str) -> None:
+def test_what_does_not_go_together_is_refused(
+    layout: Layout, options: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", lambda *_, **__: (object(), []))  # no other rank is here
     two = World(0, 0, 2, torch.device("cpu"), None)
     optimizer = OptimizerConfig(learning_rate=1e-3)
     with pytest.raises(ValueError, match=message):
