@@ -63,7 +63,7 @@ def files(
     workers: Workers = None,
     shard_mb: Annotated[int, typer.Option(help="Input that one shard is made of, in MB.", min=1)] = 64,
 ) -> None:
-    """Tokenize files, a record each: "text", or "messages", or "prompt", "chosen" and "rejected".
+    """Tokenize files of records: texts, chats, TRL's prompt and completion or preferences, ShareGPT's conversations.
 
     Example: strata data chats.jsonl --out runs/chats
     """

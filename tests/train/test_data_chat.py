@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from strata.models.tokenizer import Tokenizer
-from strata.train.data.encoding import Document, encode_chat, encode_preference
+from strata.train.data.encoding import Document, encode_chat
 
 TURNS = [
     {"role": "system", "content": "the box"},
@@ -77,17 +77,6 @@ def test_a_template_without_its_own_generation_prompt_is_refused(folder: Path) -
         pytest.raises(ValueError, match=r"does not write messages\[2\] after its own generation prompt"),
     ):
         encode_chat(tokenizer, TURNS)
-
-
-def test_preferences(tokenizer: Tokenizer) -> None:
-    record = {"prompt": "quick?", "chosen": "fox", "rejected": [{"role": "assistant", "content": "lazy dog"}]}
-    chosen, rejected = encode_preference(tokenizer, record)
-    assert (wanted(tokenizer, chosen), wanted(tokenizer, rejected)) == ("fox<|end|>", "lazy dog<|end|>")
-    prompt = tokenizer.encode_chat([{"role": "user", "content": "quick?"}])
-    assert chosen.tokens[: len(prompt)].tolist() == rejected.tokens[: len(prompt)].tolist() == prompt
-    # Assistant turns of the prompt are context, not what is preferred.
-    chosen, _ = encode_preference(tokenizer, {"prompt": TURNS[:4], "chosen": "yes", "rejected": "no"})
-    assert wanted(tokenizer, chosen) == "yes<|end|>"
 
 
 @pytest.mark.parametrize(

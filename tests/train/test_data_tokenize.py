@@ -150,13 +150,13 @@ def test_long_text_is_split_and_long_chats_are_left_out(folder: Path, loaded: To
     [
         ("", "every file is empty"),
         ("\n\n", "no records"),
-        ('{"text": "a"}\n{"text": 3}\n', r"line 2: the record needs 'text' as data of the kind 'text', got 3"),
+        ('{"text": "a"}\n{"text": 3}\n', r"line 2: 'text' must be a text, got 3"),
         ('{"text": "a"}\n[1]\n', "line 2: the line must be a JSON object"),
         (
             '{"text": "a"}\n{"text\n',
-            r"line 2: the line is not JSON \(Invalid control character at, column 7\)",
+            r"a\.jsonl, line 2, column 2: not JSON: .*; correct or remove the line",
         ),
-        ('{"body": "a"}\n', r"line 1: the record has the fields body; accepted are: text; messages; prompt, chosen"),
+        ('{"body": "a"}\n', r"line 1: the record has the fields body; accepted are: text; messages; chosen"),
         ('{"messages": [{"role": "user", "content": "a"}]}\n', "no assistant turn"),
     ],
 )
@@ -174,9 +174,27 @@ def test_a_line_has_its_number_in_whatever_shard_it_is(folder: Path, tmp_path: P
         tokenize([tmp_path / "a.jsonl"], folder, tmp_path / "out", bytes_per_shard=100)
 
 
+@pytest.mark.parametrize(
+    ("line", "place"),
+    [
+        (b'{"text": "\xc3\xbc", }', r"column 1[35]: not JSON: .*"),
+        (b'{"text": "\xc3\xbc\xff"}', r"column 12: not UTF-8: byte 0xff"),
+        (b'{"text": "a"', r"column 13: not JSON: .*"),
+        (b"[" * 200_000, r"not JSON: nested too deeply"),
+    ],
+)
+def test_what_is_no_json_is_named_by_line_and_column(folder: Path, tmp_path: Path, line: bytes, place: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\r\n\r\n' * 20 + line + b"\r\n")
+    separator = ", " if place.startswith("column") else ": "
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path}/a\.jsonl, line 41{separator}{place}; correct or remove the line"
+    ):
+        tokenize([tmp_path / "a.jsonl"], folder, tmp_path / "out", bytes_per_shard=100)
+
+
 def test_corrected_data_replaces_a_plan_without_shards(folder: Path, tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", [{"text": 3}])
-    with pytest.raises(ValueError, match="needs 'text'"):
+    with pytest.raises(ValueError, match="'text' must be a text"):
         tokenize([file], folder, tmp_path / "out")
     jsonl(file, [{"text": "three"}])
     assert tokenize([file], folder, tmp_path / "out").shards[0].documents == 1
@@ -191,6 +209,9 @@ def test_unknown_and_missing_files(folder: Path, tmp_path: Path) -> None:
         tokenize([tmp_path / "a.csv"], folder, tmp_path / "out")
     with pytest.raises(ValueError, match="does not exist"):
         tokenize([tmp_path / "b.txt"], folder, tmp_path / "out")
+    (tmp_path / "a.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"a list in JSON becomes lines by: jq -c '\.\[\]' .*a\.json"):
+        tokenize([tmp_path / "a.json"], folder, tmp_path / "out")
 
 
 def test_a_worker_without_room_says_so_and_the_same_command_goes_on(folder: Path, tmp_path: Path) -> None:

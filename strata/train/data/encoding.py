@@ -1,4 +1,4 @@
-"""Records as token ids: text for pretraining, chats and preferences with the turns marked that are to be learned."""
+"""Text, chats and preferences as token ids, with those marked that are to be learned."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from strata.models.tokenizer import Message, Tokenizer
 
-# The fields that a record of each kind has.
-FIELDS = {"text": ("text",), "chat": ("messages",), "preference": ("prompt", "chosen", "rejected")}
 # Characters that are encoded at once, since the library takes some 200 bytes for each; and among how many before that
 # a cut is looked for.
 _AT_ONCE = 2**18
@@ -46,28 +44,6 @@ class Encoded:
     tokens: NDArray[Any]
     wanted: NDArray[np.bool_]
     offsets: NDArray[np.int64]
-
-
-def kind_of(record: Mapping[str, Any]) -> str:
-    """Which kind of data a record is of, by its fields. Raises ValueError if it is of none."""
-    for kind, fields in FIELDS.items():
-        if all(field in record for field in fields):
-            return kind
-    accepted = "; ".join(", ".join(fields) for fields in FIELDS.values())
-    raise ValueError(f"the record has the fields {', '.join(record) or 'none'}; accepted are: {accepted}")
-
-
-def encode_record(tokenizer: Tokenizer, kind: str, record: Mapping[str, Any]) -> list[Document]:
-    """The documents of a record: one, or for a preference two (chosen, rejected); see `encode_chat` for chats."""
-    for field in FIELDS[kind]:
-        wrong = field not in record or not isinstance(record[field], str if kind == "text" else (str, list))
-        if wrong or (kind == "chat" and isinstance(record[field], str)):
-            raise ValueError(f"the record needs {field!r} as data of the kind {kind!r}, got {record.get(field)!r:.60}")
-    if kind == "text":
-        return [encode_text(tokenizer, record["text"])]
-    if kind == "chat":
-        return encode_chat(tokenizer, record["messages"])
-    return list(encode_preference(tokenizer, record))
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> Document:
@@ -105,60 +81,82 @@ def last_cut(text: str) -> int:
     return places[-1] if places else len(text)
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], first: int = 0) -> list[Document]:
+def encode_completion(tokenizer: Tokenizer, prompt: str, completion: str) -> Document:
+    """A text that continues another, as the tokenizer encodes both together, without a chat template; the completion
+    and what closes it are wanted. Raises ValueError if it is empty.
+    """
+    if not completion:
+        raise ValueError("'completion' is empty, so there is nothing to learn")
+    before, ids = text_ids(tokenizer, prompt, closes=False), text_ids(tokenizer, prompt + completion)
+    return _document(ids.tolist(), [(_common(before.tolist(), ids.tolist()), len(ids))])
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    first: int = 0,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[Document]:
     """The documents of one conversation; assistant turns from messages[first] on, with what ends each, are wanted.
 
     A turn begins where the prompt ends that the template writes for it (`add_generation_prompt`), so training sees what
     generation will. A template that writes earlier turns otherwise once more follow (dropping their reasoning) cannot
     show all turns in one text as generation had them: such a conversation becomes one document for each assistant turn.
-    Raises ValueError for messages that the template refuses, and if there is no such turn.
+    tools: JSON schemas of the functions that the model may call. Raises ValueError for messages that the template
+    refuses, and if there is no such turn.
     """
+
+    def encoded(messages: Sequence[Message], *, prompt: bool) -> list[int]:
+        return tokenizer.encode_chat(messages, add_generation_prompt=prompt, tools=tools)
+
     turns = [at for at, message in enumerate(messages) if at >= first and _role(message) == "assistant"]
     if not turns:
         raise ValueError("the messages have no assistant turn, so there is nothing to learn")
     if turns[0] == 0:
         raise ValueError("the first message is the assistant's; a conversation begins with another role")
-    ids = _encoded(tokenizer, messages, prompt=False)
+    ids = encoded(messages, prompt=False)
     spans, parts = [], []
     for turn in turns:
-        prompt = _encoded(tokenizer, messages[:turn], prompt=True)
-        parts.append(_encoded(tokenizer, messages[: turn + 1], prompt=False))
+        prompt = encoded(messages[:turn], prompt=True)
+        parts.append(encoded(messages[: turn + 1], prompt=False))
         spans.append(_reply_span(prompt, parts[-1], tokenizer.eos_ids, turn))
     if all(ids[: len(part)] == part for part in parts):
         return [_document(ids, spans)]
     return [_document(part, [span]) for part, span in zip(parts, spans, strict=True)]
 
 
-def encode_preference(tokenizer: Tokenizer, record: Mapping[str, Any]) -> tuple[Document, Document]:
-    """Two conversations of {"prompt", "chosen", "rejected"}: chosen and rejected; the turn after the prompt is wanted.
-
-    Each value is a text or a list of messages; a text is one message, of the user or of the assistant.
-    """
-    prompt = _messages(record["prompt"], "user")
-    chosen, rejected = (
-        encode_chat(tokenizer, [*prompt, *_messages(record[field], "assistant")], first=len(prompt))
-        for field in ("chosen", "rejected")
+def encode_preference(
+    tokenizer: Tokenizer,
+    prompt: Sequence[Message],
+    chosen: Sequence[Message],
+    rejected: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[Document, Document]:
+    """Two conversations, chosen and rejected; the turn after the prompt is wanted. tools: as of `encode_chat`."""
+    one, other = (
+        encode_chat(tokenizer, [*prompt, *reply], first=len(prompt), tools=tools) for reply in (chosen, rejected)
     )
-    if len(chosen) != 1 or len(rejected) != 1:
+    if len(one) != 1 or len(other) != 1:
         raise ValueError("the chat template cannot show all turns of a reply in one text: give one assistant turn")
-    return chosen[0], rejected[0]
-
-
-def _encoded(tokenizer: Tokenizer, messages: Sequence[Message], *, prompt: bool) -> list[int]:
-    return tokenizer.encode_chat(messages, add_generation_prompt=prompt)
+    return one[0], other[0]
 
 
 def _reply_span(prompt: list[int], upto: list[int], ends: tuple[int, ...], turn: int) -> tuple[int, int]:
     """From the end of the prompt to the token that ends the turn (the template's blanks after it do not count)."""
     # The last token of the prompt may have grown together with the reply's first: it then belongs to the reply.
-    pairs = enumerate(zip(prompt, upto, strict=False))
-    start = next((at for at, (one, other) in pairs if one != other), min(len(prompt), len(upto)))
+    start = _common(prompt, upto)
     if start < len(prompt) - 1:
         raise ValueError(f"the chat template does not write messages[{turn}] after its own generation prompt")
     end = next((at + 1 for at in range(start, len(upto)) if upto[at] in ends), len(upto))
     if end == start:
         raise ValueError(f"messages[{turn}] is empty, so there is nothing to learn")
     return start, end
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """With how many equal ids two texts begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _in_pieces(text: str) -> Iterator[str]:
@@ -175,10 +173,6 @@ def _added(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     start = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
     return whole[:start], whole[start + len(bare) :]
-
-
-def _messages(value: str | list[Message], role: str) -> list[Message]:
-    return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
 def _role(message: Any) -> Any:

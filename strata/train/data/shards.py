@@ -43,7 +43,7 @@ class ShardEntry:
 class Index:
     """What a folder of shards holds.
 
-    kind: a key of `encoding.FIELDS`. tokenizer: `tokenizer_digest` of the one that was used; vocab_size: its own.
+    kind: "text", "chat" or "preference". tokenizer: `tokenizer_digest` of the one that was used; vocab_size: its own.
     """
 
     version: int

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strata.models.json_object import why_no_json
 from strata.train.data.encoding import last_cut
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text", ".md": "text"}
@@ -31,17 +32,21 @@ class Piece:
 
 @dataclass(frozen=True)
 class Line:
-    """The line of a file that begins at a byte. As text it has its number, which is counted when it is asked for."""
+    """The line of a file that begins at a byte. Its number is counted when it is asked for."""
 
     path: str
     at: int
 
-    def __str__(self) -> str:
+    @property
+    def number(self) -> int:
         before = 0
         with Path(self.path).open("rb") as stream:
             while stream.tell() < self.at:
                 before += stream.read(min(2**20, self.at - stream.tell())).count(b"\n")
-        return f"{self.path}, line {before + 1}"
+        return before + 1
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.number}"
 
 
 def pieces_of(paths: Sequence[Path], bytes_per_piece: int) -> list[Piece]:
@@ -118,7 +123,8 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
         elif not path.exists():
             raise ValueError(f"data file {path} does not exist")
         elif path.suffix not in FORMATS:
-            raise ValueError(f"{path}: the ending {path.suffix!r} is unknown; accepted are {', '.join(FORMATS)}")
+            lines = f"; a list in JSON becomes lines by: jq -c '.[]' {path}" if path.suffix == ".json" else ""
+            raise ValueError(f"{path}: the ending {path.suffix!r} is unknown; accepted are {', '.join(FORMATS)}{lines}")
         else:
             yield path
 
@@ -129,16 +135,15 @@ def _lines(piece: Piece) -> Iterator[tuple[Line, dict[str, Any]]]:
             stream.seek(piece.start - 1)
             stream.readline()  # the rest of a line that begins in the piece before
         while (at := stream.tell()) < piece.end:
-            line = stream.readline()
+            line = stream.readline().rstrip(b"\r\n")
             if not line.strip():
                 continue
             where = Line(piece.path, at)
             try:
-                record = json.loads(line)
-            except ValueError as error:
-                # Its own text speaks of line 1, the only one that it was given.
-                why = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-                raise ValueError(f"{where}: the line is not JSON ({why}); correct or remove it") from None
+                record = json.loads(line.decode("utf-8-sig"))  # of bytes, json guesses the encoding
+            except (ValueError, RecursionError) as error:
+                why = why_no_json(line, error, where.number)
+                raise ValueError(f"{where.path}, {why}; correct or remove the line") from None
             if not isinstance(record, dict):
                 shown = line[:60].decode(errors="replace")
                 raise ValueError(f"{where}: the line must be a JSON object, got {shown!r}; correct or remove it")

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strata.models.tokenizer import Tokenizer
-from strata.train.data.encoding import Document, encode_record, kind_of
+from strata.train.data.encoding import Document
 from strata.train.data.long_text import BYTES_PER_PART, LongText, write_cut, write_part
+from strata.train.data.records import encode_record, kind_of
 from strata.train.data.shards import VERSION, Index, ShardEntry, documents_per_sample, write_shard
 from strata.train.data.sources import Piece, pieces_of, read_piece
 from strata.train.data.writing import Job, ShardJob, finished, keep_plan, named, write_missing

@@ -1,0 +1,163 @@
+"""Records of TRL and ShareGPT: what each is made of, and what of it is learned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strata.models.tokenizer import Tokenizer
+from strata.train.data.encoding import Document
+from strata.train.data.records import encode_record, kind_of
+from strata.train.data.shards import TokenDataset
+from strata.train.data.tokenize import tokenize
+
+SYSTEM = {"role": "system", "content": "the box"}
+ASKS, ANSWERS = {"role": "user", "content": "quick?"}, {"role": "assistant", "content": "brown fox"}
+OTHER = {"role": "assistant", "content": "lazy dog"}
+TURNS = [SYSTEM, ASKS, ANSWERS, {"role": "user", "content": "lazy?"}, {"role": "assistant", "content": "dog"}]
+SHARED = [
+    {"from": "system", "value": "the box"},
+    {"from": "human", "value": "quick?"},
+    {"from": "gpt", "value": "brown fox"},
+    {"from": "human", "value": "lazy?"},
+    {"from": "gpt", "value": "dog"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Iterator[Tokenizer]:
+    with Tokenizer.load(folder) as loaded:
+        yield loaded
+
+
+def documents(tokenizer: Tokenizer, record: dict[str, Any]) -> list[Document]:
+    return encode_record(tokenizer, kind_of(record), record)
+
+
+def read(tokenizer: Tokenizer, record: dict[str, Any]) -> list[tuple[str, str]]:
+    """Of each document its whole text and what of it is wanted."""
+    return [
+        tuple(tokenizer.decode(ids.tolist(), skip_special_tokens=False) for ids in (one.tokens, one.tokens[one.wanted]))
+        for one in documents(tokenizer, record)
+    ]
+
+
+def test_a_completion_of_a_text_is_learned_with_its_end_and_the_prompt_is_not(tokenizer: Tokenizer) -> None:
+    record = {"prompt": "the quick", "completion": " brown fox", "id": 7}
+    assert kind_of(record) == "chat"
+    (document,) = documents(tokenizer, record)
+    prompt, both = tokenizer.encode("the quick"), tokenizer.encode("the quick brown fox")
+    assert document.tokens.tolist() == [*both, tokenizer.eos_ids[0]]
+    assert document.wanted.tolist() == [False] * len(prompt) + [True] * (len(both) - len(prompt) + 1)
+    (whole,) = documents(tokenizer, {"prompt": "", "completion": "fox"})
+    assert not whole.wanted[0]
+    assert whole.wanted[1:].all()
+
+
+def test_a_token_of_prompt_and_completion_together_is_learned(tokenizer: Tokenizer) -> None:
+    whole = "the quick"
+    ids = tokenizer.encode(whole)
+    at = next(at for at in range(1, len(whole)) if tokenizer.encode(whole[:at])[-1] not in ids)
+    (document,) = documents(tokenizer, {"prompt": whole[:at], "completion": whole[at:]})
+    assert document.tokens.tolist()[:-1] == ids
+    same = [one == other for one, other in zip(tokenizer.encode(whole[:at]), ids, strict=False)]
+    assert document.wanted.tolist().index(True) == max(1, same.index(False))
+
+
+def test_a_completion_of_messages_is_learned_and_turns_of_the_prompt_are_not(tokenizer: Tokenizer) -> None:
+    record = {"prompt": TURNS[:4], "completion": TURNS[4:]}
+    assert kind_of(record) == "chat"
+    ((text, wanted),) = read(tokenizer, record)
+    assert text == read(tokenizer, {"messages": TURNS})[0][0]
+    assert wanted == "dog<|end|>"
+
+
+def test_sharegpt_is_the_chat_that_it_says(tokenizer: Tokenizer) -> None:
+    chat = read(tokenizer, {"messages": TURNS})
+    assert [wanted for _, wanted in chat] == ["brown fox<|end|>dog<|end|>"]
+    record = {"id": "identity_0", "conversations": SHARED}
+    assert kind_of(record) == "chat"
+    assert read(tokenizer, record) == chat
+    assert read(tokenizer, {"system": "the box", "conversations": SHARED[1:]}) == chat
+    assert read(tokenizer, {"messages": SHARED}) == chat
+    assert read(tokenizer, {"conversations": TURNS}) == chat
+
+
+def test_results_of_tools_are_read_and_not_learned(folder: Path) -> None:
+    template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    result = {"from": "tool", "value": "five"}
+    record = {"conversations": [*SHARED[1:3], result, SHARED[4]]}
+    with Tokenizer.load(folder, template) as tokenizer:
+        ((text, wanted),) = read(tokenizer, record)
+        assert "tool" in text
+        assert "five" in text
+        assert wanted == "brown fox<|end|>dog<|end|>"
+        tools = [{"type": "function", "function": {"name": "jumps"}}]
+        for given in (tools, json.dumps(tools)):
+            ((with_tools, learned),) = read(tokenizer, record | {"tools": given})
+            assert (with_tools, learned) == ("jumps;" + text, wanted)
+
+
+def test_preferences_of_every_shape(tokenizer: Tokenizer) -> None:
+    expected = read(tokenizer, {"prompt": [ASKS], "chosen": [ANSWERS], "rejected": [OTHER]})
+    assert [wanted for _, wanted in expected] == ["brown fox<|end|>", "lazy dog<|end|>"]
+    prompt = tokenizer.encode_chat([ASKS])
+    for document in documents(tokenizer, {"prompt": "quick?", "chosen": "brown fox", "rejected": [OTHER]}):
+        assert document.tokens[: len(prompt)].tolist() == prompt
+    for record in (
+        {"prompt": "quick?", "chosen": "brown fox", "rejected": [OTHER]},
+        {"chosen": [ASKS, ANSWERS], "rejected": [ASKS, OTHER]},
+        {"prompt": "quick?", "chosen": [ASKS, ANSWERS], "rejected": [ASKS, OTHER]},
+        {"chosen": SHARED[1:3], "rejected": [SHARED[1], {"from": "gpt", "value": "lazy dog"}]},
+    ):
+        assert kind_of(record) == "preference"
+        assert read(tokenizer, record) == expected
+    # Assistant turns of the prompt are context, not what is preferred.
+    chosen, _ = read(tokenizer, {"prompt": TURNS[:4], "chosen": "yes", "rejected": "no"})
+    assert chosen[1] == "yes<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"conversations": [{"from": "bing", "value": "a"}]},
+            r"conversations\[0\]: from = 'bing' is unknown; accepted",
+        ),
+        ({"conversations": "a"}, "'conversations' must be a list of messages, got 'a'"),
+        ({"messages": [ASKS, "a"]}, r"messages\[1\] must have 'role' and 'content', or 'from' and 'value', got 'a'"),
+        ({"prompt": "a", "completion": ""}, "'completion' is empty, so there is nothing to learn"),
+        ({"prompt": "a", "completion": [ANSWERS]}, "'prompt' must be a list of messages, got 'a'"),
+        ({"prompt": "a", "completion": "b", "label": False}, "a completion with a 'label' is no example to follow"),
+        ({"chosen": "a", "rejected": "b"}, "the record needs a 'prompt', or conversations that begin alike"),
+        ({"chosen": [ASKS], "rejected": [ASKS]}, "no assistant turn"),
+        ({"messages": TURNS, "tools": "["}, "'tools' is not JSON"),
+        ({"messages": TURNS, "tools": {"name": "a"}}, "'tools' must be a list of functions"),
+        (
+            {"question": "a"},
+            "the record has the fields question; accepted are: text; messages; chosen, rejected; prompt",
+        ),
+    ],
+)
+def test_records_that_cannot_be_used(tokenizer: Tokenizer, record: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        documents(tokenizer, record)
+
+
+def test_a_file_may_mix_shapes_of_one_kind_and_no_kinds(folder: Path, tmp_path: Path) -> None:
+    records = [{"messages": TURNS}, {"conversations": SHARED}, {"prompt": "a", "completion": "b"}, {"text": "a"}]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in records[:3]))
+    assert tokenize([file], folder, tmp_path / "good").kind == "chat"
+    assert TokenDataset(tmp_path / "good").samples == 3
+    file.write_text("".join(json.dumps(one) + "\n" for one in records))
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 4: the record has the fields text; accepted are: messages;"):
+        tokenize([file], folder, tmp_path / "mixed")
