@@ -13,7 +13,7 @@ from strata.train.faults.config import FaultsConfig
 from strata.train.log.config import LogConfig
 from strata.train.lora import LoraConfig
 from strata.train.optimizer.config import OptimizerConfig
-from strata.train.tables import read_table, read_toml, replaced
+from strata.train.tables import WrongTable, line_of, read_table, read_toml, replaced
 
 # How experts are kept equally busy: by the balancing loss, by a bias on the choice, or not at all.
 BALANCE = ("loss", "bias", "none")
@@ -189,14 +189,26 @@ def read_train_config(path: Path, changes: Sequence[tuple[str, str]] = ()) -> Tr
     """The run that a TOML file describes.
 
     changes: (section.key, value as TOML writes it) that replace what the file says. Raises ValueError for a missing
-    file, an unknown key or a wrong value.
+    file, an unknown key or a wrong value, which names the file and, where it is known, the line.
     """
-    return train_config_from_dict(replaced(read_toml(path), changes), str(path))
+    values, text = read_toml(path)
+    changed = replaced(values, changes)
+    try:
+        return read_table(TrainConfig, changed)
+    except WrongTable as error:
+        key = ".".join(error.keys[:2])
+        if key in dict(changes):
+            raise ValueError(f"--{key}: {error}") from None
+        line = line_of(text, error.keys)
+        raise ValueError(f"{path}{'' if line is None else f', line {line}'}: {error}") from None
 
 
 def train_config_from_dict(values: dict[str, Any], where: str) -> TrainConfig:
     """The same from a parsed document; `where` names it in errors."""
-    return read_table(TrainConfig, values, where)
+    try:
+        return read_table(TrainConfig, values)
+    except WrongTable as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _positive(section: str, config: object, *names: str) -> None:

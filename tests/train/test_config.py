@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,12 +98,43 @@ def test_missing_section_and_missing_file(small_table: dict[str, Any], tmp_path:
         train_config_from_dict(small_table | {"data": 3}, "test")
     with pytest.raises(ValueError, match=r"none\.toml does not exist"):
         read_train_config(tmp_path / "none.toml")
-    (tmp_path / "bad.toml").write_text("run = [")
-    with pytest.raises(ValueError, match=r"bad\.toml cannot be read as TOML"):
-        read_train_config(tmp_path / "bad.toml")
-    (tmp_path / "latin.toml").write_bytes(b"# \xe9")
-    with pytest.raises(ValueError, match=r"latin\.toml cannot be read as TOML"):
-        read_train_config(tmp_path / "latin.toml")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"[run]\nout = \n", r"line 2, column 7: not TOML: Invalid value"),
+        (b"[run]\nsources = [\n\n", r"line 2: not TOML: "),
+        (b"# a\n# \xc3\xbc \xe9", r"line 2, column 5: not UTF-8: byte 0xe9"),
+    ],
+)
+def test_what_is_no_toml_is_named_by_line_and_column(tmp_path: Path, data: bytes, message: str) -> None:
+    (tmp_path / "run.toml").write_bytes(data)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/run\.toml, {message}"):
+        read_train_config(tmp_path / "run.toml")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changes", "message"),
+    [
+        ("steps = 60", "stepz = 60", (), r"run\.toml, line {at}: run: unknown key 'stepz'"),
+        ("steps = 60", 'steps = "60"', (), r"run\.toml, line {at}: run: steps must be of type int"),
+        ("steps = 60", "steps = 0", (), r"run\.toml, line {at}: run\.steps = 0 must be positive"),
+        ("steps = 60", "", (), r"run\.toml, line {section}: run: 'steps' is missing"),
+        ("[run]", "[walk]\nfast = 1\n\n[run]", (), r"run\.toml, line {section}: unknown key 'walk'"),
+        ("steps = 60", "steps = 60", (("run.steps", "0"),), r"--run\.steps: run\.steps = 0 must be positive"),
+    ],
+)
+def test_a_wrong_value_is_named_by_its_line(
+    tmp_path: Path, old: str, new: str, changes: tuple[tuple[str, str], ...], message: str
+) -> None:
+    text = (EXAMPLES / "sft.toml").read_text()
+    text = re.sub(r"(?m)^steps = \d+", "steps = 60", text)
+    lines = text.splitlines()
+    places = {"at": lines.index("steps = 60") + 1, "section": lines.index("[run]") + 1}
+    (tmp_path / "run.toml").write_text(text.replace(old, new, 1))
+    with pytest.raises(ValueError, match=message.format(**places)):
+        read_train_config(tmp_path / "run.toml", changes)
 
 
 SHIPPED: dict[str, Callable[[TrainConfig], bool]] = {
