@@ -30,7 +30,7 @@ By_name = dict[str, list[Table]]
 
 def test_runs_over_two_ranks(tmp_path: Path) -> None:
     """One launch for all, since it takes longer than the runs."""
-    ranks = run_ranks(train_each, 2, tmp_path, timeout=120, runs=_runs(write_files(tmp_path / "files"), tmp_path))
+    ranks = run_ranks(train_each, 2, tmp_path, timeout=300, runs=_runs(write_files(tmp_path / "files"), tmp_path))
     found = {name: [one[name] for one in ranks if name in one] for name in ranks[0]}
     check_every_layout_trains_as_one_process(found)
     check_resumed_on_other_ranks_and_layouts(found)
