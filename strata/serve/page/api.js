@@ -1,6 +1,7 @@
 // The server's API as the pages use it: the key on every request, errors as exceptions, streams of chunks.
 
 import { eventData } from "./sse.js";
+import { inPlainWords } from "./words.js";
 
 const KEY = "strata.key";
 
@@ -10,11 +11,16 @@ export const key = {
   set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
 };
 
-/** A request that failed: status is that of HTTP, 0 if there was no answer. */
+/**
+ * A request that failed, with a message for people. status: that of HTTP, 0 if there was no answer. code: the API's word
+ * for it, if there is one. param: the field at fault, if there is one.
+ */
 export class ApiFailure extends Error {
-  constructor(status, message) {
+  constructor(status, message, { code = null, param = null } = {}) {
     super(message);
     this.status = status;
+    this.code = code;
+    this.param = param;
   }
 }
 
@@ -35,14 +41,17 @@ export async function request(path, { method = "GET", body, signal } = {}) {
 }
 
 async function failure(response) {
-  let message = `The server answered with ${response.status}.`;
+  let told = {};
   try {
-    message = (await response.json()).error.message;
+    told = (await response.json()).error ?? {};
   } catch {
     // no JSON: the status has to do
   }
-  const wait = response.headers.get("retry-after");
-  return new ApiFailure(response.status, wait ? `${message} (again in ${wait} s)` : message);
+  return asFailure(response.status, told, response.headers.get("retry-after"));
+}
+
+function asFailure(status, told, wait = null) {
+  return new ApiFailure(status, inPlainWords({ status, ...told }, { hasKey: key.get() !== "", wait }), told);
 }
 
 /** The chunks of a streamed chat completion. Throws ApiFailure if the server reports an error or the stream is cut. */
@@ -52,7 +61,7 @@ export async function* streamChat(body, signal) {
     for await (const data of eventData(response.body)) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
-      if (chunk.error) throw new ApiFailure(response.status, chunk.error.message);
+      if (chunk.error) throw asFailure(response.status, chunk.error);
       yield chunk;
     }
   } catch (error) {

@@ -4,9 +4,10 @@ import { servedModel } from "./api.js";
 import { allConversations, isConversation, newConversation, saveConversation } from "./conversations.js";
 import { dress, element, keep, kept } from "./dom.js";
 import { asMessages, receiveReply } from "./reply.js";
+import { forgetHalf, makeRoom } from "./room.js";
 import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
-import { messageElement, showMessage } from "./transcript.js";
+import { forgottenNote, messageElement, showMessage } from "./transcript.js";
 
 const OPEN = "strata.open";
 const SAVE_MS = 1000; // a reply that is on its way is kept this often, so that a reload loses little of it
@@ -28,6 +29,8 @@ class Chat {
     this.toEnd = document.getElementById("to-end");
     this.announce = document.getElementById("announce");
     this.model = null;
+    this.limit = Infinity; // tokens that the model takes, question and answer together
+    this.forgotten = forgottenNote(() => this.open(newConversation()));
     this.conversations = allConversations();
     this.replies = new Map(); // conversation -> AbortController of the reply that is on its way
     this.settings = new Settings({
@@ -68,7 +71,9 @@ class Chat {
   async showModel() {
     const shown = document.getElementById("model");
     try {
-      this.model = (await servedModel()).id;
+      const { id, max_model_len: limit } = await servedModel();
+      this.model = id;
+      this.limit = limit;
       shown.textContent = this.model;
       document.title = `${this.model} · Strata`;
     } catch (error) {
@@ -85,6 +90,7 @@ class Chat {
     this.elements = new Map();
     this.transcript.replaceChildren();
     for (const message of conversation.messages) this.showMessage(message);
+    this.showForgotten();
     this.sidebar.show(false);
     this.render();
     this.follow(true);
@@ -143,7 +149,8 @@ class Chat {
 
   async answer(conversation) {
     const controller = new AbortController();
-    const messages = asMessages(conversation);
+    const sampling = this.settings.sampling();
+    makeRoom(conversation, this.limit, sampling.max_tokens);
     const reply = { role: "assistant", content: "", stats: {} };
     conversation.messages.push(reply);
     conversation.updated = Date.now();
@@ -154,13 +161,18 @@ class Chat {
     this.render();
     this.follow(true);
     this.announce.textContent = "The reply is being written.";
-    await receiveReply(reply, {
-      messages,
-      model: this.model ?? undefined,
-      sampling: this.settings.sampling(),
-      signal: controller.signal,
-      changed: () => this.changed(conversation, reply),
-    });
+    do {
+      delete reply.error;
+      this.showForgotten();
+      await receiveReply(reply, {
+        messages: asMessages(conversation),
+        model: this.model ?? undefined,
+        sampling,
+        signal: controller.signal,
+        changed: () => this.changed(conversation, reply),
+      });
+    } while (isTooLong(reply.error, sampling.max_tokens, this.limit) && forgetHalf(conversation));
+    if (reply.stats.all >= this.limit) reply.stats.full = true;
     this.replies.delete(conversation);
     cancelAnimationFrame(this.frame);
     this.frame = null;
@@ -207,6 +219,13 @@ class Chat {
     showMessage(shown, message, { ...actions, isLast, isStreaming });
   }
 
+  /** Above the first message that the model still reads, if that is not the first of all. */
+  showForgotten() {
+    const first = this.current.start ? this.current.messages[this.current.start] : null;
+    if (first) this.elements.get(first).before(this.forgotten);
+    else this.forgotten.remove();
+  }
+
   render() {
     const [before, last] = this.current.messages.slice(-3).filter((message) => message.role === "assistant").slice(-2);
     for (const message of [before, last]) if (message) this.showMessage(message);
@@ -236,6 +255,11 @@ class Chat {
     else if (this.sidebar.isOpen) this.sidebar.show(false);
     else if (this.settings.isOpen) this.settings.show(false);
   }
+}
+
+/** Whether a shorter conversation may be answered: not where the reader wants more than half of what the model takes. */
+function isTooLong(error, most, limit) {
+  return error && (error.status === 413 || error.code === "context_length_exceeded") && !(most > limit / 2);
 }
 
 dress();

@@ -137,6 +137,17 @@ function pythonStart(model) {
   ].join("\n");
 }
 
+/** The routes: always open beside the reference; above it, in a narrow window, a list that unfolds. */
+function showContents(entries) {
+  const wide = matchMedia("(min-width: 761px)");
+  const list = element("details", {}, element("summary", {}, "Contents"), element("div", { class: "routes" }, ...entries));
+  const fold = () => (list.open = wide.matches);
+  list.addEventListener("click", ({ target }) => target.closest("a") && fold());
+  wide.addEventListener("change", fold);
+  fold();
+  document.getElementById("contents").replaceChildren(list);
+}
+
 async function show() {
   const fault = document.getElementById("fault");
   try {
@@ -146,7 +157,7 @@ async function show() {
     document.getElementById("start").replaceChildren(codeBlock(pythonStart(model), "python"));
     const reference = new Reference(await (await request("/openapi.json")).json(), model);
     const operations = reference.operations();
-    document.getElementById("contents").replaceChildren(...reference.contents(operations));
+    showContents(reference.contents(operations));
     document.getElementById("reference").replaceChildren(...operations.map((operation) => reference.section(operation)));
     if (location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();
   } catch (error) {

@@ -4,39 +4,27 @@ import { request, servedModel } from "./api.js";
 import { Chart } from "./chart.js";
 import { dress, element, icon } from "./dom.js";
 import { Readings } from "./readings.js";
+import { UNITS } from "./units.js";
 
 const EVERY = 1000; // milliseconds
 
-function tokens(value) {
-  if (value >= 10_000) return `${(value / 1000).toFixed(value >= 100_000 ? 0 : 1)}k`;
-  return Math.round(value).toLocaleString("en");
-}
-
-function seconds(value) {
-  if (value >= 10) return `${value.toFixed(0)} s`;
-  if (value >= 1) return `${value.toFixed(1)} s`;
-  const milliseconds = value * 1000;
-  return `${milliseconds.toFixed(milliseconds >= 10 || milliseconds === 0 ? 0 : 1)} ms`;
-}
-
-const share = (value) => `${(value * 100).toFixed(0)} %`;
-const whole = (value) => (Number.isInteger(value) ? value.toLocaleString("en") : "");
+const { tokens, seconds, share, whole } = UNITS;
 
 const CHARTS = [
   new Chart("Tokens per second", [
     { name: "generated", label: "generated", colour: "accent", area: true },
     { name: "prompted", label: "prompt", colour: "slate" },
-  ], { show: tokens, least: 10 }),
+  ], { unit: tokens, least: 10 }),
   new Chart("Sequences", [
     { name: "running", label: "running", colour: "moss", area: true },
     { name: "waiting", label: "waiting", colour: "ochre", area: true },
-  ], { show: whole, least: 4 }),
-  new Chart("Time to first token", percentiles("ttft"), { show: seconds, least: 0.01 }),
-  new Chart("Between tokens", percentiles("itl"), { show: seconds, least: 0.001 }),
-  new Chart("KV cache in use", [{ name: "kv", label: "of the pages", colour: "slate", area: true }], { show: share, most: 1 }),
+  ], { unit: whole, least: 4 }),
+  new Chart("Time to first token", percentiles("ttft"), { unit: seconds, least: 0.01, none: "No reply so far" }),
+  new Chart("Between tokens", percentiles("itl"), { unit: seconds, least: 0.001, none: "No reply so far" }),
+  new Chart("KV cache in use", [{ name: "kv", label: "of the pages", colour: "slate", area: true }], { unit: share, most: 1 }),
   new Chart("Prompt tokens found in the prefix cache", [
     { name: "hitShare", label: "since the start", colour: "moss", area: true },
-  ], { show: share, most: 1 }),
+  ], { unit: share, most: 1, none: "No prompt so far" }),
 ];
 
 function percentiles(name) {
@@ -49,18 +37,20 @@ function percentiles(name) {
 
 /** [label, what to show, what to show below it]; each is given the newest point and all readings. */
 const TILES = [
-  ["Generated", ({ generated }) => [tokens(generated), "tokens/s"], (_, readings) => `most ${tokens(readings.peak("generated"))}`],
-  ["Running", ({ running }) => [whole(running)], (_, readings) => `most ${whole(readings.peak("running"))}`],
-  ["Waiting", ({ waiting }) => [whole(waiting)], ({ preemptions }) => `${whole(preemptions)} preemptions`],
-  ["KV cache", ({ kv }) => share(kv).split(" "), (_, readings) => `most ${share(readings.peak("kv"))}`],
-  ["First token", ({ ttft_p50 }) => seconds(ttft_p50).split(" "), ({ ttft_p99 }) => `p99 ${seconds(ttft_p99)}`],
-  ["Between tokens", ({ itl_p50 }) => seconds(itl_p50).split(" "), ({ itl_p99 }) => `p99 ${seconds(itl_p99)}`],
+  ["Generated", ({ generated }) => [tokens.show(generated), "tokens/s"], (_, readings) => `most ${tokens.show(readings.peak("generated"))}`],
+  ["Running", ({ running }) => [whole.show(running)], (_, readings) => `most ${whole.show(readings.peak("running"))}`],
+  ["Waiting", ({ waiting }) => [whole.show(waiting)], ({ preemptions }) => `${whole.show(preemptions)} preemptions`],
+  ["KV cache", ({ kv }) => share.show(kv).split(" "), (_, readings) => `most ${share.show(readings.peak("kv"))}`],
+  ["First token", ({ ttft_p50 }) => seconds.show(ttft_p50).split(" "), ({ ttft_p99 }) => `p99 ${seconds.show(ttft_p99)}`],
+  ["Between tokens", ({ itl_p50 }) => seconds.show(itl_p50).split(" "), ({ itl_p99 }) => `p99 ${seconds.show(itl_p99)}`],
 ];
+const SERIES = CHARTS.flatMap(({ series }) => series.map(({ name }) => name));
 const NEEDED = ["generated", "running", "waiting", "kv", "ttft_p50", "itl_p50"]; // no tile without its value
 
 class Live {
   constructor() {
-    this.readings = new Readings();
+    this.readings = Readings.restored(SERIES, Date.now() / 1000);
+    addEventListener("pagehide", () => this.readings.keep());
     this.state = document.getElementById("state");
     this.fault = document.getElementById("fault");
     this.button = document.getElementById("pause");

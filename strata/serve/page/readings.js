@@ -2,7 +2,8 @@
 
 import { histogram, parseMetrics, percentile, total } from "./prometheus.js";
 
-const KEPT = 600; // points
+const KEY = "strata.readings";
+const KEPT = 600; // points, and as many seconds
 const PERCENTILE_WINDOW = 10; // seconds
 const SHARES = { p50: 0.5, p90: 0.9, p99: 0.99 };
 
@@ -11,6 +12,31 @@ export class Readings {
     this.times = []; // seconds since 1970, as the charts take them
     this.series = {};
     this.past = []; // readings of the last seconds, for differences
+  }
+
+  /** Those of `names` that this tab has kept since it last showed the page, as far as they are not too old, and a gap. */
+  static restored(names, at) {
+    const readings = new Readings();
+    try {
+      const { times, series } = JSON.parse(sessionStorage.getItem(KEY));
+      if (names.every((name) => series[name].length === times.length)) {
+        readings.times = times;
+        readings.series = Object.fromEntries(names.map((name) => [name, series[name]]));
+        readings.push(at, {});
+      }
+    } catch {
+      // nothing was kept, or not by this version of the page
+    }
+    return readings;
+  }
+
+  /** Keep them while the reader is on another page. */
+  keep() {
+    try {
+      sessionStorage.setItem(KEY, JSON.stringify({ times: this.times, series: this.series }));
+    } catch {
+      // no room, or nothing is kept at all: the page begins empty
+    }
   }
 
   /** Take in what /metrics answered at `at` (seconds since 1970). Returns the newest point by name. */
@@ -66,10 +92,15 @@ export class Readings {
       this.series[name].push(point[name] ?? null);
     }
     this.times.push(at);
-    while (this.times.length > KEPT) {
+    while (this.times.length > KEPT || this.times[0] < at - KEPT) {
       this.times.shift();
       for (const values of Object.values(this.series)) values.shift();
     }
+  }
+
+  /** Where the newest point stands that was read, and is no gap; -1 if there is none. */
+  newest() {
+    return this.times.findLastIndex((_, at) => Object.values(this.series).some((values) => values[at] !== null));
   }
 
   /** The highest value there is of a series; null if there is none. */

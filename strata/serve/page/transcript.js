@@ -14,6 +14,16 @@ export function messageElement(message, actions) {
   return made;
 }
 
+/** What stands above the first message that still fits. `begin` opens a new conversation. */
+export function forgottenNote(begin) {
+  return element(
+    "div",
+    { class: "forgotten", role: "note" },
+    element("span", {}, "The conversation has become longer than the model can read. It no longer sees what stands above."),
+    element("button", { type: "button", class: "button", click: begin }, "Begin a new one"),
+  );
+}
+
 /** Bring an element up to its message. */
 export function showMessage(shown, message, { retry, enterKey, isLast, isStreaming }) {
   const content = shown.querySelector(".content");
@@ -73,7 +83,7 @@ function statistics({ role, stats, stopped }, isStreaming) {
   if (stats.rate) told.push(`${stats.rate < 100 ? stats.rate.toFixed(1) : Math.round(stats.rate)} tokens/s`);
   if (stats.tokens) told.push(stats.tokens === 1 ? "1 token" : `${stats.tokens} tokens`);
   if (stopped) told.push("stopped");
-  else if (stats.finish === "length" && !isStreaming) told.push("cut at its length");
+  else if (stats.finish === "length" && !isStreaming) told.push(stats.full ? "the model had no more room" : "cut at its length");
   return told;
 }
 

@@ -26,15 +26,23 @@ NAME = "talkative"
 
 @contextmanager
 def talkative_server(
-    folder: Path, text: str, *, interval: float = 0.01, keys: Sequence[KeyHash] = (), **settings: Any
+    folder: Path,
+    text: str,
+    *,
+    interval: float = 0.01,
+    keys: Sequence[KeyHash] = (),
+    model_limit: int = 1 << 17,
+    **settings: Any,
 ) -> Iterator[tuple[str, int]]:
     """(address, number of tokens of `text`); each reply goes on in `text` where the last one stopped, over and over.
 
-    folder: empty. interval: seconds between two tokens. settings: of ServeSettings.
+    folder: empty. interval: seconds between two tokens. model_limit: tokens that the model takes. settings: of
+    ServeSettings.
     """
     with Tokenizer.load(BUILTIN) as tokenizer:
         ids = tokenizer.encode(text, add_special_tokens=False)
-    engine = {"address": engine_address(folder), "interval": interval, "tokens": [ids[-1], *ids[:-1]]}
+    tokens = [ids[-1], *ids[:-1]]
+    engine = {"address": engine_address(folder), "interval": interval, "tokens": tokens, "max_model_len": model_limit}
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.set_inheritable(True)
         job = {

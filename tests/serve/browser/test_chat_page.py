@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -187,7 +188,7 @@ def test_what_is_set_is_sent_and_nothing_else(browser: Browser) -> None:
 
 def test_an_error_is_shown_in_place_and_can_be_tried_again(browser: Browser) -> None:
     ask(browser, "too much", 10_000_000)
-    assert "at most" in notice(browser), "the server's own words"
+    assert notice(browser) == "The server does not take what the settings have for “Most tokens”."
     browser.run("document.querySelector('#max_tokens').value = 5")
     browser.click(".message .notice button")
     browser.wait(lambda: finished(browser), "the reply")
@@ -196,9 +197,34 @@ def test_an_error_is_shown_in_place_and_can_be_tried_again(browser: Browser) -> 
 
 
 @pytest.mark.parametrize(
+    ("status", "error", "headers", "told"),
+    [
+        (429, {"code": "requests_per_minute"}, {"retry-after": "12"}, "Your key has asked .* in 12 seconds."),
+        (503, {"code": "queue_full"}, {"retry-after": "1"}, "Too many are asking .* in a second."),
+        (400, {"param": "top_p"}, {}, "The server does not take what the settings have for “Top p”."),
+        (404, {"code": "model_not_found"}, {}, "The server has another model now: reload the page."),
+        (500, {"code": "internal_error"}, {}, "Something went wrong in the server."),
+        (502, None, {}, "The server is in trouble and did not answer."),
+        (400, {"message": "the template wants turns"}, {}, "The server did not take this: the template wants turns"),
+    ],
+)
+def test_errors_are_told_in_plain_words(
+    browser: Browser, status: int, error: dict[str, str] | None, headers: dict[str, str], told: str
+) -> None:
+    words = {"message": "max_tokens: Input should be less than 2147483648", "param": None, "code": None}
+    body = "<html>" if error is None else json.dumps({"error": words | error})
+    answer = json.dumps({"status": status, "headers": headers})
+    browser.run(f"window.fetch = async () => new Response({json.dumps(body)}, {answer})")
+    ask(browser, "anything")
+    said = notice(browser)
+    assert re.match(told, said)
+    assert "Input should" not in said
+
+
+@pytest.mark.parametrize(
     ("chunks", "told"),
     [
-        (['data: {"error": {"message": "the engine is gone"}}\n\n'], "the engine is gone"),
+        (['data: {"error": {"message": "gone", "code": "engine_dead"}}\n\n'], "The model has stopped working."),
         ([], "The connection was lost"),
         (["data: not JSON\n\n"], "The connection was lost"),
     ],

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import threading
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -135,3 +137,123 @@ def test_labels_may_hold_anything(browser: Browser) -> None:
     labels, total = browser.run(script, metrics.render(Statistics()).decode())
     assert labels == {"endpoint": "chat", "model_name": name}
     assert total == 1
+
+
+def labels(browser: Browser, unit: str, values: list[float], step: float) -> list[str]:
+    script = """
+        const { UNITS } = await import("/page/units.js");
+        return UNITS[arguments[0]].labels(arguments[1], arguments[2]);
+    """
+    shown: list[str] = browser.run(script, unit, values, step)
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("unit", "step", "count"),
+    [
+        *[
+            ("seconds", step, 5)
+            for step in (0.0001, 0.00025, 0.0005, 0.002, 0.0025, 0.01, 0.025, 0.1, 0.25, 0.5, 2.5, 20)
+        ],
+        *[("tokens", step, 6) for step in (1, 2, 5, 20, 500, 2000, 5000, 20_000)],
+        *[("share", step, 5) for step in (0.2, 0.25)],
+        ("whole", 1, 5),
+    ],
+)
+def test_a_label_of_an_axis_is_the_value_of_its_line(browser: Browser, unit: str, step: float, count: int) -> None:
+    values = [step * at for at in range(count)]
+    shown = labels(browser, unit, values, step)
+    assert len(set(shown)) == len(shown)
+    scales = {"ms": 1e-3, "s": 1.0, "%": 0.01, "k": 1e3, "": 1.0}
+    for value, text in zip(values, shown, strict=True):
+        parts = re.fullmatch(r"([\d.,]+) ?(ms|s|%|k|)", text)
+        assert parts is not None
+        assert float(parts[1].replace(",", "")) * scales[parts[2]] == pytest.approx(value, rel=1e-9), text
+
+
+# What the charts write on their canvases: (which chart, text, left, right, the canvas's width), in its pixels.
+WRITTEN = """
+    const written = [];
+    const charts = [...document.querySelectorAll(".chart")];
+    const real = CanvasRenderingContext2D.prototype.fillText;
+    CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+      const at = this.getTransform().transformPoint({ x, y }).x;
+      const width = this.measureText(text).width;
+      const left = at - width * { left: 0, center: 0.5, right: 1, start: 0, end: 1 }[this.textAlign];
+      written.push([charts.indexOf(this.canvas.closest(".chart")), text, left, left + width, this.canvas.width]);
+      return real.call(this, text, x, y);
+    };
+    await new Promise((done) => setTimeout(done, 2500));
+    CanvasRenderingContext2D.prototype.fillText = real;
+    return written;
+"""
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+def test_no_label_is_cut_and_those_of_a_scale_are_evenly_apart(browser: Browser, server: Server, width: int) -> None:
+    browser.cdp("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    try:
+        browser.open(f"{server.url}/live")
+        browser.wait(lambda: tile(browser, "Running") == "0", "the first reading")
+        written = browser.run(WRITTEN)
+    finally:
+        browser.cdp("Emulation.clearDeviceMetricsOverride")
+    assert [one for one in written if one[2] < 0 or one[3] > one[4]] == []
+    assert any(text.count(":") == 2 for _, text, *_ in written)
+    for chart in range(6):
+        scale = sorted({float(text.split()[0]) for at, text, *_ in written if at == chart and ":" not in text})
+        assert len(scale) > 2
+        assert {round(high - low, 9) for low, high in pairwise(scale)} == {round(scale[1], 9)}, scale
+
+
+def test_a_clock_at_the_right_end_has_room(browser: Browser, server: Server) -> None:
+    browser.open(f"{server.url}/live")
+    browser.wait(lambda: browser.sees(".u-over"), "a chart")
+    room = browser.run("""
+        const plot = document.querySelector(".plot").getBoundingClientRect();
+        return plot.right - document.querySelector(".u-over").getBoundingClientRect().right;
+    """)
+    wide = browser.run("""
+        const context = document.createElement("canvas").getContext("2d");
+        context.font = "11px Inter, system-ui, sans-serif";
+        return context.measureText("00:00:00").width;
+    """)
+    assert room >= wide / 2
+
+
+def legend(browser: Browser) -> str:
+    """Of the first chart."""
+    text: str = browser.run("return document.querySelector('.chart .u-legend').innerText")
+    return text
+
+
+def test_a_chart_without_figures_says_so(browser: Browser, server: Server) -> None:
+    browser.open(f"{server.url}/live")
+    browser.wait(lambda: legend(browser) == "generated0prompt0", "two readings")
+    said = (
+        "return [...document.querySelectorAll('.nothing')].map((one) => (one.checkVisibility() ? one.innerText : ''))"
+    )
+    rates, sequences, first, between, kv, cached = browser.run(said)
+    assert (rates, sequences, kv) == ("", "", "")
+    assert (first, between, cached) == ("No reply so far", "No reply so far", "No prompt so far")
+
+
+def test_the_legend_outlives_a_change_of_colours(browser: Browser, server: Server) -> None:
+    browser.open(f"{server.url}/live")
+    browser.wait(lambda: legend(browser) == "generated0prompt0", "two readings")
+    browser.click("#pause")
+    browser.click("#theme")
+    browser.run("return new Promise((done) => setTimeout(done, 200))")
+    assert legend(browser) == "generated0prompt0"
+
+
+def test_what_was_read_is_there_again_when_the_reader_comes_back(browser: Browser, server: Server) -> None:
+    browser.open(f"{server.url}/live")
+    generate(server, 100).join()
+    browser.wait(lambda: browser.run(PIXELS, FIRST_SERIES)[0] > 20, "a line")
+    browser.open(f"{server.url}/docs")
+    browser.open(f"{server.url}/live")
+    peak = "return [...document.querySelectorAll('.tile')][0].querySelector('.beside').innerText"
+    browser.wait(lambda: number(tile(browser, "Generated")) == 0, "a reading")
+    assert number(browser.run(peak).removeprefix("most ")) > 20, "of the visit before"
+    assert browser.run(PIXELS, FIRST_SERIES)[0] > 20
