@@ -23,7 +23,10 @@ MaxModelLen = Annotated[
 ]
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Sequences that run at once.", rich_help_panel=ENGINE)]
 GpuMemoryUtilization = Annotated[
-    float, typer.Option(help="Share of the GPU's memory to use, in (0, 1].", rich_help_panel=ENGINE)
+    float,
+    typer.Option(
+        help="Share of the GPU's memory that may be in use with the engine, others' included.", rich_help_panel=ENGINE
+    ),
 ]
 LoadFormat = Annotated[
     str, typer.Option(help="auto reads safetensors, dummy makes random weights.", rich_help_panel=ENGINE)

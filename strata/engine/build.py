@@ -26,6 +26,7 @@ from strata.engine.runner import Runner, RunnerConfig
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduler import Scheduler, SchedulerConfig
 from strata.engine.step_graphs import step_graphs
+from strata.kernels import attention_fixed, decode_attention_cuda
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
 from strata.models import weights
 from strata.models.config import DTYPES, ModelConfig
@@ -49,7 +50,8 @@ class EngineConfig:
     load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
     skip_tokenizer_init: prompts and outputs are ids only.
     enable_prefix_caching: keep and reuse the pages of prompts that begin alike.
-    gpu_memory_utilization: share of the GPU's memory that the engine may use, in (0, 1].
+    gpu_memory_utilization: share of the GPU's memory that may be in use with the engine, other processes' included, in
+        (0, 1].
     max_num_seqs: most sequences that run at once.
     max_num_batched_tokens: most tokens of one step; longer prompts are prefilled in chunks. None: 8192 on CUDA, 2048 on
         a CPU or where the own kernels cannot run.
@@ -186,6 +188,7 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         num_pages=asked.num_pages,
         dtype=dtype,
         graph_rows=buckets[-1] if buckets else 0,
+        scratch=max((_scratch_bytes(asked, config, dtype, rows, max_length) for rows in buckets), default=0),
     )
     for line in ledger.lines():
         log(line)
@@ -245,6 +248,16 @@ def _max_length(asked: EngineConfig, config: ModelConfig) -> int:
 def _weight_bytes(config: ModelConfig, dtype: torch.dtype, max_length: int) -> int:
     with torch.device("meta"):
         return weights.weight_bytes(build(config, max_length), dtype)
+
+
+def _scratch_bytes(asked: EngineConfig, config: ModelConfig, dtype: torch.dtype, rows: int, max_length: int) -> int:
+    """What attention needs beside its result in a step of so many decodes."""
+    keys = -(-max_length // asked.page_size) * asked.page_size
+    if asked.deterministic:
+        return attention_fixed.scratch_bytes(rows, keys, config.num_heads, config.head_dim)
+    return decode_attention_cuda.scratch_bytes(
+        rows, keys, config.num_heads, config.num_kv_heads, config.head_dim, dtype
+    )
 
 
 def _eos_ids(config: ModelConfig, defaults: GenerationDefaults, tokenizer: Tokenizer | None) -> frozenset[int]:

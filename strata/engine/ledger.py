@@ -14,17 +14,26 @@ from strata.models.memory import free_bytes
 GIB = 1 << 30
 # On a CPU the KV pool may take this share of the memory that is free, since nothing else is known to want it.
 CPU_KV_SHARE = 0.25
+# Bytes for each id of the vocabulary and row that is sampled with penalties, biases, masks and log-probabilities.
+SAMPLING_BYTES = 40
+# Rows of prompt log-probabilities that are projected onto the vocabulary at once.
+PROMPT_LOGPROB_ROWS = 256
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Bytes by purpose on one device. `budget` is what the engine may use in all; `margin` is what is left of it."""
+    """Bytes by purpose on one device. `budget` is what the engine may use in all; `margin` is what is left of it.
+
+    others: what is in use already, by this process or by others.
+    """
 
     device: str
     total: int
+    others: int
     budget: int
     weights: int
     activations: int
+    sequences: int
     graphs: int
     pages: int
     page_bytes: int
@@ -40,18 +49,20 @@ class Ledger:
 
     @property
     def margin(self) -> int:
-        return self.budget - self.weights - self.activations - self.graphs - self.kv
+        return self.budget - self.weights - self.activations - self.sequences - self.graphs - self.kv
 
     def lines(self) -> list[str]:
         """The ledger as text, one purpose a line."""
         rows = [
             ("weights", self.weights, ""),
             ("activations", self.activations, "largest step, estimated"),
+            ("sequences", self.sequences, "block tables, ids that penalties count, masks"),
             ("CUDA graphs", self.graphs, "estimated"),
             ("KV pages", self.kv, f"{self.pages:,} pages of {self.page_size}: {self.tokens:,} tokens"),
             ("margin", self.margin, "unused"),
         ]
         head = f"memory on {self.device}: {self.budget / GIB:.2f} GiB to use of {self.total / GIB:.2f}"
+        head += f" ({self.others / GIB:.2f} in use already)" if self.others > 0 else ""
         return [head, *(f"  {name:<12}{size / GIB:>9.3f} GiB  {note}".rstrip() for name, size, note in rows)]
 
 
@@ -82,12 +93,19 @@ def activation_bytes(config: ModelConfig, tokens: int, rows: int, dtype: torch.d
     """An upper estimate of what a step holds beside weights and pages.
 
     At the widest point of a layer live the residual, its norm, the gate and up projections and their product, or the
-    residual and q, k, v with the attention's result; sampling holds a row's logits once in `dtype` and up to four times
-    in float32.
+    residual and q, k, v with the attention's result; sampling holds a row's logits in `dtype` and SAMPLING_BYTES more
+    for each, if all that sampling can do is asked for.
     """
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
     widest = 2 * config.hidden_size + max(3 * config.intermediate_size, heads * config.head_dim)
-    return tokens * widest * dtype.itemsize + rows * config.vocab_size * (dtype.itemsize + 16)
+    return tokens * widest * dtype.itemsize + rows * config.vocab_size * (dtype.itemsize + SAMPLING_BYTES)
+
+
+def sequence_bytes(config: ModelConfig, slots: int, max_length: int, page_size: int) -> int:
+    """What is kept for so many sequences beside their pages: their block tables, twice because a step gathers those of
+    its rows; their ids in int64, which penalties count; and a mask of the ids that a grammar allows."""
+    pages = -(-max_length // page_size)
+    return (slots + 1) * (2 * 4 * pages + 8 * (max_length + 1) + config.vocab_size // 8 + 4)
 
 
 def plan_memory(
@@ -103,19 +121,26 @@ def plan_memory(
     num_pages: int | None,
     dtype: torch.dtype,
     graph_rows: int,
+    scratch: int,
 ) -> Ledger:
     """Divide the device's memory.
 
-    graph_rows: rows of logits that CUDA graphs keep.
+    utilization: the share of a GPU that may be in use once the engine is, by whomever.
+    graph_rows: rows of logits that CUDA graphs keep. scratch: bytes that decode attention needs beside its result.
     Raises ValueError if the pages would not hold one sequence of `max_length` tokens, with what to change.
     """
     free, total = available_memory(device)
-    activations = activation_bytes(config, max_tokens, max_sequences, dtype)
+    # A step has as many rows of logits as sequences that draw, or as are scored at once.
+    rows = max(max_sequences, min(PROMPT_LOGPROB_ROWS, max_tokens))
+    activations = activation_bytes(config, max_tokens, rows, dtype) + scratch
+    sequences = sequence_bytes(config, max_sequences, max_length, pool.page_size)
     graphs = graph_rows * config.vocab_size * dtype.itemsize + (GIB // 2 if graph_rows else 0)
     per_sequence = -(-max_length // pool.page_size)
-    fixed = weight_bytes + activations + graphs
+    fixed = weight_bytes + activations + sequences + graphs
+    others = 0
     if device.type == "cuda":
-        budget = min(int(total * utilization), free)
+        others = total - free
+        budget = max(0, int(total * utilization) - others)
         room = budget - fixed
     else:
         budget = free
@@ -124,9 +149,11 @@ def plan_memory(
     ledger = Ledger(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         total=total,
+        others=others,
         budget=budget,
         weights=weight_bytes,
         activations=activations,
+        sequences=sequences,
         graphs=graphs,
         pages=pages,
         page_bytes=pool.page_bytes,

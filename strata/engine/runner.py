@@ -17,6 +17,7 @@ from strata.cache.staging import Staging
 from strata.cache.tables import StepBuffer, StepShape
 from strata.engine.decode_graphs import DecodeGraphs, draw_inputs, joined_tokens
 from strata.engine.grammar import Masks, MasksUnderWay
+from strata.engine.ledger import PROMPT_LOGPROB_ROWS
 from strata.engine.plan import StepPlan
 from strata.engine.request import Sequence
 from strata.engine.sampler import (
@@ -33,9 +34,6 @@ from strata.engine.transfer import send
 from strata.kernels.batch_parts import library_reach
 from strata.kernels.bitmask import apply_bitmask
 from strata.kernels.sampling import likeliest, logprobs
-
-# Rows of prompt log-probabilities that are projected onto the vocabulary at once.
-PROMPT_LOGPROB_ROWS = 256
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,16 @@ def _decodes(sequences: int, longest: int, pages: PagedKV, kv_heads: int) -> int
     return known if known * kv_heads <= MOST_ARRIVALS else 0
 
 
+def _parts(most_keys: int) -> int:
+    """Into how many parts a sequence of so many keys is divided."""
+    return int(part_at.fn(max(most_keys - 1, 0), PART_KEYS, PARTS)) + 1
+
+
+def scratch_bytes(sequences: int, most_keys: int, heads: int, head_dim: int) -> int:
+    """What the parts of decoding sequences wait in, where a sequence may have so many keys."""
+    return 4 * sequences * _parts(most_keys) * heads * (head_dim + 2)
+
+
 def _prefill(
     out: Tensor,
     q: Tensor,
@@ -123,7 +133,7 @@ def _decode(
     sequences, heads, head_dim = q.shape
     keys, values, tables = pages.keys[layer], pages.values[layer], pages.tables
     kv_heads = keys.shape[2]
-    parts = part_at.fn(max(tables.shape[1] * pages.page_size - 1, 0), PART_KEYS, PARTS) + 1
+    parts = _parts(tables.shape[1] * pages.page_size)
     scores = torch.empty((2, sequences, parts, heads), dtype=torch.float32, device=q.device)
     results = torch.empty((sequences, parts, heads, head_dim), dtype=torch.float32, device=q.device)
     tile = decode_tile(head_dim, q.dtype)

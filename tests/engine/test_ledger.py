@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from strata.cache.pool import PoolShape
+from strata.engine import ledger as ledger_module
+from strata.engine import sampler as sampler_module
 from strata.engine.build import decode_buckets
-from strata.engine.ledger import activation_bytes, plan_memory
+from strata.engine.ledger import SAMPLING_BYTES, activation_bytes, plan_memory
+from strata.engine.request import Request, Sequence
+from strata.engine.sampler import DrawRow, Sampler
+from strata.engine.sampling_params import SamplingParams
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 
@@ -24,7 +32,9 @@ ASKED: dict[str, Any] = {
     "num_pages": None,
     "dtype": torch.bfloat16,
     "graph_rows": 0,
+    "scratch": 0,
 }
+GIB = 1 << 30
 
 
 def test_a_page_of_the_06b_shape_by_hand() -> None:
@@ -33,10 +43,97 @@ def test_a_page_of_the_06b_shape_by_hand() -> None:
 
 def test_the_parts_add_up_to_the_budget() -> None:
     ledger = plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED)
-    assert ledger.weights + ledger.activations + ledger.graphs + ledger.kv + ledger.margin == ledger.budget
+    parts = (ledger.weights, ledger.activations, ledger.sequences, ledger.graphs, ledger.kv, ledger.margin)
+    assert sum(parts) == ledger.budget
     assert ledger.pages == 4 * 128 // 16, "a CPU takes no more than its sequences could use"
     assert ledger.tokens == 4 * 128
     assert any(f"{ledger.tokens:,} tokens" in line for line in ledger.lines())
+
+
+@pytest.mark.parametrize(("free", "wanted"), [(141, 0.9 * 141), (111, 0.9 * 141 - 30), (20, 0.9 * 141 - 121)])
+def test_others_on_a_gpu_keep_what_they_have_and_the_rest_stays_free(
+    free: int, wanted: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "available_memory", lambda _: (free * GIB, 141 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    ledger = plan_memory(CONFIG, POOL, torch.device("cuda"), **ASKED)
+    assert ledger.budget == pytest.approx(wanted * GIB, abs=1)
+    assert ledger.others == (141 - free) * GIB
+    assert 0 <= ledger.margin < ledger.page_bytes
+    assert ("in use already" in ledger.lines()[0]) == (free < 141)
+    assert free * GIB - ledger.budget == pytest.approx(0.1 * 141 * GIB, abs=1), "what utilization leaves"
+
+
+def test_a_gpu_that_others_have_filled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_module, "available_memory", lambda _: (10 * GIB, 141 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    with pytest.raises(ValueError, match=r"131\.00 in use already"):
+        plan_memory(CONFIG, POOL, torch.device("cuda"), **ASKED)
+
+
+def test_what_is_kept_for_sequences_by_hand() -> None:
+    given = {"max_sequences": 256, "max_length": 40960}
+    ledger = plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED | given)
+    history = 8 * 40961
+    tables = 2 * 4 * 2560
+    assert ledger.sequences == 257 * (history + tables + 151936 // 8 + 4)
+    sampler = Sampler(256, 40960, torch.device("cpu"))
+    params = SamplingParams(repetition_penalty=1.3)
+    sampler.admit(Sequence(0, Request("0", (1, 2), params), 0, 9, [1, 2], 2), 3)
+    assert sampler._history is not None
+    assert sampler._history.nbytes == 256 * history
+
+
+def test_what_attention_needs_is_counted() -> None:
+    pytest.importorskip("triton")
+    from strata.kernels import attention_fixed, decode_attention_cuda
+
+    # 32 parts up to 8,192 keys, and 16 for each doubling after that.
+    assert attention_fixed.scratch_bytes(256, 131072, 32, 128) == 256 * (32 + 4 * 16) * 32 * (128 + 2) * 4
+    assert decode_attention_cuda.scratch_bytes(256, 4096, 32, 8, 128, torch.bfloat16) == 256 * 4 * 32 * (128 + 1) * 4
+    plain = plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED)
+    more = plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED | {"scratch": 10**6})
+    assert more.activations == plain.activations + 10**6
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors that were alive at once, of those made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self._sizes:
+                self._sizes[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._sizes.pop, storage._cdata)
+                self.most = max(self.most, sum(self._sizes.values()))
+        return result
+
+
+def test_activations_cover_what_sampling_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a draw that asks for everything; the draw itself is one kernel on CUDA."""
+    monkeypatch.setattr(sampler_module, "draw_ids", lambda logits, *_: logits.argmax(-1).int())
+    rows, vocabulary = 16, 20000
+    params = SamplingParams(
+        repetition_penalty=1.3, frequency_penalty=0.3, presence_penalty=0.2, logit_bias={5: 1.0}, logprobs=5
+    )
+    prompt = tuple(range(30))
+    sequences = [Sequence(i, Request(str(i), prompt, params), 0, 40, list(prompt), 30) for i in range(rows)]
+    sampler = Sampler(rows, 64, torch.device("cpu"))
+    for slot, sequence in enumerate(sequences):
+        sampler.admit(sequence, slot)
+    masks = torch.full((rows, vocabulary // 32), -1, dtype=torch.int32), torch.arange(rows, dtype=torch.int32)
+    logits = torch.randn(rows, vocabulary).to(torch.bfloat16)
+    held = [DrawRow(sequence, slot, 30) for slot, sequence in enumerate(sequences)]
+    inputs: Any = None
+    with torch.inference_mode(), LiveBytes() as live:
+        sampler.draw(logits, held, inputs, True, masks)
+    assert 30 * rows * vocabulary < live.most <= SAMPLING_BYTES * rows * vocabulary
 
 
 def test_too_little_room_for_one_sequence_names_the_remedies() -> None:
