@@ -29,7 +29,7 @@ CHAT_TEMPLATE = """\
         {%- for name, schema in (parameters['properties'] or {}).items() %}
             {{- name + ('' if name in (parameters['required'] or []) else '?') + ': ' }}
             {%- set values = schema['enum'] or schema['type'] or 'any' %}
-            {{- values if values is string else values | join('|') }}
+            {{- values if values is string else values | join('|') if values is iterable else 'any' }}
             {{- '' if loop.last else ', ' }}
         {%- endfor %}
         {{- ')' + (': ' + function['description'] if function['description'] else '') }}

@@ -93,6 +93,7 @@ FUNCTIONS = [
                 "c": {"type": ["string", "null"]},
                 "d": {"anyOf": [{"type": "array"}]},
                 "items": True,
+                "e": {"type": 5},
             },
             "required": ["a", "items"],
         },
@@ -104,7 +105,7 @@ def test_the_template_shows_every_kind_of_tool_in_a_line(tokenizer_folder: Path)
     tools = [{"type": "function", "function": function} for function in FUNCTIONS]
     with Tokenizer.load(tokenizer_folder) as served:
         text = served.chat([{"role": "user", "content": "Go."}], tools=tools)
-    lines = "Tools:\nnow()\nf(): Does it.\ng(a: integer, b?: x|2, c?: string|null, d?: any, items: any)"
+    lines = "Tools:\nnow()\nf(): Does it.\ng(a: integer, b?: x|2, c?: string|null, d?: any, items: any, e?: any)"
     assert text == f"<|begin|><|system|>{lines}<|end|><|user|>Go.<|end|><|assistant|>"
 
 
