@@ -6,9 +6,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from strata.engine.closed_objects import with_closed_objects
 from strata.engine.number_bounds import with_inner_bounds
@@ -43,11 +44,6 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
     return join_parts(json_part("json", schema))
 
 
-def choice_grammar(choices: Sequence[str]) -> str:
-    """The grammar of one of several texts."""
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
-
-
 def explain(error: str) -> str:
     """What llguidance says is wrong, in one line and without the state of its parser."""
     if error.startswith("NoExtension"):
@@ -64,11 +60,13 @@ def explain(error: str) -> str:
 class StructuredOutputsParams:
     """What the output has to be; one of these, with the names of vLLM.
 
-    json: a JSON schema, as an object or as text. regex: a regular expression that the whole output matches (syntax of
-    Rust's `regex`). choice: one of these texts. grammar: a Lark grammar in llguidance's dialect.
+    json: a JSON schema, as an object or as text. json_object: any JSON object. regex: a regular expression that the
+    whole output matches (syntax of Rust's `regex`). choice: one of these texts. grammar: a grammar in GBNF ("root ::=
+    ..."), or in Lark as llguidance takes it.
     """
 
     json: str | Mapping[str, Any] | None = None
+    json_object: Literal[True] | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
@@ -81,19 +79,39 @@ class StructuredOutputsParams:
         if self.choice is not None and (isinstance(self.choice, str) or not self.choice or not all(self.choice)):
             raise ValueError(f"choice must be a list of texts that are not empty, got {self.choice!r}")
 
+        if self.json_object not in (None, True):
+            raise ValueError(f"json_object must be True or left out, got {self.json_object!r}")
+
     def to_grammar(self) -> str:
-        """The text of the grammar. Raises ValueError if `json` is no JSON object."""
+        """The text of the grammar. Raises ValueError if `json` is no JSON object, or `grammar` no GBNF."""
+        return join_parts(self.part())
+
+    def part(self) -> dict[str, Any]:
+        """The grammar's one part. Raises ValueError as `to_grammar` does."""
         if self.json is not None:
-            return json_grammar(_schema(self.json))
+            return json_part("json", read_schema(self.json))
+        if self.json_object:
+            return json_part("json", {"type": "object"})
         if self.regex is not None:
-            return LLMatcher.grammar_from_regex(self.regex)
+            rule: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(self.regex))["grammars"][0]
+            return {"name": "regex", "lark_grammar": rule["lark_grammar"]}
         if self.choice is not None:
-            return choice_grammar(self.choice)
+            return {"name": "choice", "lark_grammar": "start: " + " | ".join(map(json.dumps, self.choice))}
         assert self.grammar is not None
-        return LLMatcher.grammar_from_lark(self.grammar)
+        return {"name": "grammar", "lark_grammar": _lark(self.grammar)}
 
 
-def _schema(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
+def _lark(grammar: str) -> str:
+    if "::=" not in grammar:
+        return grammar
+    try:
+        return gbnf_to_lark(grammar)
+    except Exception as error:  # the library raises bare Exception, and RecursionError for what is nested deep
+        raise ValueError(f"the grammar is no GBNF: {str(error)[:_MOST_ERROR_CHARACTERS]}") from None
+
+
+def read_schema(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """A JSON schema that is given as an object or as text. Raises ValueError if it is no JSON object."""
     if not isinstance(given, str):
         return given
     try:

@@ -40,11 +40,13 @@ class Rendering:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         special_tokens: Mapping[str, str],
+        variables: Mapping[str, Any] | None = None,
     ) -> Rendering:
         """As transformers' `apply_chat_template` renders it. Raises ValueError for what is no chat.
 
         continue_final_message: leave the last message open, for the model to write on.
         special_tokens: "bos_token" and the like to their text, visible to the template.
+        variables: what else the template sees; none may be called as one of those that are always there.
         """
         chat = _checked(messages)
         if continue_final_message:
@@ -53,14 +55,11 @@ class Rendering:
                     "continue_final_message writes on in the last message: set add_generation_prompt=False"
                 )
             _mark_end(chat)
-        variables = {
-            **special_tokens,
-            "messages": chat,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        request = {"template": template, "variables": variables, "most_characters": MOST_CHARACTERS}
+        fixed = {"messages": chat, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        if taken := sorted(fixed.keys() & (variables or {}).keys()):
+            raise ValueError(f"a variable of the chat template cannot be called {taken[0]!r}: that one is always there")
+        seen = {**special_tokens, "documents": None, **(variables or {}), **fixed}
+        request = {"template": template, "variables": seen, "most_characters": MOST_CHARACTERS}
         return cls(request, continue_final_message)
 
     def text(self, reply: Mapping[str, Any]) -> str:

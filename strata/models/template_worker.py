@@ -108,7 +108,7 @@ def compile_template(source: str) -> Template:
 def render(source: str, variables: dict[str, Any], most_characters: int) -> str:
     parts = []
     characters = 0
-    for part in compile_template(source).generate(**variables):
+    for part in compile_template(source).generate(variables):
         characters += len(part)
         if characters > most_characters:
             raise TemplateError(f"its output is longer than {most_characters} characters")

@@ -155,8 +155,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> Rendering:
-        """What `chat` has rendered, for a renderer of one's own."""
+        """What `chat` has rendered, for a renderer of one's own. variables: for the template, besides."""
         return Rendering.of_chat(
             self._template(tools is not None),
             messages,
@@ -164,6 +165,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             special_tokens=self._special.texts,
+            variables=variables,
         )
 
     def encode_chat(

@@ -83,6 +83,22 @@ BOTH = [
     ({"user": 5}, "user"),
     ({"model": 5}, "model"),
     ({"unheard_of": 1}, "unheard_of"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+    ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice[0]"),
+    ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs"),
+    ({"structured_outputs": {"grammar": "x" * 17_000}}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"whitespace_pattern": "x"}}, "structured_outputs.whitespace_pattern"),
+    ({"structured_outputs": {"lark": "x"}}, "structured_outputs.lark"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    ({"guided_json": {"type": "text"}}, "guided_json"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
 ]
 
 CHAT = [
@@ -124,15 +140,17 @@ CHAT = [
     ({"audio": {"voice": "x", "format": "mp3"}}, "audio"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
-    ({"reasoning_effort": "low"}, "reasoning_effort"),
-    ({"verbosity": "high"}, "verbosity"),
+    ({"reasoning_effort": "a lot"}, "reasoning_effort"),
+    ({"verbosity": "none"}, "verbosity"),
     ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"moderation": {"model": "x"}}, "moderation"),
     ({"service_tier": "flex"}, "service_tier"),
     ({"metadata": {"a": 5}}, "metadata.a"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
-    ({"chat_template_kwargs": {}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs.chat_template"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs"),
 ]
 
 COMPLETIONS = [

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from fastapi import Request, Response
 
+from strata.serve.api.answer_format import answer_grammar
 from strata.serve.api.chat_reply import ChatReply
 from strata.serve.api.chat_stream import ChatStream
 from strata.serve.api.prompts import chat_text, encode
 from strata.serve.generation import Generation, generation_for
-from strata.serve.grammar import Grammar, response_grammar
-from strata.serve.http.errors import ApiError
 from strata.serve.http.json_route import api_router
 from strata.serve.http.sse import DONE, EventStream, run_until_disconnect, streams
 from strata.serve.observe.logs import note_prompt
@@ -84,15 +83,16 @@ async def _understand(body: ChatRequest, request: Request) -> _Understood:
     body.check()
     params = sampling_params(body, state.client.ready, max_tokens=body.most_tokens, logprobs=body.reported_logprobs)
     tools = _tool_use(body, state.settings.tool_format)
-    grammar = _grammar(body, tools)
+    grammar = tools.grammar
     if grammar is not None:
         await state.grammars.check(grammar)
     text = await chat_text(
         state,
         [for_template(message) for message in body.messages],
         tools=tools.shown,
-        add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
+        add_generation_prompt=body.opens_answer,
         continue_final_message=bool(body.continue_final_message),
+        variables=body.template_variables,
     )
     note_prompt(request.scope, text)
     prompt = await encode(state, text, add_special_tokens=False, param="messages")
@@ -129,16 +129,5 @@ def _tool_use(body: ChatRequest, tool_format: str | None) -> ToolUse:
         Named(choice.function.name) if isinstance(choice, NamedTool) else choice,
         parallel=body.parallel_tool_calls is not False,
         tool_format=tool_format,
+        answer=answer_grammar(body),
     )
-
-
-def _grammar(body: ChatRequest, tools: ToolUse) -> Grammar | None:
-    """What the answer must follow: the response format, or a forced call."""
-    grammar = response_grammar(body.response_format)
-    if grammar is not None and tools.shown is not None:
-        raise ApiError(
-            400,
-            "response_format holds for the whole answer, so it leaves no room for tool calls: set tool_choice to none",
-            param="response_format",
-        )
-    return grammar or tools.grammar

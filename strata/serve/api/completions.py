@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fastapi import Request, Response
 
 from strata.models.tokenizer import Tokenizer
+from strata.serve.api.answer_format import answer_grammar
 from strata.serve.api.completion_choice import ChoiceText, CompletionPrompt, Part, check_echo, echo_of, merged
 from strata.serve.api.completion_stream import CompletionStream, written_choice, written_completion
 from strata.serve.api.prompts import encode
@@ -132,12 +133,22 @@ async def _understand(body: CompletionRequest, request: Request) -> _Completing:
     prompts = [await _prompt(state, body, given) for given in body.prompts()]
     if body.echo:
         check_echo(prompts, params.n, body.logprobs)
+    grammar = answer_grammar(body)
+    if grammar is not None:
+        await state.grammars.check(grammar)
     note_prompt(request.scope, "\n".join(prompt.text for prompt in prompts))
     return _Completing(
         ReplyHead.new("cmpl", model),
         prompts,
         [
-            generation_for(request, prompt.ids, params, endpoint="completions", priority=body.priority or 0)
+            generation_for(
+                request,
+                prompt.ids,
+                params,
+                endpoint="completions",
+                grammar=None if grammar is None else grammar.text,
+                priority=body.priority or 0,
+            )
             for prompt in prompts
         ],
         [

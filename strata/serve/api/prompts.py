@@ -20,10 +20,14 @@ async def chat_text(
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """What the model's chat template makes of the messages. Raises ApiError (400) if it refuses them."""
+    """What the model's chat template makes of the messages. Raises ApiError (400) if it refuses them.
+
+    variables: for the template, besides.
+    """
     try:
-        asked = state.tokenizer.rendering(messages, add_generation_prompt, continue_final_message, tools)
+        asked = state.tokenizer.rendering(messages, add_generation_prompt, continue_final_message, tools, variables)
         return await state.templates.render(asked)
     except ValueError as error:
         raise ApiError(400, str(error), param="messages", code="chat_template_failed") from None

@@ -118,7 +118,7 @@ async def _understand(body: ResponsesRequest, request: Request) -> _Understood:
         body.sampling, state.client.ready, max_tokens=body.max_output_tokens, logprobs=body.reported_logprobs
     )
     tools = _tool_use(body, state.settings.tool_format)
-    grammar = _grammar(body, tools)
+    grammar = tools.grammar
     if grammar is not None:
         await state.grammars.check(grammar)
     before = [] if body.previous_response_id is None else _previous(body.previous_response_id, request).messages
@@ -128,6 +128,7 @@ async def _understand(body: ResponsesRequest, request: Request) -> _Understood:
         state,
         [*instructions, *messages],
         tools.shown,
+        body.template_variables,
         shorten=body.truncation == "auto",
         output_tokens=body.max_output_tokens or 1,
     )
@@ -175,7 +176,7 @@ def _new_body(body: ResponsesRequest, model: str, params: SamplingParams, store:
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "reasoning": None,
+        "reasoning": None if body.reasoning is None else body.reasoning.model_dump(include={"effort", "summary"}),
         "service_tier": "default",
         "store": store,
         "temperature": params.temperature,
@@ -196,19 +197,8 @@ def _tool_use(body: ResponsesRequest, tool_format: str | None) -> ToolUse:
         Named(choice.name) if isinstance(choice, NamedTool) else choice,
         parallel=body.parallel_tool_calls is not False,
         tool_format=tool_format,
+        answer=_format_grammar(body),
     )
-
-
-def _grammar(body: ResponsesRequest, tools: ToolUse) -> Grammar | None:
-    """What the answer must follow: the text format, or a forced call."""
-    grammar = _format_grammar(body)
-    if grammar is not None and tools.shown is not None:
-        raise ApiError(
-            400,
-            "text.format holds for the whole answer, so it leaves no room for tool calls: set tool_choice to none",
-            param="text.format",
-        )
-    return grammar or tools.grammar
 
 
 def _format_grammar(body: ResponsesRequest) -> Grammar | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +21,19 @@ async def response_prompt(
     state: ServerState,
     messages: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]] | None,
+    variables: Mapping[str, Any],
     *,
     shorten: bool,
     output_tokens: int,
 ) -> Prompt:
     """The prompt that continues the messages.
 
+    variables: for the chat template, besides messages and tools.
     shorten: if it and `output_tokens` do not fit the model, the oldest messages go, up to a later one of the user;
         system messages at the start stay. What does not fit even so is returned as it is.
     Raises ApiError (400) for messages that the template refuses.
     """
-    prompt = await _render(state, messages, tools)
+    prompt = await _render(state, messages, tools, variables)
     most = state.client.ready.max_model_len - output_tokens
     if not shorten or len(prompt.ids) <= most:
         return prompt
@@ -41,20 +43,23 @@ async def response_prompt(
     low, high = 0, len(starts)
     while low < high:
         middle = (low + high) // 2
-        prompt = await _render(state, [*messages[:head], *messages[starts[middle] :]], tools)
+        prompt = await _render(state, [*messages[:head], *messages[starts[middle] :]], tools, variables)
         if len(prompt.ids) <= most:
             high = middle
         else:
             low = middle + 1
     start = starts[min(low, len(starts) - 1)] if starts else head
-    return await _render(state, [*messages[:head], *messages[start:]], tools)
+    return await _render(state, [*messages[:head], *messages[start:]], tools, variables)
 
 
 async def _render(
-    state: ServerState, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
+    state: ServerState,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None,
+    variables: Mapping[str, Any],
 ) -> Prompt:
     try:
-        text = await chat_text(state, messages, tools=tools)
+        text = await chat_text(state, messages, tools=tools, variables=variables)
     except ApiError as error:
         error.param = "input"  # here the messages are called so
         raise

@@ -17,12 +17,13 @@ from strata.serve.schema.base import ReplyModel, RequestModel
 from strata.serve.schema.chat import Tool
 from strata.serve.schema.messages import Message, for_template
 from strata.serve.schema.sampling import TokenId, check_ids
+from strata.serve.schema.template import TemplateFields
 from strata.serve.state import ServerState, server_of
 
 router = api_router("tokens")
 
 
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(TemplateFields):
     """Either a prompt or messages."""
 
     model: str | None = None
@@ -33,10 +34,6 @@ class TokenizeRequest(RequestModel):
     """Add what the tokenizer puts around a text: by default to a prompt, not to messages, whose template does it."""
     return_token_strs: bool | None = None
     """Tell the tokens as the vocabulary writes them, too."""
-    add_generation_prompt: bool | None = None
-    """Open the assistant's answer after the messages; the default."""
-    continue_final_message: bool | None = None
-    """Leave the last message open instead."""
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     """Functions that are shown to the model with the messages."""
 
@@ -44,16 +41,11 @@ class TokenizeRequest(RequestModel):
         """Raises ApiError (400) for fields that do not go together."""
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt")
-        of_messages = ("add_generation_prompt", "continue_final_message", "tools")
+        of_messages = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
         alone = next((name for name in of_messages if getattr(self, name) is not None), None)
         if self.messages is None and alone is not None:
             raise ApiError(400, f"{alone} is only for requests with messages", param=alone)
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ApiError(
-                400,
-                "continue_final_message leaves the last message open: leave out add_generation_prompt",
-                param="add_generation_prompt",
-            )
+        self.check_template()
 
 
 class Tokenized(ReplyModel):
@@ -116,6 +108,7 @@ async def _text_of_messages(body: TokenizeRequest, state: ServerState) -> str:
         state,
         [for_template(message) for message in body.messages or ()],
         tools=tools,
-        add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
+        add_generation_prompt=body.opens_answer,
         continue_final_message=bool(body.continue_final_message),
+        variables=body.chat_template_kwargs,
     )

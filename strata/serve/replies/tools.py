@@ -48,8 +48,8 @@ ToolChoice = Literal["none", "auto", "required"] | Named
 class ToolUse:
     """What comes of a request's tools.
 
-    shown: for the chat template. tool_format: for `ReplyParser`. grammar: what the reply must follow, if a call is
-    forced; it leaves no room for reasoning. All are None where no tools may be used.
+    shown: for the chat template. tool_format: for `ReplyParser`. Both are None where no tools may be used.
+    grammar: what the reply must follow, if a call is forced or the answer has a form; it leaves no room for reasoning.
     parallel: may a reply hold several calls.
     """
 
@@ -65,19 +65,22 @@ def use_tools(
     *,
     parallel: bool,
     tool_format: str | None,
+    answer: Grammar | None = None,
     param: str = "tools",
 ) -> ToolUse:
     """What a request's tools and tool_choice (None is "auto") ask of the server, whose format is `tool_format`.
 
+    answer: what a reply that calls nothing must follow, if anything. Where the model may choose, a reply is then either
+        calls or such an answer, and nothing besides.
     param: the field that lists the tools, for errors. Raises ApiError 400.
     """
     if not functions:
         if choice not in (None, "none", "auto"):
             raise ApiError(400, "tool_choice asks for a call, but tools is empty", param="tool_choice")
-        return ToolUse()
+        return ToolUse(grammar=answer)
     _check(functions, param)
     if choice == "none":
-        return ToolUse()
+        return ToolUse(grammar=answer)
     if tool_format is None:
         raise ApiError(
             400,
@@ -87,10 +90,13 @@ def use_tools(
         )
     callable_functions = _callable(functions, choice)
     grammar = None
-    if choice not in (None, "auto"):
+    free = choice in (None, "auto")
+    if not free or answer is not None:
         described = [(function.name, function.schema) for function in callable_functions]
-        several = parallel and choice == "required"
+        several = parallel and not isinstance(choice, Named)
         grammar = tool_call_grammar(described, TOOL_FORMATS[tool_format].name, several, param)
+    if free and grammar is not None and answer is not None:
+        grammar = Grammar.either(answer, grammar)
     shown = [function.for_template() for function in functions]
     return ToolUse(shown, tool_format, grammar, parallel)
 

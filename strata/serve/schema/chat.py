@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, WithJsonSchema
+from pydantic import Field, StringConstraints
 
 from strata.serve.http.errors import ApiError
 from strata.serve.replies.tool_formats import FUNCTION_NAME
@@ -12,6 +12,8 @@ from strata.serve.replies.tools import MOST_TOOLS
 from strata.serve.schema.base import Refused, RequestModel, said_as
 from strata.serve.schema.messages import Message
 from strata.serve.schema.sampling import Count, SamplingFields, TopLogprobs
+from strata.serve.schema.structured import FormatFields
+from strata.serve.schema.template import TemplateFields
 
 _OLD_TOOLS = "use tools and tool_choice"
 _TEXT_ONLY = "this server writes text only"
@@ -42,46 +44,16 @@ class NamedTool(RequestModel):
     function: NamedFunction
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
+
 ToolChoice = Annotated[
     Literal["none", "auto", "required"] | NamedTool,
     said_as('"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
 ]
 
-_NAMED_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "description": {"type": ["string", "null"]},
-        "schema": {"type": "object"},
-        "strict": {"type": ["boolean", "null"]},
-    },
-    "required": ["name", "schema"],
-    "additionalProperties": False,
-}
-ResponseFormat = Annotated[
-    dict[str, Any],
-    WithJsonSchema(
-        {
-            "oneOf": [
-                {
-                    "type": "object",
-                    "properties": {"type": {"enum": ["text", "json_object"]}},
-                    "required": ["type"],
-                    "additionalProperties": False,
-                },
-                {
-                    "type": "object",
-                    "properties": {"type": {"const": "json_schema"}, "json_schema": _NAMED_SCHEMA},
-                    "required": ["type", "json_schema"],
-                    "additionalProperties": False,
-                },
-            ]
-        }
-    ),
-]
 
-
-class ChatRequest(SamplingFields):
+class ChatRequest(TemplateFields, FormatFields, SamplingFields):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     """The most tokens to generate in each sample; absent, as many as the model has room for."""
@@ -91,18 +63,14 @@ class ChatRequest(SamplingFields):
     """Tell the log-probability of each token."""
     top_logprobs: TopLogprobs | None = None
     """Tell those of so many of the likeliest tokens too; needs logprobs."""
-    response_format: ResponseFormat | None = None
-    """What the answer must be: text, a JSON object, or JSON that follows a schema."""
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     """Functions that the model may call."""
     tool_choice: ToolChoice | None = None
     """May it call them (auto, the default), must it (required, or a named one), or not (none)."""
     parallel_tool_calls: bool | None = None
     """May one answer hold several calls; the default."""
-    add_generation_prompt: bool | None = None
-    """Open the assistant's answer after the messages; the default. (vLLM's extension.)"""
-    continue_final_message: bool | None = None
-    """Write on in the last message instead. (vLLM's extension.)"""
+    reasoning_effort: ReasoningEffort | None = None
+    """A variable for the chat template, which decides what comes of it; most have no use for it."""
 
     metadata: dict[str, str] | None = None
     """Has no effect: answers are not stored."""
@@ -118,8 +86,8 @@ class ChatRequest(SamplingFields):
     modalities: Annotated[Any, Refused(_TEXT_ONLY, ["text"])] = None
     audio: Annotated[Any, Refused(_TEXT_ONLY)] = None
     prediction: Annotated[Any, Refused("leave it out; the answer is the same without")] = None
-    reasoning_effort: Annotated[Any, Refused("models here take no such setting; say it in a message")] = None
-    verbosity: Annotated[Any, Refused("models here take no such setting; say it in a message", "medium")] = None
+    verbosity: Verbosity | None = None
+    """Has no effect: models here take no such setting; say it in a message."""
     prompt_cache_options: Annotated[Any, Refused("prefixes are cached by themselves")] = None
     web_search_options: Annotated[Any, Refused("this server fetches nothing")] = None
     moderation: Annotated[Any, Refused("this server does not moderate")] = None
@@ -143,9 +111,9 @@ class ChatRequest(SamplingFields):
             raise ApiError(400, "max_tokens is the older name of max_completion_tokens: give one", param="max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ApiError(
-                400,
-                "continue_final_message writes on in the last message: leave out add_generation_prompt",
-                param="add_generation_prompt",
-            )
+        self.check_template()
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}

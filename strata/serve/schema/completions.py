@@ -11,6 +11,7 @@ from strata.serve.http.errors import ApiError
 from strata.serve.schema.base import Refused, ReplyModel, said_as
 from strata.serve.schema.reply import Usage
 from strata.serve.schema.sampling import SamplingFields, TokenId, TopLogprobs
+from strata.serve.schema.structured import FormatFields
 
 MOST_PROMPTS = 128
 DEFAULT_MAX_TOKENS = 16
@@ -25,7 +26,7 @@ Prompt = Annotated[
 ]
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(FormatFields, SamplingFields):
     prompt: Prompt | None = None
     """What to write on from: a string, token ids, or several of either, each of which is answered."""
     prompt_token_ids: Ids | None = None

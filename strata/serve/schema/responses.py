@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from strata.serve.http.errors import ApiError
 from strata.serve.schema.base import HistoryModel, Refused, RequestModel, said_as
-from strata.serve.schema.chat import Function, FunctionName
+from strata.serve.schema.chat import Function, FunctionName, ReasoningEffort, Verbosity
 from strata.serve.schema.sampling import (
     Count,
     RepetitionPenalty,
@@ -24,7 +24,6 @@ from strata.serve.schema.sampling import (
 LOGPROBS = "message.output_text.logprobs"
 
 _TEXT_ONLY = "this server reads and writes text only"
-_NO_SETTING = "models here take no such setting; say it in the instructions"
 _NOT_STORED = "only responses are stored here; use previous_response_id"
 
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
@@ -139,7 +138,15 @@ class JsonSchemaFormat(RequestModel):
 class TextConfig(RequestModel):
     format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
     """What the answer must be: text, a JSON object, or JSON that follows a schema."""
-    verbosity: Annotated[Any, Refused(_NO_SETTING, "medium")] = None
+    verbosity: Verbosity | None = None
+    """Has no effect: models here take no such setting; say it in the instructions."""
+
+
+class ReasoningConfig(RequestModel):
+    effort: ReasoningEffort | None = None
+    """A variable `reasoning_effort` for the chat template, which decides what comes of it; most have no use for it."""
+    summary: Annotated[Any, Refused("reasoning is told whole, in content", "auto")] = None
+    generate_summary: Annotated[Any, Refused("reasoning is told whole, in content", "auto")] = None
 
 
 class StreamOptions(RequestModel):
@@ -173,6 +180,7 @@ class ResponsesRequest(RequestModel):
     top_p: TopP | None = None
     """Draw from the fewest tokens whose probabilities reach this."""
     text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
     """Functions that the model may call."""
     tool_choice: ToolChoice | None = None
@@ -181,8 +189,8 @@ class ResponsesRequest(RequestModel):
     """May one answer hold several calls; the default."""
     truncation: Literal["auto", "disabled"] | None = None
     """auto drops the oldest messages of a conversation that does not fit the model; disabled, the default, refuses."""
-    include: list[Literal["message.output_text.logprobs"]] | None = None
-    """What to tell besides: the log-probability of each token of messages."""
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    """What to tell besides: the log-probability of each token of messages. Reasoning is told in any case, readable."""
     top_logprobs: TopLogprobs | None = None
     """Tell those of so many of the likeliest tokens too; needs include."""
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
@@ -213,7 +221,6 @@ class ResponsesRequest(RequestModel):
     background: Annotated[Any, Refused("ask without it, or with stream", False)] = None
     conversation: Annotated[Any, Refused(_NOT_STORED)] = None
     prompt: Annotated[Any, Refused("prompts are not stored here; send the text")] = None
-    reasoning: Annotated[Any, Refused(_NO_SETTING)] = None
     service_tier: Annotated[Any, Refused("there is one tier here", "auto", "default")] = None
     max_tool_calls: Annotated[Any, Refused("it bounds built-in tools, and there are none here")] = None
     context_management: Annotated[Any, Refused("use truncation")] = None
@@ -225,7 +232,12 @@ class ResponsesRequest(RequestModel):
     @property
     def reported_logprobs(self) -> int | None:
         """How many of the likeliest tokens to report at each position; None for no log-probabilities at all."""
-        return (self.top_logprobs or 0) if self.include else None
+        return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return {} if effort is None else {"reasoning_effort": effort}
 
     @property
     def sampling(self) -> SamplingFields:
@@ -237,5 +249,5 @@ class ResponsesRequest(RequestModel):
         """Raises ApiError (400) for fields that do not go together."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is only for requests with stream: true", param="stream_options")
-        if self.top_logprobs is not None and not self.include:
+        if self.top_logprobs is not None and LOGPROBS not in (self.include or ()):
             raise ApiError(400, f'top_logprobs needs include: ["{LOGPROBS}"]', param="top_logprobs")

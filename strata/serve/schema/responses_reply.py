@@ -99,7 +99,7 @@ class ResponseObject(ReplyModel):
     metadata: dict[str, str]
     parallel_tool_calls: bool
     previous_response_id: str | None
-    reasoning: None
+    reasoning: dict[str, Any] | None
     service_tier: Literal["default"]
     store: bool
     """Whether it can be asked for again."""
