@@ -22,6 +22,11 @@ class PageAllocator:
             raise ValueError(f"the KV pool needs at least one page of one token, got {num_pages} pages of {page_size}")
         self.num_pages = num_pages
         self.page_size = page_size
+        self.clear()
+
+    def clear(self) -> None:
+        """All pages are free, whoever held them."""
+        num_pages = self.num_pages
         self._references = [0] * num_pages
         self._cached = bytearray(num_pages)
         self._idle: OrderedDict[int, None] = OrderedDict()

@@ -30,12 +30,16 @@ class PrefixTree:
     Whoever holds a page of the tree holds all pages above it, and pages are let go deepest first. So the order in which
     pages fell idle (`PageAllocator`) is an eviction order that takes the least recently used leaves first.
 
-    A page may be shared before the step that fills it has run. It is trusted once a sound draw has read it, and with it
-    all pages above; what a draw that was not sound has read, `distrust` takes out of the tree.
+    A page may be shared while the step that fills it is under way. It is trusted once a sound draw has read it, and
+    with it all pages above; what a draw that was not sound has read, `distrust` takes out of the tree.
     """
 
     def __init__(self, pages: PageAllocator) -> None:
         self._pages = pages
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all pages without letting go of them: the allocator is cleared as well."""
         self._roots: dict[str, _Node] = {}
         self._owners: dict[int, _Node] = {}
         self._trusted: set[int] = set()

@@ -24,7 +24,10 @@ class _Collected:
 
 
 class Collector:
-    """The output of one request, as far as it has come. `tokenizer` None gives ids without text."""
+    """The output of one request, as far as it has come. `tokenizer` None gives ids without text.
+
+    finished: all samples have ended. changes: counts what has been added.
+    """
 
     def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None) -> None:
         self.request = request
@@ -39,10 +42,8 @@ class Collector:
         self._error: str | None = None
         self._first_token: float | None = None
         self._finished: float | None = None
-
-    @property
-    def finished(self) -> bool:
-        return all(collected.sample.finish_reason is not None for collected in self._samples)
+        self.finished = False
+        self.changes = 0
 
     def append(self, sequence: Sequence, token: int, finish_reason: str | None) -> str | None:
         """Take a sequence's next id; returns the stop string if the text has now reached one."""
@@ -52,7 +53,7 @@ class Collector:
         collected = self._samples[sequence.index]
         collected.ids.append(token)
         collected.text += collected.sample.append((token,), finish_reason, sequence.stop_reason)
-        self._note_end()
+        self._note_change(collected)
         stopped = collected.sample.stop_reason
         return stopped if isinstance(stopped, str) else None
 
@@ -81,7 +82,7 @@ class Collector:
         if self._error is None:
             self._error = why_no_id(sequence)
         collected.text += collected.sample.fail()
-        self._note_end()
+        self._note_change(collected)
 
     def output(self) -> RequestOutput:
         """What there is so far, as a value of its own."""
@@ -109,9 +110,12 @@ class Collector:
             error=self._error,
         )
 
-    def _note_end(self) -> None:
-        if self.finished:
-            self._finished = time.monotonic()
+    def _note_change(self, collected: _Collected) -> None:
+        self.changes += 1
+        if collected.sample.finish_reason is not None:
+            self.finished = all(one.sample.finish_reason is not None for one in self._samples)
+            if self.finished:
+                self._finished = time.monotonic()
 
     def _by_id(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         """The likeliest ids and the id itself, likeliest first."""

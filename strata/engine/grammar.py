@@ -129,6 +129,10 @@ class Masks:
             time.sleep(0)  # the thread needs the interpreter's lock to begin, and from then on does without
         return MasksUnderWay(computed, self._host[: end + len(matchers)], len(constrained), self._words)
 
+    def settle(self) -> None:
+        """Wait until no mask is being computed."""
+        self._starter.submit(int).result()  # it has one thread, which takes its work in order
+
 
 @dataclass(frozen=True)
 class MasksUnderWay:

@@ -9,15 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+from llguidance import LLMatcher
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from strata.engine.bad_words import bad_word_ids
 from strata.engine.build import Engine, EngineConfig, build_engine
 from strata.engine.collect import Collector
+from strata.engine.delivery import Delivery
 from strata.engine.grammar import GrammarCompiler
-from strata.engine.logprob_rows import LogprobRows
-from strata.engine.loop import StepOutput
 from strata.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from strata.engine.pooling import Pooling, PoolRequest, check_vector
 from strata.engine.request import Request
@@ -34,11 +34,15 @@ class LLM:
     Without `model` it is the small model that comes with Strata; `org/model` is a download in the Hugging Face cache.
     verbose: tell on standard error how memory is divided and how long the start took. Raises ValueError, in one clear
     line, for whatever it cannot load or serve.
+
+    Calls may be nested, and streams read side by side, in one thread: each gets all its own outputs. A call that comes
+    while one of another thread is under way raises RuntimeError. An error in a step, Ctrl-C too, ends all requests.
     """
 
     def __init__(self, model: str | Path | None = None, *, verbose: bool = True, **options: Any) -> None:
         console = Console(stderr=True, highlight=False, quiet=not verbose)
         self._engine: Engine = build_engine(EngineConfig.from_options(model, options), log=console.print)
+        self._delivery = Delivery(self._engine.loop)
         self._numbers = itertools.count()
 
     @property
@@ -79,10 +83,18 @@ class LLM:
             self._collector(*self._encoded(prompt), one, number)
             for prompt, one, number in zip(listed, params, priorities, strict=True)
         ]
-        self._add_all(collectors)
-        with _progress(len(collectors), use_tqdm) as advance:
-            for _ in self._run(collectors, advance):
-                pass
+        matchers = self._matchers(collectors)
+        try:
+            self._delivery.add(collectors, matchers)
+            with _progress(len(collectors), use_tqdm) as advance:
+                waiting = collectors
+                while waiting:
+                    self._delivery.step(waiting[0])
+                    rest = [collector for collector in waiting if not collector.finished]
+                    advance(len(waiting) - len(rest))
+                    waiting = rest
+        finally:
+            self._delivery.leave(collectors)
         return [collector.output() for collector in collectors]
 
     def chat(
@@ -111,16 +123,24 @@ class LLM:
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """The output of one prompt after every step that added to it; closing the iterator aborts the request."""
+        """The output of one prompt after every step that added to it; closing the iterator aborts the request.
+
+        Its reader may do anything with the LLM meanwhile: what other calls let it generate is there when it goes on.
+        """
         params = self._params_for(1, sampling_params)
         collector = self._collector(*self._encoded(prompt), params[0], 0)
-        self._add_all([collector])
+        matchers = self._matchers([collector])
+        shown = 0
         try:
-            for _ in self._run([collector], lambda: None):
+            self._delivery.add([collector], matchers)
+            while shown < collector.changes or not collector.finished:
+                if shown == collector.changes:
+                    self._delivery.step(collector)
+                    continue
+                shown = collector.changes
                 yield collector.output()
         finally:
-            self._engine.loop.abort(collector.request.id)
-            self._drain()
+            self._delivery.leave([collector])
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last", use_tqdm: bool = True
@@ -139,10 +159,12 @@ class LLM:
         vectors: list[list[float]] = []
         with _progress(len(encoded), use_tqdm) as advance:
             while rest := requests[len(vectors) :]:
-                for vector in pooler.launch(rest[: pooler.fitting(rest)]).wait():
+                with self._delivery.alone():
+                    batch = pooler.launch(rest[: pooler.fitting(rest)]).wait()
+                for vector in batch:
                     check_vector(vector)
                     vectors.append(vector.tolist())
-                    advance()
+                advance(len(batch))
         return [
             EmbeddingRequestOutput(str(next(self._numbers)), text, ids, EmbeddingOutput(vector))
             for (text, ids), vector in zip(encoded, vectors, strict=True)
@@ -188,60 +210,9 @@ class LLM:
         engine = self._engine
         return GrammarCompiler(self.get_tokenizer(), engine.eos_ids, engine.config.vocab_size)
 
-    def _add_all(self, collectors: list[Collector]) -> None:
-        """Queue all or none."""
-        added: list[str] = []
+    def _matchers(self, collectors: list[Collector]) -> list[LLMatcher | None]:
         grammars = [collector.request.grammar for collector in collectors]
-        matchers = self._grammars.compile_all(grammars) if any(grammars) else [None] * len(collectors)
-        try:
-            for collector, matcher in zip(collectors, matchers, strict=True):
-                self._engine.loop.add(collector.request, matcher)
-                added.append(collector.request.id)
-        except ValueError:
-            for id in added:
-                self._engine.loop.abort(id)
-            raise
-
-    def _run(self, collectors: list[Collector], advance: Callable[[], None]) -> Iterator[None]:
-        """Step until all collectors are finished; yields after every step that brought ids."""
-        waiting = {collector.request.id: collector for collector in collectors}
-        try:
-            for output in self._engine.loop.outputs():
-                self._deliver(output, waiting)
-                for id in [id for id, collector in waiting.items() if collector.finished]:
-                    del waiting[id]
-                    advance()
-                yield
-        except BaseException:
-            for id in waiting:
-                self._engine.loop.abort(id)
-            self._drain()
-            raise
-
-    def _deliver(self, output: StepOutput, collectors: Mapping[str, Collector]) -> None:
-        for part in output.prompt_logprobs:
-            collector = collectors.get(part.sequence.request.id)
-            if collector is not None:
-                collector.append_prompt_logprobs(part.first, LogprobRows(part.tensors))
-        rows = LogprobRows(output.logprobs) if output.logprobs is not None else None
-        for update in output.updates:
-            sequence = update.sequence
-            collector = collectors.get(sequence.request.id)
-            if collector is None:
-                continue
-            if update.token is None:
-                collector.fail(sequence)
-                continue
-            stopped = collector.append(sequence, update.token, update.finish_reason)
-            if rows is not None:
-                collector.append_logprobs(sequence, rows, output.rows[sequence.id])
-            if stopped is not None:
-                self._engine.loop.finish(sequence, "stop", stopped)
-
-    def _drain(self) -> None:
-        """Let what is under way end, so that nothing of an aborted request is left."""
-        for _ in self._engine.loop.outputs():
-            pass
+        return self._grammars.compile_all(grammars) if any(grammars) else [None] * len(collectors)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -264,10 +235,10 @@ class _progress:
         self._progress = Progress(*columns, console=Console(stderr=True), disable=not show)
         self._total = total
 
-    def __enter__(self) -> Callable[[], None]:
+    def __enter__(self) -> Callable[[int], None]:
         self._progress.start()
         task = self._progress.add_task("requests", total=self._total)
-        return lambda: self._progress.advance(task)
+        return lambda count: self._progress.advance(task, count)
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from llguidance import LLMatcher
@@ -41,7 +41,9 @@ class EngineLoop:
     What grammars allow in a step follows from the ids of the step before. Such a step is launched like any other and
     drawn last, when the next one has been planned: so its masks are computed beside the device and the host.
 
-    If the device runs out of memory, all requests end, and `step` and from then on `add` raise EngineFault.
+    Whatever a call raises while it changes something, Ctrl-C too, all requests end and no page stays cached: half a
+    step leaves nothing that a later one could take for a whole. If the device has run out of memory, the error is an
+    EngineFault, and from then on `add` raises the same.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, run_ahead: bool, ledger: Ledger) -> None:
@@ -51,6 +53,7 @@ class EngineLoop:
         self._ledger = ledger
         self._outstanding: Launched | Undrawn | None = None
         self._fault: str | None = None
+        self._is_torn = False
 
     @property
     def idle(self) -> bool:
@@ -68,18 +71,32 @@ class EngineLoop:
         """
         if self._fault is not None:
             raise EngineFault(self._fault)
-        return self.scheduler.add(request, matcher)
+        with self._whole(ValueError):
+            return self.scheduler.add(request, matcher)
 
     def abort(self, request_id: str) -> None:
         """End a request now, wherever it is; a step under way finishes without it."""
-        self.scheduler.abort(request_id)
+        with self._whole():
+            self.scheduler.abort(request_id)
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None) -> None:
         """End a sequence for a reason that the scheduler cannot see (a stop string)."""
-        self.scheduler.finish(sequence, reason, stop_reason)
+        with self._whole():
+            self.scheduler.finish(sequence, reason, stop_reason)
 
     def step(self) -> StepOutput | None:
         """Launch what is ready and return what the step before brought; None if there was none."""
+        with self._whole():
+            return self._step()
+
+    def outputs(self) -> Iterator[StepOutput]:
+        """Step until nothing is left to do."""
+        while not self.idle:
+            output = self.step()
+            if output is not None:
+                yield output
+
+    def _step(self) -> StepOutput | None:
         before, self._outstanding = self._outstanding, None
         if before is not None and self.scheduler.needs_known_ids:
             return self._complete(self._drawn(before))
@@ -92,12 +109,28 @@ class EngineLoop:
         self._outstanding = self._masked(after) if after is not None else None
         return output
 
-    def outputs(self) -> Iterator[StepOutput]:
-        """Step until nothing is left to do."""
-        while not self.idle:
-            output = self.step()
-            if output is not None:
-                yield output
+    @contextmanager
+    def _whole(self, *refusals: type[Exception]) -> Iterator[None]:
+        """What is inside happens as a whole, or everything ends. refusals: errors that are raised before a change."""
+        if self._is_torn:  # the clearing up has been interrupted as well
+            self._clear()
+        self._is_torn = True
+        try:
+            yield
+        except refusals:
+            self._is_torn = False
+            raise
+        except BaseException:
+            self._clear()
+            raise
+        self._is_torn = False
+
+    def _clear(self) -> None:
+        self._outstanding = None
+        with suppress(Exception):  # the device may have broken down; then the next step says so
+            self._runner.settle()
+        self.scheduler.reset()
+        self._is_torn = False
 
     def _launch(self, plan: StepPlan) -> Launched | Undrawn:
         with self._memory_explained(plan):
@@ -115,7 +148,7 @@ class EngineLoop:
 
     @contextmanager
     def _memory_explained(self, plan: StepPlan) -> Iterator[None]:
-        """End everything, and raise EngineFault, if the device runs out of memory inside."""
+        """Raise EngineFault, now and for all requests to come, if the device runs out of memory inside."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -124,8 +157,6 @@ class EngineLoop:
             if fault is None:
                 raise
             self._fault = str(fault)
-            self._outstanding = None
-            self.scheduler.abort_all()
             raise fault from None
 
     def _complete(self, launched: Launched) -> StepOutput:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from strata.engine.request import Sequence
@@ -61,3 +61,19 @@ class StepPlan:
     def draws(self) -> list[Draw]:
         """All draws, in the order in which `Scheduler.complete` takes their ids."""
         return [draw for chunk in self.chunks for draw in chunk.draws]
+
+
+@dataclass
+class Draft:
+    """A plan in the making. left: tokens that it may still get."""
+
+    left: int
+    decodes: list[Chunk] = field(default_factory=list)
+    others: list[Chunk] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def plan(self) -> StepPlan | None:
+        """None if nothing is to run."""
+        chunks = (*self.decodes, *self.others)
+        tokens = len(self.decodes) + sum(chunk.count for chunk in self.others)
+        return StepPlan(chunks, tuple(self.copies), tokens) if chunks else None

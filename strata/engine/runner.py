@@ -201,6 +201,12 @@ class Runner:
             self.observer.end()
         return replace(launched, constrained=step.constrained)
 
+    def settle(self) -> None:
+        """Wait until nothing of any step is under way, so that all buffers may be filled again."""
+        self._masks.settle()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def _send(self, buffer: StepBuffer) -> None:
         if self.observer is not None:
             self.observer.begin()

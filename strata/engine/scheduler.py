@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
 
@@ -16,7 +16,8 @@ from llguidance import LLMatcher
 
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
-from strata.engine.plan import Chunk, Draw, StepPlan, Update
+from strata.engine.plan import Chunk, Draft, Draw, StepPlan, Update
+from strata.engine.prefixes import Prefixes
 from strata.engine.request import Request, Sequence, Status
 
 
@@ -46,25 +47,18 @@ class Statistics:
     preemptions: int = 0
 
 
-@dataclass
-class _Draft:
-    """The plan in the making."""
-
-    left: int
-    decodes: list[Chunk] = field(default_factory=list)
-    others: list[Chunk] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-
-
 class Scheduler:
     """Owns requests, sequences, slots and pages, and decides what each step runs.
 
     The rank of a sequence is its priority, then its arrival, then its id. Pages and tokens go to the best rank first,
-    waiting sequences are admitted strictly by rank, and when pages run out the worst rank is preempted: so the best one
-    always gets on. All pages of what a sequence has to prefill are taken at its admission.
+    waiting sequences are admitted by rank, and when pages run out the worst rank is preempted: so the best one always
+    gets on. All pages of what a sequence has to prefill are taken at its admission.
+
+    No chunk of a step reads what another chunk of it writes. A sequence that could begin with pages that a step fills
+    waits for the next one and finds them; meanwhile others may go before it if they take nothing that it needs.
 
     `schedule` may be called while one plan is outstanding: then the newest id of each of its sequences is on the device
-    only. Plans are completed in order.
+    only. Plans are launched and completed in order, each launched before the next call; one that is not needs `reset`.
     """
 
     def __init__(self, config: SchedulerConfig, pages: PageAllocator, prefix: PrefixTree | None) -> None:
@@ -72,7 +66,7 @@ class Scheduler:
         self.config = config
         self.statistics = Statistics()
         self._pages = pages
-        self._prefix = prefix
+        self._prefixes = Prefixes(pages, prefix)
         self._requests: dict[str, list[Sequence]] = {}
         self._waiting: list[Sequence] = []  # both lists are sorted by rank
         self._running: list[Sequence] = []
@@ -121,14 +115,13 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step; None if nothing can run before an outstanding plan is completed."""
-        draft = _Draft(self.config.max_tokens)
+        self._prefixes.publish()
+        draft = Draft(self.config.max_tokens)
         for sequence in self._decode(draft):
             if draft.left:
                 self._prefill(sequence, draft)
-        while self._waiting and self._slots and draft.left and self._admit(self._waiting[0]):
-            self._prefill(self._waiting.pop(0), draft)
-        chunks = (*draft.decodes, *draft.others)
-        return StepPlan(chunks, tuple(draft.copies), self.config.max_tokens - draft.left) if chunks else None
+        self._admit_waiting(draft)
+        return draft.plan()
 
     def complete(self, plan: StepPlan, ids: Iterable[int]) -> list[Update]:
         """Take the sampled ids, in the order of the plan's draws, and end the sequences that they end.
@@ -184,10 +177,17 @@ class Scheduler:
             self._end(sequence, "abort", None)
         return sequences
 
-    def abort_all(self) -> None:
-        """End all requests."""
-        for request_id in list(self._requests):
-            self.abort(request_id)
+    def reset(self) -> None:
+        """End all requests and forget all pages, in whatever state a call that was interrupted has left them."""
+        unfinished = [sequence for samples in self._requests.values() for sequence in samples]
+        for sequence in (*unfinished, *self._running, *self._waiting):
+            sequence.status, sequence.finish_reason = Status.FINISHED, "abort"
+            sequence.slot, sequence.pages, sequence.unforked = None, [], []
+        self._requests, self._waiting, self._running = {}, [], []
+        self._slots = list(range(self._num_slots))
+        self._refusal = None
+        self._pages.clear()
+        self._prefixes.clear()
 
     def check(self) -> None:
         """Raise AssertionError unless pages, slots, queues and the prefix tree agree. It walks all of them."""
@@ -207,21 +207,17 @@ class Scheduler:
         known = [sequence for sequences in self._requests.values() for sequence in sequences]
         listed = [*self._running, *self._waiting, *(sample for sample in unforked if not sample.finished)]
         assert sorted(known, key=_rank) == sorted(listed, key=_rank), "a sequence is lost or listed twice"
-        self._pages.check((page for s in self._running for page in s.pages), self._prefix or ())
-        if self._prefix is not None:
-            self._prefix.check()
+        self._prefixes.check(self._running)
 
     def _trust(self, sequence: Sequence) -> None:
         """A sequence has drawn its first id since it started; if it still runs, its pages are those that were read."""
         if sequence.status is Status.RUNNING:
             sequence.sound = True
-            if self._prefix is not None:
-                self._prefix.trust(sequence.pages[: len(sequence.tokens) // self._pages.page_size])
+            self._prefixes.trust(sequence)
 
     def _distrust(self, sequence: Sequence) -> None:
         """Nothing stays cached that only the draws of a request have read, of which one could draw no id."""
-        if self._prefix is not None:
-            self._prefix.distrust(sequence.tokens, sequence.request.salt)
+        self._prefixes.distrust(sequence)
         for sample in self._requests.get(sequence.request.id, ()):
             sample.sound = False  # its pages must not come back as sound ones
 
@@ -250,7 +246,7 @@ class Scheduler:
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._pages.page_size)
 
-    def _decode(self, draft: _Draft) -> list[Sequence]:
+    def _decode(self, draft: Draft) -> list[Sequence]:
         """Plan a token for each running sequence that samples; returns those that still prefill."""
         prefilling = []
         running, size, is_shared = self._running, self._pages.page_size, self._pages.is_shared
@@ -281,11 +277,11 @@ class Scheduler:
         draft.left -= len(draft.decodes)
         return prefilling
 
-    def _grow(self, sequence: Sequence, draft: _Draft) -> bool:
+    def _grow(self, sequence: Sequence, draft: Draft) -> bool:
         """Give a sequence a page of its own to write its next token in; False if it was preempted for want of one."""
         pages = sequence.pages
         full = sequence.computed == len(pages) * self._pages.page_size
-        while not self._pages.free and not (self._prefix is not None and self._prefix.evict(1)):
+        while not self._pages.free and not self._prefixes.evict(1):
             victim = self._running[-1]
             self._preempt(victim)
             if victim is sequence:
@@ -302,7 +298,7 @@ class Scheduler:
         sequence.announced = min(sequence.announced, len(pages) - 1)
         return True
 
-    def _prefill(self, sequence: Sequence, draft: _Draft) -> None:
+    def _prefill(self, sequence: Sequence, draft: Draft) -> None:
         """Plan as much of what a sequence has not computed as the budget allows."""
         start, total, slot = sequence.computed, len(sequence.tokens), sequence.slot
         assert slot is not None
@@ -317,9 +313,7 @@ class Scheduler:
         chunk = Chunk(sequence, slot, start, count, draws, sequence.announced, fresh)
         sequence.announced = len(sequence.pages)
         (draft.decodes if count == 1 and len(draws) == 1 else draft.others).append(chunk)
-        if self._prefix is not None:
-            full = sequence.pages[: sequence.computed // self._pages.page_size]
-            self._prefix.insert(sequence.tokens, full, sequence.request.salt)
+        self._prefixes.fill(sequence, start)
 
     def _fork(self, sequence: Sequence) -> list[Draw]:
         """Let the other samples of the request go on from its prompt; those that find no slot queue up instead."""
@@ -339,35 +333,61 @@ class Scheduler:
         sequence.unforked = []
         return draws
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Find a waiting sequence a slot and all pages of what it has to prefill; False if it must wait."""
-        room = self._pages.free + self._pages.idle - len(self._running)
+    def _admit_waiting(self, draft: Draft) -> None:
+        """Admit by rank, until a sequence must wait for pages or an id and all behind it with it.
+
+        Those that wait for what this step fills are put off instead. Slots and pages are kept for them, and those
+        behind them have to fit into this step whole, so that the next step is theirs.
+        """
+        waiting, size = self._waiting, self._pages.page_size
+        put_off = kept = 0
+        while put_off < len(waiting) and put_off < len(self._slots) and draft.left:
+            sequence = waiting[put_off]
+            found = self._find(sequence, kept)
+            if found is None:
+                break
+            wanted = self._pages_for(len(sequence.tokens)) - len(found)
+            if self._prefixes.are_coming(sequence, found):
+                self._prefixes.release(found)
+                put_off, kept = put_off + 1, kept + wanted
+                continue
+            is_whole = len(sequence.tokens) - len(found) * size <= draft.left
+            if put_off and not (is_whole and len(sequence.unforked) < len(self._slots) - put_off):
+                self._prefixes.release(found)
+                break
+            del waiting[put_off]
+            self._admit(sequence, found, wanted)
+            self._prefill(sequence, draft)
+
+    def _find(self, sequence: Sequence, kept: int) -> list[int] | None:
+        """The cached pages that a waiting sequence begins with, now its own; None if it must wait. kept: pages that it
+        has to leave to others."""
+        # A page is left for each running sequence: what is admitted must not be preempted at once.
+        kept += len(self._running)
+        room = self._pages.free + self._pages.idle - kept
         # An id that is under way (the sequence was preempted just now) is on the device in its former slot only.
         if sequence.pending or self._refusal == (sequence, room):
-            return False
-        prefix = self._prefix if sequence.request.params.prompt_logprobs is None else None
-        cached = prefix.match(sequence.tokens, sequence.request.salt) if prefix is not None else []
-        wanted = self._pages_for(len(sequence.tokens)) - len(cached)
-        # A page is left for each running sequence: what is admitted must not be preempted at once.
-        if wanted > self._pages.free + self._pages.idle - len(self._running):
-            for page in reversed(cached):
-                self._pages.release(page)
+            return None
+        found = self._prefixes.find(sequence)
+        if self._pages_for(len(sequence.tokens)) - len(found) > self._pages.free + self._pages.idle - kept:
+            self._prefixes.release(found)
             self._refusal = (sequence, room)
-            return False
+            return None
         self._refusal = None
-        if self._prefix is not None:
-            self._prefix.evict(max(0, wanted - self._pages.free))
-        pages = cached
+        return found
+
+    def _admit(self, sequence: Sequence, pages: list[int], wanted: int) -> None:
+        """Give a sequence a slot and, behind the pages that were found for it, those that it wants."""
+        cached = len(pages) * self._pages.page_size
+        self._prefixes.evict(max(0, wanted - self._pages.free))
         for _ in range(wanted):
             pages.append(self._pages.allocate(after=pages[-1] if pages else None))
         self._start(sequence, pages)
-        found = (len(pages) - wanted) * self._pages.page_size
-        sequence.computed = found
-        if prefix is not None and not sequence.preemptions:
-            sequence.cached_tokens = found
+        sequence.computed = cached
+        if self._prefixes.are_looked_up(sequence) and not sequence.preemptions:
+            sequence.cached_tokens = cached
             self.statistics.prefix_queries += sequence.prompt_length
-            self.statistics.prefix_hits += found
-        return True
+            self.statistics.prefix_hits += cached
 
     def _start(self, sequence: Sequence, pages: list[int]) -> None:
         sequence.slot = heappop(self._slots)
@@ -383,21 +403,11 @@ class Scheduler:
         self._enqueue(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
-        """Take slot and pages from a running sequence; what sound draws have read of them may serve as a prefix.
-
-        Steps under way may still write there, but only before any later step reads or writes the pages.
-        """
+        """Take slot and pages from a running sequence."""
         assert sequence.slot is not None
         _remove(self._running, sequence)
         heappush(self._slots, sequence.slot)
-        if self._prefix is not None:
-            # The newest id came of the last draw, which read all ids before it.
-            read = sequence.tokens[:-1] if sequence.sound else []
-            self._prefix.surrender(read, sequence.pages, sequence.request.salt)
-            self._prefix.trust(sequence.pages[: len(read) // self._pages.page_size])
-        else:
-            for page in sequence.pages:
-                self._pages.release(page)
+        self._prefixes.surrender(sequence)
         sequence.slot, sequence.pages, sequence.computed, sequence.announced = None, [], 0, 0
         sequence.sound = False
 

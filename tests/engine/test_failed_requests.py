@@ -162,7 +162,7 @@ def test_a_cached_page_that_breaks_fails_who_shares_it_and_is_computed_anew(fold
     llm = engine(folder)
     prompts = [[*PREFIX, 1], [*PREFIX, 2], [9, 8, 7]]
     want = [output.outputs[0].token_ids for output in run(llm, prompts)]
-    tree = llm.engine.loop.scheduler._prefix
+    tree = llm.engine.loop.scheduler._prefixes._tree
     assert tree is not None
     held = tree.match([*PREFIX, 1])
     poison(llm, held[1])

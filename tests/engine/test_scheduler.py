@@ -218,10 +218,10 @@ class TestRunAhead:
         of.check()
 
     def test_a_sequence_is_not_admitted_again_while_an_id_is_under_way(self) -> None:
-        # "b" loses copies of pages that "a" holds in the tree, so there is room for it again as soon as it is out.
+        # "b" loses a copy of a page that "a" holds in the tree, so there is room for it again as soon as it is out.
         of = scheduler(pages=6, page_size=4)
         of.add(request("a", [*range(100, 108), 7], max_tokens=8))
-        (young,) = of.add(request("b", range(100, 108), arrival=1.0, max_tokens=8))
+        (young,) = of.add(request("b", range(100, 104), arrival=1.0, max_tokens=8))
         plan = of.schedule()
         for _ in range(4):
             before, plan = plan, of.schedule()
@@ -378,14 +378,69 @@ class TestSamples:
 
 
 class TestPrefix:
-    def test_a_prompt_is_found_as_soon_as_its_step_is_planned(self) -> None:
+    def test_a_prompt_is_found_as_soon_as_its_step_is_under_way(self) -> None:
         of = scheduler(page_size=4, budget=64)
         (first,) = of.add(request("a", range(100, 121), max_tokens=4))
         (second,) = of.add(request("b", [*range(100, 117), 5, 5], arrival=1.0, max_tokens=4))
-        assert shares(of.schedule()) == [("a", 0, 21), ("b", 16, 3)]
+        assert shares(of.schedule()) == [("a", 0, 21)]
+        assert shares(of.schedule()) == [("a", 21, 1), ("b", 16, 3)]
         assert second.pages[:4] == first.pages[:4]
         assert (first.cached_tokens, second.cached_tokens) == (0, 16)
         assert (of.statistics.prefix_queries, of.statistics.prefix_hits) == (40, 16)
+
+    def test_a_prompt_that_differs_in_its_last_token_is_no_decode_beside_the_one_it_would_read(self) -> None:
+        of = scheduler(page_size=4, budget=64)
+        of.add(request("a", [*range(100, 116), 1], max_tokens=4))
+        of.add(request("b", [*range(100, 116), 2], arrival=1.0, max_tokens=4))
+        assert shares(of.schedule()) == [("a", 0, 17)]
+        assert shares(of.schedule()) == [("a", 17, 1), ("b", 16, 1)]
+
+    def test_who_would_find_less_than_a_page_does_not_wait(self) -> None:
+        of = scheduler(page_size=4, budget=64)
+        of.add(request("a", range(100, 110), max_tokens=4))
+        of.add(request("b", [*range(100, 103), 5, 5], arrival=1.0, max_tokens=4))
+        of.add(request("c", range(100, 104), arrival=2.0, max_tokens=4))  # a token must be left to compute
+        assert shares(of.schedule()) == [("a", 0, 10), ("b", 0, 5), ("c", 0, 4)]
+
+    def test_others_go_before_those_that_wait_for_a_step_and_every_prompt_is_computed_once(self) -> None:
+        of = scheduler(page_size=4, budget=64)
+        for place, id in enumerate(("a1", "a2", "b1", "a3", "b2")):
+            of.add(request(id, [*range(1000 * ord(id[0]), 1000 * ord(id[0]) + 8), place], arrival=float(place)))
+        assert shares(of.schedule()) == [("a1", 0, 9), ("b1", 0, 9)]
+        assert shares(of.schedule()) == [("a1", 9, 1), ("b1", 9, 1), ("a2", 8, 1), ("a3", 8, 1), ("b2", 8, 1)]
+
+    @pytest.mark.parametrize(
+        ("options", "later"),
+        [
+            ({"budget": 20}, {"prompt": 12}),  # its prompt does not fit into the step
+            ({"slots": 2}, {"prompt": 5}),  # it would take the slot
+            ({"slots": 3}, {"prompt": 5, "n": 2}),
+            ({"pages": 8}, {"prompt": 9}),  # it would take the pages
+        ],
+    )
+    def test_nobody_takes_what_those_that_wait_for_a_step_need(
+        self, options: dict[str, int], later: dict[str, int]
+    ) -> None:
+        of = scheduler(**{"page_size": 4, "budget": 64, **options})
+        of.add(request("a", [*range(100, 108), 1], max_tokens=4))
+        (second,) = of.add(request("b", [*range(100, 108), 2], arrival=1.0, max_tokens=4))
+        of.add(request("c", **later, arrival=2.0, max_tokens=4))
+        assert shares(of.schedule()) == [("a", 0, 9)]
+        assert ("b", 8, 1) in shares(of.schedule())
+        assert second.cached_tokens == 8
+
+    def test_a_step_that_came_to_nothing_leaves_nothing_to_find(self) -> None:
+        of = scheduler(page_size=4, budget=8)
+        added = of.add(request("a", range(100, 121), max_tokens=4, n=2))
+        step(of)
+        of.schedule()
+        of.reset()
+        of.check()
+        assert not of.has_work
+        assert all(sequence.finish_reason == "abort" and not sequence.pages for sequence in added)
+        (again,) = of.add(request("a", range(100, 121), max_tokens=1))
+        of.schedule()
+        assert again.cached_tokens == 0
 
     def test_outputs_are_found_by_the_next_turn(self) -> None:
         of = scheduler(page_size=4)
@@ -462,14 +517,16 @@ class TestFailure:
         assert cached == [12, 12, 0]
         of.check()
 
-    def test_who_shares_the_prompt_in_the_same_step_goes_on(self) -> None:
+    def test_who_shares_the_prompt_in_the_next_step_goes_on(self) -> None:
         of = scheduler(page_size=4)
         of.add(request("a", range(100, 113), max_tokens=4))
         (sharer,) = of.add(request("b", [*range(100, 112), 5, 5], arrival=1.0, max_tokens=4))
-        plan = of.schedule()
-        assert plan is not None
+        first, second = of.schedule(), of.schedule()
+        assert first is not None
+        assert second is not None
         assert sharer.cached_tokens == 12
-        of.complete(plan, [-1, 7])
+        of.complete(first, [-1])
+        of.complete(second, [7, 7])
         of.check()
         list(finish(of))
         assert len(sharer.outputs) == 4

@@ -72,6 +72,7 @@ class Device:
         for source, target in plan.copies:
             self.pages[target] = dict(self.pages[source])
         written: set[tuple[int, int]] = set()
+        writers: dict[int, int] = {}
         for chunk in plan.chunks:
             table = {} if chunk.first_page == 0 and chunk.new_pages else self.tables[chunk.slot]
             table.update(enumerate(chunk.new_pages, chunk.first_page))
@@ -83,8 +84,13 @@ class Device:
                 assert place not in written, "two tokens in one place"
                 written.add(place)
                 self.pages.setdefault(place[0], {})[place[1]] = (token, position, chunk.sequence.request.salt)
+                assert writers.setdefault(place[0], chunk.slot) == chunk.slot, "two chunks write in a page"
         ids = []
         for chunk in plan.chunks:
+            pages = [self.tables[chunk.slot][page] for page in range(-(-(chunk.start + chunk.count) // self.page_size))]
+            assert all(writers.get(page, chunk.slot) == chunk.slot for page in pages), (
+                "a chunk reads what another one of its step writes"
+            )
             truth = self.truth.setdefault(chunk.sequence.id, list(chunk.sequence.request.prompt))
             end = chunk.start + chunk.count
             read = [

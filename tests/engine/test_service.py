@@ -373,7 +373,7 @@ class TestBadRequests:
         frame = msgspec.msgpack.encode({"type": "add", "id": "a", "prompt": [1], "params": {"n": 77}})
         desk.service.receive(A, frame)
         desk.service.receive(b"a stranger", frame)
-        assert desk.of(A, Refused) == [Refused("a", "n must be from 1 to 16, got 77 - at `$.params`")]
+        assert desk.of(A, Refused) == [Refused("a", "n must be an integer from 1 to 16, got 77 - at `$.params`")]
         assert not desk.told[b"a stranger"]
 
     def test_a_stranger_is_not_served_and_another_protocol_is_told(self, llm: LLM) -> None:

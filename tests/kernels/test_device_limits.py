@@ -68,5 +68,5 @@ def test_an_engine_of_references_gives_the_same_tokens(folder: Path) -> None:
     model, runner = llm.engine.model, llm.engine.loop._runner
     runner._graph = bind(fuse(merge(capture(model))), "reference").forward
     runner._head = bind(capture_head(model), "reference").forward
-    llm.engine.loop.scheduler._prefix.evict(50)
+    llm.engine.loop.scheduler._prefixes.evict(50)
     assert ids(llm) == want

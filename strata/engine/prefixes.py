@@ -1,0 +1,113 @@
+"""What sequences find in the prefix tree, what they leave there, and from when on others may read it."""
+
+from __future__ import annotations
+
+from strata.cache.pages import PageAllocator
+from strata.cache.prefix import PrefixTree
+from strata.engine.request import Sequence, Status
+
+_PageKey = tuple[int | str, tuple[int, ...]]
+"""A page by the one before it (the salt, for the first) and the ids that it holds."""
+
+
+class Prefixes:
+    """The scheduler's side of a prefix tree, or of none: then nothing is ever found.
+
+    What a step fills is found by later steps only. They run after it, so they read what it has written; within a step
+    there is no such order. `publish` is called when the step that was planned last is under way.
+    """
+
+    def __init__(self, pages: PageAllocator, tree: PrefixTree | None) -> None:
+        self._pages, self._tree = pages, tree
+        self._filled: list[tuple[Sequence, int]] = []  # by the step that is being planned, and up to which page
+        self._coming: set[_PageKey] = set()  # the first page that each of them fills
+
+    def publish(self) -> None:
+        """Let what the step before fills be found."""
+        if self._tree is None or not self._filled:
+            return
+        for sequence, full in self._filled:
+            if sequence.status is Status.RUNNING:
+                self._tree.insert(sequence.tokens, sequence.pages[:full], sequence.request.salt)
+                if sequence.sound:
+                    self._tree.trust(sequence.pages[:full])
+        self._filled.clear()
+        self._coming.clear()
+
+    def are_looked_up(self, sequence: Sequence) -> bool:
+        """Whether a sequence may begin with cached pages: not if all its prompt has to be computed, to be scored."""
+        return self._tree is not None and sequence.request.params.prompt_logprobs is None
+
+    def find(self, sequence: Sequence) -> list[int]:
+        """The cached pages that a waiting sequence begins with, each now held once more."""
+        if self._tree is None or not self.are_looked_up(sequence):
+            return []
+        return self._tree.match(sequence.tokens, sequence.request.salt)
+
+    def release(self, found: list[int]) -> None:
+        """Give back what `find` has found."""
+        for page in reversed(found):
+            self._pages.release(page)
+
+    def are_coming(self, sequence: Sequence, found: list[int]) -> bool:
+        """Whether the step that is being planned fills more pages that a sequence could begin with than were found."""
+        if not self._coming or not self.are_looked_up(sequence):
+            return False
+        end = (len(found) + 1) * self._pages.page_size  # a token must be left to compute
+        return end < len(sequence.tokens) and self._key(sequence, found) in self._coming
+
+    def fill(self, sequence: Sequence, start: int) -> None:
+        """The step that is being planned computes what a sequence has between the tokens `start` and `computed`."""
+        if self._tree is None:
+            return
+        size = self._pages.page_size
+        first, full = start // size, sequence.computed // size
+        if first < full:
+            self._filled.append((sequence, full))
+            self._coming.add(self._key(sequence, sequence.pages[:first]))
+
+    def evict(self, count: int) -> int:
+        """Free up to so many pages that only the tree holds; returns how many were freed."""
+        return self._tree.evict(count) if self._tree is not None else 0
+
+    def surrender(self, sequence: Sequence) -> None:
+        """Take all pages of a sequence that ends or pauses; those that its sound draws have read can be found.
+
+        Steps under way may still write there, but only before any later step reads or writes the pages.
+        """
+        if self._tree is None:
+            self.release(sequence.pages)
+            return
+        # The newest id came of the last draw, which read all ids before it.
+        read = sequence.tokens[:-1] if sequence.sound else []
+        self._tree.surrender(read, sequence.pages, sequence.request.salt)
+        self._tree.trust(sequence.pages[: len(read) // self._pages.page_size])
+
+    def trust(self, sequence: Sequence) -> None:
+        """A sound draw has read all tokens of a running sequence."""
+        if self._tree is not None:
+            self._tree.trust(sequence.pages[: len(sequence.tokens) // self._pages.page_size])
+
+    def distrust(self, sequence: Sequence) -> None:
+        """A sequence could draw no id: nothing stays cached that only such draws have read."""
+        if self._tree is not None:
+            self._tree.distrust(sequence.tokens, sequence.request.salt)
+
+    def clear(self) -> None:
+        """Forget everything. The pages must be forgotten as well."""
+        self._filled.clear()
+        self._coming.clear()
+        if self._tree is not None:
+            self._tree.clear()
+
+    def check(self, running: list[Sequence]) -> None:
+        """Raise AssertionError unless pages, their holders and the tree agree. It walks all of them."""
+        self._pages.check((page for sequence in running for page in sequence.pages), self._tree or ())
+        if self._tree is not None:
+            self._tree.check()
+
+    def _key(self, sequence: Sequence, before: list[int]) -> _PageKey:
+        """Of the page of a sequence that follows those before it, which the tree holds."""
+        size, place = self._pages.page_size, len(before)
+        last = before[-1] if before else sequence.request.salt
+        return last, tuple(sequence.tokens[place * size : (place + 1) * size])

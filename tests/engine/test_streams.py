@@ -1,0 +1,157 @@
+"""Several callers of one LLM at once: each gets all that its requests bring, whoever runs the steps."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strata import LLM, SamplingParams
+from strata.engine.outputs import RequestOutput
+
+PROMPTS = [{"prompt_token_ids": [(7 * place + 31 * index) % 300 for place in range(12)]} for index in range(3)]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, logprobs=1, prompt_logprobs=0),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=20, ignore_eos=True, n=2),
+    SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
+]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "ahead"])
+def llm(folder: Path, request: pytest.FixtureRequest) -> LLM:
+    made = LLM(folder, device="cpu", dtype="float32", num_pages=100, enable_prefix_caching=False, deterministic=True)
+    made.engine.loop._run_ahead = request.param
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> list[RequestOutput]:
+    return [llm.generate(prompt, params, use_tqdm=False)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
+def told(output: RequestOutput) -> Any:
+    """All but times and ids of requests."""
+    samples = [(one.token_ids, one.text, one.finish_reason, one.logprobs) for one in output.outputs]
+    return samples, output.prompt_logprobs, output.finished
+
+
+def streams(llm: LLM) -> list[Iterator[RequestOutput]]:
+    return [llm.stream(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
+def assert_nothing_is_left(llm: LLM) -> None:
+    assert llm.engine.loop.idle
+    llm.engine.loop.scheduler.check()
+    assert llm.engine.pages.free == llm.engine.pages.num_pages
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_streams_read_side_by_side_lose_nothing(llm: LLM, alone: list[RequestOutput], seed: int) -> None:
+    draw = random.Random(seed)
+    open_ones, last = dict(enumerate(streams(llm))), {}
+    while open_ones:
+        index = draw.choice(list(open_ones))
+        output = next(open_ones[index], None)
+        if output is None:
+            del open_ones[index]
+        else:
+            assert index not in last or told(output) != told(last[index]), "an output that is not new"
+            last[index] = output
+    assert [told(last[index]) for index in range(3)] == [told(output) for output in alone]
+    assert_nothing_is_left(llm)
+
+
+def test_whatever_runs_inside_a_stream_leaves_it_whole(llm: LLM, alone: list[RequestOutput]) -> None:
+    vector = llm.embed(PROMPTS[1], use_tqdm=False)[0].outputs.embedding
+    message = [{"role": "user", "content": "fox"}]
+    answer = llm.chat(message, PARAMS[2], use_tqdm=False)[0].outputs[0].token_ids
+    last = None
+    for place, output in enumerate(llm.stream(PROMPTS[0], PARAMS[0])):
+        last = output
+        if place == 1:
+            inside = llm.generate(PROMPTS[1:], PARAMS[1:], use_tqdm=False)
+            assert [told(one) for one in inside] == [told(one) for one in alone[1:]]
+        if place == 2:
+            assert llm.embed(PROMPTS[1], use_tqdm=False)[0].outputs.embedding == vector
+            assert llm.chat(message, PARAMS[2], use_tqdm=False)[0].outputs[0].token_ids == answer
+    assert last is not None
+    assert told(last) == told(alone[0])
+    assert_nothing_is_left(llm)
+
+
+@pytest.mark.parametrize("closed", range(3))
+def test_closing_a_stream_disturbs_no_other(llm: LLM, alone: list[RequestOutput], closed: int) -> None:
+    opened = streams(llm)
+    for stream in opened:
+        next(stream)
+    opened[closed].close()  # type: ignore[attr-defined]
+    assert not llm.engine.loop.idle
+    for index in {0, 1, 2} - {closed}:
+        *_, last = opened[index]
+        assert told(last) == told(alone[index])
+    assert_nothing_is_left(llm)
+
+
+def test_a_refused_prompt_disturbs_no_stream(llm: LLM, alone: list[RequestOutput]) -> None:
+    stream = llm.stream(PROMPTS[0], PARAMS[0])
+    next(stream)
+    with pytest.raises(ValueError, match="max_model_len"):
+        llm.generate([PROMPTS[1], {"prompt_token_ids": [5] * 256}], PARAMS[2], use_tqdm=False)
+    *_, last = stream
+    assert told(last) == told(alone[0])
+    assert_nothing_is_left(llm)
+
+
+def test_a_stream_that_is_closed_during_a_step_ends_before_the_next(llm: LLM, alone: list[RequestOutput]) -> None:
+    """As when the garbage collector, which runs at any time, finds a stream that nobody reads any more."""
+    loop = llm.engine.loop
+    left = llm.stream(PROMPTS[1], PARAMS[1])
+    next(left)
+    schedule = loop.scheduler.schedule
+
+    def closing() -> Any:
+        left.close()  # type: ignore[attr-defined]
+        assert loop.scheduler.running, "it must not be ended while the scheduler is at work"
+        return schedule()
+
+    loop.scheduler.schedule = closing  # type: ignore[method-assign]
+    try:
+        output = llm.generate(PROMPTS[0], PARAMS[0], use_tqdm=False)[0]
+    finally:
+        del loop.scheduler.schedule
+    assert told(output) == told(alone[0])
+    assert_nothing_is_left(llm)
+
+
+def test_a_second_thread_is_refused_while_a_call_is_under_way(llm: LLM, alone: list[RequestOutput]) -> None:
+    runner = llm.engine.loop._runner
+    launch, launched, go_on = runner.launch, threading.Event(), threading.Event()
+    got: list[RequestOutput] = []
+
+    def waiting(plan: Any) -> Any:
+        launched.set()
+        assert go_on.wait(30)
+        return launch(plan)
+
+    runner.launch = waiting  # type: ignore[method-assign]
+    thread = threading.Thread(target=lambda: got.extend(llm.generate(PROMPTS[0], PARAMS[0], use_tqdm=False)))
+    thread.start()
+    try:
+        assert launched.wait(30)
+        for call in (
+            lambda: llm.generate(PROMPTS[1], PARAMS[1], use_tqdm=False),
+            lambda: next(llm.stream(PROMPTS[1], PARAMS[1])),
+            lambda: llm.embed(PROMPTS[1], use_tqdm=False),
+        ):
+            with pytest.raises(RuntimeError, match="one call at a time"):
+                call()
+    finally:
+        go_on.set()
+        thread.join(30)
+        del runner.launch
+    assert told(got[0]) == told(alone[0])
+    assert_nothing_is_left(llm)
