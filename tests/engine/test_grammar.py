@@ -260,7 +260,7 @@ def test_grammars_compile_while_the_engine_works(engine: Engine) -> None:
         told |= dict(compiler.ready())
         longest = max(longest, time.perf_counter() - began)
         steps += 1
-    assert longest < 0.05
+    assert longest < 0.5  # "slow" takes seconds
     assert steps == 200
     deadline = time.monotonic() + 60
     while compiler.pending and time.monotonic() < deadline:

@@ -268,7 +268,7 @@ def test_endless_template_is_killed_at_the_deadline_and_the_next_rendering_works
     start = time.monotonic()
     with pytest.raises(ValueError, match=r"longer than 0\.5 s"):
         ours(renderer, ENDLESS, PLAIN)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
     assert not runs(first)
     assert ours(renderer, "{{ messages | length }}", PLAIN) == "3"
     renderer.close()

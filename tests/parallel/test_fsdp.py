@@ -15,7 +15,7 @@ from strata.parallel.data_parallel import fill
 from strata.parallel.layout import Layout
 from strata.parallel.parallelize import parallelize
 from tests.parallel.models import config_of, head_weight, random_batch, random_model
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import relative_error, run_ranks
 from tests.parallel.steps import CLIP, steps_of_ranks
 
 LAYOUTS = {
@@ -58,6 +58,8 @@ def details(world: World, folder: Path) -> dict[str, Any]:
     fill(parallel.gradients.parts, parallel.sharding, source.named_parameters())
     parallel.gradients.publish()
     narrow = random_model(CONFIG, torch.float32).to(torch.bfloat16)
+    entered: list[torch.dtype] = []
+    model.model.layers[1].register_forward_pre_hook(lambda _, inputs: entered.extend(x.dtype for x in inputs[2:]))
     hidden, wanted = model(batch), narrow(batch)
     losses = [linear_cross_entropy(h, head_weight(m), targets).sum() for h, m in ((hidden, model), (wanted, narrow))]
     (losses[0] / world.size).backward()  # all ranks see the same tokens, each with its share of the loss
@@ -66,8 +68,10 @@ def details(world: World, folder: Path) -> dict[str, Any]:
     parallel.gradients.reduce()
     layer = model.get_parameter("model.layers.1.mlp.up_proj.weight")
     return {
-        "hidden": torch.equal(hidden, wanted),
-        "loss": torch.equal(*losses),
+        "angles": sorted(map(str, entered)),
+        # Gathered weights lie at other addresses, on which the bits of a product may depend.
+        "hidden": relative_error(hidden.float(), wanted.float()),
+        "loss": relative_error(*losses),
         "divided": layer.to_local().numel() < layer.numel(),
         "dtypes": sorted({str(part.master.grad.dtype) for part in parallel.gradients.parts}),
         "norm": abs(float(parallel.gradients.norm() / global_norm_of(narrow)) - 1),
@@ -81,8 +85,9 @@ def global_norm_of(model: torch.nn.Module) -> torch.Tensor:
 
 def test_bfloat16_computes_as_one_process_does_and_keeps_float32_masters(tmp_path: Path) -> None:
     for found in run_ranks(details, 2, tmp_path):
-        assert found["hidden"], "cosines and sines must stay float32"
-        assert found["loss"]
+        assert found["angles"] == ["torch.float32"] * 2
+        assert found["hidden"] < 2e-2
+        assert found["loss"] < 2e-2
         assert found["divided"]
         assert found["dtypes"] == ["torch.float32"]
         assert found["norm"] < 1e-2

@@ -110,7 +110,7 @@ def test_a_killed_engine_is_told_in_the_stream_by_health_and_by_the_exit_status(
             kill_engine(server)
             killed = time.monotonic()
             wait_for(lambda: server.status("/health") == 503, server.output)
-            assert time.monotonic() - killed < 2
+            assert time.monotonic() - killed < 10
             rest = list(events)
         assert rest[-1]["error"]["code"] == "engine_dead"
         assert set(rest[-1]["error"]) == {"message", "type", "param", "code"}

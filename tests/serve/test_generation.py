@@ -80,7 +80,7 @@ def test_a_finished_request_is_settled_and_counted(serve_script: ServeScript) ->
 
 def test_more_than_may_wait_is_told_to_come_again(serve_script: ServeScript) -> None:
     """The engine runs 64 sequences at once, and one more may wait."""
-    with serve_script([], hangs=True, settings={"max_queue": 1, "request_timeout": 1.0}) as server:
+    with serve_script([], hangs=True, settings={"max_queue": 1, "request_timeout": 3.0}) as server:
         bodies = [{"prompt": "a", "n": 16}] * 4 + [{"prompt": "a"}]
         threads = [
             threading.Thread(target=server.client.post, args=("/v1/completions",), kwargs={"json": body})
@@ -92,7 +92,7 @@ def test_more_than_may_wait_is_told_to_come_again(serve_script: ServeScript) -> 
             time.sleep(0.01)
         start = time.monotonic()
         refused = server.client.post("/v1/completions", json={"prompt": "a"})
-        assert time.monotonic() - start < 0.5
+        assert time.monotonic() - start < 2.5
         for thread in threads:
             thread.join()
         assert series(server)['strata_rejects_total{reason="queue_full"}'] == 1

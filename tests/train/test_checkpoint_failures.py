@@ -351,22 +351,33 @@ def test_no_rank_waits_at_a_poll_for_one_that_is_less_than_a_step_behind(tmp_pat
         assert rank == {"waited": False, "path": "step-00000001"}
 
 
-def test_a_start_waits_for_the_checkpoint_before_and_training_does_not(tmp_path: Path) -> None:
+def test_a_start_waits_for_the_checkpoint_before_and_training_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk takes as long as the test says."""
+    may_end = threading.Event()
+    sync = os.fsync
+
+    def slow(file: int) -> None:
+        may_end.wait()
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", slow)
     checkpointer = Checkpointer(tmp_path, ALONE, keep=5, warn=_fail)
-    pieces = pieces_with(1, elements=20_000_000)
+    pieces = pieces_with(1)
     checkpointer.prepare(pieces)
     assert checkpointer.stalled_seconds == 0
-    began = time.perf_counter()
     checkpointer.start(1, state_at(1), pieces)
-    returned = time.perf_counter() - began
-    assert checkpointer.stalled_seconds < returned
-    assert checkpointer.poll() is None  # 160 MB are not on the disk yet
+    assert checkpointer.poll() is None
     checkpointer.before_update()
     for piece in pieces:
         piece.tensor.fill_(2)
+    stalled = checkpointer.stalled_seconds
+    threading.Timer(0.2, may_end.set).start()
     checkpointer.start(2, state_at(2), pieces)
+    assert may_end.is_set()
     assert checkpoints(tmp_path) == [tmp_path / "step-00000001"]
-    assert checkpointer.stalled_seconds > returned
+    assert checkpointer.stalled_seconds > stalled
     checkpointer.finish()
     for step in (1, 2):
         load(tmp_path / f"step-{step:08}", pieces)
