@@ -212,7 +212,7 @@ def filled_from_nothing(world: World) -> dict[str, Any]:
     fill(gradients.parts, parallel.sharding, source.named_parameters())
     gradients.publish()
     batch, _ = random_batch(CONFIG, [7, 5])
-    # Parameters are views of a bucket: of the same values at other addresses, on which the bits of a product may depend.
+    # Parameters are views of a bucket: equal values at other addresses, on which the bits of a product may depend.
     equal = all(torch.equal(parameter, source.get_parameter(name)) for name, parameter in model.named_parameters())
     return {"filled": equal and relative_error(model(batch), source(batch)) < 1e-12}
 
