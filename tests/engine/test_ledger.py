@@ -14,7 +14,7 @@ from strata.cache.pool import PoolShape
 from strata.engine import ledger as ledger_module
 from strata.engine import sampler as sampler_module
 from strata.engine.build import decode_buckets
-from strata.engine.ledger import SAMPLING_BYTES, activation_bytes, plan_memory
+from strata.engine.ledger import SAMPLING_BYTES, activation_bytes, plan_memory, sequence_bytes
 from strata.engine.request import Request, Sequence
 from strata.engine.sampler import DrawRow, Sampler
 from strata.engine.sampling_params import SamplingParams
@@ -72,11 +72,10 @@ def test_a_gpu_that_others_have_filled_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_kept_for_sequences_by_hand() -> None:
-    given = {"max_sequences": 256, "max_length": 40960}
-    ledger = plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED | given)
     history = 8 * 40961
     tables = 2 * 4 * 2560
-    assert ledger.sequences == 257 * (history + tables + 151936 // 8 + 4)
+    assert sequence_bytes(CONFIG, 256, 40960, 16) == 257 * (history + tables + 151936 // 8 + 4)
+    assert plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED).sequences == sequence_bytes(CONFIG, 4, 128, 16)
     sampler = Sampler(256, 40960, torch.device("cpu"))
     params = SamplingParams(repetition_penalty=1.3)
     sampler.admit(Sequence(0, Request("0", (1, 2), params), 0, 9, [1, 2], 2), 3)
