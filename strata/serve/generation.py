@@ -175,7 +175,7 @@ class Generation:
 
     def _piece(self, delta: Delta, now: float) -> Piece:
         if delta.error is not None:
-            raise ApiError(500, delta.error, code="generation_failed")
+            raise self._failed(delta.error)
         sample = self._samples[delta.index]
         before = sample.count
         text = sample.append(delta.tokens, delta.finish_reason, delta.stop_reason)
@@ -195,6 +195,14 @@ class Generation:
             sample.finish_reason,
             sample.stop_reason,
         )
+
+    def _failed(self, reason: str) -> ApiError:
+        """What is said of a sample that the engine could not go on with."""
+        params = self._add.params
+        if self._add.grammar is not None and (params.bad_words or params.logit_bias):
+            reason = f"what the answer has to be may need tokens that bad_words or logit_bias forbid: {reason}"
+            return ApiError(400, reason, code="generation_failed")
+        return ApiError(500, reason, code="generation_failed")
 
     def _end(self, delta: Delta, sample: Sample) -> None:
         self._running -= 1

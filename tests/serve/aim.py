@@ -23,7 +23,10 @@ _APART = {
     "/v1/completions": (("prompt_token_ids", "prompt"),),
     "/tokenize": (("messages", "prompt"), ("continue_final_message", "add_generation_prompt")),
 }
-_OF_MESSAGES = ("continue_final_message", "add_generation_prompt", "tools")
+# What the answer has to be is said by one field, and in vLLM's by one field of it.
+_FORMS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format")
+_STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
+_OF_MESSAGES = ("continue_final_message", "add_generation_prompt", "chat_template_kwargs", "tools")
 _TURNS = ("messages", "input")
 _IDS = ("prompt", "prompt_token_ids", "input", "tokens", "stop_token_ids")
 
@@ -85,15 +88,29 @@ def _agreeing(path: str, body: dict[str, Any]) -> dict[str, Any]:
             body[other] = "Hi"
     if path == "/tokenize" and body.get("messages") is None:
         body = {name: value for name, value in body.items() if name not in _OF_MESSAGES}
+    if isinstance(body.get("structured_outputs"), dict):
+        body["structured_outputs"] = _structured(body["structured_outputs"])
+    body = _only_first(body, _FORMS)
     if not body.get("tools"):
         body.pop("tool_choice", None)
-    elif body.get("response_format") is not None or body.get("text") is not None:
-        body["tool_choice"] = "none"
+    if body.get("max_tokens") == 0 and path == "/v1/completions":
+        body["echo"] = True
     if body.get("stream_options") is not None or (path in _LENGTHS and _every_second(body)):
         body["stream"] = True
     if body.get("top_logprobs") is not None:
         body |= {"include": ["message.output_text.logprobs"]} if path == "/v1/responses" else {"logprobs": True}
     return body
+
+
+def _structured(given: dict[str, Any]) -> dict[str, Any]:
+    one = _only_first(given, _STRUCTURED)
+    return one if any(name in one for name in _STRUCTURED) else {**one, "json_object": True}
+
+
+def _only_first(body: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Without those of the names that come after one which asks for something; none of `names` is left if none does."""
+    asking = [name for name in names if body.get(name) not in (None, False)]
+    return {name: value for name, value in body.items() if name not in names or name in asking[:1]}
 
 
 def _every_second(value: Any) -> bool:

@@ -11,6 +11,7 @@ from llguidance import LLMatcher
 
 from strata.models.tokenizer import Tokenizer
 from strata.serve.grammar_worker import TOKENIZER
+from tests.serve.live import LiveServer
 from tests.serve.scripted import Scripted, delta, scripted_server
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -104,3 +105,11 @@ def test_beside_tools_an_answer_is_of_that_form_or_calls(server: Scripted, path:
 def test_text_asks_for_nothing_beside_tools(server: Scripted) -> None:
     assert grammar_of(server, "/v1/chat/completions", **CHAT, response_format={"type": "text"}) is None
     assert grammar_of(server, "/v1/responses", **RESPONSE, text={"format": {"type": "text"}}) is None
+
+
+def test_a_form_that_the_request_itself_forbids_is_its_own_fault(live: LiveServer) -> None:
+    asked = {"prompt": "Hi", "structured_outputs": {"choice": ["0"]}, "bad_words": ["0"]}
+    answer = live.client.post("/v1/completions", json=asked)
+    assert answer.status_code == 400
+    assert "bad_words" in answer.json()["error"]["message"]
+    assert live.client.post("/v1/completions", json={**asked, "bad_words": ["1"]}).json()["choices"][0]["text"] == "0"

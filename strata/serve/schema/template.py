@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from strata.serve.http.errors import ApiError
 from strata.serve.schema.base import RequestModel
@@ -15,7 +17,10 @@ class TemplateFields(RequestModel):
     """Open the assistant's answer after the messages; the default. (This and what follows are vLLM's extensions.)"""
     continue_final_message: bool | None = None
     """Leave the last message open instead, to be written on."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[str, Any], Field(json_schema_extra={"propertyNames": {"not": {"enum": list(_NOT_THERE)}}})]
+        | None
+    ) = None
     """Variables for the chat template, such as `enable_thinking`; one that the template does not read has no effect."""
 
     def check_template(self) -> None:
