@@ -19,6 +19,7 @@ from strata.cli.serve import CHAT, ToolCallParser, served_names, tool_format
 from strata.models.folder import display_name, model_folder
 from strata.serve.batch_file import BatchResults, read_requests
 from strata.serve.client import EngineGone
+from strata.serve.http.keys import ANONYMOUS
 from strata.serve.run_batch import EngineNotStarted, run_batch
 from strata.serve.settings import ServeSettings
 
@@ -63,6 +64,7 @@ def run(
         reasoning=reasoning,
         max_queue=_NO_BOUND,
         request_timeout=float(_NO_BOUND),
+        priority_keys=(ANONYMOUS.name,),
     )
     engine = {
         "model": folder,

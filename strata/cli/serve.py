@@ -18,7 +18,7 @@ from strata.models.json_object import read_object, why_no_text
 from strata.models.shapes import SHAPES
 from strata.models.tokenizer import read_templates
 from strata.serve.http.gate import is_loopback
-from strata.serve.http.keys import read_keys
+from strata.serve.http.keys import ANONYMOUS, KeyHash, read_keys
 from strata.serve.processes.launch import Launch, launch
 from strata.serve.replies.tool_formats import format_in_template
 from strata.serve.settings import ServeSettings
@@ -101,6 +101,13 @@ def serve(
     ] = None,
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Sequences of each key at once.", rich_help_panel=_LIMITS)
+    ] = None,
+    priority_keys: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name of a key whose requests may come before others' (anonymous: all, where there are no keys).",
+            rich_help_panel=_LIMITS,
+        ),
     ] = None,
     shutdown_timeout: Annotated[
         float,
@@ -185,6 +192,7 @@ def serve(
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
         concurrency=concurrency,
+        priority_keys=_priority_keys(priority_keys or [], keys),
         shutdown_timeout=shutdown_timeout,
         api_workers=api_workers,
         log_json=log_json,
@@ -227,6 +235,14 @@ def tool_format(given: ToolCallParser | None, tokenizer: str, chat_template: str
         templates = read_templates(folder, read_object(folder / "tokenizer_config.json"))
         chat_template = templates.get("tool_use", templates.get("default", ""))
     return format_in_template(chat_template)
+
+
+def _priority_keys(given: list[str], keys: list[KeyHash]) -> tuple[str, ...]:
+    known = [key.name for key in keys] or [ANONYMOUS.name]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"--priority-keys {name}: there is no such key; the names are {', '.join(known)}")
+    return tuple(given)
 
 
 def _tokenizer(folder: str) -> str:

@@ -18,13 +18,23 @@ class Status(Enum):
     FINISHED = auto()
 
 
+# Seconds by which a priority can put a request before, or behind, others that came with it: nobody waits for ever.
+MOST_AHEAD = 60.0
+_HALF_AHEAD = 5  # the priority that is worth half of that
+
+
+def seconds_ahead(priority: int) -> float:
+    """By how much sooner a request ranks than it came, in seconds; negative for one that gives way."""
+    return -MOST_AHEAD * priority / (abs(priority) + _HALF_AHEAD)
+
+
 @dataclass(frozen=True)
 class Request:
     """What was asked.
 
     id: names the request among those that are unfinished.
     prompt: token ids.
-    priority: a lower number runs first; equal numbers run in order of arrival.
+    priority: a lower number runs first of those that came within `MOST_AHEAD`; equal ones run in order of arrival.
     arrival: seconds on any clock that all requests share.
     salt: requests share cached prefixes only with requests of the same salt.
     eos_ids: the model's end-of-sequence ids, which end a sample unless `params.ignore_eos`.
@@ -104,7 +114,7 @@ class Sequence:
     preemptions: int = 0
     matcher: LLMatcher | None = None
     # What follows is the scheduler's own book-keeping.
-    rank: tuple[int, float, int] = field(init=False)
+    rank: tuple[float, int] = field(init=False)
     stops: frozenset[int] = field(init=False)
     least: int = field(init=False)
     announced: int = 0
@@ -114,7 +124,7 @@ class Sequence:
     def __post_init__(self) -> None:
         request = self.request
         eos = frozenset() if request.params.ignore_eos else request.eos_ids
-        self.rank = (request.priority, request.arrival, self.id)
+        self.rank = (request.arrival - seconds_ahead(request.priority), self.id)
         self.stops = eos | request.params.stop_ids
         self.least = self.prompt_length + request.params.min_tokens
 

@@ -50,9 +50,9 @@ class Statistics:
 class Scheduler:
     """Owns requests, sequences, slots and pages, and decides what each step runs.
 
-    The rank of a sequence is its priority, then its arrival, then its id. Pages and tokens go to the best rank first,
-    waiting sequences are admitted by rank, and when pages run out the worst rank is preempted: so the best one always
-    gets on. All pages of what a sequence has to prefill are taken at its admission.
+    The rank of a sequence is its arrival, shifted by its priority, then its id. Pages and tokens go to the best rank
+    first, waiting sequences are admitted by rank, and when pages run out the worst rank is preempted: so the best one
+    always gets on. All pages of what a sequence has to prefill are taken at its admission.
 
     No chunk of a step reads what another chunk of it writes. A sequence that could begin with pages that a step fills
     waits for the next one and finds them; meanwhile others may go before it if they take nothing that it needs.

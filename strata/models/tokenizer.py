@@ -17,6 +17,8 @@ from strata.models.special_tokens import SpecialTokens, read_special_tokens
 
 Message = Mapping[str, Any]
 
+_SHORT = 1000  # characters or ids, which take a millisecond at most
+
 
 class Tokenizer:
     """A tokenizer with its special tokens and chat template. Use as a context manager, or `close` when done with chat.
@@ -73,11 +75,17 @@ class Tokenizer:
         return cls(backend, read_special_tokens(folder, config), templates)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in it become their ids."""
+        """Token ids of `text`; special tokens written out in it become their ids.
+
+        Other threads run while a long text is encoded, or many ids are decoded.
+        """
         if not isinstance(text, str):
             raise ValueError(f"the text to encode must be a string, got {type(text).__name__}")
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) <= _SHORT:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Unlike `encode`, this lets go of the interpreter.
+            return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:  # how the library names a str that has no UTF-8
             raise ValueError("the text holds a lone surrogate, which is half a character: remove it") from None
 
@@ -85,7 +93,9 @@ class Tokenizer:
         """The text of `ids`. An id past the vocabulary, which a padded model can produce, has no text."""
         if (wrong := next((id for id in ids if not 0 <= id < 2**32), None)) is not None:
             raise ValueError(f"token id {wrong} is out of range: the vocabulary has ids 0 to {self.vocab_size - 1}")
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        if len(ids) <= _SHORT:
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token(self, id: int) -> str:
         """The token as the vocabulary writes it (not its text)."""

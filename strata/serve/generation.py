@@ -15,12 +15,13 @@ from strata.engine.bad_words import bad_word_ids
 from strata.engine.messages import Add, Delta, TokenLogprobs
 from strata.engine.samples import Sample
 from strata.engine.sampling_params import SamplingParams
+from strata.serve.admission import admission_of
 from strata.serve.client import EngineGone, EngineRefused, Stream
 from strata.serve.http.errors import ApiError
-from strata.serve.http.limits import Admission, Caller
+from strata.serve.http.limits import Admission
 from strata.serve.observe.logs import note_generation
 from strata.serve.observe.metrics import Endpoint, RequestRecord
-from strata.serve.state import ServerState, caller_of, server_of
+from strata.serve.state import ServerState, server_of
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -48,41 +49,38 @@ class Generation:
     The engine is asked at the first step of the iteration. Leaving the `async with` block before the end aborts the
     request there; that is how a client that has left frees its memory.
 
-    prompt: token ids, at least one. endpoint: for the metrics. grammar: one that was found to compile.
-    priority: lower runs first.
-    arrival, deadline: seconds of `time.monotonic()`; by default now, and `request_timeout` later.
+    admission: of the request, with places for these samples. prompt: token ids, at least one.
+    endpoint: for the metrics. grammar: one that was found to compile. priority: lower runs first.
     cached_tokens: how much of the prompt was in the prefix cache. completion_tokens: of all samples so far.
     record: what the metrics were told of it, None until it has ended.
 
-    The iteration raises ApiError: 400 for a prompt that does not fit the model, 408 at the deadline, 429 and 503 when
-    the request is not admitted or the engine is gone, 500 when the engine failed on it.
+    The iteration raises ApiError: 400 for a prompt that does not fit the model, 408 at the deadline, 503 when the
+    engine is gone, 500 when it failed on the request.
     """
 
     def __init__(
         self,
         state: ServerState,
-        caller: Caller,
+        admission: Admission,
         prompt: list[int],
         params: SamplingParams,
         *,
         endpoint: Endpoint,
         grammar: str | None = None,
         priority: int = 0,
-        arrival: float | None = None,
-        deadline: float | None = None,
     ) -> None:
         self._state = state
-        self._caller = caller
+        self._admission = admission
         self._endpoint = endpoint
-        self._arrival = time.monotonic() if arrival is None else arrival
-        self._deadline = self._arrival + state.settings.request_timeout if deadline is None else deadline
+        admission.add_prompt(len(prompt))
         self._add = Add(
             id=uuid4().hex,
             prompt=prompt,
             params=params,
             priority=priority,
-            arrival=self._arrival,
-            salt=caller.salt,
+            # Not of the request's arrival: whoever sends a body slowly would pass those who came meanwhile.
+            arrival=time.monotonic(),
+            salt=admission.caller.salt,
             bad_words=bad_word_ids(params.bad_words or (), state.tokenizer),
             grammar=grammar,
         )
@@ -90,7 +88,7 @@ class Generation:
         self._last_times = [0.0] * params.n
         self._running = params.n
         self._stream: Stream | None = None
-        self._admission: Admission | None = None
+        self._ended = False
         self._scheduled: float | None = None
         self._first_token: float | None = None
         self._reason = "abort"
@@ -139,12 +137,12 @@ class Generation:
     async def aclose(self) -> None:
         """Give back what the request holds; if it has not ended, it is aborted. A second call has no effect."""
         self._running = 0
-        admission, self._admission = self._admission, None
-        if admission is None:
+        if self._ended:
             return
-        admission.release(self.completion_tokens)
-        self._record()
+        self._ended = True
+        self._admission.release(self._add.params.n, self.completion_tokens)
         if self._stream is not None:
+            self._record()
             self._timer.cancel()
             await self._stream.aclose()
 
@@ -156,18 +154,16 @@ class Generation:
         room = limit - self.prompt_tokens
         if room <= 0 or (params.max_tokens or 0) > room:
             raise _too_long(self.prompt_tokens, params.max_tokens, limit)
-        most = room if params.max_tokens is None else params.max_tokens
-        self._admission = self._state.limits.admit(self._caller, self.prompt_tokens, most, params.n)
         stream = self._state.client.submit(self._add)
         # One timer for all tokens: `asyncio.timeout` around each would take a quarter of what a stream costs.
-        self._timer = asyncio.get_running_loop().call_later(self._deadline - time.monotonic(), stream.expire)
+        self._timer = asyncio.get_running_loop().call_later(self._admission.deadline - time.monotonic(), stream.expire)
         return stream
 
     async def _next_deltas(self, stream: Stream) -> list[Delta]:
         try:
             return await anext(stream)
         except TimeoutError:
-            raise self._timed_out() from None
+            raise self._admission.timed_out() from None
         except EngineRefused as error:
             raise ApiError(400, str(error)) from None
         except EngineGone as error:
@@ -214,7 +210,7 @@ class Generation:
         self._first_token = now
         self._scheduled = delta.scheduled
         self.cached_tokens = delta.cached_tokens or 0
-        self._state.metrics.first_token(now - self._arrival)
+        self._state.metrics.first_token(now - self._admission.arrival)
         self._state.metrics.tokens(prompt=self.prompt_tokens, output=0)
 
     def _record(self) -> None:
@@ -223,7 +219,7 @@ class Generation:
         self.record = RequestRecord(
             endpoint=self._endpoint,
             reason=self._reason,
-            arrival=self._arrival,
+            arrival=self._admission.arrival,
             scheduled=self._scheduled,
             first_token=self._first_token,
             ended=time.monotonic(),
@@ -232,15 +228,6 @@ class Generation:
             output_tokens=self.completion_tokens,
         )
         self._state.metrics.finished(self.record)
-
-    def _timed_out(self) -> ApiError:
-        seconds = self._deadline - self._arrival
-        return ApiError(
-            408,
-            f"the request was not done after {seconds:g} s, the most that this server gives one; ask for fewer tokens",
-            code="timeout",
-            headers={"x-should-retry": "false"},  # what clients do with 408 by themselves would only repeat it
-        )
 
 
 def generation_for(
@@ -252,10 +239,10 @@ def generation_for(
     grammar: str | None = None,
     priority: int = 0,
 ) -> Generation:
-    """A generation for an HTTP request, which the request's log line will tell of."""
+    """A generation for an HTTP request that was admitted; the request's log line will tell of it."""
     generation = Generation(
         server_of(request),
-        caller_of(request),
+        admission_of(request),
         prompt,
         params,
         endpoint=endpoint,

@@ -12,7 +12,9 @@ from typing import Any, cast
 
 from strata.engine.structured_outputs import StructuredOutputsParams, join_parts, json_part, read_schema
 from strata.models.async_worker import AsyncWorker
+from strata.serve.fair_queue import AT_ONCE, FairQueue
 from strata.serve.http.errors import ApiError
+from strata.serve.http.limits import Admission
 from strata.serve.replies.tool_formats import TOOL_FORMATS, ToolFormatName
 
 MOST_BYTES = 64 * 1024
@@ -132,42 +134,45 @@ def tool_call_grammar(
 
 
 class GrammarChecker:
-    """Tells whether grammars compile, in a process that can be killed; what it found is remembered.
+    """Tells whether grammars compile, in processes that can be killed; what it found is remembered.
 
     deadline: seconds that one grammar may take.
     """
 
     def __init__(self, deadline: float = 2.0) -> None:
-        self._worker = AsyncWorker("strata.serve.grammar_worker", deadline, _MOST_ANSWER)
-        self._asking: dict[str, asyncio.Task[str | None]] = {}
+        self._workers = [AsyncWorker("strata.serve.grammar_worker", deadline, _MOST_ANSWER) for _ in range(AT_ONCE)]
+        self._turns = FairQueue(self._workers)
+        self._asking: dict[tuple[str, str], asyncio.Task[str | None]] = {}
         self._found: OrderedDict[str, str | None] = OrderedDict()
 
-    async def check(self, grammar: Grammar) -> None:
+    async def check(self, grammar: Grammar, admission: Admission) -> None:
         """Raises ApiError 400, code "invalid_grammar", if the engine could not follow the grammar."""
         size = len(grammar.text)  # ASCII
         if size > MOST_BYTES:
             wrong: str | None = f"it comes to {size:,} bytes of grammar, and at most {MOST_BYTES:,} are taken"
         else:
-            wrong = await self._look_up(grammar.text)
+            wrong = await self._look_up(grammar.text, admission)
         if wrong is not None:
             raise ApiError(400, f"{grammar.param}: {wrong}", param=grammar.param, code="invalid_grammar")
 
     def close(self) -> None:
-        """End the process."""
-        self._worker.close()
+        """End the processes."""
+        for worker in self._workers:
+            worker.close()
 
-    async def _look_up(self, text: str) -> str | None:
-        """What is wrong with a grammar. Those who ask for the same one at once share the answer."""
+    async def _look_up(self, text: str, admission: Admission) -> str | None:
+        """What is wrong with a grammar. Requests of one caller that ask for the same at once share the answer."""
         if text in self._found:
             self._found.move_to_end(text)
             return self._found[text]
-        if text not in self._asking:
-            self._asking[text] = asyncio.create_task(self._ask(text))
-            self._asking[text].add_done_callback(lambda _: self._asking.pop(text))
-        return await asyncio.shield(self._asking[text])
+        asked = admission.caller.name, text
+        if asked not in self._asking:
+            self._asking[asked] = asyncio.create_task(self._ask(text, admission))
+            self._asking[asked].add_done_callback(lambda _: self._asking.pop(asked))
+        return await asyncio.shield(self._asking[asked])
 
-    async def _ask(self, text: str) -> str | None:
-        reply = await self._worker.ask({"grammar": text})
+    async def _ask(self, text: str, admission: Admission) -> str | None:
+        reply = await self._turns.run(admission, lambda worker: worker.ask({"grammar": text}))
         if "error" in reply:  # not remembered: a busy machine may have been the cause
             return f"it takes too much to compile ({reply['error']}): make it simpler"
         wrong = self._found[text] = cast(str | None, reply["wrong"])

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -112,7 +113,12 @@ async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
         "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
         "client": None,
         "server": None,
-        "state": {"caller": ANONYMOUS, "request_id": uuid4().hex},
+        "state": {
+            "caller": ANONYMOUS,
+            "request_id": uuid4().hex,
+            "arrival": time.monotonic(),
+            "body_bytes": len(body),
+        },
     }
     asked = [body]
     answered: list[bytes] = []

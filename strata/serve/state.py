@@ -11,6 +11,7 @@ from strata.models.chat_template import AsyncTemplateRenderer
 from strata.models.tokenizer import Tokenizer
 from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineClient
+from strata.serve.fair_queue import AT_ONCE, FairQueue
 from strata.serve.grammar import GrammarChecker
 from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import Caller, Limits
@@ -20,7 +21,8 @@ from strata.serve.settings import ServeSettings
 
 @dataclass
 class ServerState:
-    """draining: no new requests are taken, those under way finish.
+    """templates, tokenizing: who may use them next, for texts that take long.
+    draining: no new requests are taken, those under way finish.
 
     engine_restarts: when the engine dies, another is started.
     created: when the server started (Unix time).
@@ -33,10 +35,16 @@ class ServerState:
     metrics: Metrics
     grammars: GrammarChecker
     responses: ResponseStore
-    templates: AsyncTemplateRenderer = field(default_factory=AsyncTemplateRenderer)
+    renderers: list[AsyncTemplateRenderer] = field(
+        default_factory=lambda: [AsyncTemplateRenderer() for _ in range(AT_ONCE)]
+    )
     engine_restarts: bool = False
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.templates = FairQueue(self.renderers)
+        self.tokenizing = FairQueue([self.tokenizer] * AT_ONCE)
 
     def require_serving(self) -> None:
         """Raises ApiError (503) if no new request can be taken."""
@@ -73,7 +81,8 @@ class ServerState:
 
     async def close(self) -> None:
         await self.client.close()
-        self.templates.close()
+        for renderer in self.renderers:
+            renderer.close()
         self.grammars.close()
 
 
@@ -86,3 +95,9 @@ def caller_of(request: Request) -> Caller:
     """Whose request it is, as the gate found."""
     caller: Caller = request.scope["state"]["caller"]
     return caller
+
+
+def arrival_of(request: Request) -> float:
+    """When its head had come, in seconds of `time.monotonic()`."""
+    arrival: float = request.scope["state"]["arrival"]
+    return arrival

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.engine.plan import StepPlan
-from strata.engine.request import Request, Sequence, Status
+from strata.engine.request import MOST_AHEAD, Request, Sequence, Status
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduler import Scheduler, SchedulerConfig
 
@@ -99,6 +101,32 @@ class TestOrder:
         for arrival, (id, priority) in enumerate((("late", 1), ("first", -1), ("second", 0))):
             of.add(request(id, 5, arrival=float(arrival), priority=priority, max_tokens=1))
         assert [shares(plan)[0][0] for plan in finish(of)] == ["first", "second", "late"]
+
+    def test_nobody_is_passed_by_whoever_comes_long_after(self) -> None:
+        """However urgent those are: a stream of them does not keep one waiting for ever."""
+        of = scheduler(slots=1)
+        of.add(request("running", 1, max_tokens=1))
+        (waiting,) = of.add(request("waiting", 5, arrival=1.0, priority=1000, max_tokens=1))
+        for second in range(2, 300):
+            of.add(request(f"urgent {second}", 5, arrival=float(second), priority=-1000, max_tokens=1))
+            step(of)
+            if waiting.finished:
+                break
+        assert second <= 2 * MOST_AHEAD + 2
+
+    @given(st.lists(st.tuples(st.floats(0, 300), st.integers(-1000, 1000)), min_size=2, max_size=12))
+    def test_priority_orders_those_that_came_together_and_bounds_the_wait_of_others(
+        self, asked: list[tuple[float, int]]
+    ) -> None:
+        of = scheduler(slots=1)
+        for number, (arrival, priority) in enumerate(asked):
+            of.add(request(f"{number}", [number + 1], arrival=arrival, priority=priority, max_tokens=1))
+        order = [int(shares(plan)[0][0]) for plan in finish(of)]
+        for place, first in enumerate(order):
+            for then in order[place + 1 :]:
+                assert asked[first][0] <= asked[then][0] + 2 * MOST_AHEAD
+                if asked[first][0] == asked[then][0]:
+                    assert asked[first][1] <= asked[then][1]
 
     def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_pages(self) -> None:
         of = scheduler(pages=10, caching=False)

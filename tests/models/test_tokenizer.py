@@ -1,6 +1,9 @@
 """Tokenizer folders: ids and text as transformers gives them, chat templates found where they may lie, clear errors."""
 
 import json
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import strata
 from strata.models.tokenizer import Tokenizer
 
 CORPUS = ["The cat sat on the mat.", "Größe naïve 東京 😀 e\u0301", "def f(x):\n    return x + 1\n"]
@@ -255,3 +259,40 @@ def test_ids_and_text_out_of_range_are_refused(tmp_path):
         tokenizer.encode("half \ud83d")
     with pytest.raises(ValueError, match="must be a string, got list"):
         tokenizer.encode(["a"])
+
+
+def test_other_threads_run_while_a_long_text_is_encoded_and_decoded():
+    """The longest time for which a thread did not get on is a fraction of what the work took."""
+    builtin = Tokenizer.load(Path(strata.__file__).parent / "models" / "builtin")
+    words = "".join(f"word{number} and {number * 7919} " for number in range(20_000))
+    ids = builtin.encode(words)
+    assert builtin.decode(ids, skip_special_tokens=False) == builtin._backend.decode(ids, skip_special_tokens=False)
+    assert ids == builtin._backend.encode(words).ids
+    took, longest = stalled_by(lambda: builtin.encode(words))
+    assert longest < 0.5 * took
+
+
+def stalled_by(work):
+    """(seconds of `work`, longest seconds in which another thread did not run meanwhile)."""
+    done = threading.Event()
+    longest = 0.0
+    started = threading.Event()
+
+    def tick():
+        nonlocal longest
+        last = time.perf_counter()
+        while not done.is_set():
+            started.set()
+            time.sleep(0.001)
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    started.wait()
+    start = time.perf_counter()
+    work()
+    took = time.perf_counter() - start
+    done.set()
+    thread.join()
+    return took, longest

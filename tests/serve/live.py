@@ -93,7 +93,7 @@ def _serving(settings: ServeSettings, address: str, keys: Sequence[KeyHash]) -> 
                 settings=settings,
                 client=client,
                 tokenizer=Tokenizer.load(settings.model),
-                limits=Limits(settings, client.ready.max_sequences),
+                limits=Limits(settings, client.ready.max_sequences, callers=len(keys)),
                 metrics=Metrics(NAME),
                 grammars=GrammarChecker(),
                 responses=ResponseStore(),
@@ -103,7 +103,12 @@ def _serving(settings: ServeSettings, address: str, keys: Sequence[KeyHash]) -> 
 
     async def serve() -> None:
         gate = Gate(
-            build_app(settings, connect), settings, KeyRing(keys), Drain(), lambda why: states[0].metrics.rejected(why)
+            build_app(settings, connect),
+            settings,
+            KeyRing(keys),
+            Drain(),
+            lambda caller: states[0].limits.enter(caller),
+            lambda why: states[0].metrics.rejected(why),
         )
         server = uvicorn.Server(uvicorn.Config(gate, log_level="warning", lifespan="on"))
         stop.append(lambda: setattr(server, "should_exit", True))

@@ -170,6 +170,6 @@ def scripted_server(tokenizer: Tokenizer, script: Sequence[Batch], **options: An
         return state
 
     app = build_app(settings, connect)
-    gate = Gate(app, settings, keys, Drain(), state.metrics.rejected)
+    gate = Gate(app, settings, keys, Drain(), state.limits.enter, state.metrics.rejected)
     with TestClient(gate, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
         yield Scripted(client, engine, state)

@@ -53,8 +53,14 @@ class Server:
     def __init__(self, keys: KeyRing | None = None, app: ASGIApp = echo, **settings: Any) -> None:
         self.drain = Drain()
         self.rejections: list[str] = []
+        self.entered: list[str] = []
         self.gate = Gate(
-            app, ServeSettings("m", ("m",), **settings), keys or KeyRing([]), self.drain, self.rejections.append
+            app,
+            ServeSettings("m", ("m",), **settings),
+            keys or KeyRing([]),
+            self.drain,
+            lambda caller: self.entered.append(caller.name),
+            self.rejections.append,
         )
 
     def ask(

@@ -24,7 +24,20 @@ class Clock:
 
 
 def limits(clock: Clock, max_sequences: int = 4, **settings: Any) -> Limits:
-    return Limits(ServeSettings("model", ("model",), **settings), max_sequences, clock)
+    callers = settings.pop("callers", 1)
+    return Limits(ServeSettings("model", ("model",), **settings), max_sequences, callers, clock)
+
+
+def come(made: Limits, caller: Caller = ALICE) -> Admission:
+    """A request that comes to the door and is let in."""
+    made.enter(caller)
+    return made.admit(caller, 1, 1)
+
+
+def turned_away(made: Limits, caller: Caller = ALICE) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        made.enter(caller)
+    return caught.value
 
 
 def refused(made: Limits, caller: Caller = ALICE, *tokens: int, sequences: int = 1) -> ApiError:
@@ -44,7 +57,8 @@ def test_the_queue_is_bounded_over_all_callers() -> None:
     error = refused(made, BOB)
     assert (error.status, error.code) == (503, "queue_full")
     assert retry_after(error) >= 1
-    admissions[0].release(5)
+    assert turned_away(made, BOB).code == "queue_full"
+    admissions[0].release(1, 5)
     made.admit(BOB, 5, 5)
 
 
@@ -66,8 +80,9 @@ def test_what_could_never_run_is_told_to_go_not_to_wait() -> None:
 def test_a_release_counts_once() -> None:
     made = limits(Clock(), max_sequences=1, max_queue=0)
     admission = made.admit(ALICE, 1, 1)
-    admission.release(1)
-    admission.release(1)
+    admission.release(1, 1)
+    admission.release(1, 1)
+    admission.close()
     made.admit(ALICE, 1, 1)
     assert refused(made).status == 503
 
@@ -76,26 +91,86 @@ def test_requests_per_minute_are_of_each_key_and_retry_after_is_true() -> None:
     clock = Clock()
     made = limits(clock, max_sequences=100, requests_per_minute=6)
     for _ in range(6):
-        made.admit(ALICE, 1, 1)
-    error = refused(made)
+        come(made)
+    error = turned_away(made)
     assert (error.status, error.code) == (429, "requests_per_minute")
     assert retry_after(error) == 10  # one of six a minute
-    made.admit(BOB, 1, 1)
+    come(made, BOB)
     clock.now += 9.9
-    assert refused(made).status == 429
+    assert turned_away(made).status == 429
     clock.now += 0.1
-    made.admit(ALICE, 1, 1)
-    assert refused(made).status == 429
+    come(made)
+    assert turned_away(made).status == 429
 
 
-def test_a_refused_request_costs_nothing() -> None:
-    clock = Clock()
-    made = limits(clock, max_sequences=1, max_queue=0, requests_per_minute=2, tokens_per_minute=100)
+def test_a_request_that_is_refused_after_it_came_in_counts_but_takes_no_tokens() -> None:
+    made = limits(Clock(), max_sequences=1, max_queue=0, requests_per_minute=3, tokens_per_minute=100)
+    made.enter(ALICE)
     admission = made.admit(ALICE, 10, 10)
-    for _ in range(5):
-        assert refused(made, ALICE, 10, 10).status == 503
-    admission.release(10)
-    made.admit(ALICE, 10, 70).release(70)  # 20 of 100 are gone, so exactly 80 are left
+    assert refused(made, ALICE, 10, 10).status == 503
+    for _ in range(2):
+        assert turned_away(made).status == 503
+    assert turned_away(made).code == "requests_per_minute"  # those counted, too
+    admission.release(1, 10)
+    made.admit(ALICE, 10, 70).release(1, 70)  # 20 of 100 are gone, so exactly 80 are left
+
+
+def test_an_estimate_gives_way_to_what_the_prompts_are() -> None:
+    made = limits(Clock(), tokens_per_minute=100)
+    admission = made.admit(ALICE, 60, 5, 2)
+    assert refused(made, ALICE, 31, 0).code == "tokens_per_minute"
+    admission.add_prompt(10)
+    admission.add_prompt(10)
+    made.admit(ALICE, 31, 0).close()  # 30 are held, and this took 31
+    admission.release(1, 1)
+    admission.release(1, 1)
+    made.admit(ALICE, 47, 0)
+    assert refused(made, ALICE, 1, 0).status == 429  # 22, 31 and 47 make 100
+
+
+def test_what_fails_before_its_prompt_is_known_costs_its_estimate() -> None:
+    made = limits(Clock(), tokens_per_minute=100)
+    made.admit(ALICE, 60, 40).close()
+    assert refused(made, ALICE, 41, 0).status == 429
+    made.admit(ALICE, 40, 0)
+
+
+def test_more_than_a_key_may_ever_have_is_refused_and_takes_nothing() -> None:
+    made = limits(Clock(), max_sequences=8, concurrency=4, requests_per_minute=6, tokens_per_minute=100)
+    for _ in range(20):
+        assert refused(made, ALICE, 50, 1, sequences=5).status == 400
+        with pytest.raises(ApiError) as caught:
+            made.admit(ALICE, 50, 1, 1, requests=7)
+        assert (caught.value.status, caught.value.code) == (400, "too_many_requests")
+    made.enter(ALICE)
+    made.admit(ALICE, 96, 1, 4, requests=6)  # all that it may have at once
+    assert turned_away(made).code == "requests_per_minute"
+
+
+def test_several_requests_in_one_count_as_many() -> None:
+    clock = Clock()
+    made = limits(clock, requests_per_minute=6)
+    made.enter(ALICE)
+    made.admit(ALICE, 1, 1, requests=4).close()
+    made.enter(ALICE)
+    with pytest.raises(ApiError) as caught:
+        made.admit(ALICE, 1, 1, requests=3)
+    assert (caught.value.code, retry_after(caught.value)) == ("requests_per_minute", 10)
+    clock.now += 10
+    made.admit(ALICE, 1, 1, requests=3)
+
+
+def test_a_key_leaves_places_in_the_queue_to_the_others() -> None:
+    made = limits(Clock(), max_sequences=2, max_queue=8, callers=2)
+    for _ in range(6):  # what runs, and half of the queue
+        made.admit(ALICE, 1, 1)
+    error = refused(made)
+    assert error.code == "queue_full"
+    assert "of this key" in error.message
+    made.admit(BOB, 1, 1)
+    alone = limits(Clock(), max_sequences=2, max_queue=8)
+    for _ in range(10):
+        alone.admit(ALICE, 1, 1)
 
 
 def test_tokens_not_generated_are_given_back() -> None:
@@ -104,15 +179,15 @@ def test_tokens_not_generated_are_given_back() -> None:
     error = refused(made, ALICE, 10, 10)
     assert (error.status, error.code) == (429, "tokens_per_minute")
     assert retry_after(error) == 6  # 10 tokens are left, and 10 more come in 6 s
-    first.release(20)
-    made.admit(ALICE, 10, 60).release(60)
+    first.release(1, 20)
+    made.admit(ALICE, 10, 60).release(1, 60)
     assert refused(made, ALICE, 1, 0).status == 429
 
 
 def test_a_request_for_more_than_a_minute_of_tokens_waits_for_a_full_minute_and_leaves_a_debt() -> None:
     clock = Clock()
     made = limits(clock, tokens_per_minute=100)
-    made.admit(ALICE, 10, 1000).release(240)
+    made.admit(ALICE, 10, 1000).release(1, 240)
     error = refused(made, ALICE, 1, 0)
     assert retry_after(error) == 91  # 250 used of 100: 150 of debt and 1 at 100 a minute
     clock.now += retry_after(error)
@@ -126,7 +201,7 @@ def test_concurrency_is_of_each_key() -> None:
     assert (error.status, error.code) == (429, "concurrency")
     assert retry_after(error) >= 1
     made.admit(BOB, 1, 1)
-    first.release(1)
+    first.release(1, 1)
     made.admit(ALICE, 1, 1)
 
 
@@ -136,7 +211,7 @@ def test_retry_after_of_an_overload_follows_the_rate_of_releases() -> None:
     for _ in range(10):  # one each two seconds
         admission = made.admit(ALICE, 1, 1)
         clock.now += 2.0
-        admission.release(1)
+        admission.release(1, 1)
     for _ in range(4):
         made.admit(ALICE, 1, 1)
     clock.now += 2.0
@@ -150,17 +225,17 @@ def test_workers_share_every_bound() -> None:
     assert refused(made).status == 503
     made = limits(Clock(), max_sequences=80, api_workers=4, requests_per_minute=16)
     for _ in range(4):
-        made.admit(ALICE, 1, 1)
-    assert refused(made).status == 429
+        come(made)
+    assert turned_away(made).status == 429
 
 
 def test_a_share_of_less_than_one_request_a_minute_still_admits_one() -> None:
     clock = Clock()
     made = limits(clock, max_sequences=80, api_workers=4, requests_per_minute=2)
-    made.admit(ALICE, 1, 1)
-    assert retry_after(refused(made)) == 120
+    come(made)
+    assert retry_after(turned_away(made)) == 120
     clock.now += 120
-    made.admit(ALICE, 1, 1)
+    come(made)
 
 
 @given(
@@ -190,9 +265,9 @@ def test_no_order_of_requests_breaks_the_bounds(asked: list[tuple[Caller, int, i
             admission, holder, most, sequences = held.pop(random.randrange(len(held)))
             output = random.randint(0, sequences * most)
             used[holder] += output
-            admission.release(output)
+            admission.release(sequences, output)
     for admission, *_ in held:
-        admission.release(0)
+        admission.close()
     assert made.in_flight == 0
     assert all(error.status in (429, 503) and retry_after(error) >= 1 for error in refusals)
     # What was used is at most a full bucket, what refilled since, and what one request alone may overdraw it by.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fastapi import Request, Response
 
+from strata.serve.admission import admit_generation
 from strata.serve.api.answer_format import answer_grammar
 from strata.serve.api.chat_reply import ChatReply
 from strata.serve.api.chat_stream import ChatStream
@@ -82,12 +83,14 @@ async def _understand(body: ChatRequest, request: Request) -> _Understood:
     model = state.model_name(body.model)
     body.check()
     params = sampling_params(body, state.client.ready, max_tokens=body.most_tokens, logprobs=body.reported_logprobs)
+    admission = admit_generation(request, params, priority=body.priority)
     tools = _tool_use(body, state.settings.tool_format)
     grammar = tools.grammar
     if grammar is not None:
-        await state.grammars.check(grammar)
+        await state.grammars.check(grammar, admission)
     text = await chat_text(
         state,
+        admission,
         [for_template(message) for message in body.messages],
         tools=tools.shown,
         add_generation_prompt=body.opens_answer,
@@ -95,7 +98,7 @@ async def _understand(body: ChatRequest, request: Request) -> _Understood:
         variables=body.template_variables,
     )
     note_prompt(request.scope, text)
-    prompt = await encode(state, text, add_special_tokens=False, param="messages")
+    prompt = await encode(state, admission, text, add_special_tokens=False, param="messages")
     reasoning = state.settings.reasoning and grammar is None  # a grammar leaves no room for it
     params = with_visible_tags(params, state.tokenizer, tools.tool_format, reasoning)
     parsed = reasoning or tools.tool_format is not None

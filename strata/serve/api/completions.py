@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 
 from fastapi import Request, Response
 
 from strata.models.tokenizer import Tokenizer
+from strata.serve.admission import admit_generation
 from strata.serve.api.answer_format import answer_grammar
 from strata.serve.api.completion_choice import ChoiceText, CompletionPrompt, Part, check_echo, echo_of, merged
 from strata.serve.api.completion_stream import CompletionStream, written_choice, written_completion
-from strata.serve.api.prompts import encode
+from strata.serve.api.prompts import encode_all
 from strata.serve.generation import Generation, Piece, generation_for
 from strata.serve.generations import as_they_come
 from strata.serve.http.json_route import api_router
+from strata.serve.http.limits import Admission
 from strata.serve.http.sse import DONE, EventStream, run_until_disconnect, streams
 from strata.serve.observe.logs import note_prompt
 from strata.serve.schema.completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
@@ -130,12 +132,14 @@ async def _understand(body: CompletionRequest, request: Request) -> _Completing:
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    prompts = [await _prompt(state, body, given) for given in body.prompts()]
+    given = body.prompts()
+    admission = admit_generation(request, params, prompts=len(given), priority=body.priority)
+    prompts = await _prompts(state, admission, body, given)
     if body.echo:
         check_echo(prompts, params.n, body.logprobs)
     grammar = answer_grammar(body)
     if grammar is not None:
-        await state.grammars.check(grammar)
+        await state.grammars.check(grammar, admission)
     note_prompt(request.scope, "\n".join(prompt.text for prompt in prompts))
     return _Completing(
         ReplyHead.new("cmpl", model),
@@ -164,10 +168,19 @@ async def _understand(body: CompletionRequest, request: Request) -> _Completing:
     )
 
 
-async def _prompt(state: ServerState, body: CompletionRequest, given: str | list[int]) -> CompletionPrompt:
-    if isinstance(given, str):
-        ids = await encode(state, given, add_special_tokens=body.add_special_tokens is not False)
-        return CompletionPrompt(given, ids)
-    check_ids(given, state.client.ready.vocab_size, "prompt")
-    text = state.tokenizer.decode(given) if body.echo or state.settings.log_prompts else ""
-    return CompletionPrompt(text, given)
+async def _prompts(
+    state: ServerState, admission: Admission, body: CompletionRequest, given: Sequence[str | list[int]]
+) -> list[CompletionPrompt]:
+    """The prompts as ids, and as texts where those are given or will be shown."""
+    texts = {f"prompt[{number}]": one for number, one in enumerate(given) if isinstance(one, str)}
+    if texts:  # then all are
+        add = body.add_special_tokens is not False
+        encoded = await encode_all(state, admission, texts, add_special_tokens=add)
+        return [CompletionPrompt(text, ids) for text, ids in zip(texts.values(), encoded, strict=True)]
+    return [_prompt_of_ids(state, body, one) for one in given if not isinstance(one, str)]
+
+
+def _prompt_of_ids(state: ServerState, body: CompletionRequest, ids: list[int]) -> CompletionPrompt:
+    check_ids(ids, state.client.ready.vocab_size, "prompt")
+    shown = (body.echo or state.settings.log_prompts) and len(ids) <= state.client.ready.max_model_len
+    return CompletionPrompt(state.tokenizer.decode(ids) if shown else "", ids)

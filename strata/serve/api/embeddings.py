@@ -6,22 +6,24 @@ import asyncio
 import base64
 import struct
 import time
-from typing import Literal
+from typing import Literal, cast
 from uuid import uuid4
 
 import msgspec
 from fastapi import Request, Response
 
 from strata.engine.messages import Embed
-from strata.serve.api.prompts import encode
+from strata.serve.admission import admit
+from strata.serve.api.prompts import encode_all
 from strata.serve.client import EngineGone, EngineRefused
 from strata.serve.http.errors import ApiError
 from strata.serve.http.json_route import api_router
+from strata.serve.http.limits import Admission
 from strata.serve.http.sse import run_until_disconnect
 from strata.serve.observe.metrics import RequestRecord
 from strata.serve.schema.embeddings import EmbeddingList, EmbeddingRequest
 from strata.serve.schema.sampling import check_ids
-from strata.serve.state import ServerState, caller_of, server_of
+from strata.serve.state import ServerState, server_of
 
 # Of one request at the engine at once, so that others are not kept waiting.
 _AT_ONCE = 8
@@ -39,9 +41,13 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
 async def _answer(body: EmbeddingRequest, request: Request) -> Response:
     state = server_of(request)
     model = state.model_name(body.model)
-    prompts = await _prompts(body, state)
     state.require_serving()
-    vectors = await _embed(state, request, prompts, body.pooling or "last")
+    inputs = _inputs(body)
+    # Each counts as a request, and as a sequence while the engine has it.
+    at_once = min(len(inputs), _AT_ONCE, state.limits.most_at_once)
+    admission = admit(request, sequences=at_once, requests=len(inputs))
+    prompts = await _prompts(inputs, state, admission)
+    vectors = await _embed(state, admission, prompts, body.pooling or "last", at_once)
     tokens = sum(map(len, prompts))
     written = [_base64(vector) if body.encoding_format == "base64" else vector for vector in vectors]
     data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(written)]
@@ -50,20 +56,28 @@ async def _answer(body: EmbeddingRequest, request: Request) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-async def _prompts(body: EmbeddingRequest, state: ServerState) -> list[list[int]]:
-    """The token ids of each input. Raises ApiError (400) for one that the model cannot take."""
+def _inputs(body: EmbeddingRequest) -> dict[str, str | list[int]]:
+    """The inputs by the parameter that each is."""
     given = body.input
-    inputs = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-    prompts = []
-    for number, one in enumerate(inputs):
-        where = "input" if inputs[0] is given else f"input[{number}]"
-        if isinstance(one, str):
-            prompt = await encode(state, one, param=where)
-        else:
-            check_ids(one, state.client.ready.vocab_size, where)
-            prompt = list(one)
-        _check_length(len(prompt), state.client.ready.max_model_len, where)
-        prompts.append(prompt)
+    if isinstance(given, str):
+        return {"input": given}
+    if isinstance(given[0], int):
+        return {"input": given}
+    return {f"input[{number}]": one for number, one in enumerate(cast(list[str | list[int]], given))}
+
+
+async def _prompts(inputs: dict[str, str | list[int]], state: ServerState, admission: Admission) -> list[list[int]]:
+    """The token ids of each input. Raises ApiError (400) for one that the model cannot take."""
+    texts = {where: one for where, one in inputs.items() if isinstance(one, str)}
+    if texts:  # then all are
+        prompts = await encode_all(state, admission, texts)
+    else:
+        prompts = [list(one) for one in inputs.values() if not isinstance(one, str)]
+        for where, ids in zip(inputs, prompts, strict=True):
+            check_ids(ids, state.client.ready.vocab_size, where)
+    for where, ids in zip(inputs, prompts, strict=True):
+        _check_length(len(ids), state.client.ready.max_model_len, where)
+        admission.add_prompt(len(ids))
     return prompts
 
 
@@ -80,37 +94,33 @@ def _check_length(tokens: int, most: int, where: str) -> None:
 
 
 async def _embed(
-    state: ServerState, request: Request, prompts: list[list[int]], pooling: Literal["last", "mean"]
+    state: ServerState, admission: Admission, prompts: list[list[int]], pooling: Literal["last", "mean"], at_once: int
 ) -> list[list[float]]:
-    """The vectors in the order of the prompts. Limits and metrics count the request as one."""
-    arrival = time.monotonic()
-    tokens = sum(map(len, prompts))
-    admission = state.limits.admit(caller_of(request), tokens, 0)
+    """The vectors in the order of the prompts. Metrics count the request as one."""
     reason = "abort"
     try:
-        async with asyncio.timeout(state.settings.request_timeout):
-            vectors = await _all_vectors(state, prompts, pooling, arrival)
+        async with asyncio.timeout(admission.deadline - time.monotonic()):
+            vectors = await _all_vectors(state, prompts, pooling, at_once)
         reason = "stop"
         return vectors
     except TimeoutError:
         reason = "error"
-        raise _timed_out(state.settings.request_timeout) from None
+        raise admission.timed_out() from None
     except ApiError:
         reason = "error"
         raise
     finally:
-        admission.release(0)
         if reason == "abort":
             state.metrics.aborted()
         state.metrics.finished(
             RequestRecord(
                 endpoint="embeddings",
                 reason=reason,
-                arrival=arrival,
+                arrival=admission.arrival,
                 scheduled=None,
                 first_token=None,
                 ended=time.monotonic(),
-                prompt_tokens=tokens,
+                prompt_tokens=sum(map(len, prompts)),
                 cached_tokens=0,
                 output_tokens=0,
             )
@@ -118,15 +128,15 @@ async def _embed(
 
 
 async def _all_vectors(
-    state: ServerState, prompts: list[list[int]], pooling: Literal["last", "mean"], arrival: float
+    state: ServerState, prompts: list[list[int]], pooling: Literal["last", "mean"], at_once: int
 ) -> list[list[float]]:
     """Asks the engine for a few at a time; when this is cancelled or one fails, the others are aborted."""
-    places = asyncio.Semaphore(_AT_ONCE)
+    places = asyncio.Semaphore(at_once)
 
     async def embed(number: int, prompt: list[int]) -> list[float]:
         async with places:
             try:
-                return await state.client.embed(Embed(uuid4().hex, prompt, pooling, arrival))
+                return await state.client.embed(Embed(uuid4().hex, prompt, pooling, time.monotonic()))
             except EngineRefused as error:
                 raise ApiError(400, f"input {number}: {error}", param="input") from None
             except EngineGone as error:
@@ -138,15 +148,6 @@ async def _all_vectors(
     finally:
         for task in tasks:
             task.cancel()
-
-
-def _timed_out(seconds: float) -> ApiError:
-    return ApiError(
-        408,
-        f"the vectors were not there after {seconds:g} s, the most that one request may take here: send fewer inputs",
-        code="timeout",
-        headers={"x-should-retry": "false"},
-    )
 
 
 def _base64(vector: list[float]) -> str:

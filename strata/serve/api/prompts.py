@@ -1,13 +1,16 @@
-"""Prompts as token ids: templates rendered in their process, long texts tokenized off the event loop."""
+"""Prompts as token ids: templates rendered in their processes, long texts tokenized off the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from strata.serve.http.errors import ApiError
+from strata.serve.http.limits import Admission
 from strata.serve.state import ServerState
+
+Result = TypeVar("Result")
 
 # Tokenizing this many characters takes a millisecond or two; to hand them to a thread and back takes a tenth of one.
 _SHORT = 4000
@@ -15,6 +18,7 @@ _SHORT = 4000
 
 async def chat_text(
     state: ServerState,
+    admission: Admission,
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -28,16 +32,39 @@ async def chat_text(
     """
     try:
         asked = state.tokenizer.rendering(messages, add_generation_prompt, continue_final_message, tools, variables)
-        return await state.templates.render(asked)
+        return await state.templates.run(admission, lambda renderer: renderer.render(asked))
     except ValueError as error:
         raise ApiError(400, str(error), param="messages", code="chat_template_failed") from None
 
 
-async def encode(state: ServerState, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
+async def encode(
+    state: ServerState, admission: Admission, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
+) -> list[int]:
     """The token ids of a text. Raises ApiError (400) for a text that has none."""
+    (ids,) = await encode_all(state, admission, {param: text}, add_special_tokens=add_special_tokens)
+    return ids
+
+
+async def encode_all(
+    state: ServerState, admission: Admission, texts: Mapping[str, str], *, add_special_tokens: bool = True
+) -> list[list[int]]:
+    """The token ids of several texts, by the parameter that each is. Raises ApiError (400) for a text that has none."""
+
+    def encoded() -> list[list[int]]:
+        return [_encoded(state, text, add_special_tokens, param) for param, text in texts.items()]
+
+    return await off_the_loop(state, admission, sum(map(len, texts.values())), encoded)
+
+
+async def off_the_loop(state: ServerState, admission: Admission, size: int, work: Callable[[], Result]) -> Result:
+    """What `work` with the tokenizer gives. size: characters or ids; where they are many a thread does it, in turn."""
+    if size <= _SHORT:
+        return work()
+    return await state.tokenizing.run(admission, lambda _: asyncio.to_thread(work))
+
+
+def _encoded(state: ServerState, text: str, add_special_tokens: bool, param: str) -> list[int]:
     try:
-        if len(text) <= _SHORT:
-            return state.tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(state.tokenizer.encode, text, add_special_tokens)
+        return state.tokenizer.encode(text, add_special_tokens)
     except ValueError as error:
         raise ApiError(400, f"{param}: {error}", param=param) from None

@@ -12,6 +12,7 @@ import msgspec
 from fastapi import Request, Response
 
 from strata.engine.sampling_params import SamplingParams
+from strata.serve.admission import admit_generation
 from strata.serve.api.response_store import StoredResponse
 from strata.serve.api.responses_input import assistant_message, input_messages
 from strata.serve.api.responses_prompt import response_prompt
@@ -117,15 +118,17 @@ async def _understand(body: ResponsesRequest, request: Request) -> _Understood:
     params = sampling_params(
         body.sampling, state.client.ready, max_tokens=body.max_output_tokens, logprobs=body.reported_logprobs
     )
+    admission = admit_generation(request, params, priority=body.priority)
     tools = _tool_use(body, state.settings.tool_format)
     grammar = tools.grammar
     if grammar is not None:
-        await state.grammars.check(grammar)
+        await state.grammars.check(grammar, admission)
     before = [] if body.previous_response_id is None else _previous(body.previous_response_id, request).messages
     messages = [*before, *input_messages(body.input, before)]
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     prompt = await response_prompt(
         state,
+        admission,
         [*instructions, *messages],
         tools.shown,
         body.template_variables,

@@ -8,6 +8,7 @@ from typing import Any
 
 from strata.serve.api.prompts import chat_text, encode
 from strata.serve.http.errors import ApiError
+from strata.serve.http.limits import Admission
 from strata.serve.state import ServerState
 
 
@@ -19,6 +20,7 @@ class Prompt:
 
 async def response_prompt(
     state: ServerState,
+    admission: Admission,
     messages: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]] | None,
     variables: Mapping[str, Any],
@@ -33,7 +35,7 @@ async def response_prompt(
         system messages at the start stay. What does not fit even so is returned as it is.
     Raises ApiError (400) for messages that the template refuses.
     """
-    prompt = await _render(state, messages, tools, variables)
+    prompt = await _render(state, admission, messages, tools, variables)
     most = state.client.ready.max_model_len - output_tokens
     if not shorten or len(prompt.ids) <= most:
         return prompt
@@ -43,24 +45,25 @@ async def response_prompt(
     low, high = 0, len(starts)
     while low < high:
         middle = (low + high) // 2
-        prompt = await _render(state, [*messages[:head], *messages[starts[middle] :]], tools, variables)
+        prompt = await _render(state, admission, [*messages[:head], *messages[starts[middle] :]], tools, variables)
         if len(prompt.ids) <= most:
             high = middle
         else:
             low = middle + 1
     start = starts[min(low, len(starts) - 1)] if starts else head
-    return await _render(state, [*messages[:head], *messages[start:]], tools, variables)
+    return await _render(state, admission, [*messages[:head], *messages[start:]], tools, variables)
 
 
 async def _render(
     state: ServerState,
+    admission: Admission,
     messages: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]] | None,
     variables: Mapping[str, Any],
 ) -> Prompt:
     try:
-        text = await chat_text(state, messages, tools=tools, variables=variables)
+        text = await chat_text(state, admission, messages, tools=tools, variables=variables)
     except ApiError as error:
         error.param = "input"  # here the messages are called so
         raise
-    return Prompt(text, await encode(state, text, add_special_tokens=False, param="input"))
+    return Prompt(text, await encode(state, admission, text, add_special_tokens=False, param="input"))

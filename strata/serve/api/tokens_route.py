@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import Request, Response
 from pydantic import Field
 
-from strata.serve.api.prompts import chat_text, encode
+from strata.serve.admission import admit
+from strata.serve.api.prompts import chat_text, encode, off_the_loop
 from strata.serve.http.errors import ApiError
 from strata.serve.http.json_route import api_router
+from strata.serve.http.limits import Admission
 from strata.serve.replies.tools import Function
-from strata.serve.schema.base import ReplyModel, RequestModel
+from strata.serve.schema.base import ReplyModel, RequestModel, json_response
 from strata.serve.schema.chat import Tool
 from strata.serve.schema.messages import Message, for_template
 from strata.serve.schema.sampling import TokenId, check_ids
@@ -74,38 +75,49 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     state.metrics.received("tokenize")
     state.model_name(body.model)
     body.check()
+    admission = admit(request)
     if body.prompt is not None:
-        tokens = await encode(state, body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        add = body.add_special_tokens is not False
+        tokens = await encode(state, admission, body.prompt, add_special_tokens=add)
     else:
-        text = await _text_of_messages(body, state)
-        tokens = await encode(state, text, add_special_tokens=bool(body.add_special_tokens), param="messages")
-    answer = {
-        "count": len(tokens),
-        "max_model_len": state.client.ready.max_model_len,
-        "tokens": tokens,
-        "token_strs": [state.tokenizer.token(id) for id in tokens] if body.return_token_strs else None,
-    }
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+        text = await _text_of_messages(body, state, admission)
+        add = bool(body.add_special_tokens)
+        tokens = await encode(state, admission, text, add_special_tokens=add, param="messages")
+    admission.add_prompt(len(tokens))
+
+    def written() -> bytes:
+        strings = [state.tokenizer.token(id) for id in tokens] if body.return_token_strs else None
+        told = {"count": len(tokens), "max_model_len": state.client.ready.max_model_len, "tokens": tokens}
+        return msgspec.json.encode({**told, "token_strs": strings})
+
+    answer = await off_the_loop(state, admission, len(tokens), written)
+    return Response(answer, media_type="application/json")
 
 
-@router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, request: Request) -> Detokenized:
+@router.post("/detokenize", response_model=Detokenized)
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     state = server_of(request)
     state.metrics.received("detokenize")
     state.model_name(body.model)
     check_ids(body.tokens, state.client.ready.vocab_size, "tokens")
-    text = await asyncio.to_thread(state.tokenizer.decode, body.tokens, skip_special_tokens=False)
-    return Detokenized(prompt=text)
+    admission = admit(request)
+    admission.add_prompt(len(body.tokens))
+
+    def decoded() -> str:
+        return state.tokenizer.decode(body.tokens, skip_special_tokens=False)
+
+    return json_response(Detokenized(prompt=await off_the_loop(state, admission, len(body.tokens), decoded)))
 
 
-async def _text_of_messages(body: TokenizeRequest, state: ServerState) -> str:
+async def _text_of_messages(body: TokenizeRequest, state: ServerState, admission: Admission) -> str:
     tools: list[dict[str, Any]] | None = None
     if body.tools:
         functions = [tool.function for tool in body.tools]
         tools = [Function(one.name, one.description, one.parameters).for_template() for one in functions]
     return await chat_text(
         state,
+        admission,
         [for_template(message) for message in body.messages or ()],
         tools=tools,
         add_generation_prompt=body.opens_answer,

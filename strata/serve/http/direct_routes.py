@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from strata.serve.http.errors import ERROR_HANDLERS, ApiError
 from strata.serve.http.json_route import read_json
+from strata.serve.http.limits import Admission
 
 
 class DirectRoutes:
@@ -31,16 +32,22 @@ class DirectRoutes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if route is None:
-            await self._app(scope, receive, send)
-            return
-        request = Request(scope, receive)
         try:
-            response = await route.answer(request)
-            await response(scope, receive, send)  # a stream that fails before its first event has sent nothing yet
-        except (ApiError, RequestValidationError) as error:
-            response = await ERROR_HANDLERS[type(error)](request, error)
-            await response(scope, receive, send)
+            await (self._app(scope, receive, send) if route is None else _answer(route, scope, receive, send))
+        finally:  # whatever became of it
+            admission: Admission | None = scope.get("state", {}).get("admission")
+            if admission is not None:
+                admission.close()
+
+
+async def _answer(route: _Route, scope: Scope, receive: Receive, send: Send) -> None:
+    request = Request(scope, receive)
+    try:
+        response = await route.answer(request)
+        await response(scope, receive, send)  # a stream that fails before its first event has sent nothing yet
+    except (ApiError, RequestValidationError) as error:
+        response = await ERROR_HANDLERS[type(error)](request, error)
+        await response(scope, receive, send)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ _TYPES = {
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     431: "invalid_request_error",
     500: "server_error",
@@ -30,6 +31,16 @@ _TYPES = {
 }
 
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
+_REJECTIONS_BY_STATUS: dict[int, Rejection] = {
+    400: "invalid",
+    401: "unauthorized",
+    403: "forbidden",
+    404: "invalid",
+    408: "deadline",
+    413: "too_large",
+    415: "invalid",
+    431: "too_large",
+}
 _REJECTIONS: dict[str, Rejection] = {
     "queue_full": "queue_full",
     "concurrency": "concurrency",
@@ -74,9 +85,14 @@ class ApiError(Exception):
 
 def count_rejection(app: FastAPI, error: ApiError) -> None:
     """Tell the metrics of a request that is not served, or not to its end, for another cause than a fault of ours."""
-    reason = _REJECTIONS.get(error.code or "", "invalid" if error.status in (400, 404) else None)
+    reason = rejection_of(error)
     if reason is not None:
         app.state.server.metrics.rejected(reason)
+
+
+def rejection_of(error: ApiError) -> Rejection | None:
+    """What the metrics call it; None for a fault of ours."""
+    return _REJECTIONS.get(error.code or "", _REJECTIONS_BY_STATUS.get(error.status))
 
 
 def internal_error() -> ApiError:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable, Collection, Iterable
 from ipaddress import ip_address
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from strata.serve.http.errors import ApiError
+from strata.serve.http.errors import ApiError, rejection_of
 from strata.serve.http.http_protocol import BODY_SECONDS
 from strata.serve.http.keys import ANONYMOUS, KeyRing
 from strata.serve.http.limits import Caller
@@ -32,10 +33,6 @@ _SECURITY_HEADERS = (
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
     (b"cache-control", b"no-store"),
 )
-_REJECTIONS: dict[int, Rejection] = {
-    400: "invalid", 401: "unauthorized", 403: "forbidden", 408: "deadline", 413: "too_large", 431: "too_large",
-    503: "draining",
-}  # fmt: skip
 
 
 def is_loopback(host: str) -> bool:
@@ -49,17 +46,28 @@ def is_loopback(host: str) -> bool:
 class Gate:
     """ASGI middleware around the whole application; it refuses by default.
 
-    It leaves `caller` (a Caller) and `request_id` in `scope["state"]`, hands the body on in one piece, and puts
-    x-request-id and security headers on every response, its own refusals included.
+    It leaves `caller` (a Caller), `request_id`, `arrival` (seconds of `time.monotonic()`) and `body_bytes` in
+    `scope["state"]`, hands the body on in one piece, and puts x-request-id and security headers on every response, its
+    own refusals included.
+
+    enter: counts a caller's request that may cost something, or raises ApiError; its body has not been read yet.
+    rejected: told why a request is refused here.
     """
 
     def __init__(
-        self, app: ASGIApp, settings: ServeSettings, keys: KeyRing, drain: Drain, rejected: Callable[[Rejection], None]
+        self,
+        app: ASGIApp,
+        settings: ServeSettings,
+        keys: KeyRing,
+        drain: Drain,
+        enter: Callable[[Caller], None],
+        rejected: Callable[[Rejection], None],
     ) -> None:
         self._app = app
         self._settings = settings
         self._keys = keys
         self._drain = drain
+        self._enter = enter
         self._rejected = rejected
         self._hosts: Collection[str] | None = None  # names that may be addressed; None is any
         if is_loopback(settings.host):
@@ -75,6 +83,7 @@ class Gate:
         head = RequestHead(scope)
         state = scope.setdefault("state", {})
         state["request_id"] = head.request_id
+        state["arrival"] = time.monotonic()
         answer = self._dressed(send, head)
         with self._drain.request():
             try:
@@ -85,10 +94,13 @@ class Gate:
                     return
                 state["caller"] = self._identify(head)
                 self._check_draining(head)
+                if head.method == "POST":
+                    self._enter(state["caller"])
                 body = await self._read_body(head, receive)
+                state["body_bytes"] = len(body or b"")
             except ApiError as error:
-                if error.status in _REJECTIONS:
-                    self._rejected(_REJECTIONS[error.status])
+                if (reason := rejection_of(error)) is not None:
+                    self._rejected(reason)
                 await _send_error(answer, error)
                 return
             except _Disconnected:

@@ -60,15 +60,21 @@ class _Allowance:
 
 
 class Limits:
-    """Admits requests to the engine, or says why not and when to come again.
+    """Says of requests whether and when they may come in: first at the door, then for what they would cost.
 
     A sequence is in flight from its admission to its release; a request has one for each of its samples. The engine
     runs `max_sequences` at once, so what is in flight beyond that waits, and `settings.max_queue` bounds it. Of several
     API processes each has an equal share of every bound. `clock` tells seconds.
+
+    callers: how many there are. Where there are several, one that fills the queue leaves as many places as it takes.
     """
 
     def __init__(
-        self, settings: ServeSettings, max_sequences: int, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: ServeSettings,
+        max_sequences: int,
+        callers: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._settings = settings
@@ -76,6 +82,7 @@ class Limits:
         self._runnable = max(1, max_sequences // workers)
         self._most_in_flight = self._runnable + settings.max_queue // workers
         self._most_of_caller = None if settings.concurrency is None else max(1, settings.concurrency // workers)
+        self._shared = callers > 1
         self._allowances: dict[str, _Allowance] = {}
         self._releases: deque[float] = deque(maxlen=_RELEASES_REMEMBERED)
         self._in_flight = 0
@@ -89,38 +96,83 @@ class Limits:
         """Sequences in flight beyond those that the engine runs at once."""
         return max(0, self._in_flight - self._runnable)
 
-    def admit(self, caller: Caller, prompt_tokens: int, most_tokens: int, sequences: int = 1) -> Admission:
-        """Count a request in until its `Admission` is released.
+    @property
+    def most_at_once(self) -> int:
+        """Sequences that one request may have in flight."""
+        return min(self._most_in_flight, self._most_of_caller or self._most_in_flight)
 
-        most_tokens: the most that each of its `sequences` can generate. They are reserved in the caller's tokens per
-            minute together with the prompt, up to a full minute's worth; what was not used is given back in the end.
-        Raises ApiError: 429 if the caller is over its own limits and 503 if too many requests wait, both with
-        Retry-After and a code that names the bound; 400 if the request could never be admitted.
+    def enter(self, caller: Caller) -> None:
+        """Count a request before anything is done for it, its body not even read; it counts whatever becomes of it.
+
+        Raises ApiError: 429 or 503, as `admit`, if no request of the caller could be admitted now. One that is turned
+        away for the rate of requests does not count, so that its Retry-After is true.
         """
         now = self._clock()
-        allowance = self._allowances.get(caller.name)
-        if allowance is None:
-            allowance = self._allowances[caller.name] = self._full_allowance(now)
-        most = min(self._most_in_flight, self._most_of_caller or self._most_in_flight)
+        allowance = self._allowance(caller, now)
+        if allowance.requests is not None:
+            self._check_requests(allowance.requests, 1, now)
+            allowance.requests.take(1.0, now)
+        self._check_places(allowance, 1, now)
+
+    def admit(
+        self,
+        caller: Caller,
+        prompt_tokens: int,
+        most_tokens: int,
+        sequences: int = 1,
+        *,
+        requests: int = 1,
+        arrival: float | None = None,
+    ) -> Admission:
+        """Give a request places for all its sequences, or none, until its `Admission` is released.
+
+        prompt_tokens: an estimate, before the prompts are made. most_tokens: the most that each of its `sequences` can
+            generate. They are reserved in the caller's tokens per minute together with the prompts, up to a full
+            minute's worth; what was not used is given back in the end.
+        requests: how many it counts as; one of them was counted by `enter`. arrival: by default now.
+        Raises ApiError: 429 if the caller is over its own limits and 503 if too many requests wait, both with
+        Retry-After and a code that names the bound; 400 if the request could never be admitted. Nothing is taken then.
+        """
+        now = self._clock()
+        allowance = self._allowance(caller, now)
+        most = self.most_at_once
         if sequences > most:
-            raise ApiError(400, f"{sequences} sequences are more than may run at once here: {most}", param="n")
+            message = f"{sequences} sequences are more than may run at once here, {most}: send them in several requests"
+            raise ApiError(400, message, param="n", code="too_many_sequences")
+        if allowance.requests is not None and requests > allowance.requests.capacity:
+            bound = f"this key may use {allowance.requests.capacity:g} a minute: send it in parts"
+            raise ApiError(400, f"this counts as {requests} requests, and {bound}", code="too_many_requests")
         tokens = float(prompt_tokens + sequences * most_tokens)
         reserved = 0.0 if allowance.tokens is None else min(tokens, allowance.tokens.capacity)
-        self._check_allowance(allowance, sequences, reserved, now)
-        if self._in_flight + sequences > self._most_in_flight:
-            message = f"the server is overloaded, {self.waiting} sequences wait: try again later"
-            raise ApiError(503, message, code="queue_full", headers=_retry_after(self._drain_time(now)))
+        self._check_places(allowance, sequences, now)
         if allowance.requests is not None:
-            allowance.requests.take(1.0, now)
+            self._check_requests(allowance.requests, requests - 1, now)
+        if allowance.tokens is not None and (wait := allowance.tokens.wait(reserved, now)) > 0:
+            bound = f"{self._settings.tokens_per_minute} tokens per minute (this request may take {reserved:.0f})"
+            raise _over(bound, "tokens_per_minute", wait)
+        if allowance.requests is not None:
+            allowance.requests.take(requests - 1, now)
         if allowance.tokens is not None:
             allowance.tokens.take(reserved, now)
         allowance.in_flight += sequences
         self._in_flight += sequences
+        start = now if arrival is None else arrival
+        return Admission(
+            caller=caller,
+            arrival=start,
+            deadline=start + self._settings.request_timeout,
+            places=sequences,
+            tokens=_HeldTokens(allowance.tokens, self._clock, reserved),
+            prompt=prompt_tokens,
+            most_output=sequences * most_tokens,
+            free=lambda sequences: self._free(allowance, sequences),
+        )
 
-        def settle(output_tokens: int) -> None:
-            self._settle(allowance, sequences, reserved - prompt_tokens - output_tokens)
-
-        return Admission(settle)
+    def _allowance(self, caller: Caller, now: float) -> _Allowance:
+        found = self._allowances.get(caller.name)
+        if found is None:
+            found = self._allowances[caller.name] = self._full_allowance(now)
+        return found
 
     def _full_allowance(self, now: float) -> _Allowance:
         def bucket(per_minute: int | None) -> Bucket | None:
@@ -128,22 +180,24 @@ class Limits:
 
         return _Allowance(bucket(self._settings.requests_per_minute), bucket(self._settings.tokens_per_minute))
 
-    def _check_allowance(self, allowance: _Allowance, sequences: int, reserved: float, now: float) -> None:
+    def _check_places(self, allowance: _Allowance, sequences: int, now: float) -> None:
         if self._most_of_caller is not None and allowance.in_flight + sequences > self._most_of_caller:
             raise _over(f"{self._settings.concurrency} sequences at once", "concurrency", self._drain_time(now))
-        if allowance.requests is not None and (wait := allowance.requests.wait(1.0, now)) > 0:
-            raise _over(f"{self._settings.requests_per_minute} requests per minute", "requests_per_minute", wait)
-        if allowance.tokens is not None and (wait := allowance.tokens.wait(reserved, now)) > 0:
-            bound = f"{self._settings.tokens_per_minute} tokens per minute (this request may take {reserved:.0f})"
-            raise _over(bound, "tokens_per_minute", wait)
+        free = self._most_in_flight - self._in_flight
+        kept_for_others = self._shared and allowance.in_flight + sequences > self._runnable + free
+        if sequences > free or kept_for_others:
+            whose = f", {allowance.in_flight} of them of this key" if kept_for_others else ""
+            message = f"the server is overloaded, {self.waiting} sequences wait{whose}: try again later"
+            raise ApiError(503, message, code="queue_full", headers=_retry_after(self._drain_time(now)))
 
-    def _settle(self, allowance: _Allowance, sequences: int, unused: float) -> None:
-        now = self._clock()
+    def _check_requests(self, bucket: Bucket, requests: int, now: float) -> None:
+        if (wait := bucket.wait(requests, now)) > 0:
+            raise _over(f"{self._settings.requests_per_minute} requests per minute", "requests_per_minute", wait)
+
+    def _free(self, allowance: _Allowance, sequences: int) -> None:
         allowance.in_flight -= sequences
         self._in_flight -= sequences
-        self._releases.extend([now] * sequences)
-        if allowance.tokens is not None:
-            allowance.tokens.take(-unused, now)
+        self._releases.extend([self._clock()] * sequences)
 
     def _drain_time(self, now: float) -> float:
         """Seconds in which what waits would be gone at the rate of the last releases."""
@@ -152,17 +206,85 @@ class Limits:
         return min(_LONGEST_DRAIN, (self.waiting + 1) * (now - self._releases[0]) / len(self._releases))
 
 
+class _HeldTokens:
+    """What one request holds of its caller's tokens, if those are bounded."""
+
+    def __init__(self, bucket: Bucket | None, clock: Callable[[], float], held: float) -> None:
+        self._bucket = bucket
+        self._clock = clock
+        self._held = held
+
+    def hold(self, tokens: float) -> None:
+        """Hold so many now, but no more than a full minute's worth."""
+        if self._bucket is not None:
+            self.spend(min(tokens, self._bucket.capacity))
+
+    def spend(self, tokens: float) -> None:
+        """It was so many in the end."""
+        if self._bucket is not None:
+            self._bucket.take(tokens - self._held, self._clock())
+            self._held = tokens
+
+
 class Admission:
-    """A request that was let in. Release it when it ends, however it ends."""
+    """A request that was let in. `close` it when it is over, however it ends.
 
-    def __init__(self, settle: Callable[[int], None]) -> None:
-        self._settle: Callable[[int], None] | None = settle
+    caller: whose it is. arrival, deadline: seconds of `time.monotonic()` between which it is to be answered.
+    """
 
-    def release(self, output_tokens: int) -> None:
-        """Settle what was reserved against the tokens of all its samples. A second call has no effect."""
-        settle, self._settle = self._settle, None
-        if settle is not None:
-            settle(output_tokens)
+    def __init__(
+        self,
+        *,
+        caller: Caller,
+        arrival: float,
+        deadline: float,
+        places: int,
+        tokens: _HeldTokens,
+        prompt: float,
+        most_output: float,
+        free: Callable[[int], None],
+    ) -> None:
+        self.caller = caller
+        self.arrival = arrival
+        self.deadline = deadline
+        self._places = places
+        self._tokens = tokens
+        self._estimate: float | None = prompt
+        self._prompt = prompt
+        self._most_output = most_output
+        self._output = 0
+        self._free = free
+
+    def add_prompt(self, tokens: int) -> None:
+        """One of its prompts has so many tokens. What all have takes the place of the estimate."""
+        self._prompt = tokens if self._estimate is not None else self._prompt + tokens
+        self._estimate = None
+        self._tokens.hold(self._prompt + self._most_output)
+
+    def release(self, sequences: int, output_tokens: int) -> None:
+        """So many of its sequences have ended, after so many tokens in all; their places are free."""
+        sequences = min(sequences, self._places)
+        if sequences == 0:
+            return
+        self._places -= sequences
+        self._output += output_tokens
+        self._free(sequences)
+        if self._places == 0:
+            self._tokens.spend(self._prompt + self._output)
+
+    def close(self) -> None:
+        """Release what it still has. A second call has no effect."""
+        self.release(self._places, 0)
+
+    def timed_out(self) -> ApiError:
+        """What it is answered with once its deadline has passed."""
+        seconds = self.deadline - self.arrival
+        return ApiError(
+            408,
+            f"the request was not done after {seconds:g} s, the most that this server gives one; ask for less",
+            code="timeout",
+            headers={"x-should-retry": "false"},  # what clients do with 408 by themselves would only repeat it
+        )
 
 
 def _over(bound: str, code: str, wait: float) -> ApiError:

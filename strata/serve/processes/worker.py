@@ -26,6 +26,7 @@ from strata.models.chat_template import AsyncTemplateRenderer
 from strata.models.tokenizer import Tokenizer
 from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineClient, EngineGone
+from strata.serve.fair_queue import AT_ONCE
 from strata.serve.grammar import GrammarChecker
 from strata.serve.http.app import build_app
 from strata.serve.http.gate import Gate
@@ -116,20 +117,21 @@ class ApiServer:
     async def _connect(self) -> ServerState:
         job, settings = self._job, self._job.settings
         tokenizer = await asyncio.to_thread(Tokenizer.load, job.tokenizer, settings.chat_template)
-        templates = AsyncTemplateRenderer()
+        renderers = [AsyncTemplateRenderer() for _ in range(AT_ONCE)]
         with suppress(ValueError):  # there may be no template, or none that takes this
             # Starts the process that renders, while the engine starts, too; the first chat would wait for it.
-            await templates.render(tokenizer.rendering([{"role": "user", "content": "Hello"}]))
+            hello = tokenizer.rendering([{"role": "user", "content": "Hello"}])
+            await asyncio.gather(*(renderer.render(hello) for renderer in renderers))
         client = await EngineClient.connect(self._address, most_silence=settings.engine_timeout)
         return ServerState(
             settings=settings,
             client=client,
             tokenizer=tokenizer,
-            limits=Limits(settings, client.ready.max_sequences),
+            limits=Limits(settings, client.ready.max_sequences, callers=len(job.keys)),
             metrics=Metrics(settings.served_model_names[0], Path(job.folder), job.number),
             grammars=GrammarChecker(),
             responses=ResponseStore(),
-            templates=templates,
+            renderers=renderers,
             engine_restarts=job.restart_engine,
         )
 
@@ -140,7 +142,8 @@ class ApiServer:
             return self._state
 
         app = build_app(settings, connected)
-        gate = Gate(app, settings, KeyRing(self._job.keys), self._drain, self._state.metrics.rejected)
+        state, keys = self._state, KeyRing(self._job.keys)
+        gate = Gate(app, settings, keys, self._drain, state.limits.enter, state.metrics.rejected)
         return uvicorn.Config(
             AccessLog(gate, log_prompts=settings.log_prompts, tracer=tracer),
             http=BoundedHttpProtocol,

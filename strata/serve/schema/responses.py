@@ -211,7 +211,7 @@ class ResponsesRequest(RequestModel):
     ignore_eos: bool | None = None
     """Go on past the model's end of sequence."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
-    """Of the requests that wait, those with the lowest run first; 0 if absent."""
+    """Of requests that came within a minute, the lowest run first; 0 if absent. Below 0 a key needs the right."""
 
     user: str | None = None
     """Has no effect, nor have the next three: a key says who sends a request, and prefixes are cached by themselves."""

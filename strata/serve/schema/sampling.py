@@ -102,7 +102,7 @@ class SamplingFields(RequestModel):
     return_token_ids: bool | None = None
     """Add `prompt_token_ids` and the `token_ids` of each choice to the answer."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
-    """Of the requests that wait, those with the lowest run first; 0 if absent."""
+    """Of requests that came within a minute, the lowest run first; 0 if absent. Below 0 a key needs the right."""
 
     @property
     def samples(self) -> int:
