@@ -28,7 +28,7 @@ def tokenizer() -> Iterator[Tokenizer]:
 @pytest.fixture(scope="session")
 def live() -> Iterator[LiveServer]:
     """The built-in model, served. Tests leave it idle."""
-    with live_server(BUILTIN, tool_format="hermes", max_queue=64) as server:
+    with live_server(BUILTIN, tool_format="hermes", max_queue=64, priority_keys=("anonymous",)) as server:
         yield server
 
 

@@ -138,7 +138,7 @@ def open_document(live: LiveServer) -> BaseSchema:
 
 @pytest.fixture(scope="module")
 def guarded_document() -> Iterator[BaseSchema]:
-    with live_server(BUILTIN, [KeyHash.of("alice", KEY)], tool_format="hermes") as server:
+    with live_server(BUILTIN, [KeyHash.of("alice", KEY)], tool_format="hermes", priority_keys=("alice",)) as server:
         yield document_of(server, CASES_WITH_KEYS, KEY)
 
 

@@ -120,9 +120,11 @@ class ErrorBody(BaseModel):
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "The request is not one that can be served; `param` names the field."},
     401: {"model": ErrorBody, "description": "A key is missing or wrong."},
+    403: {"model": ErrorBody, "description": "The key, or the page that asks, has no right to this."},
     404: {"model": ErrorBody, "description": "There is no such model or object."},
     408: {"model": ErrorBody, "description": "The request took longer than the server allows."},
     413: {"model": ErrorBody, "description": "The body is too large."},
+    415: {"model": ErrorBody, "description": "The body is encoded in a way that is not read here."},
     429: {"model": ErrorBody, "description": "Too many requests or tokens; come again after `Retry-After` seconds."},
     500: {"model": ErrorBody, "description": "The server failed."},
     503: {"model": ErrorBody, "description": "The engine is down, or the server is shutting down."},
