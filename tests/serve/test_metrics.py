@@ -153,6 +153,27 @@ def test_any_process_renders_the_sum_of_all(tmp_path: Path) -> None:
         assert read["strata_num_requests_running"] == 5, "the engine is one, however many processes ask it"
 
 
+def test_counters_of_the_engine_fall_neither_from_process_to_process_nor_with_the_engine(tmp_path: Path) -> None:
+    """Each process has heard from the engine at another time; then the engine ends, and another begins to count."""
+    first, second = Metrics("m", tmp_path, 0), Metrics("m", tmp_path, 1)
+    behind = Statistics(prefix_queries=80, prefix_hits=40, preemptions=1, steps=90, failed=0)
+    newest = Statistics(prefix_queries=99, prefix_hits=48, preemptions=2, steps=100, failed=1)
+    scrapes = [(first, newest), (second, behind), (first, newest), (second, newest)]
+    tellings = [samples(metrics.render(told)) for metrics, told in scrapes]
+    first.engine_ended(newest)
+    second.engine_ended(behind)
+    restarted = [(second, Statistics()), (first, Statistics()), (first, Statistics(steps=5)), (second, Statistics())]
+    tellings += [samples(metrics.render(told)) for metrics, told in restarted]
+    names = [name for name in tellings[0] if name.endswith("_total")]
+    assert len(names) > 5
+    for earlier, later in pairwise(tellings):
+        assert all(earlier[name] <= later[name] for name in names)
+    assert tellings[3]["strata_engine_steps_total"] == 100
+    assert tellings[-1]["strata_engine_steps_total"] == 105
+    again = Metrics("m", tmp_path, 1)  # a process that was started again
+    assert samples(again.render(Statistics()))["strata_engine_steps_total"] == 105
+
+
 def test_what_a_process_counted_outlives_it(tmp_path: Path) -> None:
     code = "\n".join([
         "import os, sys, pathlib",

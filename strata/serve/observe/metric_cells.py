@@ -1,7 +1,7 @@
 """Numbers of one process that others can add up: float64 cells in a file that all API processes of a server see.
 
 Adding to a cell is a store into memory, with no lock and no system call; a reader sums the files of all processes at
-the moment it is asked, so whichever process answers, the sum never falls.
+the moment it is asked, so whichever process answers, the sum never falls, nor the largest of a cell that only grows.
 """
 
 from __future__ import annotations
@@ -32,6 +32,13 @@ class Cells:
         for cells in self._others():
             sums = [one + other for one, other in zip(sums, cells, strict=True)]
         return sums
+
+    def largest(self) -> list[float]:
+        """The largest value of every cell over the processes."""
+        largest = list(self.values)
+        for cells in self._others():
+            largest = list(map(max, largest, cells))
+        return largest
 
     def _map(self) -> mmap.mmap:
         if self._own is None:

@@ -1,12 +1,13 @@
 """What the server counts, as Prometheus reads it: the names are vLLM's with `strata_` before them.
 
-What concerns requests is counted here, in the API process; what concerns the engine is in its newest `Statistics`.
+What concerns requests is counted here, in the API process. What concerns the engine is in its newest `Statistics`, of
+which the processes hear at different times: what one of them has told is the least that any tells from then on.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -29,6 +30,14 @@ REJECTIONS: tuple[Rejection, ...] = (
     "queue_full", "concurrency", "requests_per_minute", "tokens_per_minute", "draining", "engine_gone", "unauthorized",
     "forbidden", "too_large", "invalid", "deadline",
 )  # fmt: skip
+
+_ENGINE_COUNTERS: dict[str, tuple[str, Callable[[Statistics], int]]] = {
+    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda told: told.prefix_queries),
+    "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda told: told.prefix_hits),
+    "num_preemptions": ("Sequences put back to wait for lack of KV pages.", lambda told: told.preemptions),
+    "corrupted_requests": ("Requests whose logits were no distribution.", lambda told: told.failed),
+    "engine_steps": ("Steps of the engine.", lambda told: told.steps),
+}
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
@@ -99,6 +108,10 @@ class Metrics:
         for name, (_, bounds) in _HISTOGRAMS.items():
             self._first[name] = count
             count += len(bounds) + 2  # one bucket above the last bound, and the sum
+        for name in _ENGINE_COUNTERS:  # as they were told last
+            self._first[name] = count
+            count += 1
+        self._former_engines = dict.fromkeys(_ENGINE_COUNTERS, 0.0)
         self._cells = Cells(count, folder, worker)
         self._values = self._cells.values
         self._endpoints = {value: self._first["requests"] + at for at, value in enumerate(ENDPOINTS)}
@@ -143,10 +156,16 @@ class Metrics:
         if record.first_token is not None:
             self._observe("request_decode_time_seconds", REQUEST_BOUNDS, record.ended - record.first_token)
 
+    def engine_ended(self, statistics: Statistics) -> None:
+        """The next engine counts from 0 again. statistics: the newest of the one that has ended."""
+        for name, _, value in self._engine_counts(statistics):
+            self._former_engines[name] = value
+
     def render(self, statistics: Statistics) -> bytes:
         """All series in Prometheus' text format (its media type is `prometheus_client.CONTENT_TYPE_PLAIN_0_0_4`)."""
         registry = CollectorRegistry()
-        registry.register(_Families([*self._engine_families(statistics), *self._request_families()]))
+        families = [*self._engine_gauges(statistics), *self._engine_counters(statistics), *self._request_families()]
+        registry.register(_Families(families))
         return generate_latest(registry)
 
     def _observe(self, name: str, bounds: tuple[float, ...], seconds: float) -> None:
@@ -171,27 +190,29 @@ class Metrics:
             histogram.add_metric([self._model_name], buckets, sum_value=sums[above + 1])
             yield histogram
 
-    def _engine_families(self, statistics: Statistics) -> Iterable[Metric]:
+    def _engine_counts(self, statistics: Statistics) -> Iterable[tuple[str, str, float]]:
+        """(name, help, value) of what engines have counted, as this process knows or any has told."""
+        told = self._cells.largest()
+        for name, (help_text, count) in _ENGINE_COUNTERS.items():
+            yield name, help_text, max(told[self._first[name]], self._former_engines[name] + count(statistics))
+
+    def _engine_counters(self, statistics: Statistics) -> Iterable[Metric]:
+        for name, help_text, value in self._engine_counts(statistics):
+            self._values[self._first[name]] = value
+            counter = CounterMetricFamily(f"strata_{name}", help_text, labels=["model_name"])
+            counter.add_metric([self._model_name], value)
+            yield counter
+
+    def _engine_gauges(self, statistics: Statistics) -> Iterable[Metric]:
         gauges = (
             ("num_requests_running", "Sequences in the running batch.", statistics.running),
             ("num_requests_waiting", "Sequences that wait to be run.", statistics.waiting),
             ("kv_cache_usage_perc", "Share of the KV pages in use; 1 is all.", statistics.kv_usage),
         )
-        counters = (
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", statistics.prefix_queries),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", statistics.prefix_hits),
-            ("num_preemptions", "Sequences put back to wait for lack of KV pages.", statistics.preemptions),
-            ("corrupted_requests", "Requests whose logits were no distribution.", statistics.failed),
-            ("engine_steps", "Steps of the engine.", statistics.steps),
-        )
         for name, help_text, value in gauges:
             gauge = GaugeMetricFamily(f"strata_{name}", help_text, labels=["model_name"])
             gauge.add_metric([self._model_name], value)
             yield gauge
-        for name, help_text, value in counters:
-            counter = CounterMetricFamily(f"strata_{name}", help_text, labels=["model_name"])
-            counter.add_metric([self._model_name], value)
-            yield counter
 
 
 class _Families:

@@ -162,6 +162,7 @@ class ApiServer:
     async def _connect_again(self) -> None:
         while True:
             await self._state.client.wait_dead()
+            self._state.metrics.engine_ended(self._state.client.statistics)
             await self._state.client.close()
             try:
                 silence = self._job.settings.engine_timeout
