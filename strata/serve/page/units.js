@@ -1,6 +1,6 @@
 // Figures as text: one alone, and those beside an axis, which share their unit and their decimals.
 
-const COUNTS = [1, 2, 5].flatMap((digit) => Array.from({ length: 12 }, (_, power) => digit * 10 ** power)).sort((one, other) => one - other);
+const COUNTS = [1, 2, 5, 25].flatMap((digit) => Array.from({ length: 12 }, (_, power) => digit * 10 ** power)).sort((one, other) => one - other);
 
 function decimals(step) {
   return Math.min(6, Number(step.toPrecision(3)).toString().split(".")[1]?.length ?? 0);
