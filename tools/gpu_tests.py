@@ -27,8 +27,8 @@ FOLDER = Path("tests/gpu")
 # A file that imports nothing else of Strata tests kernels, and takes little memory.
 KERNELS = ("strata.kernels", "strata.graph", "strata.cache", "strata.models", "strata.hardware")
 RANKS = "tests.gpu.ranks"
-# Workers that share a GPU: each takes half a GiB for itself, and a core or two while it compiles.
-MOST_WORKERS = 6
+# Workers that share a GPU: most of the time they compile, on a core each; their tensors have to fit together.
+MOST_WORKERS = 10
 TIMEOUT = 1800.0
 
 
@@ -95,7 +95,7 @@ def run(job: Job, gpus: Sequence[str]) -> Result:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "--color=no", "-p", "no:cacheprovider", f"--junitxml={report}"]
         if job.workers > 1 and find_spec("xdist") is not None:
-            command += [f"--numprocesses={job.workers}", "--dist=loadfile"]
+            command += [f"--numprocesses={job.workers}", "--dist=worksteal"]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         try:
             done = subprocess.run(
@@ -212,7 +212,7 @@ def main() -> int:
     if not files:
         print(f"no file of {FOLDER} has {' or '.join(map(repr, sys.argv[1:]))} in its name", file=sys.stderr)
         return 1
-    workers = max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // (2 * len(gpus))))
+    workers = max(1, min(MOST_WORKERS, 3 * len(os.sched_getaffinity(0)) // (4 * len(gpus))))
     print(f"{len(files)} files on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}, kernels in {workers} workers each")
     return run_all(files, gpus, workers)
 
