@@ -88,7 +88,7 @@ def engine(folder: Path) -> Callable[..., LLM]:
     def make(**options: Any) -> LLM:
         key = repr(sorted(options.items()))
         if key not in made:
-            made[key] = LLM(folder, device="cpu", **{"num_pages": 200, **options})
+            made[key] = LLM(folder, device="cpu", **{"num_pages": 200, "seed": 0, **options})
         return made[key]
 
     return make

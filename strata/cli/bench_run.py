@@ -73,6 +73,7 @@ class Setup:
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
             "deterministic": self.deterministic,
+            "seed": 0,
         }
 
     def test_name(self, name: str) -> str:

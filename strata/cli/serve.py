@@ -153,7 +153,14 @@ def serve(
     enable_prefix_caching: Annotated[
         bool, typer.Option(help="Reuse the pages of prompts that begin alike.", rich_help_panel=options.ENGINE)
     ] = True,
-    seed: Annotated[int, typer.Option(help="Of requests that bring none.", rich_help_panel=options.ENGINE)] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Of requests that bring none; left out, every start draws anew.",
+            show_default=False,
+            rich_help_panel=options.ENGINE,
+        ),
+    ] = None,
     deterministic: options.Deterministic = False,
     log_json: Annotated[bool, typer.Option(help="Log JSON objects.", rich_help_panel=_LOGS)] = False,
     log_prompts: Annotated[bool, typer.Option(help="Log prompts, too.", rich_help_panel=_LOGS)] = False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ from strata.engine.ledger import Ledger, plan_memory
 from strata.engine.loop import EngineLoop
 from strata.engine.pooling import Pooler
 from strata.engine.runner import Runner, RunnerConfig
-from strata.engine.sampling_params import SamplingParams
+from strata.engine.sampling_params import RANGES, SamplingParams, check_integer
 from strata.engine.scheduler import Scheduler, SchedulerConfig
 from strata.engine.step_graphs import step_graphs
 from strata.kernels import attention_fixed, decode_attention_cuda
@@ -55,7 +56,7 @@ class EngineConfig:
     max_num_seqs: most sequences that run at once.
     max_num_batched_tokens: most tokens of one step; longer prompts are prefilled in chunks. None: 8192 on CUDA, 2048 on
         a CPU or where the own kernels cannot run.
-    seed: of the requests that bring none, and of dummy weights.
+    seed: of the requests that bring none, and of dummy weights; None draws anew in every engine (weights as for 0).
     deterministic: a request's bits depend on nothing else that runs (see docs/engine.md).
     page_size: tokens of a KV page.
     num_pages: KV pages; None takes what memory allows.
@@ -71,7 +72,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
-    seed: int = 0
+    seed: int | None = None
     deterministic: bool = False
     page_size: int = 16
     num_pages: int | None = None
@@ -97,6 +98,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if self.seed is not None:
+            check_integer("seed", self.seed, RANGES["seed"])
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
 
@@ -193,13 +196,14 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     for line in ledger.lines():
         log(line)
     with clock.phase("weights"), memory_explained("loading the weights", ledger):
-        model, _ = weights.load(asked.model, device, dtype, asked.load_format, max_length, asked.seed)
+        model, _ = weights.load(asked.model, device, dtype, asked.load_format, max_length, asked.seed or 0)
     with clock.phase("graph"):
         graphs = step_graphs(model, implementations_for(device), asked.deterministic)
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool = KVPool(pool_shape, ledger.pages, device)
     windows, mask_ids = frozenset(config.windows), vocabulary(tokenizer, config.vocab_size)
-    runner_config = RunnerConfig(asked.max_num_seqs, max_tokens, max_length, windows, asked.seed, mask_ids)
+    seed = secrets.randbits(63) if asked.seed is None else asked.seed
+    runner_config = RunnerConfig(asked.max_num_seqs, max_tokens, max_length, windows, seed, mask_ids)
     runner = Runner(graphs, pool, runner_config, device)
     with clock.phase("CUDA graphs"), memory_explained("recording CUDA graphs of decode steps", ledger):
         for _ in runner.record_decode(buckets) if buckets else ():

@@ -102,10 +102,10 @@ class SamplingParams:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             _check_number(name, getattr(self, name), RANGES[name])
         for name in ("n", "top_k", "min_tokens"):
-            _check_integer(name, getattr(self, name), RANGES[name])
+            check_integer(name, getattr(self, name), RANGES[name])
         for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), RANGES[name])
+                check_integer(name, getattr(self, name), RANGES[name])
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must be at most max_tokens ({self.max_tokens})")
         self._check_bias()
@@ -147,7 +147,7 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
         for token, bias in self.logit_bias.items():
-            _check_integer("a token id of logit_bias", token, RANGES["token id"])
+            check_integer("a token id of logit_bias", token, RANGES["token id"])
             _check_number(f"logit_bias[{token}]", bias, RANGES["logit_bias"])
 
     def _check_stops(self) -> None:
@@ -161,10 +161,11 @@ class SamplingParams:
             if not isinstance(self.stop_token_ids, (list, tuple)):
                 raise ValueError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
             for token in self.stop_token_ids:
-                _check_integer("a token id of stop_token_ids", token, RANGES["token id"])
+                check_integer("a token id of stop_token_ids", token, RANGES["token id"])
 
 
-def _check_integer(name: str, value: Any, accepted: Range) -> None:
+def check_integer(name: str, value: Any, accepted: Range) -> None:
+    """Raises ValueError for what is no integer in a range."""
     integer = isinstance(value, Integral) and not isinstance(value, bool)
     if not integer or not accepted.least <= value <= accepted.most:
         raise ValueError(f"{name} must be an integer from {accepted.least} to {accepted.most}, got {value!r}")
