@@ -13,13 +13,17 @@ from strata.cli.bench_result import writable
 from strata.cli.bench_run import AsJson, Save
 from strata.cli.load.connection import Client
 from strata.cli.load.measures import parse_objectives
-from strata.cli.load.plot import draw
+from strata.cli.load.plot import draw, drawable
 from strata.cli.load.report import LoadResult, report_console, sweep_table
 from strata.cli.load.request_sets import Lengths
 from strata.cli.load.schedule import parse_rates
 from strata.cli.load.send import run
 from strata.cli.load.server import KEY_VARIABLE
 from strata.cli.load.sweep import DRAWN, Plan, measure
+
+
+def _picture(file: Path | None) -> Path | None:
+    return None if file is None else writable(drawable(file))
 
 
 def serve(
@@ -68,7 +72,7 @@ def serve(
     save: Save = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw latency against load into this SVG or PNG.", callback=writable, show_default=False),
+        typer.Option(help="Draw latency against load into this SVG or PNG.", callback=_picture, show_default=False),
     ] = None,
 ) -> None:
     """T5: latency, throughput and goodput of a running server under load. Exit code 1 if any request was lost.
@@ -79,6 +83,8 @@ def serve(
         raise ValueError("--replay sends a file's requests at their timestamps: it needs --dataset, no --request-rate")
     if not burstiness > 0:
         raise ValueError(f"--burstiness must be above 0, got {burstiness:g}")
+    if plot is not None and (replay or set(request_rate.replace(",", " ").split()) == {"inf"}):
+        raise ValueError("--plot draws latency against --request-rate: give it finite rates (such as 25%,50%,75%,90%)")
     plan = Plan(
         dataset=dataset,
         chat=endpoint == "chat",

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from strata.cli import options
-from strata.cli.generate import sampling_params
+from strata.cli.generate import given, sampling_params
 from strata.engine.llm import LLM
 from strata.engine.sampling_params import SamplingParams
 from strata.models.folder import model_folder
@@ -45,13 +45,14 @@ def chat(
 
     Example: strata chat --temperature 0.7
     """
+    asked = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     folder = model_folder(model)
     console, waiting = Console(highlight=False), Console(stderr=True)
     with waiting.status("starting the model"):
         llm = LLM(
             folder, verbose=False, dtype=dtype, device=device, max_model_len=max_model_len, deterministic=deterministic
         )
-    params = sampling_params(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    params = sampling_params(llm, asked)
     llm.chat_prompt(
         [{"role": "user", "content": "?"}]
     )  # a model without a chat template is refused before the first word

@@ -36,6 +36,7 @@ def generate(
 
     Example: strata generate "What is 47 + 38?" "Reverse the word planet."
     """
+    asked = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     llm = LLM(
         model_folder(model),
         dtype=dtype,
@@ -44,7 +45,7 @@ def generate(
         load_format=load_format,
         deterministic=deterministic,
     )
-    params = sampling_params(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    params = sampling_params(llm, asked)
     chats = llm.get_tokenizer().has_chat_template and not raw
     encoded: list[Any] = [llm.chat_prompt([{"role": "user", "content": text}]) if chats else text for text in prompts]
     start = time.perf_counter()
@@ -75,7 +76,13 @@ def generate(
         raise typer.Exit(1)
 
 
-def sampling_params(llm: LLM, **given: Any) -> SamplingParams:
-    """The model's own defaults, changed by what the caller gave; without a limit, up to the model's length."""
-    set_values = {name: value for name, value in given.items() if value is not None}
-    return llm.get_default_sampling_params().over(**({"max_tokens": None} | set_values))
+def given(**options: Any) -> dict[str, Any]:
+    """The sampling options that are not None. Raises ValueError for a bad one, before a model is loaded for it."""
+    values = {name: value for name, value in options.items() if value is not None}
+    SamplingParams(**values)
+    return values
+
+
+def sampling_params(llm: LLM, values: dict[str, Any]) -> SamplingParams:
+    """The model's own defaults, changed by what was `given`; without a limit, up to the model's length."""
+    return llm.get_default_sampling_params().over(**({"max_tokens": None} | values))

@@ -16,14 +16,19 @@ if TYPE_CHECKING:
     from strata.cli.costing import MetaModel
     from strata.graph.cost import NodeCost
 
+# Beyond these, sizes of tensors no longer fit into 64 bits, or lengths of sequences into the memory.
+_MOST_TOKENS, _MOST_SEQUENCES = 10**8, 10**5
+
 
 def graph(
     model: Annotated[
         str, typer.Argument(help="Checkpoint folder, config.json, builtin, or a shape: 0.6B, 1B, 8B, 30B-A3B.")
     ],
-    tokens: Annotated[int, typer.Option(min=1, help="New tokens of each sequence in this step.")] = 1,
-    context: Annotated[int, typer.Option(min=0, help="Tokens of each sequence that are cached already.")] = 0,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences in this step.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, max=_MOST_TOKENS, help="New tokens of each sequence in this step.")] = 1,
+    context: Annotated[
+        int, typer.Option(min=0, max=_MOST_TOKENS, help="Tokens of each sequence that are cached already.")
+    ] = 0,
+    sequences: Annotated[int, typer.Option(min=1, max=_MOST_SEQUENCES, help="Sequences in this step.")] = 1,
     on: Annotated[str, typer.Option("--device", help="Device whose floor is shown.")] = "h200",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:

@@ -79,6 +79,8 @@ def run(
     if results.exists() and requests.exists() and results.samefile(requests):
         raise ValueError(f"{results} holds the requests: name another file for the results")
     with BatchResults(results, read_requests(requests)) as written:
+        if written.first_fault is not None:
+            typer.echo(f"{requests}, {written.first_fault.message} (its result is an error)", err=True)
         stopped = _answer(requests, written, settings, engine)
     if stopped is not None:
         there = f"{written.succeeded + written.failed} of {written.total} requests have their result in {results}"

@@ -134,7 +134,8 @@ def plan_memory(
     rows = max(max_sequences, min(PROMPT_LOGPROB_ROWS, max_tokens))
     activations = activation_bytes(config, max_tokens, rows, dtype) + scratch
     sequences = sequence_bytes(config, max_sequences, max_length, pool.page_size)
-    graphs = graph_rows * config.vocab_size * dtype.itemsize + (GIB // 2 if graph_rows else 0)
+    # Recorded steps have memory of their own, which they share.
+    graphs = graph_rows * config.vocab_size * dtype.itemsize + (GIB // 2 + scratch if graph_rows else 0)
     per_sequence = -(-max_length // pool.page_size)
     fixed = weight_bytes + activations + sequences + graphs
     others = 0

@@ -122,7 +122,7 @@ class SamplingParams:
         """These as defaults below what a request gives. Where it gives no min_tokens, its max_tokens bounds them."""
         most = given.get("max_tokens", self.max_tokens)
         if most is not None and "min_tokens" not in given:
-            given["min_tokens"] = min(self.min_tokens, most)
+            given["min_tokens"] = max(0, min(self.min_tokens, most))
         return replace(self, **given)
 
     @property

@@ -33,6 +33,8 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all: cuBLAS keeps a workspace, 32 MiB on Hopper, for each stream that it has run on.
+        self._aside = torch.cuda.Stream()
 
     def record(self, key: Hashable, run: Callable[[], None], between: Callable[[], None] = lambda: None) -> None:
         """Run `run` once to warm up (compilation, library handles), then record it under `key`.
@@ -40,11 +42,10 @@ class CudaGraphs:
         between: lets go of what the first run left, whose memory could not be freed or used while the second is
         recorded.
         """
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._aside):
             run()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._aside)
         torch.cuda.synchronize()
         between()
         graph = torch.cuda.CUDAGraph()

@@ -17,7 +17,9 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation import silu_mul
 from strata.kernels.gemm import linear
 from strata.kernels.moe_combine import combine, permuted
+from strata.kernels.moe_grouped import grouped_product
 from strata.kernels.op import operation
+from strata.kernels.triton_import import HAS_TRITON
 
 
 def _cost(
@@ -179,9 +181,10 @@ def _fixed(
 def _grouped_supports(
     x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
 ) -> bool:
-    """What the library takes: bfloat16, and rows that begin at multiples of 16 bytes."""
+    """What the library takes without asking the device: bfloat16, rows that begin at multiples of 16 bytes, Hopper."""
     aligned = x.shape[-1] % 8 == 0 and down.shape[-1] % 8 == 0
-    return x.dtype == torch.bfloat16 and aligned and gate_up.is_contiguous() and down.is_contiguous()
+    capable = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return x.dtype == torch.bfloat16 and aligned and capable and gate_up.is_contiguous() and down.is_contiguous()
 
 
 @experts.implement("grouped", "cuda", differentiable=True, supports=_grouped_supports)
@@ -194,3 +197,28 @@ def grouped(
     gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=order.ends).chunk(2, -1)
     rows = torch._grouped_mm(silu_mul(gate, up), down.transpose(1, 2), offs=order.ends)
     return give_back(rows, order, weights)
+
+
+def _tiles_support(
+    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
+) -> bool:
+    kinds = {x.dtype, gate_up.dtype, down.dtype}
+    return (
+        len(kinds) == 1
+        and kinds <= {torch.bfloat16, torch.float16, torch.float32}
+        and gate_up.is_contiguous()
+        and down.is_contiguous()
+    )
+
+
+def by_tiles(
+    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
+) -> Tensor:
+    """As `grouped`, with products of our own."""
+    order = _order(chosen, down.shape[0], filled)
+    gate, up = grouped_product(take_rows(x, order), gate_up, order.ends).chunk(2, -1)
+    return give_back(grouped_product(silu_mul(gate, up), down, order.ends), order, weights)
+
+
+if HAS_TRITON:
+    experts.implement("triton", "cuda", supports=_tiles_support)(by_tiles)

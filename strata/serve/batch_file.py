@@ -18,6 +18,10 @@ from strata.models.json_object import why_no_json
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 
 
+# Of every line of results. What is cut off later than here, or within it, is ours.
+_BEGINNING = b'{"id":"batch_req_'
+
+
 @dataclass(frozen=True)
 class BatchRequest:
     """custom_id: names the request in both files. body: JSON."""
@@ -109,20 +113,23 @@ class BatchResults:
 
     total: lines of the requests that are to have a result.
     succeeded, failed: how many of them have one, from this run or an earlier one.
+    first_fault: the first line that is no request; None if there is none.
     """
 
     def __init__(self, file: Path, requests: Iterable[BatchRequest | BatchFault]) -> None:
         """Raises ValueError for a file with anything but results of `requests`, and for one that another run writes. A
-        last line that was cut off is removed. An error of a line that is a request by now, or gone, is left there and
-        does not count.
+        last line of ours that was cut off is removed. An error of a line that is a request by now, or gone, is left
+        there and does not count.
         """
         self.succeeded = 0
         self.failed = 0
         self._file_name = file
+        self.first_fault: BatchFault | None = None
         self._asked: set[str] = set()
         self._unreadable: set[int] = set()
         for request in requests:
             if isinstance(request, BatchFault):
+                self.first_fault = self.first_fault or request
                 self._unreadable.add(request.line)
             else:
                 self._asked.add(request.custom_id)
@@ -173,7 +180,7 @@ class BatchResults:
         self.failed += 1
 
     def _write(self, result: dict[str, Any]) -> None:
-        line = msgspec.json.encode({"id": f"batch_req_{uuid4().hex}", **result}) + b"\n"
+        line = _BEGINNING + uuid4().hex.encode() + b'",' + msgspec.json.encode(result)[1:] + b"\n"
         try:
             written = 0
             while written < len(line):
@@ -194,6 +201,8 @@ class BatchResults:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.endswith(b"\n"):
+                    if not (line.startswith(_BEGINNING) or _BEGINNING.startswith(line)):
+                        raise ValueError(f"{file} holds no results (line {number}): name another file, or remove it")
                     break
                 end += len(line)
                 try:

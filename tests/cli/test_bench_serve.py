@@ -20,6 +20,7 @@ from strata.cli.load.send import Outcome, run, send_all
 from strata.cli.main import app
 from tests.cli.fake_server import FAILURES, FakeServer
 
+NOBODY = "http://127.0.0.1:9"  # where nothing listens: what is refused must be refused before it is asked
 SMALL = ["--num-prompts", "6", "--input-len", "5", "--output-len", "4"]
 
 
@@ -213,8 +214,15 @@ def test_the_picture_has_a_point_a_rate_and_the_bounds(tmp_path: Path) -> None:
 
 def test_a_picture_without_finite_rates_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    with FakeServer() as fake, pytest.raises(ValueError, match="give it finite rates"):
-        bench(fake.url, "--plot", str(tmp_path / "load.svg"))
+    for options in ((), ("--request-rate", "inf,inf")):
+        with pytest.raises(ValueError, match="give it finite rates"):
+            bench(NOBODY, *options, "--plot", str(tmp_path / "load.svg"))
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_measurement(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"load\.docx: give a file that ends in \.svg or \.png"):
+        bench(NOBODY, "--request-rate", "1", "--plot", str(tmp_path / "load.docx"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_newest_sweep_of_a_results_file_is_drawn(tmp_path: Path) -> None:
@@ -230,5 +238,5 @@ def test_the_newest_sweep_of_a_results_file_is_drawn(tmp_path: Path) -> None:
 
 def test_a_picture_needs_matplotlib_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with FakeServer() as fake, pytest.raises(ValueError, match="pip install matplotlib"):
-        bench(fake.url, "--request-rate", "500", "--plot", str(tmp_path / "load.svg"))
+    with pytest.raises(ValueError, match="pip install matplotlib"):
+        bench(NOBODY, "--request-rate", "500", "--plot", str(tmp_path / "load.svg"))

@@ -132,6 +132,15 @@ def test_bad_input_is_one_clear_line(arguments: list[str], message: str) -> None
     assert "\n" not in str(error.value)
 
 
+def test_sizes_end_where_a_count_of_elements_no_longer_fits() -> None:
+    most = run("8B", "--tokens", str(10**8), "--context", str(10**8), "--sequences", str(10**5))
+    assert "floor of the step" in most
+    for option in ("--tokens", "--context", "--sequences"):
+        result = CliRunner().invoke(app, ["graph", "8B", option, "9" * 30])
+        assert result.exit_code == 2
+        assert option in result.stderr
+
+
 def test_a_file_that_is_no_config(tmp_path: Path) -> None:
     broken = tmp_path / "config.json"
     broken.write_text("[1,\n 2")

@@ -13,7 +13,9 @@ import torch
 from strata import LLM, SamplingParams
 from tests.engine.test_families import greedy
 from tests.models.checkpoints import FAMILY_CONFIGS, load_oracle, make_checkpoint
+from tests.models.sparse_models import SPARSE_CONFIGS
 
+SPARSE = [(name, SPARSE_CONFIGS[name]) for name in ("mixtral", "qwen3-moe", "qwen3-moe-dense-layers-biases")]
 FEW = [entry for entry in FAMILY_CONFIGS if entry[0] in ("llama-llama3", "mistral-window", "qwen2-tied", "qwen3-tied")]
 
 
@@ -30,7 +32,7 @@ def ids_of(llm: LLM, asked: list[list[int]], params: Any) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize(("name", "config"), FEW, ids=[name for name, _ in FEW])
+@pytest.mark.parametrize(("name", "config"), FEW + SPARSE, ids=[name for name, _ in FEW + SPARSE])
 def test_greedy_tokens_equal_transformers(name: str, config: dict[str, Any], tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / name, config)
     llm = LLM(
@@ -40,6 +42,25 @@ def test_greedy_tokens_equal_transformers(name: str, config: dict[str, Any], tmp
     got = ids_of(llm, asked, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
     oracle = load_oracle(folder)
     assert got == [greedy(oracle, prompt, ids) for prompt, ids in zip(asked, got, strict=True)]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("float16", 0.02), ("bfloat16", 0.2)])
+def test_mixtures_of_any_dtype(dtype: str, bound: float, tmp_path: Path) -> None:
+    """Also in chunks that draw nothing, where no row is left for the experts of the last layer."""
+    folder = make_checkpoint(tmp_path, SPARSE_CONFIGS["qwen3-moe"])
+    options: dict[str, Any] = {"num_pages": 100, "max_num_seqs": 8, "max_num_batched_tokens": 16}
+    asked = [{"prompt_token_ids": ids} for ids in prompts(83, 6, 60)]
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=20, ignore_eos=True)
+    found = []
+    for way in ({"dtype": dtype}, {"dtype": "float32", "device": "cpu"}):
+        outputs = LLM(folder, skip_tokenizer_init=True, **options, **way).generate(asked, params, use_tqdm=False)
+        found.append([output.outputs[0].logprobs for output in outputs])
+    for mine, exact in zip(*found, strict=True):
+        assert mine is not None
+        assert exact is not None
+        both = mine[0].keys() & exact[0].keys()
+        assert len(both) > 10
+        assert max(abs(mine[0][id].logprob - exact[0][id].logprob) for id in both) <= bound
 
 
 def test_sampling_options_give_the_cpu_tokens(folder: Path) -> None:

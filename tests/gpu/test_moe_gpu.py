@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from strata.kernels.moe_combine import combine, summed
-from strata.kernels.moe_experts import experts, grouped
+from strata.kernels.moe_experts import by_tiles, experts, grouped
 from strata.kernels.moe_route import route
 
 pytestmark = pytest.mark.gpu
@@ -61,6 +61,53 @@ def test_grouped_products_of_tokens_with_fewer_experts(tokens: int) -> None:
     for mine, other in zip(found, wanted, strict=True):
         assert (mine.double() - other).norm() <= 0.01 * other.norm()
     assert not found[2][~kept].any()
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 1e-2), (torch.float32, 1e-5)], ids=str
+)
+@pytest.mark.parametrize(("count", "hidden", "width"), [(8, 256, 128), (5, 100, 37), (128, 512, 192), (1, 64, 64)])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 64, 129, 1000])
+def test_products_in_tiles_are_near_float64(
+    tokens: int, count: int, hidden: int, width: int, dtype: torch.dtype, bound: float
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    per_token = min(2, count)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", generator=generator)
+
+    weights, chosen = route(normal(tokens, count), None, per_token, True)
+    floats = [normal(tokens, hidden), normal(count, 2 * width, hidden) / 16, normal(count, hidden, width) / 16]
+    x, gate_up, down = (one.to(dtype) for one in floats)
+    kept = torch.rand(chosen.shape, device="cuda") < 0.5
+    whole = [x, weights, chosen, gate_up, down]
+    for given in (whole, [x, weights, chosen.where(kept, -1), gate_up, down, int(kept.sum())]):
+        exact = [one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in given]
+        found, wanted = by_tiles(*given), experts.reference(*exact)
+        assert found.dtype == dtype
+        assert (found.double() - wanted).norm() <= bound * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_floats_than_bfloat16_are_recorded(dtype: torch.dtype) -> None:
+    x, weights, chosen, gate_up, down = inputs(33)
+    given = [x.to(dtype), weights, chosen, gate_up.to(dtype), down.to(dtype)]
+    bound = experts.bind("cuda")
+    assert bound.choose(*given).name == "triton"
+    with torch.inference_mode():
+        bound(*given)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = bound(*given)
+        for shift in (0, 1, 5):
+            given[0].copy_(given[0].roll(shift, 0))
+            given[2].copy_((given[2] + shift) % 7)
+            graph.replay()
+            exact = [one.double() if one.is_floating_point() else one for one in given]
+            wanted = experts.reference(*exact)
+            assert (found.double() - wanted).norm() <= 2e-3 * wanted.norm()
 
 
 def test_a_rank_may_get_rows_for_none_of_its_experts() -> None:

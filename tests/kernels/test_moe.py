@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels import moe_experts
 from strata.kernels.moe_combine import combine, summed
 from strata.kernels.moe_experts import Order, experts, give_back, grouped, take_rows
 from strata.kernels.moe_route import route
@@ -212,6 +214,32 @@ def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
     weights, chosen = route(logits, torch.tensor([0.0, 0.0, 0.0, 1.0]), 2, False)
     assert chosen.tolist() == [[3, 1]]
     torch.testing.assert_close(weights[0], logits[0].softmax(-1)[[3, 1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("hidden", "width"), [(16, 8), (20, 7)])
+def test_cuda_has_a_way_that_asks_the_host_for_nothing(
+    dtype: torch.dtype, hidden: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As recording a step in a CUDA graph demands: a tensor without values cannot tell the host any."""
+    pytest.importorskip("triton")
+    given = [one.to(dtype) if one.is_floating_point() else one for one in inputs(6, 2, hidden=hidden, width=width)]
+    given[1] = given[1].float()
+    chosen = experts.bind("cuda").choose(*given)
+    assert chosen.name in ("grouped", "triton")
+
+    def product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        assert (ends.dtype, ends.shape) == (torch.int32, weight.shape[:1])
+        assert x.shape[1] == weight.shape[2]
+        return x.new_empty(len(x), weight.shape[1])
+
+    monkeypatch.setattr(moe_experts, "grouped_product", product)
+    with FakeTensorMode() as mode, torch.inference_mode():
+        fake = [mode.from_tensor(one) for one in given]
+        if chosen.name == "triton":
+            assert chosen.run(*fake).shape == (6, hidden)
+        with pytest.raises(DataDependentOutputException):
+            experts.reference(*fake)
 
 
 def test_costs_are_those_counted_by_hand() -> None:

@@ -192,7 +192,9 @@ def test_a_fault_of_the_application_is_one_requests_error() -> None:
     assert b"secret" not in body
 
 
-@pytest.mark.parametrize("content", [b"my diary\n", b'{"custom_id": "a"}\n', b"[1]\n{}\n"])
+@pytest.mark.parametrize(
+    "content", [b"my diary\n", b"my diary", b'{"custom_id": "a"}\n', b"[1]\n{}\n", b'{"custom_id": "a"}', b"\xff"]
+)
 def test_a_file_that_holds_no_results_is_left_alone(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "out.jsonl"
     file.write_bytes(content)
@@ -306,7 +308,9 @@ def test_the_command_answers_and_goes_on(tmp_path: Path) -> None:
     assert [json.loads(one)["response"]["status_code"] for one in first.splitlines()] == [200, 200]
     with asked.open("a") as more:
         more.write("\nnot json")
-    assert run_command(asked, answered, "--device", "cpu").returncode == 1
+    again = run_command(asked, answered, "--device", "cpu")
+    assert again.returncode == 1
+    assert re.match(re.escape(str(asked)) + r", line 3, column \d+: not JSON: ", again.stderr)
     assert answered.read_text().startswith(first)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,24 @@ TICKS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
 LINES = {"p50": "#2a6fb0", "p90": "#8fb7dc", "p99": "#c05a3c"}
 
 
+def drawable(picture: Path) -> Path:
+    """The file, if pictures can be drawn into it; else raises ValueError, before there is a measurement to lose."""
+    if picture.suffix.lower() not in (".svg", ".png"):
+        raise ValueError(f"--plot {picture}: give a file that ends in .svg or .png")
+    if find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    return picture
+
+
 def draw(results: Sequence[Mapping[str, Any]], picture: Path) -> None:
     """Draw results (as `LoadResult.values` gives them) of several rates into an SVG or PNG file.
 
     One panel a latency, milliseconds on a logarithmic scale over requests a second; dashed: the bounds of goodput, and
-    the measured saturation. Raises ValueError without matplotlib or if no result has a finite rate.
+    the measured saturation. Raises ValueError if no result has a finite rate.
     """
-    try:
-        import matplotlib
-        from matplotlib import pyplot, ticker
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    import matplotlib
+    from matplotlib import pyplot, ticker
+
     points = sorted((one for one in results if _drawable(one)), key=lambda one: float(one["request_rate"]))
     if not points:
         raise ValueError("--plot draws latency against --request-rate: give it finite rates (such as 25%,50%,75%,90%)")
