@@ -119,8 +119,8 @@ class LLM:
     def chat_prompt(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> dict[str, Any]:
         """The prompt that `chat` sends for one conversation: its text and its ids."""
         tokenizer = self.get_tokenizer()
-        text = tokenizer.chat(list(messages), add_generation_prompt=add_generation_prompt)
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        text = tokenizer.chat_text(list(messages), add_generation_prompt=add_generation_prompt)
+        return {"prompt": text.text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """The output of one prompt after every step that added to it; closing the iterator aborts the request.

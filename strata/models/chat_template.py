@@ -12,6 +12,7 @@ from typing import Any
 
 from strata.models.async_worker import AsyncWorker
 from strata.models.killable_worker import KillableWorker
+from strata.models.spelled_tokens import ChatText, Marks, SpelledTokens
 
 MOST_CHARACTERS = 4_000_000
 DEADLINE = 2.0  # seconds for one rendering
@@ -25,10 +26,14 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 @dataclass(frozen=True)
 class Rendering:
-    """What a template is to make of messages. request: for the worker. continued: the last message stays open."""
+    """What a template is to make of messages. request: for the worker. continued: the last message stays open.
+
+    marks: stand in the request where messages spell special tokens.
+    """
 
     request: dict[str, Any]
     continued: bool
+    marks: Marks
 
     @classmethod
     def of_chat(
@@ -41,12 +46,14 @@ class Rendering:
         continue_final_message: bool = False,
         special_tokens: Mapping[str, str],
         variables: Mapping[str, Any] | None = None,
+        spelled: SpelledTokens | None = None,
     ) -> Rendering:
         """As transformers' `apply_chat_template` renders it. Raises ValueError for what is no chat.
 
         continue_final_message: leave the last message open, for the model to write on.
         special_tokens: "bos_token" and the like to their text, visible to the template.
         variables: what else the template sees; none may be called as one of those that are always there.
+        spelled: finds what is no special token in messages, tools and variables, though it looks like one.
         """
         chat = _checked(messages)
         if continue_final_message:
@@ -58,16 +65,17 @@ class Rendering:
         fixed = {"messages": chat, "tools": tools, "add_generation_prompt": add_generation_prompt}
         if taken := sorted(fixed.keys() & (variables or {}).keys()):
             raise ValueError(f"a variable of the chat template cannot be called {taken[0]!r}: that one is always there")
-        seen = {**special_tokens, "documents": None, **(variables or {}), **fixed}
+        marks = (spelled or SpelledTokens(())).marks()
+        seen = {**special_tokens, "documents": None, **marks.put({**(variables or {}), **fixed})}
         request = {"template": template, "variables": seen, "most_characters": MOST_CHARACTERS}
-        return cls(request, continue_final_message)
+        return cls(request, continue_final_message, marks)
 
-    def text(self, reply: Mapping[str, Any]) -> str:
+    def text(self, reply: Mapping[str, Any]) -> ChatText:
         """The text in the worker's reply. Raises ValueError if that tells a fault."""
         if "error" in reply:
             raise ValueError(f"the model's chat template failed: {reply['error']}")
         text = str(reply["text"])
-        return _cut_at_mark(text) if self.continued else text
+        return self.marks.take(_cut_at_mark(text) if self.continued else text)
 
 
 class TemplateRenderer:
@@ -79,7 +87,7 @@ class TemplateRenderer:
     def __init__(self, deadline: float = DEADLINE) -> None:
         self._worker = KillableWorker(_MODULE, deadline, _MOST_ANSWER)
 
-    def render(self, rendering: Rendering) -> str:
+    def render(self, rendering: Rendering) -> ChatText:
         """The text of a chat.
 
         Raises ValueError when the template refuses the variables, is wrong, or passes the limits of time, memory
@@ -102,7 +110,7 @@ class AsyncTemplateRenderer:
     def __init__(self, deadline: float = DEADLINE) -> None:
         self._worker = AsyncWorker(_MODULE, deadline, _MOST_ANSWER)
 
-    async def render(self, rendering: Rendering) -> str:
+    async def render(self, rendering: Rendering) -> ChatText:
         """As TemplateRenderer's."""
         try:
             reply = await self._worker.ask(rendering.request)

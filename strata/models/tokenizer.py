@@ -14,6 +14,7 @@ from strata.models.chat_template import Rendering, TemplateRenderer
 from strata.models.folder import why_no_folder
 from strata.models.json_object import read_object
 from strata.models.special_tokens import SpecialTokens, read_special_tokens
+from strata.models.spelled_tokens import ChatText, SpelledTokens
 
 Message = Mapping[str, Any]
 
@@ -42,6 +43,8 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        self._spelled = SpelledTokens(token.content for token in added.values() if token.special)
+        self._plain: dict[str, list[int]] = {}
         self.vocab_size = 1 + max(backend.get_vocab().values(), default=-1)
         self.bos_id = self._named_id("bos_token")
         self.pad_id = self._named_id("pad_token")
@@ -74,20 +77,55 @@ class Tokenizer:
         templates = {"default": chat_template} if chat_template is not None else read_templates(folder, config)
         return cls(backend, read_special_tokens(folder, config), templates)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in it become their ids.
+    def encode(self, text: str | ChatText, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens written out in it become their ids, but for what messages spell of them.
 
         Other threads run while a long text is encoded, or many ids are decoded.
         """
+        spelled: tuple[tuple[int, int], ...] = ()
+        if isinstance(text, ChatText):
+            spelled, text = text.spelled, text.text
         if not isinstance(text, str):
             raise ValueError(f"the text to encode must be a string, got {type(text).__name__}")
         try:
+            if spelled:
+                return self._encode_between(text, spelled, add_special_tokens)
             if len(text) <= _SHORT:
                 return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
             # Unlike `encode`, this lets go of the interpreter.
             return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:  # how the library names a str that has no UTF-8
             raise ValueError("the text holds a lone surrogate, which is half a character: remove it") from None
+
+    def _encode_between(self, text: str, spelled: Sequence[tuple[int, int]], add_special_tokens: bool) -> list[int]:
+        """Token ids of a text in which these places are no special tokens."""
+        parts, place = [], 0
+        for begin, end in spelled:
+            parts.append(text[place:begin])
+            place = max(place, end)
+        parts.append(text[place:])
+        encoded = self._backend.encode_batch(parts, add_special_tokens=False)
+        ids = list(encoded[0].ids)
+        for (begin, end), part in zip(spelled, encoded[1:], strict=True):
+            ids += self._plain_ids(text[begin:end])
+            ids += part.ids
+        if add_special_tokens:
+            around = self._backend.encode("a")
+            first = around.special_tokens_mask.index(0)
+            last = len(around) - around.special_tokens_mask[::-1].index(0)
+            ids = [*around.ids[:first], *ids, *around.ids[last:]]
+        return ids
+
+    def _plain_ids(self, token: str) -> list[int]:
+        """The ids of a special token's spelling as of any other text."""
+        found = self._plain.get(token)
+        if found is None:
+            backend = self._backend
+            text = token if backend.normalizer is None else backend.normalizer.normalize_str(token)
+            cutter = backend.pre_tokenizer
+            words = [text] if cutter is None else [word for word, _ in cutter.pre_tokenize_str(text)]
+            found = self._plain[token] = [one.id for word in words for one in backend.model.tokenize(word)]
+        return found
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. An id past the vocabulary, which a padded model can produce, has no text."""
@@ -157,6 +195,16 @@ class Tokenizer:
         continue_final_message: leave the last message open instead, to be written on.
         tools: JSON schemas of the functions that the model may call.
         """
+        return self.chat_text(messages, add_generation_prompt, continue_final_message, tools).text
+
+    def chat_text(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> ChatText:
+        """The same, for `encode`: with the places where messages spell special tokens."""
         return self._renderer.render(self.rendering(messages, add_generation_prompt, continue_final_message, tools))
 
     def rendering(
@@ -166,8 +214,13 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        parse_special_tokens: bool = False,
     ) -> Rendering:
-        """What `chat` has rendered, for a renderer of one's own. variables: for the template, besides."""
+        """What `chat` has rendered, for a renderer of one's own.
+
+        variables: for the template, besides. parse_special_tokens: special tokens that messages spell are that;
+            otherwise they are text.
+        """
         return Rendering.of_chat(
             self._template(tools is not None),
             messages,
@@ -176,6 +229,7 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             special_tokens=self._special.texts,
             variables=variables,
+            spelled=None if parse_special_tokens else self._spelled,
         )
 
     def encode_chat(
@@ -185,8 +239,10 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Token ids of `chat`. Nothing is added: the template writes the special tokens itself."""
-        text = self.chat(messages, add_generation_prompt, continue_final_message, tools)
+        """Token ids of `chat`. Nothing is added: the template writes the special tokens itself. What messages spell of
+        them is text.
+        """
+        text = self.chat_text(messages, add_generation_prompt, continue_final_message, tools)
         return self.encode(text, add_special_tokens=False)
 
     def close(self) -> None:

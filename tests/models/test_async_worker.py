@@ -38,8 +38,13 @@ def run(request):
     return run
 
 
+class TextRendering(Rendering):
+    def text(self, reply):
+        return super().text(reply).text
+
+
 def rendering(template, content="Hello"):
-    return Rendering.of_chat(template, [{"role": "user", "content": content}], special_tokens={})
+    return TextRendering.of_chat(template, [{"role": "user", "content": content}], special_tokens={})
 
 
 def pid_of(renderer):

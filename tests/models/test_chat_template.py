@@ -134,7 +134,7 @@ def renderer():
 
 
 def ours(renderer, template, messages, **options):
-    return renderer.render(Rendering.of_chat(template, messages, special_tokens=SPECIAL, **options))
+    return renderer.render(Rendering.of_chat(template, messages, special_tokens=SPECIAL, **options)).text
 
 
 def theirs(template, messages, **options):

@@ -304,9 +304,3 @@ def test_an_invalid_schema_is_a_400(live: LiveServer) -> None:
     response = live.client.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"].startswith("response_format")
-
-
-def test_tools_and_a_response_format_exclude_each_other(live: LiveServer) -> None:
-    body = {"messages": SUM, "tools": [WEATHER], "response_format": {"type": "json_object"}}
-    response = live.client.post("/v1/chat/completions", json=body)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format")

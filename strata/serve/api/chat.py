@@ -96,8 +96,9 @@ async def _understand(body: ChatRequest, request: Request) -> _Understood:
         add_generation_prompt=body.opens_answer,
         continue_final_message=bool(body.continue_final_message),
         variables=body.template_variables,
+        parse_special_tokens=bool(body.parse_special_tokens),
     )
-    note_prompt(request.scope, text)
+    note_prompt(request.scope, text.text)
     prompt = await encode(state, admission, text, add_special_tokens=False, param="messages")
     reasoning = state.settings.reasoning and grammar is None  # a grammar leaves no room for it
     params = with_visible_tags(params, state.tokenizer, tools.tool_format, reasoning)
@@ -113,7 +114,7 @@ async def _understand(body: ChatRequest, request: Request) -> _Understood:
             priority=body.priority or 0,
         ),
         [
-            ReplyParser(tools.tool_format, reasoning, in_reasoning=opens_reasoning(text), parallel=tools.parallel)
+            ReplyParser(tools.tool_format, reasoning, in_reasoning=opens_reasoning(text.text), parallel=tools.parallel)
             if parsed
             else None
             for _ in range(params.n)

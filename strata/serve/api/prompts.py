@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from strata.models.spelled_tokens import ChatText
 from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import Admission
 from strata.serve.state import ServerState
@@ -25,20 +26,28 @@ async def chat_text(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
-) -> str:
+    parse_special_tokens: bool = False,
+) -> ChatText:
     """What the model's chat template makes of the messages. Raises ApiError (400) if it refuses them.
 
-    variables: for the template, besides.
+    variables: for the template, besides. parse_special_tokens: those that messages spell become tokens.
     """
     try:
-        asked = state.tokenizer.rendering(messages, add_generation_prompt, continue_final_message, tools, variables)
+        asked = state.tokenizer.rendering(
+            messages, add_generation_prompt, continue_final_message, tools, variables, parse_special_tokens
+        )
         return await state.templates.run(admission, lambda renderer: renderer.render(asked))
     except ValueError as error:
         raise ApiError(400, str(error), param="messages", code="chat_template_failed") from None
 
 
 async def encode(
-    state: ServerState, admission: Admission, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
+    state: ServerState,
+    admission: Admission,
+    text: str | ChatText,
+    *,
+    add_special_tokens: bool = True,
+    param: str = "prompt",
 ) -> list[int]:
     """The token ids of a text. Raises ApiError (400) for a text that has none."""
     (ids,) = await encode_all(state, admission, {param: text}, add_special_tokens=add_special_tokens)
@@ -46,7 +55,7 @@ async def encode(
 
 
 async def encode_all(
-    state: ServerState, admission: Admission, texts: Mapping[str, str], *, add_special_tokens: bool = True
+    state: ServerState, admission: Admission, texts: Mapping[str, str | ChatText], *, add_special_tokens: bool = True
 ) -> list[list[int]]:
     """The token ids of several texts, by the parameter that each is. Raises ApiError (400) for a text that has none."""
 
@@ -63,7 +72,7 @@ async def off_the_loop(state: ServerState, admission: Admission, size: int, work
     return await state.tokenizing.run(admission, lambda _: asyncio.to_thread(work))
 
 
-def _encoded(state: ServerState, text: str, add_special_tokens: bool, param: str) -> list[int]:
+def _encoded(state: ServerState, text: str | ChatText, add_special_tokens: bool, param: str) -> list[int]:
     try:
         return state.tokenizer.encode(text, add_special_tokens)
     except ValueError as error:

@@ -66,4 +66,4 @@ async def _render(
     except ApiError as error:
         error.param = "input"  # here the messages are called so
         raise
-    return Prompt(text, await encode(state, admission, text, add_special_tokens=False, param="input"))
+    return Prompt(text.text, await encode(state, admission, text, add_special_tokens=False, param="input"))

@@ -8,6 +8,7 @@ import msgspec
 from fastapi import Request, Response
 from pydantic import Field
 
+from strata.models.spelled_tokens import ChatText
 from strata.serve.admission import admit
 from strata.serve.api.prompts import chat_text, encode, off_the_loop
 from strata.serve.http.errors import ApiError
@@ -42,7 +43,13 @@ class TokenizeRequest(TemplateFields):
         """Raises ApiError (400) for fields that do not go together."""
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt")
-        of_messages = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+        of_messages = (
+            "add_generation_prompt",
+            "continue_final_message",
+            "chat_template_kwargs",
+            "tools",
+            "parse_special_tokens",
+        )
         alone = next((name for name in of_messages if getattr(self, name) is not None), None)
         if self.messages is None and alone is not None:
             raise ApiError(400, f"{alone} is only for requests with messages", param=alone)
@@ -110,7 +117,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     return json_response(Detokenized(prompt=await off_the_loop(state, admission, len(body.tokens), decoded)))
 
 
-async def _text_of_messages(body: TokenizeRequest, state: ServerState, admission: Admission) -> str:
+async def _text_of_messages(body: TokenizeRequest, state: ServerState, admission: Admission) -> ChatText:
     tools: list[dict[str, Any]] | None = None
     if body.tools:
         functions = [tool.function for tool in body.tools]
@@ -123,4 +130,5 @@ async def _text_of_messages(body: TokenizeRequest, state: ServerState, admission
         add_generation_prompt=body.opens_answer,
         continue_final_message=bool(body.continue_final_message),
         variables=body.chat_template_kwargs,
+        parse_special_tokens=bool(body.parse_special_tokens),
     )

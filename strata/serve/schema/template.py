@@ -22,6 +22,8 @@ class TemplateFields(RequestModel):
         | None
     ) = None
     """Variables for the chat template, such as `enable_thinking`; one that the template does not read has no effect."""
+    parse_special_tokens: bool | None = None
+    """Special tokens that messages spell become those tokens; by default they are text. (An extension of our own.)"""
 
     def check_template(self) -> None:
         """Raises ApiError (400) for fields that do not go together."""
