@@ -63,7 +63,7 @@ class Setup:
         from strata.cli.costing import find_config
         from strata.models.shapes import SHAPES
 
-        length = min(workloads.MAX_MODEL_LEN, find_config(self.source).max_length)
+        length = min(workloads.MAX_MODEL_LEN, find_config(self.source).longest)
         return {
             "model": self.source,
             "load_format": self.load_format or ("dummy" if self.model in SHAPES else "auto"),

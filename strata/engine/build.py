@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -34,7 +34,6 @@ from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import build
 from strata.models.folder import located
 from strata.models.generation_config import GenerationDefaults, read_generation_config
-from strata.models.rotary import DynamicRope
 from strata.models.tokenizer import Tokenizer
 
 Log = Callable[[str], None]
@@ -139,7 +138,7 @@ class StartupClock:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine and what it was made of."""
+    """An engine and what it was made of. bad_words: id sequences that no output may complete, whatever it asks for."""
 
     loop: EngineLoop
     pages: PageAllocator
@@ -148,6 +147,7 @@ class Engine:
     config: ModelConfig
     tokenizer: Tokenizer | None
     default_params: SamplingParams
+    bad_words: tuple[tuple[int, ...], ...]
     eos_ids: frozenset[int]
     ledger: Ledger
     startup: dict[str, float]
@@ -166,6 +166,9 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         config, folder = weights.resolve(asked.model, asked.load_format)
         tokenizer = None if asked.skip_tokenizer_init else Tokenizer.load(Path(asked.model))
         defaults = read_generation_config(folder) if folder is not None else GenerationDefaults()
+        default_params, eos_ids = _default_params(defaults), _eos_ids(config, defaults, tokenizer)
+    for line in defaults.unused:
+        log(line)
     max_length = _max_length(asked, config)
     limit = why_not(DeviceLimits.of(device)) if device.type == "cuda" else None
     if limit is not None:
@@ -222,8 +225,9 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         model=model,
         config=config,
         tokenizer=tokenizer,
-        default_params=SamplingParams(**cast(dict[str, Any], defaults.sampling)),
-        eos_ids=_eos_ids(config, defaults, tokenizer),
+        default_params=default_params,
+        bad_words=_bad_words(config, defaults, eos_ids),
+        eos_ids=eos_ids,
         ledger=ledger,
         startup=clock.phases,
         max_model_len=max_length,
@@ -241,10 +245,11 @@ def decode_buckets(most: int) -> list[int]:
 
 def _max_length(asked: EngineConfig, config: ModelConfig) -> int:
     if asked.max_model_len is None:
-        return config.max_length
-    if asked.max_model_len > config.max_length and not isinstance(config.rope, DynamicRope):
+        return config.longest
+    if asked.max_model_len > config.longest and not config.rope.grows:
         raise ValueError(
-            f"max_model_len={asked.max_model_len} is over the model's max_position_embeddings={config.max_length}"
+            f"max_model_len={asked.max_model_len} is over the model's longest sequence of {config.longest} tokens: "
+            f"max_position_embeddings={config.max_length}, rope_type={config.rope.rope_type!r}"
         )
     return asked.max_model_len
 
@@ -261,6 +266,27 @@ def _scratch_bytes(asked: EngineConfig, config: ModelConfig, dtype: torch.dtype,
         return attention_fixed.scratch_bytes(rows, keys, config.num_heads, config.head_dim)
     return decode_attention_cuda.scratch_bytes(
         rows, keys, config.num_heads, config.num_kv_heads, config.head_dim, dtype
+    )
+
+
+def _default_params(defaults: GenerationDefaults) -> SamplingParams:
+    given = defaults.sampling
+    if "max_tokens" not in given:
+        given["max_tokens"] = max(SamplingParams.max_tokens or 0, defaults.min_new_tokens or 0)
+    try:
+        return SamplingParams(**given)
+    except ValueError as error:
+        raise ValueError(f"{defaults.where}: {error}") from None
+
+
+def _bad_words(
+    config: ModelConfig, defaults: GenerationDefaults, eos_ids: frozenset[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Without those that no output can hold, and without the ends of an output, which transformers allows too."""
+    return tuple(
+        word
+        for word in defaults.bad_words
+        if all(0 <= id < config.vocab_size for id in word) and not (len(word) == 1 and word[0] in eos_ids)
     )
 
 

@@ -192,6 +192,9 @@ class LLM:
 
     def _collector(self, text: str | None, ids: list[int], params: SamplingParams, priority: int) -> Collector:
         engine = self._engine
+        if params.stop_strings and engine.tokenizer is None:
+            raise ValueError("stop strings are found in the text, and this LLM has no tokenizer: use stop_token_ids")
+        own = bad_word_ids(params.bad_words, self.get_tokenizer()) if params.bad_words else ()
         request = Request(
             id=str(next(self._numbers)),
             prompt=tuple(ids),
@@ -199,7 +202,7 @@ class LLM:
             priority=priority,
             arrival=time.monotonic(),
             eos_ids=engine.eos_ids,
-            bad_words=tuple(bad_word_ids(params.bad_words, self.get_tokenizer())) if params.bad_words else (),
+            bad_words=(*engine.bad_words, *own),
             grammar=params.structured_outputs.to_grammar() if params.structured_outputs is not None else None,
         )
         request.check_ids(engine.config.vocab_size)

@@ -38,7 +38,8 @@ class Request:
     arrival: seconds on any clock that all requests share.
     salt: requests share cached prefixes only with requests of the same salt.
     eos_ids: the model's end-of-sequence ids, which end a sample unless `params.ignore_eos`.
-    bad_words: `params.bad_words` as ids; one of several ids can only be avoided once the host knows the ids before.
+    bad_words: `params.bad_words` as ids and those of the model itself; one of several ids can only be avoided once the
+        host knows the ids before.
     grammar: what every sample has to follow, as a grammar of llguidance; None for anything.
     """
 

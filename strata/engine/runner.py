@@ -128,7 +128,7 @@ class SlotState:
         self.seeds[slot] = sampling_seed(sequence, engine_seed)
         self.top_k[slot], self.top_p[slot], self.min_p[slot] = max(params.top_k, 0), params.top_p, params.min_p
         self.filtered[slot] = filters(params)
-        self.special[slot] = is_special(params)
+        self.special[slot] = is_special(sequence.request)
         self.constrained[slot] = sequence.matcher is not None
 
 

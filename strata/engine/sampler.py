@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from strata.engine.request import Sequence
+from strata.engine.request import Request, Sequence
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.transfer import fetch, send
 from strata.kernels.bitmask import apply_bitmask
@@ -70,13 +70,14 @@ def penalizes(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
-def is_special(params: SamplingParams) -> bool:
+def is_special(request: Request) -> bool:
     """Whether a row takes the long way: penalties, biased or forbidden ids, or log-probabilities to report."""
+    params = request.params
     return bool(
         penalizes(params)
         or params.logit_bias
         or params.min_tokens > 0
-        or params.bad_words
+        or request.bad_words
         or params.logprobs is not None
     )
 

@@ -188,7 +188,7 @@ class Service:
             arrival=message.arrival,
             salt=message.salt,
             eos_ids=self._engine.eos_ids,
-            bad_words=tuple(word for word in message.bad_words if word),
+            bad_words=(*self._engine.bad_words, *(word for word in message.bad_words if word)),
             grammar=message.grammar,
         )
         request.check_ids(self._engine.config.vocab_size)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from strata.models import generation_fields
 from strata.models.expert_config import ExpertsConfig, mixtral_fields, qwen3_moe_fields, read_mixtral, read_qwen3_moe
 from strata.models.fields import Fields
 from strata.models.json_object import read_existing_object
@@ -26,7 +27,7 @@ class ModelConfig:
     attention_bias, mlp_bias: the fields of that name; false in families without them.
     tied: whether the head is the embedding matrix.
     experts: None in families without them.
-    max_length: max_position_embeddings, the longest sequence that the checkpoint was made for.
+    max_length: max_position_embeddings, to which the rotary embedding relates; `longest` is what a sequence may have.
     dtype: of the checkpoint; None when config.json does not say.
     """
 
@@ -50,6 +51,11 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
     experts: ExpertsConfig | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the checkpoint is made for."""
+        return self.rope.longest(self.max_length)
 
     @property
     def num_experts(self) -> int:
@@ -153,8 +159,7 @@ _FAMILIES = {
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
-# Fields without effect on the logits. The generation parameters belong to generation_config.json: transformers drops
-# them from config.json as well.
+# Fields without effect on the logits. Generation parameters in config.json are for `read_generation_config`.
 _BOOKKEEPING = """
     _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path
     attention_dropout attn_implementation chunk_size_feed_forward finetuning_task id2label initializer_range
@@ -163,15 +168,7 @@ _BOOKKEEPING = """
     tokenizer_class torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version
     use_bfloat16 use_cache
 """
-_GENERATION = """
-    assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty
-    do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
-    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
-    no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams
-    num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate
-    suppress_tokens target_lookbehind temperature top_k top_p typical_p
-"""
-_WITHOUT_EFFECT = frozenset((_BOOKKEEPING + _GENERATION).split())
+_WITHOUT_EFFECT = frozenset(_BOOKKEEPING.split()) | generation_fields.IN_CONFIG | generation_fields.WITHOUT_EFFECT
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -25,9 +25,9 @@ def build(config: ModelConfig, max_length: int | None = None) -> CausalLM:
     """The model, on the current default device and dtype, its parameters uninitialized.
 
     max_length: the longest sequence that this instance will see, which sizes the rotary table and, for dynamic rope,
-    sets its base; by default the checkpoint's max_position_embeddings.
+    sets its base; by default the longest that the checkpoint is made for.
 
     Fill the parameters with `strata.models.initialize`, or build on the meta device and let
     `strata.models.weights.load` do both.
     """
-    return FAMILIES[config.architecture](config, config.max_length if max_length is None else max_length)
+    return FAMILIES[config.architecture](config, config.longest if max_length is None else max_length)

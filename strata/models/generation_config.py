@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from strata.models.fields import Fields
+from strata.models.generation_fields import (
+    HONOURED,
+    IN_CONFIG,
+    LENGTHS,
+    REFUSED,
+    REFUSED_IN_SAMPLING,
+    WITHOUT_EFFECT,
+)
 from strata.models.json_object import read_object
 
 
@@ -14,6 +23,8 @@ class GenerationDefaults:
     """The sampling defaults of a model; None where generation_config.json says nothing.
 
     eos_ids: when not None they replace those of config.json, as in transformers.
+    bad_words: id sequences that no output completes (bad_words_ids, suppress_tokens).
+    where: the file. unused: a line for each field that might matter and is not used.
     """
 
     temperature: float | None = None
@@ -21,11 +32,18 @@ class GenerationDefaults:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    stop_strings: tuple[str, ...] | None = None
     eos_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    where: str = "generation_config.json"
+    unused: tuple[str, ...] = ()
 
     @property
-    def sampling(self) -> dict[str, float | int]:
+    def sampling(self) -> dict[str, Any]:
         """What the file says, as arguments of `SamplingParams`."""
         given = {
             "temperature": self.temperature,
@@ -33,37 +51,83 @@ class GenerationDefaults:
             "top_k": self.top_k,
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
             "max_tokens": self.max_new_tokens,
+            "min_tokens": self.min_new_tokens,
+            "stop": self.stop_strings,
         }
         return {name: value for name, value in given.items() if value is not None}
 
 
 def read_generation_config(folder: str | Path) -> GenerationDefaults:
-    """The defaults in a model folder, all None if it has no generation_config.json.
+    """The defaults in a model folder: those of generation_config.json or, where that is absent, those in config.json,
+    as in transformers.
 
-    `do_sample: false` means greedy: temperature 0, and the other ways of sampling are without effect. Fields without a
-    counterpart here (beam search, padding ids, versions) are left alone. Raises ValueError for a value that is wrong.
+    `do_sample: false` means greedy: temperature 0, and the other ways of sampling are without effect. Raises ValueError
+    for a value that is wrong, and for a field that would change the output and has no counterpart here. What may matter
+    otherwise is named in `unused`.
     """
     path = Path(folder) / "generation_config.json"
-    fields = Fields(read_object(path), str(path))
+    if path.exists():
+        values = read_object(path)
+    else:
+        path = Path(folder) / "config.json"
+        values = {name: value for name, value in read_object(path).items() if name in IN_CONFIG}
+    fields = Fields(values, str(path))
     sampled = fields.flag("do_sample", True)
-    temperature = fields.number("temperature", positive=False) if fields.has("temperature") else None
-    top_p = fields.number("top_p") if fields.has("top_p") else None
-    if top_p is not None and top_p > 1:
-        raise fields.wrong("top_p", top_p, "a number in (0, 1]")
-    min_p = fields.number("min_p", positive=False) if fields.has("min_p") else None
-    if min_p is not None and min_p > 1:
-        raise fields.wrong("min_p", min_p, "a number in [0, 1]")
-    top_k = fields.count("top_k", least=-1) if fields.has("top_k") else None
-    return GenerationDefaults(
+    temperature, top_p = _number(fields, "temperature"), _share(fields, "top_p", positive=True)
+    top_k, min_p = _count(fields, "top_k", least=-1), _share(fields, "min_p")
+    defaults = GenerationDefaults(
         temperature=temperature if sampled else 0.0,
         top_p=top_p if sampled else None,
         top_k=top_k if sampled else None,
         min_p=min_p if sampled else None,
-        repetition_penalty=fields.number("repetition_penalty") if fields.has("repetition_penalty") else None,
-        max_new_tokens=fields.count("max_new_tokens") if fields.has("max_new_tokens") else None,
+        repetition_penalty=_number(fields, "repetition_penalty", positive=True),
+        presence_penalty=_signed(fields, "presence_penalty"),
+        frequency_penalty=_signed(fields, "frequency_penalty"),
+        max_new_tokens=_count(fields, "max_new_tokens"),
+        min_new_tokens=_count(fields, "min_new_tokens", least=0),
+        stop_strings=_read_stops(fields),
         eos_ids=_read_eos(fields),
+        bad_words=(*_read_bad_words(fields), *((id,) for id in _ids(fields, "suppress_tokens"))),
+        where=str(path),
+        unused=tuple(_unused(values, str(path))),
     )
+    _refuse(fields, REFUSED | (REFUSED_IN_SAMPLING if sampled else {}))
+    return defaults
+
+
+def _count(fields: Fields, key: str, *, least: int = 1) -> int | None:
+    return fields.count(key, least=least) if fields.has(key) else None
+
+
+def _number(fields: Fields, key: str, *, positive: bool = False) -> float | None:
+    return fields.number(key, positive=positive) if fields.has(key) else None
+
+
+def _share(fields: Fields, key: str, *, positive: bool = False) -> float | None:
+    value = _number(fields, key, positive=positive)
+    if value is not None and value > 1:
+        raise fields.wrong(key, value, f"a number in {'(' if positive else '['}0, 1]")
+    return value
+
+
+def _signed(fields: Fields, key: str) -> float | None:
+    value = fields.take(key, None)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not -2 <= value <= 2):
+        raise fields.wrong(key, value, "a number from -2 to 2")
+    return value
+
+
+def _read_stops(fields: Fields) -> tuple[str, ...] | None:
+    value = fields.take("stop_strings", None)
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
+        return None
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise fields.wrong("stop_strings", value, "a string or a list of strings, none of them empty")
+    return tuple(stops)
 
 
 def _read_eos(fields: Fields) -> tuple[int, ...] | None:
@@ -75,3 +139,43 @@ def _read_eos(fields: Fields) -> tuple[int, ...] | None:
         raise fields.wrong("eos_token_id", value, "a token id or a list of token ids")
     # Some checkpoints write -1 for "none".
     return tuple(id for id in ids if id >= 0)
+
+
+def _read_bad_words(fields: Fields) -> list[tuple[int, ...]]:
+    value = fields.take("bad_words_ids", None)
+    words = [] if value is None else value
+    if not isinstance(words, list) or not all(isinstance(word, list) and word and _are_ids(word) for word in words):
+        raise fields.wrong("bad_words_ids", value, "a list of lists of token ids, none of them empty")
+    return [tuple(word) for word in words]
+
+
+def _ids(fields: Fields, key: str) -> list[int]:
+    value = fields.take(key, None)
+    ids = [] if value is None else value
+    if not isinstance(ids, list) or not _are_ids(ids):
+        raise fields.wrong(key, value, "a list of token ids")
+    return ids
+
+
+def _are_ids(values: list[Any]) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+
+
+def _refuse(fields: Fields, names: dict[str, tuple[Any, ...]]) -> None:
+    for name, neutral in names.items():
+        value = fields.take(name, None)
+        if value is not None and value not in neutral:
+            accepted = " or ".join(["null", *(repr(one).lower() for one in neutral)])
+            reason = "there is nothing here that would do the same; remove the field to run without it"
+            raise fields.wrong(name, value, f"{accepted}: {reason}")
+
+
+def _unused(values: dict[str, Any], where: str) -> list[str]:
+    known = HONOURED | REFUSED.keys() | REFUSED_IN_SAMPLING.keys() | WITHOUT_EFFECT
+    return [
+        f"{where}: {name} is not used: the length of a sequence is max_model_len, that of an output max_tokens"
+        if name in LENGTHS
+        else f"{where}: {name} is unknown and not used"
+        for name, value in values.items()
+        if name not in known and value is not None
+    ]

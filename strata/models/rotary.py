@@ -38,6 +38,10 @@ class RopeConfig:
         """
         return 1.0 / powers(self.theta, head_dim)
 
+    def longest(self, trained_length: int) -> int:
+        """Tokens of the longest sequence that the positions are made for; trained_length: max_position_embeddings."""
+        return trained_length
+
     def to_dict(self) -> dict[str, Any]:
         """The parameters under the checkpoint's names, without theta."""
         values = {key: value for key, value in dataclasses.asdict(self).items() if key != "theta" and value is not None}
@@ -50,6 +54,10 @@ class LinearRope(RopeConfig):
 
     factor: float
     rope_type: ClassVar[str] = "linear"
+
+    def longest(self, trained_length: int) -> int:
+        """With this type max_position_embeddings stays what it was before the positions were divided."""
+        return max(trained_length, int(self.factor * trained_length))
 
     def inverse_frequencies(self, head_dim: int, trained_length: int, max_length: int) -> Tensor:
         return 1.0 / powers(self.theta, head_dim) / self.factor
@@ -117,6 +125,10 @@ class YarnRope(RopeConfig):
         if self.mscale and self.mscale_all_dim:
             return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
         return self._temperature(1.0)
+
+    def longest(self, trained_length: int) -> int:
+        """Qwen's recipe leaves max_position_embeddings as it was, others raise it to the new length."""
+        return max(trained_length, int(self.factor * self.original_max_position_embeddings))
 
     def _temperature(self, mscale: float) -> float:
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0

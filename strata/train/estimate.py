@@ -87,7 +87,7 @@ def step_shape(run: TrainConfig, config: ModelConfig, layout: Layout) -> StepSha
     """The largest step of a run: full packs, of documents as long as the model takes."""
     tokens = run.data.tokens_per_pack
     packs = max(1, run.data.packs_per_step // (layout.dp * layout.shard))
-    return StepShape(config, tokens, min(tokens, config.max_length), packs, run.run.precision, layout)
+    return StepShape(config, tokens, min(tokens, config.longest), packs, run.run.precision, layout)
 
 
 def choose_recompute(shape: StepShape, device_bytes: int) -> str:

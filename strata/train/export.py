@@ -82,7 +82,7 @@ def model_card(trained: Finished, scores: Sequence[Score]) -> str:
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         vocab=config.vocab_size,
-        length=config.max_length,
+        length=config.longest,
         steps=trained.position.step,
         tokens=trained.position.tokens,
         precision="bfloat16 with float32 master weights" if mixed else "float32, rounded to bfloat16",

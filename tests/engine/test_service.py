@@ -531,6 +531,7 @@ def test_the_host_time_of_a_step_is_small() -> None:
         config=sizes,
         max_model_len=100,
         eos_ids=frozenset[int](),
+        bad_words=(),
         default_params=GREEDY,
         ledger=SimpleNamespace(device="cpu"),
         startup={},

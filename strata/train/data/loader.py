@@ -112,8 +112,8 @@ def check_data(datasets: Sequence[TokenDataset], kind: str, config: ModelConfig,
             )
         if index.tokenizer != tokenizer_digest(tokenizer):
             raise ValueError(f"{dataset.folder} was tokenized with another tokenizer than the model's; do it again")
-        if dataset.longest_document > config.max_length:
+        if dataset.longest_document > config.longest:
             raise ValueError(
                 f"{dataset.folder} has a document of {dataset.longest_document} tokens, but the model reads at most "
-                f"{config.max_length} (max_position_embeddings); tokenize with --longest {config.max_length}"
+                f"{config.longest} (max_position_embeddings); tokenize with --longest {config.longest}"
             )
