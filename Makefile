@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+FRAMEWORKS := tests/clients/frameworks/.installed
 
 .PHONY: setup run test test-gpu lint clients clean
 
@@ -24,11 +25,16 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/python tools/floors.py
 
-# OpenAI's clients that the tests run besides the one in .venv. Where npm is not, or reaches no registry, the JavaScript one
-# is left out and its tests are skipped.
-clients: setup
+# Clients that the tests run besides the one in .venv. Where npm is not, or reaches no registry, those in JavaScript are left
+# out and their tests are skipped.
+clients: setup $(FRAMEWORKS)
 	-command -v npm >/dev/null && npm install --prefix tests/clients/npm --no-package-lock --ignore-scripts --no-audit --no-fund --silent
 	$(BIN)/python -m pip install --quiet --upgrade --target tests/clients/openai2 --no-deps 'openai==2.54.0' distro
+
+$(FRAMEWORKS): tests/clients/frameworks.txt | $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --target $(@D) --no-deps --no-compile --requirement $<
+	touch $@
 
 test: lint clients
 	$(BIN)/pytest --numprocesses 2

@@ -10,7 +10,7 @@ from tests.serve.running import Running, running
 
 KEY = "a-key-for-tests-only"
 
-collect_ignore = ["npm", "openai2"]  # what is installed there
+collect_ignore = ["npm", "openai2", "frameworks", "loops"]  # what is installed there, and programs that need it
 
 
 @pytest.fixture(scope="session")
