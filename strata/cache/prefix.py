@@ -170,13 +170,14 @@ class PrefixTree:
     def _agreement(self, ours: list[int], tokens: list[int], begin: int, most: int) -> int:
         """How many of the first `most` pages of a node hold the ids of `tokens` from `begin` on; the first one does."""
         size = self._pages.page_size
-        if ours[: most * size] == tokens[begin : begin + most * size]:
-            return most
-        return next(
-            page
-            for page in range(1, most)
-            if ours[page * size : (page + 1) * size] != tokens[begin + page * size : begin + (page + 1) * size]
-        )
+        agreeing, end = 1, most
+        while agreeing < end:  # halves, unless all agree: long runs are compared whole
+            upto = end if end == most else (agreeing + end + 1) // 2
+            if ours[agreeing * size : upto * size] == tokens[begin + agreeing * size : begin + upto * size]:
+                agreeing = upto
+            else:
+                end = upto - 1
+        return agreeing
 
     def _extend(self, node: _Node, taken: int, tokens: list[int], pages: list[int], known: int) -> None:
         """Hang `pages[known:]` below the first `taken` pages of `node`."""

@@ -79,6 +79,8 @@ class LLM:
         priorities = list(priority) if priority is not None else [0] * len(listed)
         if len(priorities) != len(listed):
             raise ValueError(f"priority has {len(priorities)} entries for {len(listed)} prompts; give one for each")
+        if not all(isinstance(number, int) for number in priorities):
+            raise ValueError(f"priority must be integers, got {priorities!r}")
         collectors = [
             self._collector(*self._encoded(prompt), one, number)
             for prompt, one, number in zip(listed, params, priorities, strict=True)

@@ -244,6 +244,15 @@ def test_bad_requests_are_refused_and_disturb_nothing(engine: Engine, prompt, pa
     assert len(ids_of(llm, [good], GREEDY)[0]) == 24
 
 
+@pytest.mark.parametrize("priority", [[0], [0, "high"], [float("nan"), 0]])
+def test_priorities_that_are_none_are_refused_and_disturb_nothing(engine: Engine, priority: list[object]) -> None:
+    llm = engine(dtype="float32")
+    with pytest.raises(ValueError, match="priority"):
+        llm.generate(prompts(2), GREEDY, use_tqdm=False, priority=priority)
+    assert llm.engine.loop.idle
+    assert len(ids_of(llm, prompts(1), GREEDY)[0]) == 24
+
+
 def test_a_sequence_that_cannot_fit_the_pool_is_refused(folder: Path) -> None:
     llm = LLM(folder, device="cpu", num_pages=4)
     with pytest.raises(ValueError, match="KV pages"):
