@@ -31,6 +31,8 @@ def explain_fault(error: RequestValidationError) -> Explanation:
     place, *keys = fault["loc"]
     if fault["type"] == "json_invalid":
         return Explanation(f"the body is not JSON that this server reads: {fault['ctx']['error']}", code="invalid_json")
+    if fault["type"] == "too_many_fields" and not keys:
+        return Explanation(f"the body {_said(fault)}", code="invalid_value")
     if place == "body" and not keys:
         return Explanation(_explain_body(error.body))
     path = field_path(keys, error.body) if place == "body" else ".".join(map(str, keys))
@@ -83,5 +85,8 @@ def _explain_field(fault: dict[str, Any], path: str) -> str:
         return f"{path} is not a field that this server knows; GET /openapi.json lists those it takes"
     if kind == "refused":
         return f"{path} is not supported: {fault['msg']}"
-    said = re.sub(r"^\w+ should ", "must ", fault["msg"]).partition(" after validation")[0]
-    return f"{path} {said}, got {shown(fault['input'])}"
+    return f"{path} {_said(fault)}, got {shown(fault['input'])}"
+
+
+def _said(fault: dict[str, Any]) -> str:
+    return re.sub(r"^\w+ should ", "must ", fault["msg"]).partition(" after validation")[0]
