@@ -18,12 +18,15 @@ _CHOICES = ("anyOf", "oneOf")
 _UNTOUCHED = ("enum", "const", "minProperties")
 _MAPS_OF_SCHEMAS = (*_NAMED, "$defs", "definitions")
 _SCHEMAS = ("items", "additionalProperties", "contains")
+# How many schemas and names may be gathered of objects that several schemas describe: each of n may name n others.
+_MOST_GATHERED = 20_000
 
 
 def with_closed_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema with `additionalProperties: false` wherever properties are named and nothing is said of others.
 
-    A schema with references to anything but places in itself ("#/...") is left as it is.
+    A schema with references to anything but places in itself ("#/...") is left as it is. Raises ValueError if too many
+    of its parts describe the same objects.
     """
     if not all(ref == "#" or ref.startswith("#/") for ref in _references(schema)):
         return dict(schema)
@@ -39,6 +42,7 @@ class _Closing:
         self._root = root
         self._open_names: dict[str, str] = {}
         self._opened: dict[str, Any] = {}
+        self._gathered = 0
 
     def whole(self) -> dict[str, Any]:
         closed: dict[str, Any] = self._schema(self._root, True)
@@ -78,6 +82,7 @@ class _Closing:
             return
         for keyword in _NAMED:
             names = {name: True for one in same_object for name in _names(one, keyword)}
+            self._count(len(names))
             if names and isinstance(made.get(keyword, {}), Mapping):
                 made[keyword] = {**names, **made.get(keyword, {})}
         made["additionalProperties"] = False
@@ -86,6 +91,7 @@ class _Closing:
         """All schemas that hold, or may hold, for the object that this one describes."""
         if not isinstance(given, Mapping):
             return
+        self._count(1)
         yield given
         for keyword in ("allOf", *_CHOICES):
             for one in _list(given, keyword):
@@ -94,6 +100,11 @@ class _Closing:
         if isinstance(reference, str) and reference not in seen:
             seen.add(reference)
             yield from self._same_object(self._target(reference), seen)
+
+    def _count(self, gathered: int) -> None:
+        self._gathered += gathered
+        if self._gathered > _MOST_GATHERED:
+            raise ValueError("too many parts of the schema (allOf, anyOf, $ref) describe the same objects: join some")
 
     def _open_reference(self, reference: str) -> str:
         """A reference to the same schema left open."""

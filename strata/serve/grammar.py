@@ -52,6 +52,7 @@ class Grammar:
 
         Whether the schema can be enforced tells `GrammarChecker`.
         """
+        _check_schemas([schema], param)
         return cls((_json_part("json", schema, param),), param)
 
     @classmethod
@@ -126,6 +127,7 @@ def tool_call_grammar(
         "function: " + " | ".join(f"function_{number}" for number in range(len(functions))),
     ]
     arguments = []
+    _check_schemas([schema for _, schema in functions], param)
     for number, (name, schema) in enumerate(functions):
         before = f'{{"name": {json.dumps(name)}, "{form.arguments_key}": '
         rules.append(f"function_{number}: {json.dumps(before)} @arguments_{number}")
@@ -147,11 +149,7 @@ class GrammarChecker:
 
     async def check(self, grammar: Grammar, admission: Admission) -> None:
         """Raises ApiError 400, code "invalid_grammar", if the engine could not follow the grammar."""
-        size = len(grammar.text)  # ASCII
-        if size > MOST_BYTES:
-            wrong: str | None = f"it comes to {size:,} bytes of grammar, and at most {MOST_BYTES:,} are taken"
-        else:
-            wrong = await self._look_up(grammar.text, admission)
+        wrong = _too_long(grammar.text) or await self._look_up(grammar.text, admission)
         if wrong is not None:
             raise ApiError(400, f"{grammar.param}: {wrong}", param=grammar.param, code="invalid_grammar")
 
@@ -181,16 +179,30 @@ class GrammarChecker:
         return wrong
 
 
-def _json_part(name: str, schema: Any, param: str) -> dict[str, Any]:
-    if not isinstance(schema, Mapping):
-        raise ApiError(400, f"{param} must be a JSON schema, which is an object, got {schema!r:.60}", param=param)
-    if _deeper_than(schema, MOST_DEPTH):
-        message = f"{param}: it nests deeper than {MOST_DEPTH} objects and arrays"
-        raise ApiError(400, message, param=param, code="invalid_grammar")
+def _check_schemas(schemas: list[Any], param: str) -> None:
+    """Raises ApiError 400 for what is no schema, nests too deep or is too long together, before work is spent on it."""
+    for schema in schemas:
+        if not isinstance(schema, Mapping):
+            raise ApiError(400, f"{param} must be a JSON schema, which is an object, got {schema!r:.60}", param=param)
+        if _deeper_than(schema, MOST_DEPTH):
+            message = f"{param}: it nests deeper than {MOST_DEPTH} objects and arrays"
+            raise ApiError(400, message, param=param, code="invalid_grammar")
+    if (wrong := _too_long(json.dumps(schemas))) is not None:
+        raise ApiError(400, f"{param}: {wrong}", param=param, code="invalid_grammar")
+
+
+def _json_part(name: str, schema: Mapping[str, Any], param: str) -> dict[str, Any]:
     try:
         return json_part(name, schema)
     except ValueError as error:
         raise ApiError(400, f"{param}: {error}", param=param, code="invalid_grammar") from None
+
+
+def _too_long(text: str) -> str | None:
+    """What is wrong with a text in ASCII, if it is too long."""
+    if len(text) <= MOST_BYTES:
+        return None
+    return f"it comes to {len(text):,} bytes of grammar, and at most {MOST_BYTES:,} are taken"
 
 
 def _deeper_than(value: Any, depth: int) -> bool:

@@ -113,6 +113,14 @@ def test_what_is_said_to_be_open_stays_open(schema: dict[str, Any]) -> None:
     assert takes(schema, text) or takes(schema, json.dumps({"z": 1}))
 
 
+def test_parts_that_each_describe_what_all_others_do_are_refused_before_they_multiply() -> None:
+    many = {"anyOf": [of(**{f"c{place}": TEXT}) for place in range(300)]}
+    objects = {f"p{place}": {**of(x=TEXT), "allOf": [{"$ref": "#/$defs/many"}]} for place in range(300)}
+    assert '"c299":true' in json_grammar({**of(p0=objects["p0"]), "$defs": {"many": many}}).replace(" ", "")
+    with pytest.raises(ValueError, match="describe the same objects: join some"):
+        json_grammar({**of(**objects), "$defs": {"many": many}})
+
+
 @pytest.mark.parametrize("schema", [{**of(a=TEXT), "additionalProperties": False}, of(), {"const": {"properties": {}}}])
 def test_what_is_closed_or_no_schema_stays_as_it_is(schema: dict[str, Any]) -> None:
     assert takes(schema, '{"properties": {}}' if "const" in schema else "{}")

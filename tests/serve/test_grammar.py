@@ -211,6 +211,23 @@ def test_a_deep_schema_is_refused_before_anything_recurses() -> None:
     assert caught.value.code == "invalid_grammar"
 
 
+@pytest.mark.parametrize(
+    "make",
+    [lambda schema: asked(schema(4000)), lambda schema: tool_call_grammar([("f", schema(50))] * 100, "hermes", True)],
+    ids=["one schema", "many functions"],
+)
+def test_schemas_that_are_too_long_are_refused_before_they_are_worked_on(
+    make: Callable[[Callable[[int], dict[str, Any]]], Grammar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def works(*_: object) -> None:
+        raise AssertionError("it is worked on")
+
+    monkeypatch.setattr("strata.serve.grammar.json_part", works)
+    with pytest.raises(ApiError, match="bytes of grammar, and at most 65,536 are taken") as caught:
+        make(lambda size: {"properties": {f"p{place}": {"type": "string"} for place in range(size)}})
+    assert caught.value.code == "invalid_grammar"
+
+
 @pytest.fixture
 def checked() -> Iterator[Callable[[Callable[[GrammarChecker], Awaitable[None]]], None]]:
     """Runs a coroutine with a checker, which is closed after it."""
