@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import tracemalloc
 from base64 import b64encode
 from typing import Any
 
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from strata.serve.http import gate as gate_module
+from strata.serve.http import bodies
+from strata.serve.http.bodies import MOST_TOGETHER
+from strata.serve.http.errors import ApiError
 from strata.serve.http.gate import Gate, is_loopback
 from strata.serve.http.keys import KeyHash, KeyRing
 from strata.serve.processes.drain import Drain
@@ -235,6 +239,71 @@ def test_a_content_length_that_is_no_number_is_refused(length: str) -> None:
     assert (answer.status, answer.code) == (400, "invalid_http")
 
 
+GZIP = ("content-encoding", "gzip")
+
+
+def test_a_body_in_gzip_is_unpacked_within_the_limit() -> None:
+    server = Server(body_limit=1000)
+    assert server.ask(CHUNKED, GZIP, pieces=(gzip.compress(b"x" * 1000), b"")).json["body"] == 1000
+    bomb = gzip.compress(b"x" * 1001)
+    assert len(bomb) < 100
+    assert server.ask(CHUNKED, GZIP, pieces=(bomb, b"")).code == "body_too_large"
+    assert server.ask(CHUNKED, ("content-encoding", "identity"), pieces=(b"x" * 7, b"")).json["body"] == 7
+
+
+def test_what_unpacking_may_take_is_bounded() -> None:
+    bomb = gzip.compress(bytes(300_000_000))
+    tracemalloc.start()
+    assert Server().ask(CHUNKED, GZIP, pieces=(bomb, b"")).status == 413
+    assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("body", [b"no gzip", gzip.compress(b"hello")[:-3], gzip.compress(b"hello") + b"more"])
+def test_a_body_that_is_not_what_it_says_is_refused(body: bytes) -> None:
+    assert Server().ask(CHUNKED, GZIP, pieces=(body, b"")).code == "invalid_encoding"
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "deflate", "gzip, gzip"])
+def test_other_encodings_are_refused_by_name(encoding: str) -> None:
+    answer = Server().ask(CHUNKED, ("content-encoding", encoding), pieces=(b"x", b""))
+    assert (answer.status, answer.code) == (415, "unsupported_encoding")
+    assert encoding in answer.json["error"]["message"]
+
+
+def test_bodies_are_bounded_together_and_none_takes_all() -> None:
+    together = bodies.Bodies(limit=MOST_TOGETHER)
+    with together.of_one() as alices:
+        together.hold("alice", MOST_TOGETHER // 2)
+        alices.caller, alices.held = "alice", MOST_TOGETHER // 2
+        with pytest.raises(ApiError) as caught:
+            together.hold("alice", 1)
+        assert (caught.value.status, caught.value.code) == (503, "bodies_full")
+        together.hold("bob", MOST_TOGETHER // 4)
+    together.hold("alice", MOST_TOGETHER // 4)
+
+
+def test_head_is_answered_as_get_is() -> None:
+    asked: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.append(scope["method"])
+        await echo(scope, receive, send)
+
+    assert Server(app=app).ask(method="HEAD").status == 200
+    assert asked == ["GET"]
+
+
+def test_only_what_may_cost_something_is_counted_before_its_body_is_read() -> None:
+    server = Server(KEYS)
+    server.ask(ALICE, method="GET")
+    server.ask(method="POST")
+    server.ask(ALICE, ("origin", "https://evil.example"), method="POST")
+    assert server.entered == []
+    server.ask(ALICE, CHUNKED, pieces=(b"x", b""))
+    assert server.entered == ["alice"]
+
+
 def test_ambiguous_headers_are_refused() -> None:
     for first, second in [("content-length", "5"), ("authorization", "Bearer other"), ("host", "evil.example")]:
         assert Server().ask((first, "1"), (first, second)).status in (400, 403)
@@ -242,7 +311,7 @@ def test_ambiguous_headers_are_refused() -> None:
 
 
 def test_a_body_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_module, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.05)
     answer = Server().ask(CHUNKED, pieces=(b"begun",))
     assert (answer.status, answer.code) == (408, "body_timeout")
     assert answer.headers["connection"] == "close"

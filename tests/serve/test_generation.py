@@ -109,10 +109,15 @@ def test_a_lead_of_the_engine_past_a_stop_string_is_not_charged(serve_script: Se
     assert reply["choices"][0]["token_ids"] == ids[:2]
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/v1/models"])
+@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/v1/models", f"/v1/models/{NAME}", "/metrics", "/"])
 def test_what_a_server_says_of_itself(serve_script: ServeScript, path: str) -> None:
     with serve_script([]) as server:
         assert server.client.get(path).status_code == 200
+        head = server.client.head(path)
+        assert head.status_code == 200
+        assert int(head.headers["content-length"]) > 0
+        server.state.draining = True
+        assert server.client.head("/ready").status_code == 503
 
 
 def test_a_server_that_drains(serve_script: ServeScript) -> None:

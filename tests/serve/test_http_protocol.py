@@ -13,8 +13,8 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from strata.serve.http import gate, http_protocol
-from tests.serve.test_gate import Server
+from strata.serve.http import bodies, http_protocol
+from tests.serve.test_gate import KEYS, Server
 
 
 @contextmanager
@@ -74,6 +74,124 @@ def test_long_headers_get_431_and_garbage_400_in_openais_shape() -> None:
             assert error["code"] == code
 
 
+FLOODS = {
+    "a trailer without end": (b"0\r\nx-a: ", b"a" * 65_536),
+    "trailers without end": (b"0\r\n", b"x-a: b\r\n" * 8192),
+    "chunks of one byte": (b"", b"1;" + b"x" * 64 + b"\r\na\r\n"),
+    "a chunk's extension without end": (b"1;", b"x" * 65_536),
+    "a body without end": (b"", b"10000\r\n" + b"x" * 65_536 + b"\r\n"),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+@pytest.mark.parametrize("refused", [True, False])
+def test_what_a_connection_may_send_is_bounded(flood: str, refused: bool) -> None:
+    """Also after a refusal at the head, when nobody reads the body any more."""
+    first, more = FLOODS[flood]
+    more *= max(1, 65_536 // len(more))
+    with listening(Server(KEYS if refused else None)) as connect, connect() as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" + first)
+        sent = 0
+        with suppress(OSError):  # the server has closed
+            while sent < 40_000_000:
+                sent += connection.send(more)
+        assert sent < 16_000_000  # the system's buffers hold some of it
+
+
+def test_trailers_are_read_and_thrown_away() -> None:
+    with listening(Server()) as connect, connect() as connection:
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+        connection.sendall(head + b"5\r\nhello\r\n0\r\nauthorization: Bearer x\r\nHost: evil\r\n\r\n")
+        status, answer = read_answer(connection)
+        assert status == 200
+        assert b'"body": 5,' in answer
+
+
+def test_many_small_headers_and_many_requests_at_once_are_cut_off() -> None:
+    with listening(Server()) as connect:
+        with connect() as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a:\r\n" * 50_000 + b"\r\n")
+            status, answer = read_answer(connection)
+            assert (status, answer.count(b"HTTP/1.1 ")) == (431, 1)
+        with connect() as connection:
+            with suppress(OSError):
+                connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20_000)
+            answers = b""
+            with suppress(OSError):
+                while part := connection.recv(1_000_000):
+                    answers += part
+            assert answers.count(b"HTTP/1.1 200") < 1000
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (b"GET / HT", "invalid_http"),
+        (b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Le", "invalid_http"),
+        (b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n", "incomplete_body"),
+        (b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nhello", "incomplete_body"),
+        (b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhel", "incomplete_body"),
+        (b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", "invalid_http"),
+    ],
+)
+def test_a_request_that_ends_too_soon_is_told_so(sent: bytes, code: str) -> None:
+    with listening(Server()) as connect, connect() as connection:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        status, answer = read_answer(connection)
+        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+        assert (status, error["code"], answer.count(b"HTTP/1.1 400")) == (400, code, 1)
+
+
+def test_one_who_sends_no_more_while_an_answer_is_awaited_is_told_why_there_is_none() -> None:
+    left = threading.Event()
+
+    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    with listening(Server(app=waits)) as connect, connect() as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        time.sleep(0.1)
+        connection.shutdown(socket.SHUT_WR)
+        status, answer = read_answer(connection)
+        assert (status, json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"]) == (400, "half_closed")
+        assert left.wait(10)
+
+
+def test_requests_that_were_begun_hear_that_the_client_has_left_though_others_follow_them() -> None:
+    left = threading.Event()
+
+    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    with listening(Server(app=waits)) as connect:
+        with connect() as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3)
+            time.sleep(0.1)
+        assert left.wait(10)
+
+
+def test_http_1_0_is_answered_without_chunks() -> None:
+    async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(3):
+            await send({"type": "http.response.body", "body": b"data: x\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    with listening(Server(app=stream)) as connect:
+        for version, chunked in ((b"1.0", False), (b"1.1", True)):
+            with connect() as connection:
+                connection.sendall(b"GET / HTTP/" + version + b"\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                _, answer = read_answer(connection)
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert (b"transfer-encoding: chunked" in head) is chunked
+            assert (body == b"data: x\n\n" * 3) is not chunked
+
+
 def test_a_connection_that_sends_no_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
     with listening(Server()) as connect:
@@ -84,7 +202,7 @@ def test_a_connection_that_sends_no_request_is_closed(monkeypatch: pytest.Monkey
 
 
 def test_a_stalled_body_gets_408_and_the_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.2)
     with listening(Server()) as connect, connect() as connection:
         connection.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nbeg")
         assert read_answer(connection)[0] == 408

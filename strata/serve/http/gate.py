@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -11,8 +10,8 @@ from ipaddress import ip_address
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from strata.serve.http.bodies import Bodies, Disconnected
 from strata.serve.http.errors import ApiError, rejection_of
-from strata.serve.http.http_protocol import BODY_SECONDS
 from strata.serve.http.keys import ANONYMOUS, KeyRing
 from strata.serve.http.limits import Caller
 from strata.serve.http.request_head import RequestHead
@@ -67,6 +66,7 @@ class Gate:
         self._settings = settings
         self._keys = keys
         self._drain = drain
+        self._bodies = Bodies(settings.body_limit)
         self._enter = enter
         self._rejected = rejected
         self._hosts: Collection[str] | None = None  # names that may be addressed; None is any
@@ -85,26 +85,28 @@ class Gate:
         state["request_id"] = head.request_id
         state["arrival"] = time.monotonic()
         answer = self._dressed(send, head)
-        with self._drain.request():
+        with self._drain.request(), self._bodies.of_one() as reading:
             try:
                 head.check()
                 self._check_origin(head)
                 if head.is_preflight and head.origin in self._settings.allowed_origins:
                     await _send_preflight(answer, head)
                     return
-                state["caller"] = self._identify(head)
+                state["caller"] = caller = self._identify(head)
                 self._check_draining(head)
                 if head.method == "POST":
-                    self._enter(state["caller"])
-                body = await self._read_body(head, receive)
-                state["body_bytes"] = len(body or b"")
+                    self._enter(caller)
+                body = await reading.read(caller.name, head, receive)
             except ApiError as error:
                 if (reason := rejection_of(error)) is not None:
                     self._rejected(reason)
                 await _send_error(answer, error)
                 return
-            except _Disconnected:
+            except Disconnected:
                 return
+            state["body_bytes"] = len(body or b"")
+            if head.method == "HEAD":  # the server leaves the body out
+                scope = {**scope, "method": "GET"}
             await self._app(scope, receive if body is None else _replay(body, receive), answer)
 
     def _check_origin(self, head: RequestHead) -> None:
@@ -142,32 +144,6 @@ class Gate:
             message = "the server is shutting down; ask another one"
             raise ApiError(503, message, code="draining", headers={"retry-after": "5"})
 
-    async def _read_body(self, head: RequestHead, receive: Receive) -> bytes | None:
-        """The body, or None if the request has none."""
-        limit = self._settings.body_limit
-        length = head.content_length
-        if length is not None and length > limit:
-            raise _too_large(head, limit)
-        if not length and not head.chunked:
-            return None
-        body = bytearray()
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                more = True
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _Disconnected
-                    body += message.get("body", b"")
-                    more = message.get("more_body", False)
-                    if len(body) > limit:
-                        raise _too_large(head, limit)
-        except TimeoutError:
-            raise ApiError(
-                408, f"the body took over {BODY_SECONDS:g} s", code="body_timeout", headers={"connection": "close"}
-            ) from None
-        return bytes(body)
-
     def _dressed(self, send: Send, head: RequestHead) -> Send:
         """`send` with the headers that every response bears."""
 
@@ -187,19 +163,9 @@ class Gate:
         return dressed
 
 
-class _Disconnected(Exception):
-    """The client has left before its request was complete."""
-
-
 def _foreign_origin(head: RequestHead) -> ApiError:
     message = f"pages of {(head.origin or '')[:100]!r} may not use this server; --allowed-origins lists those that may"
     return ApiError(403, message, code="foreign_origin")
-
-
-def _too_large(head: RequestHead, limit: int) -> ApiError:
-    # Who waits for "100 Continue" will not send the body now; others will, and what comes is thrown away.
-    headers = {"connection": "close"} if head.expects_continue else {}
-    return ApiError(413, f"the body is over {limit} bytes", code="body_too_large", headers=headers)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

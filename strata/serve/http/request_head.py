@@ -10,9 +10,8 @@ import uuid
 from starlette.types import Scope
 
 from strata.serve.http.errors import ApiError
-from strata.serve.http.http_protocol import HEAD_LIMIT, head_too_large
+from strata.serve.http.http_protocol import HEAD_LIMIT, MOST_HEADERS, head_too_large
 
-_MOST_HEADERS = 100
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 # Two of these in one request, and two readers could understand it differently.
@@ -43,7 +42,7 @@ class RequestHead:
     def check(self) -> None:
         """Raises ApiError for headers that are too large, wrong, or ambiguous."""
         size = self._target_bytes + sum(len(name) + len(value) + len(": \r\n") for name, value in self._headers)
-        if size > HEAD_LIMIT or len(self._headers) > _MOST_HEADERS:
+        if size > HEAD_LIMIT or len(self._headers) > MOST_HEADERS:
             raise head_too_large()
         names = [name for name, _ in self._headers]
         for name in _SINGLE:
