@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from strata.models.chat_template import Rendering
+from strata.models.spelled_tokens import ChatText
 from strata.serve.fair_queue import FairQueue
 from strata.serve.http.keys import KeyHash
 from tests.serve.scripted import EOS, Scripted, delta
@@ -31,10 +32,10 @@ class SlowRenderer:
         self.seconds = seconds
         self.rendered = 0
 
-    async def render(self, rendering: Rendering) -> str:
+    async def render(self, rendering: Rendering) -> ChatText:
         self.rendered += 1
         await asyncio.sleep(self.seconds)
-        return "Hi"
+        return ChatText("Hi")
 
 
 def with_renderer(server: Scripted, seconds: float = 0.0) -> SlowRenderer:
