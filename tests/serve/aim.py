@@ -26,7 +26,13 @@ _APART = {
 # What the answer has to be is said by one field, and in vLLM's by one field of it.
 _FORMS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format")
 _STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
-_OF_MESSAGES = ("continue_final_message", "add_generation_prompt", "chat_template_kwargs", "tools")
+_OF_MESSAGES = (
+    "continue_final_message",
+    "add_generation_prompt",
+    "chat_template_kwargs",
+    "parse_special_tokens",
+    "tools",
+)
 _TURNS = ("messages", "input")
 _IDS = ("prompt", "prompt_token_ids", "input", "tokens", "stop_token_ids")
 
