@@ -71,7 +71,7 @@ class EngineLoop:
         """
         if self._fault is not None:
             raise EngineFault(self._fault)
-        with self._whole(ValueError):
+        with self._whole(Exception):
             return self.scheduler.add(request, matcher)
 
     def abort(self, request_id: str) -> None:
@@ -111,7 +111,7 @@ class EngineLoop:
 
     @contextmanager
     def _whole(self, *refusals: type[Exception]) -> Iterator[None]:
-        """What is inside happens as a whole, or everything ends. refusals: errors that are raised before a change."""
+        """What is inside happens as a whole, or everything ends. refusals: errors that leave all as it was."""
         if self._is_torn:  # the clearing up has been interrupted as well
             self._clear()
         self._is_torn = True

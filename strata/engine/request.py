@@ -25,7 +25,7 @@ _HALF_AHEAD = 5  # the priority that is worth half of that
 
 def seconds_ahead(priority: int) -> float:
     """By how much sooner a request ranks than it came, in seconds; negative for one that gives way."""
-    return -MOST_AHEAD * priority / (abs(priority) + _HALF_AHEAD)
+    return -MOST_AHEAD * (priority / (abs(priority) + _HALF_AHEAD))  # a share: integers may be beyond floats
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,8 @@ class Scheduler:
         return any(len(word) > 1 for sequence in self._running for word in sequence.request.bad_words)
 
     def add(self, request: Request, matcher: LLMatcher | None = None) -> list[Sequence]:
-        """Queue a request and return its samples. Raises ValueError if it can never run or its id is in use.
+        """Queue a request and return its samples. Raises ValueError if it can never run or its id is in use. Whatever
+        it raises, the other requests stay as they are.
 
         matcher: of the request's grammar, at its beginning.
         """

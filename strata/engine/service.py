@@ -207,7 +207,9 @@ class Service:
 
     def _queue_compiled(self, grammars: GrammarCompiler) -> None:
         for id, compiled in grammars.ready():
-            job = self._jobs[id]
+            job = self._jobs.get(id)
+            if job is None:  # its client turned out to have left when it was told of the one before
+                continue
             try:
                 if isinstance(compiled, str):
                     raise ValueError(compiled)

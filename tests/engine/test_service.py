@@ -400,6 +400,23 @@ class TestBadRequests:
         desk.run()
         assert desk.ids(A) == generated(llm, [5, 6, 7], GREEDY)[0]
 
+    def test_a_request_that_the_scheduler_cannot_take_leaves_the_others(
+        self, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        desk = Desk(llm, A, B)
+        desk.say(B, Add("b", [5, 6, 7], GREEDY))
+        desk.steps(2)
+
+        def fails(*_: object) -> None:
+            raise KeyError("surprise")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("strata.engine.scheduler.Sequence", fails)
+            desk.say(A, Add("a", [1], GREEDY))
+        assert "surprise" in desk.of(A, Refused)[0].message
+        desk.run()
+        assert desk.ids(B, "b") == generated(llm, [5, 6, 7], GREEDY)[0]
+
     def test_a_fault_of_the_engine_is_not_the_clients(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         desk = Desk(llm, A, B)
 
@@ -505,6 +522,16 @@ class TestGrammars:
         desk.steps(1)
         assert not desk.deltas(A)
         assert not desk.of(A, Refused)
+
+
+    def test_several_wrong_ones_of_a_client_that_has_left(self, llm: LLM) -> None:
+        desk = Desk(llm, A, B)
+        desk.say(A, *(Add(id, [1], GREEDY, grammar='{"grammars": 5}') for id in "abc"))
+        desk.gone.add(A)
+        time.sleep(0.1)
+        desk.say(B, Add("a", [5, 6, 7], GREEDY))
+        desk.run()
+        assert desk.ids(B) == generated(llm, [5, 6, 7], GREEDY)[0]
 
 
 def test_the_host_time_of_a_step_is_small() -> None:
