@@ -81,9 +81,10 @@ class Delivery:
 
     def _end_left(self) -> None:
         while self._left:
-            id = self._left.popleft()
+            id = self._left[0]
             self._collectors.pop(id, None)
             self._loop.abort(id)
+            self._left.popleft()  # only now: an interrupt must not leave it to run on
         if not self._collectors:  # what is still under way belongs to nobody
             for _ in self._loop.outputs():
                 pass

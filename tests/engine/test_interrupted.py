@@ -168,6 +168,16 @@ def test_leaving_a_stream_between_two_steps_leaves_nothing_uncomputed(llm: LLM, 
     assert ids_of(llm) == expected
 
 
+def test_a_stream_whose_leaving_is_interrupted_ends_before_the_next_step(llm: LLM, expected: list[int]) -> None:
+    stream = llm.stream(OTHER, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    next(stream)
+    with raising(llm.engine.loop, "abort", 1, KeyboardInterrupt, False), pytest.raises(KeyboardInterrupt):
+        stream.close()  # type: ignore[attr-defined]
+    with raising(llm.engine.loop, "step", 30, AssertionError, False):
+        assert ids_of(llm) == expected
+    assert_nothing_is_left(llm)
+
+
 def test_who_did_not_step_learns_that_its_request_has_ended(llm: LLM, expected: list[int]) -> None:
     stream = llm.stream(PROMPT, GREEDY)
     next(stream)

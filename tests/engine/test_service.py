@@ -523,7 +523,6 @@ class TestGrammars:
         assert not desk.deltas(A)
         assert not desk.of(A, Refused)
 
-
     def test_several_wrong_ones_of_a_client_that_has_left(self, llm: LLM) -> None:
         desk = Desk(llm, A, B)
         desk.say(A, *(Add(id, [1], GREEDY, grammar='{"grammars": 5}') for id in "abc"))
