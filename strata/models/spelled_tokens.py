@@ -20,8 +20,8 @@ from typing import Any
 class ChatText:
     """What a chat template made of messages.
 
-    spelled: (begin, end) of what would be special tokens there, but is text of the messages; in order. Where both are
-        equal, the template has changed such a text: no token may reach over that place.
+    spelled: (begin, end) of what would be special tokens there, but is text of the messages; in order, none over
+        another. Where both are equal, the template has changed such a text: no token may reach over that place.
     """
 
     text: str
@@ -67,11 +67,13 @@ class Marks:
         whole = "".join(parts)
         if self._pattern is None or len(parts) == 1:
             return ChatText(whole)
-        spelled, place = [], 0
+        spelled, place, done = [], 0, 0
         for part in parts[:-1]:
             place += len(part)
             found = self._pattern.match(whole, place - 1) if part else None
-            spelled.append((place, place) if found is None else found.span())
+            begin, end = (place, place) if found is None else found.span()
+            spelled.append((max(begin, done), max(end, done)))
+            done = spelled[-1][1]
         return ChatText(whole, tuple(spelled))
 
 

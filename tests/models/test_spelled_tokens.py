@@ -185,6 +185,14 @@ def test_the_longest_spelling_is_found_wherever_the_library_finds_it() -> None:
         assert [one.span() for one in pattern.finditer(text)] == found, text
 
 
+def test_spellings_that_a_template_joins_lie_apart() -> None:
+    """Beside each other, two contents may spell what neither does alone: no character counts twice."""
+    marks = SpelledTokens(["aa", "aab", "bb"]).marks()
+    joined = marks.take(marks.put("aa") + marks.put("bb"))
+    assert joined.text == "aabb"
+    assert joined.spelled == ((0, 3), (3, 4))
+
+
 def test_long_hostile_texts_take_little_time() -> None:
     """However many special tokens there are, and however much of them the text spells."""
     tokens = [f"<|reserved_special_token_{number}|>" for number in range(1000)]
