@@ -22,15 +22,21 @@ LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 
 _MOST_ERROR_CHARACTERS = 500
 
+_TOO_DEEP = "the JSON schema nests too deep"
+
 
 def json_part(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """One of a grammar's parts, which others call `@name`: JSON that a schema describes, in one spacing.
 
-    Whether the schema is sound and supported shows at compilation. Raises ValueError for a keyword of llguidance's own.
+    Whether the schema is sound and supported shows at compilation. Raises ValueError for a keyword of llguidance's own,
+    and for a schema that nests too deep or whose parts would multiply (see `with_closed_objects`).
     """
     if "x-guidance" in schema:
         raise ValueError("'x-guidance' is not a keyword of JSON Schema: leave it out")
-    repaired = with_closed_objects(with_inner_bounds(schema))
+    try:
+        repaired = with_closed_objects(with_inner_bounds(schema))
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
     return {"name": name, "json_schema": {**repaired, "x-guidance": SPACING}}
 
 
@@ -118,6 +124,8 @@ def read_schema(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
         schema = json.loads(given)
     except ValueError as error:
         raise ValueError(f"the JSON schema is no JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
     if not isinstance(schema, dict):
         raise ValueError(f"a JSON schema must be an object, got {given!r}")
     return schema

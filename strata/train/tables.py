@@ -42,6 +42,10 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
         reason, place = _AT.fullmatch(str(error)).groups()  # type: ignore[union-attr]
         end = f"line {text.rstrip().count(chr(10)) + 1}"
         raise ValueError(f"{path}, {end if place == 'end of document' else place}: not TOML: {reason}") from None
+    except (ValueError, RecursionError):  # of an integer of thousands of digits; of lists in lists in lists
+        raise ValueError(
+            f"{path}: not TOML that can be read: a number is too long, or a value nests too deep"
+        ) from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
 

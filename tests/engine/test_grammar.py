@@ -320,6 +320,8 @@ def test_structured_outputs_are_asked_in_one_way(given: dict[str, Any]) -> None:
     [
         ({"json": "{"}, "no JSON"),
         ({"json": "[1]"}, "must be an object"),
+        ({"json": '{"items":' * 5000 + "{}" + "}" * 5000}, "nests too deep"),
+        ({"json": '{"items":' * 700 + "{}" + "}" * 700}, "nests too deep"),
         ({"json": {"uniqueItems": True}}, "uniqueItems"),
         ({"regex": "(a"}, "regex parse error: unclosed group"),
         ({"regex": "(?=a)"}, "look-around"),

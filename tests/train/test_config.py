@@ -114,6 +114,13 @@ def test_what_is_no_toml_is_named_by_line_and_column(tmp_path: Path, data: bytes
         read_train_config(tmp_path / "run.toml")
 
 
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000], ids=["digits", "depth"])
+def test_what_python_cannot_hold_is_no_toml_either(tmp_path: Path, value: str) -> None:
+    (tmp_path / "run.toml").write_text(f"[run]\nsteps = {value}")
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/run\.toml: not TOML that can be read"):
+        read_train_config(tmp_path / "run.toml")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "changes", "message"),
     [
