@@ -7,6 +7,7 @@ bound is a whole number and the other bound is less than 1 away. Such a bound is
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,4 +47,5 @@ def _moved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """One that a float can hold; of others there is nothing to mend."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

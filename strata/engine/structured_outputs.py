@@ -127,5 +127,5 @@ def read_schema(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     if not isinstance(schema, dict):
-        raise ValueError(f"a JSON schema must be an object, got {given!r}")
+        raise ValueError(f"a JSON schema must be an object, got {given!r:.80}")
     return schema

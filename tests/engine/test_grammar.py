@@ -319,6 +319,8 @@ def test_structured_outputs_are_asked_in_one_way(given: dict[str, Any]) -> None:
     ("given", "match"),
     [
         ({"json": "{"}, "no JSON"),
+        ({"json": '{"minimum": 1%s}' % ("0" * 400)}, "number out of range"),
+        ({"json": '{"type": "number", "minimum": 1, "exclusiveMaximum": 1e999}'}, "Infinity|expected value"),
         ({"json": "[1]"}, "must be an object"),
         ({"json": '{"items":' * 5000 + "{}" + "}" * 5000}, "nests too deep"),
         ({"json": '{"items":' * 700 + "{}" + "}" * 700}, "nests too deep"),
