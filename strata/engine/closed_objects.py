@@ -7,6 +7,7 @@ schema names no property.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -14,7 +15,7 @@ from urllib.parse import unquote
 _NAMED = ("properties", "patternProperties")
 _SAID = ("additionalProperties", "unevaluatedProperties")
 _CHOICES = ("anyOf", "oneOf")
-# An object that these describe may need more properties than the schema names.
+# An object that one of these describes, or one of its parts, may need more properties than the schema names.
 _UNTOUCHED = ("enum", "const", "minProperties")
 _MAPS_OF_SCHEMAS = (*_NAMED, "$defs", "definitions")
 _SCHEMAS = ("items", "additionalProperties", "contains")
@@ -40,25 +41,43 @@ class _Closing:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self._open_names: dict[str, str] = {}
-        self._opened: dict[str, Any] = {}
+        self._open_names: dict[int, str] = {}  # of schemas, by their identity: a reference has many spellings
+        self._taken_names = set(_mapping(root, "$defs"))
+        self._to_open: deque[tuple[str, Any]] = deque()
         self._gathered = 0
 
     def whole(self) -> dict[str, Any]:
         closed: dict[str, Any] = self._schema(self._root, True)
-        if self._opened:
-            closed["$defs"] = {**_mapping(closed, "$defs"), **self._opened}
+        opened = {}
+        while self._to_open:
+            name, target = self._to_open.popleft()
+            opened[name] = self._schema(target, False)
+        if opened:
+            closed["$defs"] = {**_mapping(closed, "$defs"), **opened}
         return closed
 
     def _schema(self, given: Any, closed: bool) -> Any:
         """closed: objects take no other properties; if not, those inside of them do not."""
         if not isinstance(given, Mapping):
             return given
-        alone = sum(1 for _ in _parts(given)) <= 1
+        alone = self._is_alone(given)
         made = {keyword: self._keyword(keyword, value, closed and alone) for keyword, value in given.items()}
         if closed and not any(keyword in given for keyword in _UNTOUCHED):
             self._close(given, made, alone)
         return made
+
+    def _is_alone(self, given: Mapping[str, Any]) -> bool:
+        """Whether at most one part says something of the object, so that this one can be closed."""
+        parts = list(_parts(given))
+        if len(parts) != 1 or parts[0] is given:
+            return len(parts) <= 1
+        if any(keyword in given for keyword in (*_SAID, *_UNTOUCHED)):
+            return False
+        required = {name for name in _list(given, "required") if isinstance(name, str)}
+        if required:
+            inner = (one for one in self._same_object(given) if one is not given)
+            required.difference_update(name for one in inner for name in _names(one, "properties"))
+        return not required
 
     def _keyword(self, keyword: str, value: Any, closed: bool) -> Any:
         if keyword in _MAPS_OF_SCHEMAS and isinstance(value, Mapping):
@@ -76,9 +95,9 @@ class _Closing:
     def _close(self, given: Mapping[str, Any], made: dict[str, Any], alone: bool) -> None:
         if alone and not any(keyword in given for keyword in _NAMED):
             return  # its one part is closed
-        same_object = list(self._same_object(given, set()))
+        same_object = list(self._same_object(given))
         keywords = {keyword for one in same_object for keyword in one}
-        if not keywords.intersection(_NAMED) or keywords.intersection(_SAID):
+        if not keywords.intersection(_NAMED) or keywords.intersection((*_SAID, *_UNTOUCHED)):
             return
         for keyword in _NAMED:
             names = {name: True for one in same_object for name in _names(one, keyword)}
@@ -87,19 +106,23 @@ class _Closing:
                 made[keyword] = {**names, **made.get(keyword, {})}
         made["additionalProperties"] = False
 
-    def _same_object(self, given: Any, seen: set[str]) -> Iterator[Mapping[str, Any]]:
-        """All schemas that hold, or may hold, for the object that this one describes."""
-        if not isinstance(given, Mapping):
-            return
-        self._count(1)
-        yield given
-        for keyword in ("allOf", *_CHOICES):
-            for one in _list(given, keyword):
-                yield from self._same_object(one, seen)
-        reference = given.get("$ref")
-        if isinstance(reference, str) and reference not in seen:
-            seen.add(reference)
-            yield from self._same_object(self._target(reference), seen)
+    def _same_object(self, given: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """All schemas that hold, or may hold, for the object that this one describes; itself first."""
+        referred: set[int] = set()
+        ahead: list[Any] = [given]
+        while ahead:
+            one = ahead.pop()
+            if not isinstance(one, Mapping):
+                continue
+            self._count(1)
+            yield one
+            inner = [part for keyword in ("allOf", *_CHOICES) for part in _list(one, keyword)]
+            if isinstance(one.get("$ref"), str):
+                target = self._target(one["$ref"])
+                if id(target) not in referred:
+                    referred.add(id(target))
+                    inner.append(target)
+            ahead.extend(reversed(inner))
 
     def _count(self, gathered: int) -> None:
         self._gathered += gathered
@@ -108,16 +131,18 @@ class _Closing:
 
     def _open_reference(self, reference: str) -> str:
         """A reference to the same schema left open."""
-        if reference not in self._open_names:
-            target = self._target(reference)
+        target = self._target(reference)
+        schema = id(target)
+        if schema not in self._open_names:
             number = len(self._open_names)
-            while (name := f"open-{number}") in _mapping(self._root, "$defs"):
-                number += 1000
-            self._open_names[reference] = name
+            while (name := f"open-{number}") in self._taken_names:
+                number += 1
+            self._taken_names.add(name)
+            self._open_names[schema] = name
             if isinstance(target, Mapping):
                 target = {keyword: value for keyword, value in target.items() if keyword not in ("$defs", "$id")}
-            self._opened[name] = self._schema(target, False)
-        return f"#/$defs/{self._open_names[reference]}"
+            self._to_open.append((name, target))
+        return f"#/$defs/{self._open_names[schema]}"
 
     def _target(self, reference: str) -> Any:
         """What a reference stands for; True, which says nothing, if it leads nowhere (compiling the schema tells)."""

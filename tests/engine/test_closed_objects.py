@@ -106,6 +106,21 @@ def test_named_properties_are_all_there_are(schema: dict[str, Any], right: Any, 
         {"allOf": [of(a=TEXT), {**of(b=TEXT), "additionalProperties": True}]},
         {**of(a=TEXT), "required": ["a"], "minProperties": 2},
         {"enum": [{"a": "x", "z": 1}], "properties": {"a": TEXT}},
+        *(
+            {**part, **said}
+            for part in ({"allOf": [of(a=TEXT)]}, {"$ref": "#/$defs/A", "$defs": {"A": of(a=TEXT)}})
+            for said in (
+                {"additionalProperties": True},
+                {"additionalProperties": {"type": "integer"}},
+                {"required": ["z"]},
+                {"required": ["a", "z"]},
+                {"minProperties": 2, "required": ["a"]},
+                {"const": {"a": "x", "z": 1}},
+            )
+        ),
+        {"anyOf": [of(a=TEXT), of(b=TEXT)], "required": ["z"]},
+        {"allOf": [of(a=TEXT), {"minProperties": 2, "required": ["a"]}]},
+        {"allOf": [of(a=TEXT), {"const": {"a": "x", "z": 1}}]},
     ],
 )
 def test_what_is_said_to_be_open_stays_open(schema: dict[str, Any]) -> None:
@@ -132,6 +147,19 @@ def test_what_is_closed_or_no_schema_stays_as_it_is(schema: dict[str, Any]) -> N
 def test_a_malformed_schema_is_left_to_the_compiler(keyword: str, wrong: Any) -> None:
     for around in ({}, of(a=TEXT), {"allOf": [of(a=TEXT), of(b=TEXT)]}):
         json_grammar({**around, keyword: wrong})
+
+
+def test_a_long_chain_of_references_is_followed() -> None:
+    chain = {f"d{number}": {"$ref": f"#/$defs/d{number + 1}"} for number in range(900)}
+    schema = {"$defs": {**chain, "d900": of(a=TEXT)}, "allOf": [{"$ref": "#/$defs/d0"}, of(b=TEXT)]}
+    assert '"open-900"' in json_grammar(schema)
+
+
+def test_a_schema_is_left_open_once_however_its_references_are_spelled() -> None:
+    spelled = [{"$ref": f"#/$defs/{name}"} for name in ("a", "%61", "%61%61", "a%61", "aa")]
+    schema = {"$defs": {"a": of(a=TEXT), "aa": of(c=TEXT)}, "allOf": [*spelled, of(b=TEXT)]}
+    assert json_grammar(schema).count('"open-') == 2
+    assert takes(schema, '{"a": "2", "c": "3", "b": "1"}')
 
 
 def test_random_schemas_joined_can_still_be_satisfied() -> None:
