@@ -138,6 +138,12 @@ def test_preferences_of_every_shape(tokenizer: Tokenizer) -> None:
         ({"prompt": "a", "completion": [ANSWERS]}, "'prompt' must be a list of messages, got 'a'"),
         ({"prompt": "a", "completion": "b", "label": False}, "a completion with a 'label' is no example to follow"),
         ({"chosen": "a", "rejected": "b"}, "the record needs a 'prompt', or conversations that begin alike"),
+        (
+            {"chosen": TURNS, "rejected": [{"role": "user", "content": "something else"}, *TURNS[1:]]},
+            r"'chosen' and 'rejected' must be alike up to a reply, and differ at messages\[0\]",
+        ),
+        ({"conversations": [{"from": ["human"], "value": "a"}]}, r"conversations\[0\]: from = \['human'\] is unknown"),
+        ({"messages": TURNS, "tools": "[" * 5000}, "'tools' is not JSON: nested too deep"),
         ({"chosen": [ASKS], "rejected": [ASKS]}, "no assistant turn"),
         ({"messages": TURNS, "tools": "["}, "'tools' is not JSON"),
         ({"messages": TURNS, "tools": {"name": "a"}}, "'tools' must be a list of functions"),

@@ -71,6 +71,8 @@ def _preference(record: Mapping[str, Any]) -> tuple[list[Message], list[Message]
     if all(reply and reply[0]["role"] in _OPENING for reply in (chosen, rejected)):
         same = [one == other for one, other in zip(chosen, rejected, strict=False)]
         cut = [*same, False].index(False)
+        if any(reply[cut:] and reply[cut]["role"] in _OPENING for reply in (chosen, rejected)):
+            raise ValueError(f"'chosen' and 'rejected' must be alike up to a reply, and differ at messages[{cut}]")
         return chosen[:cut], chosen[cut:], rejected[cut:]
     if record.get("prompt") is None:
         raise ValueError("the record needs a 'prompt', or conversations that begin alike as 'chosen' and 'rejected'")
@@ -98,7 +100,7 @@ def _message(value: Any, place: str) -> Message:
         return value
     if not isinstance(value, Mapping) or not value.keys() >= {"from", "value"}:
         raise ValueError(f"{place} must have 'role' and 'content', or 'from' and 'value', got {value!r:.60}")
-    if value["from"] not in _ROLES:
+    if not isinstance(value["from"], str) or value["from"] not in _ROLES:
         raise ValueError(f"{place}: from = {value['from']!r} is unknown; accepted are {', '.join(_ROLES)}")
     rest = {key: one for key, one in value.items() if key not in ("from", "value")}
     return {"role": _ROLES[value["from"]], "content": value["value"]} | rest
@@ -119,6 +121,8 @@ def _tools(record: Mapping[str, Any]) -> list[Any] | None:
             tools = json.loads(tools)
         except ValueError as error:
             raise ValueError(f"'tools' is not JSON: {error}") from None
+        except RecursionError:
+            raise ValueError("'tools' is not JSON: nested too deep") from None
     if not tools:
         return None
     if not isinstance(tools, list):
