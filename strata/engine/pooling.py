@@ -77,10 +77,10 @@ class Pooler:
             )
         check_prompt_ids(prompt, self._vocab_size)
 
-    def fitting(self, requests: Iterable[PoolRequest]) -> int:
-        """How many of the requests, from the first on, one batch holds."""
+    def fitting(self, requests: Iterable[PoolRequest], share: float = 1.0) -> int:
+        """How many of the requests, from the first on, one batch of this share of a step holds; at least one."""
         totals = accumulate(len(request.prompt) for request in requests)
-        return sum(1 for _ in takewhile(lambda total: total <= self._max_tokens, totals))
+        return max(1, sum(1 for _ in takewhile(lambda total: total <= share * self._max_tokens, totals)))
 
     @torch.inference_mode()
     def launch(self, requests: Sequence[PoolRequest]) -> Pooled:

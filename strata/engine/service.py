@@ -109,7 +109,7 @@ class Service:
         if self._grammars is not None and self._grammars.pending:
             self._queue_compiled(self._grammars)
         began = self._clock()
-        self._embeddings.launch()
+        self._embeddings.launch(beside_generations=not self._loop.idle)
         output = None if self._loop.idle else self._loop.step()
         if self._unscheduled:
             self._note_scheduled(began)

@@ -15,6 +15,7 @@ from strata.models.folder import why_no_folder
 from strata.models.json_object import read_object
 from strata.models.special_tokens import SpecialTokens, read_special_tokens
 from strata.models.spelled_tokens import ChatText, SpelledTokens
+from strata.models.text_bounds import most_characters_a_token
 
 Message = Mapping[str, Any]
 
@@ -92,8 +93,8 @@ class Tokenizer:
                 return self._encode_between(text, spelled, add_special_tokens)
             if len(text) <= _SHORT:
                 return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-            # Unlike `encode`, this lets go of the interpreter.
-            return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+            # Unlike `encode`, this lets go of the interpreter; unlike `encode_batch`, it keeps no places in the text.
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:  # how the library names a str that has no UTF-8
             raise ValueError("the text holds a lone surrogate, which is half a character: remove it") from None
 
@@ -104,7 +105,7 @@ class Tokenizer:
             parts.append(text[place:begin])
             place = max(place, end)
         parts.append(text[place:])
-        encoded = self._backend.encode_batch(parts, add_special_tokens=False)
+        encoded = self._backend.encode_batch_fast(parts, add_special_tokens=False)
         ids = list(encoded[0].ids)
         for (begin, end), part in zip(spelled, encoded[1:], strict=True):
             ids += self._plain_ids(text[begin:end])
@@ -145,6 +146,11 @@ class Tokenizer:
     def id(self, token: str) -> int | None:
         """The id of a token as the vocabulary writes it, None if it has none."""
         return self._backend.token_to_id(token)
+
+    @cached_property
+    def characters_a_token(self) -> int | None:
+        """The most characters of a text that one token stands for, None if that is not bounded."""
+        return most_characters_a_token(self._backend)
 
     def __contains__(self, id: int) -> bool:
         return 0 <= id < self.vocab_size and self._backend.id_to_token(id) is not None

@@ -468,7 +468,7 @@ class TestEmbeddings:
         desk = Desk(llm, A, B)
         desk.say(A, Embed("a", [1]), Embed("b", [2]), Embed("c", [3]), Abort(["b"]))
         desk.say(B, Embed("a", [4]), Hello())
-        desk.service._embeddings.launch()
+        desk.service._embeddings.launch(beside_generations=False)
         desk.say(A, Abort(["a"]))
         desk.run()
         assert [embedding.id for embedding in desk.of(A, Embedding)] == ["c"]
@@ -478,7 +478,7 @@ class TestEmbeddings:
     def test_an_id_that_is_used_again_gets_the_vector_of_its_new_prompt(self, llm: LLM, end: Abort | Hello) -> None:
         desk = Desk(llm, A)
         desk.say(A, Embed("a", [1, 2, 3]))
-        desk.service._embeddings.launch()  # under way when it is given up
+        desk.service._embeddings.launch(beside_generations=False)  # under way when it is given up
         desk.say(A, end, Embed("a", [7, 8]))
         desk.run()
         (told,) = desk.of(A, Embedding)

@@ -13,7 +13,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import strata
+from strata.models.text_bounds import most_characters_a_token
 from strata.models.tokenizer import Tokenizer
+
+BUILTIN = Path(strata.__file__).parent / "models" / "builtin"
 
 CORPUS = ["The cat sat on the mat.", "Größe naïve 東京 😀 e\u0301", "def f(x):\n    return x + 1\n"]
 TEXTS = [
@@ -268,13 +271,52 @@ def test_ids_and_text_out_of_range_are_refused(tmp_path):
 
 def test_other_threads_run_while_a_long_text_is_encoded_and_decoded():
     """The longest time for which a thread did not get on is a fraction of what the work took."""
-    builtin = Tokenizer.load(Path(strata.__file__).parent / "models" / "builtin")
+    builtin = Tokenizer.load(BUILTIN)
     words = "".join(f"word{number} and {number * 7919} " for number in range(20_000))
     ids = builtin.encode(words)
     assert builtin.decode(ids, skip_special_tokens=False) == builtin._backend.decode(ids, skip_special_tokens=False)
     assert ids == builtin._backend.encode(words).ids
     took, longest = stalled_by(lambda: builtin.encode(words))
     assert longest < 0.5 * took
+
+
+ANY_TEXT = st.text(st.characters(blacklist_categories=["Cs"]), max_size=400)
+
+
+@given(ANY_TEXT | st.text("\n \t", max_size=400) | st.text("e\u0301\u1100\u1161", max_size=400))
+@settings(max_examples=200, deadline=None)
+def test_no_token_stands_for_more_characters_than_is_said(text):
+    builtin = Tokenizer.load(BUILTIN)
+    assert len(text) <= builtin.characters_a_token * len(builtin.encode(text, add_special_tokens=False))
+
+
+def small_bpe(normalizer=None, cutter=None, tokens=(), missing=()):
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    vocabulary = {token: id for id, token in enumerate([*sorted(set(alphabet) - set(missing)), "ab", "abc"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [("a", "b"), ("ab", "c")]))
+    backend.pre_tokenizer = cutter or pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.add_tokens([tokenizers.AddedToken(text, **options) for text, options in tokens])
+    return backend
+
+
+def test_how_much_a_token_can_stand_for_is_told_only_where_no_character_gets_lost():
+    assert most_characters_a_token(small_bpe()) == 3
+    assert most_characters_a_token(small_bpe(tokens=[("<long one>", {})])) == 10
+    for losing in (
+        small_bpe(normalizer=normalizers.Strip()),
+        small_bpe(tokens=[("<mask>", {"lstrip": True})]),
+        small_bpe(missing="z"),
+        small_bpe(
+            cutter=pre_tokenizers.Sequence(
+                [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            )
+        ),
+        small_bpe(cutter=pre_tokenizers.Whitespace()),
+        tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]")),
+    ):
+        assert most_characters_a_token(losing) is None
 
 
 def stalled_by(work):

@@ -104,6 +104,34 @@ def test_what_is_refused_for_its_length_costs_its_tokens(serve_script: Serve) ->
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "a" * 20_000}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", "a" * 20_000]}, "prompt[1]"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 20_000}]}, "messages"),
+        ("/v1/responses", {"input": "a" * 20_000}, "input"),
+        ("/v1/responses", {"input": "a" * 20_000, "truncation": "auto"}, "input"),
+        ("/v1/embeddings", {"input": ["a", "a" * 20_000]}, "input[1]"),
+        ("/tokenize", {"prompt": "a" * 20_000}, "prompt"),
+    ],
+)
+def test_what_is_longer_than_all_tokens_could_be_is_not_tokenized(
+    serve_script: Serve, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, param: str
+) -> None:
+    """The model takes 1,024 tokens, of which the longest has 13 characters."""
+    with serve_script(DONE) as server:
+        server.client.get("/health")
+        encode = server.state.tokenizer.encode
+        monkeypatch.setattr(
+            server.state.tokenizer, "encode", lambda text, add: encode(text, add) if len(text) < 13_313 else 1 / 0
+        )
+        refused = post(server, path, body)
+        assert code_of(refused) == (400, "context_length_exceeded")
+        assert refused.json()["error"]["param"] == param
+        assert "20" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}),

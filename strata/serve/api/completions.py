@@ -172,7 +172,10 @@ async def _prompts(
     state: ServerState, admission: Admission, body: CompletionRequest, given: Sequence[str | list[int]]
 ) -> list[CompletionPrompt]:
     """The prompts as ids, and as texts where those are given or will be shown."""
-    texts = {f"prompt[{number}]": one for number, one in enumerate(given) if isinstance(one, str)}
+    several = len(given) > 1
+    texts = {
+        f"prompt[{number}]" if several else "prompt": one for number, one in enumerate(given) if isinstance(one, str)
+    }
     if texts:  # then all are
         add = body.add_special_tokens is not False
         encoded = await encode_all(state, admission, texts, add_special_tokens=add)

@@ -57,7 +57,12 @@ async def encode(
 async def encode_all(
     state: ServerState, admission: Admission, texts: Mapping[str, str | ChatText], *, add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """The token ids of several texts, by the parameter that each is. Raises ApiError (400) for a text that has none."""
+    """The token ids of several texts, by the parameter that each is.
+
+    Raises ApiError (400) for a text that has none, or is longer than as many tokens as the model takes.
+    """
+    for param, text in texts.items():
+        _check_length(state, len(text), param)
 
     def encoded() -> list[list[int]]:
         return [_encoded(state, text, add_special_tokens, param) for param, text in texts.items()]
@@ -70,6 +75,19 @@ async def off_the_loop(state: ServerState, admission: Admission, size: int, work
     if size <= _SHORT:
         return work()
     return await state.tokenizing.run(admission, lambda _: asyncio.to_thread(work))
+
+
+def _check_length(state: ServerState, characters: int, param: str) -> None:
+    """Tokenizing what the model can never take would cost seconds and hundreds of megabytes."""
+    each, tokens = state.tokenizer.characters_a_token, state.client.ready.max_model_len
+    if each is not None and characters > each * tokens:
+        raise ApiError(
+            400,
+            f"this model takes at most {tokens} tokens, which have {each * tokens} characters at most; {param} has "
+            f"{characters}: shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def _encoded(state: ServerState, text: str | ChatText, add_special_tokens: bool, param: str) -> list[int]:

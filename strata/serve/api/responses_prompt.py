@@ -35,18 +35,28 @@ async def response_prompt(
         system messages at the start stay. What does not fit even so is returned as it is.
     Raises ApiError (400) for messages that the template refuses.
     """
-    prompt = await _render(state, admission, messages, tools, variables)
     most = state.client.ready.max_model_len - output_tokens
-    if not shorten or len(prompt.ids) <= most:
-        return prompt
+
+    async def fitting(tried: Sequence[dict[str, Any]]) -> Prompt | None:
+        try:
+            prompt = await _render(state, admission, tried, tools, variables)
+        except ApiError as error:
+            if error.code == "context_length_exceeded":
+                return None
+            raise
+        return prompt if len(prompt.ids) <= most else None
+
+    if not shorten:
+        return await _render(state, admission, messages, tools, variables)
+    if (whole := await fitting(messages)) is not None:
+        return whole
     head = next((place for place, message in enumerate(messages) if message["role"] != "system"), 0)
     starts = [place for place, message in enumerate(messages) if message["role"] == "user" and place > head]
     # Each try renders the template, so the first start that fits is found by halving.
     low, high = 0, len(starts)
     while low < high:
         middle = (low + high) // 2
-        prompt = await _render(state, admission, [*messages[:head], *messages[starts[middle] :]], tools, variables)
-        if len(prompt.ids) <= most:
+        if await fitting([*messages[:head], *messages[starts[middle] :]]) is not None:
             high = middle
         else:
             low = middle + 1
