@@ -26,7 +26,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("loss", ("softmax_gradient",)),
     ("quantization", ("quantize", "largest_kernel")),
     ("optimizer", ("adamw", "muon")),
-    ("experts", ("combine",)),
+    ("experts", ("combine", "grouped_kernel")),
 )
 OTHER = "other"
 

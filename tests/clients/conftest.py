@@ -16,5 +16,5 @@ collect_ignore = ["npm", "openai2", "frameworks", "loops"]  # what is installed 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
     """`strata serve` with the built-in model and a key."""
-    with running("--tool-call-parser", "hermes", key=KEY, environment={"STRATA_API_KEY": KEY}) as server:
+    with running(key=KEY, environment={"STRATA_API_KEY": KEY}) as server:
         yield server

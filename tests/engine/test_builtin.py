@@ -6,10 +6,13 @@ import pytest
 
 from strata import LLM, SamplingParams
 from strata.models.folder import BUILTIN_FOLDER
-from strata.train.score import score
-from strata.train.tasks.mixture import TASKS, held_out_examples
+from strata.train.encode import Encoder
+from strata.train.score import makes, score
+from strata.train.tasks.mixture import TASKS, TOOL_TASKS, held_out_examples
+from strata.train.vocabulary import CHAT_TEMPLATE
 
 REQUIRED = ("two-digit addition", "two-digit subtraction", "sorting five numbers", "word reversal", "unit conversion")
+REQUIRED += ("tables", "story places")
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +29,30 @@ def test_held_out_accuracy_of_the_required_tasks(llm: LLM) -> None:
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=300), use_tqdm=False)
     for one in score(examples, [output.outputs[0].text for output in outputs]):
         assert one.accuracy >= 0.95, one
+
+
+def test_held_out_calls_and_answers_from_their_results(llm: LLM) -> None:
+    """Asked as documents are written in training, tools and all; the answer to a result counts only after its call."""
+    encoder = Encoder.load(BUILTIN_FOLDER)
+
+    def replies(prompts: list[list[int]]) -> list[str]:
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(given, SamplingParams(temperature=0, max_tokens=200), use_tqdm=False)
+        return [output.outputs[0].text for output in outputs]
+
+    examples = [example for task in TOOL_TASKS for example in held_out_examples(task, 25)]
+    first = replies([encoder.prompt(example) for example in examples])
+    for example, reply in zip(examples, first, strict=True):
+        assert example.call is not None or "<tool_call>" not in reply, (example, reply)
+    right = [i for i, one in enumerate(examples) if one.call is None or makes(first[i], one.call)]
+    assert len(right) >= 0.95 * len(examples)
+    answered = [examples[i] for i in right if examples[i].call is not None]
+    for one in score(answered, replies([encoder.prompt_after_call(example) for example in answered])):
+        assert one.accuracy >= 0.95, one
+
+
+def test_the_template_is_that_of_the_exercises() -> None:
+    assert (BUILTIN_FOLDER / "chat_template.jinja").read_text() == CHAT_TEMPLATE
 
 
 def test_the_weights_fit_the_package() -> None:

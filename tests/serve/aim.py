@@ -33,7 +33,6 @@ _OF_MESSAGES = (
     "parse_special_tokens",
     "tools",
 )
-_TURNS = ("messages", "input")
 _IDS = ("prompt", "prompt_token_ids", "input", "tokens", "stop_token_ids")
 
 
@@ -61,9 +60,8 @@ class Aim:
         body = _agreeing(path, _whole(given))
         if body.get("model") is not None:
             body["model"] = NAME
-        for name in _TURNS:
-            if name in body:
-                body[name] = _without_tools(body[name])
+        if path == "/v1/responses":
+            body["input"] = _called(body["input"])
         for name in _IDS:
             if name in body:
                 body[name] = self._known(body[name])
@@ -135,12 +133,16 @@ def _cheap(path: str, body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-def _without_tools(turns: Any) -> Any:
-    """Messages or items without what tools say, which the template of the built-in model refuses."""
-    if not (isinstance(turns, list) and isinstance(turns[0], dict)):
-        return turns
-    said = [one for one in turns if one.get("role") != "tool" and one.get("type") != "function_call_output"]
-    return said or [{"role": "user", "content": "Hi"}]
+def _called(items: Any) -> Any:
+    """With a call before each output, which has to be of one."""
+    if not isinstance(items, list):
+        return items
+    called = []
+    for item in items:
+        if item.get("type") == "function_call_output":
+            called.append({"type": "function_call", "call_id": item["call_id"], "name": "f", "arguments": "{}"})
+        called.append(item)
+    return called
 
 
 def _whole(value: Any) -> Any:

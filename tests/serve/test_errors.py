@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from strata.models.folder import BUILTIN_FOLDER
 from strata.models.tokenizer import Tokenizer
 from tests.serve.scripted import NAME, Scripted, delta, scripted_server
 
@@ -119,7 +122,6 @@ CHAT = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "id": 5}]}]}, "messages[0].tool_calls[0].id"),
     ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call"),
-    ({"messages": [{"role": "tool", "tool_call_id": "c", "content": "x"}]}, "messages"),  # the template refuses it
     ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"logprobs": 5}, "logprobs"),
@@ -224,11 +226,24 @@ def test_a_body_that_is_not_called_json(server: Scripted) -> None:
     assert "Content-Type: application/json" in error["message"]
 
 
+def test_a_conversation_that_the_template_refuses(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUILTIN_FOLDER / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('tools say nothing here') }}")
+    with Tokenizer.load(tmp_path) as tokenizer, scripted_server(tokenizer, []) as server:
+        error = error_of(server.client.post("/v1/chat/completions", json={"messages": [USER]}), 400)
+    assert error["param"] == "messages"
+    assert "tools say nothing here" in error["message"]
+    assert not server.engine.added
+
+
 def test_deep_arguments_of_an_earlier_call_are_shown_as_they_are(server: Scripted) -> None:
+    """So they are too long, like any other text; reading them would go deeper than any stack."""
     deep = {**CALL, "function": {"name": "f", "arguments": "[" * 100_000}}
     messages = [USER, {"role": "assistant", "content": "x", "tool_calls": [deep]}, USER]
-    assert server.chat(messages=messages)["choices"][0]["finish_reason"] == "stop"
-    server.engine.added.clear()
+    error = error_of(server.client.post("/v1/chat/completions", json={"messages": messages}), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert not server.engine.added
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

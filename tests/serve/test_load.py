@@ -131,7 +131,7 @@ def median_gap(server: Running) -> float:
 
 
 def test_a_client_that_reads_slowly_slows_no_other_and_gets_everything(wide: Running) -> None:
-    much = {**LONG, "n": 16, "logprobs": 20, "max_tokens": 400}
+    much = {**LONG, "n": 16, "logprobs": 20, "max_tokens": 450}
     ratios = []
     for _ in range(6):  # what else this machine does, and only that, differs from one time to the next
         with ThreadPoolExecutor(1) as pool:
@@ -143,7 +143,7 @@ def test_a_client_that_reads_slowly_slows_no_other_and_gets_everything(wide: Run
             ratios.append(median_gap(wide) / beside_fast)
             wait_for(lambda: wide.load() == IDLE)  # the engine does not wait for it
             assert resident_bytes(wide.pid) - before < 100e6
-            assert read_answer(slow)[1] == expected == 16 * 400
+            assert read_answer(slow)[1] == expected == 16 * 450
         assert size > 4e6  # more than the sockets on the way hold
         if ratios[-1] < 1.05:
             break

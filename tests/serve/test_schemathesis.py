@@ -40,7 +40,8 @@ BODIES = 6  # operations that have one
 # Of requests that the document allows, the faults that a schema cannot tell.
 UNTOLD = re.compile(
     "has no tokens|there is a function .* already|which is not among the tools"
-    r"|parameters\.(properties|required) must be|invalid_grammar|bad_words or logit_bias forbid",
+    r"|parameters\.(properties|required) must be|invalid_grammar|bad_words or logit_bias forbid"
+    r"|you asked for [1-9]\d{3,} of prompt",
     re.DOTALL,
 )
 

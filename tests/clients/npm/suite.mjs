@@ -127,7 +127,7 @@ for (const tool_choice of ["required", { type: "function", function: { name: "ge
 
 test("chat: tools, auto and none", async () => {
   for (const tool_choice of ["none", undefined]) {
-    // The built-in model's template shows no tools, so it answers as if there were none.
+    // A forecast is of no use for this.
     const whole = await client.chat.completions.create({ model, messages, tools: [chatTool], tool_choice });
     assert.ok(whole.choices[0].message.content.endsWith("Answer: 85"));
     assert.equal(whole.choices[0].message.tool_calls, undefined);

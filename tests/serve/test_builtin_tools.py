@@ -1,0 +1,140 @@
+"""Tools with the built-in model: OpenAI's client, a plain `strata serve`, a call, then the answer from its result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.serve.running import Running, running
+
+MODEL = "builtin"
+
+
+def tool(name: str, description: str, **properties: dict[str, Any]) -> Any:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+TEXT, NUMBER = {"type": "string"}, {"type": "number"}
+CALCULATOR = tool("calculator", "Evaluate a math expression.", expression=TEXT)
+DIVIDE = tool("divide", "The quotient of two numbers.", x=NUMBER, y=NUMBER)
+CONVERT = tool("convert_units", "Converts units.", value=NUMBER, from_unit=TEXT, to_unit=TEXT)
+WEATHER = tool("get_weather", "Get the weather of a given city.", city=TEXT)
+
+# Tools, question, call, result, answer. No result is one that the model could have worked out or known.
+CASES: list[tuple[list[Any], str, str, dict[str, Any], str, str]] = [
+    ([CALCULATOR], "What is 48213 * 39772?", "calculator", {"expression": "48213 * 39772"}, "1917527436", "1917527436"),
+    ([DIVIDE, WEATHER], "Divide 8123 by 77.", "divide", {"x": 8123, "y": 77}, '{"result": 105.493506}', "105.493506"),
+    (
+        [WEATHER, CONVERT], "Convert 12 miles to furlongs.", "convert_units",
+        {"value": 12, "from_unit": "miles", "to_unit": "furlongs"}, "96.3", "96.3 furlongs",
+    ),
+    ([WEATHER], "What is the weather in Lisbon?", "get_weather", {"city": "Lisbon"}, "windy", "windy"),
+    ([CALCULATOR, WEATHER], "What is the weather in Oslo?", "get_weather", {"city": "Oslo"}, "snowy", "snowy"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running() as server:  # told nothing of tools
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.mark.parametrize(("tools", "question", "name", "arguments", "result", "answer"), CASES)
+def test_a_round_trip(
+    client: OpenAI, tools: list[Any], question: str, name: str, arguments: dict[str, Any], result: str, answer: str
+) -> None:
+    messages: list[Any] = [{"role": "user", "content": question}]
+    asked = client.chat.completions.create(model=MODEL, messages=messages, tools=tools).choices[0]
+    assert asked.finish_reason == "tool_calls"
+    assert not asked.message.content
+    (call,) = asked.message.tool_calls or ()
+    assert call.type == "function"
+    assert call.function.name == name
+    assert json.loads(call.function.arguments) == arguments
+    told = {"role": "tool", "tool_call_id": call.id, "content": result}
+    messages += [asked.message.model_dump(exclude_none=True), told]
+    answered = client.chat.completions.create(model=MODEL, messages=messages, tools=tools).choices[0]
+    assert answered.finish_reason == "stop"
+    assert answered.message.content is not None
+    assert answered.message.content.endswith(f"Answer: {answer}")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_round_trip_streamed(client: OpenAI, case: tuple[list[Any], str, str, dict[str, Any], str, str]) -> None:
+    tools, question, name, arguments, result, answer = case
+    messages: list[Any] = [{"role": "user", "content": question}]
+    with client.chat.completions.stream(model=MODEL, messages=messages, tools=tools) as stream:
+        asked = stream.get_final_completion().choices[0]
+    assert asked.finish_reason == "tool_calls"
+    (call,) = asked.message.tool_calls or ()
+    assert (call.function.name, json.loads(call.function.arguments)) == (name, arguments)
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    called = {"role": "assistant", "tool_calls": [{"id": call.id, "type": "function", "function": function}]}
+    messages += [called, {"role": "tool", "tool_call_id": call.id, "content": result}]
+    with client.chat.completions.stream(model=MODEL, messages=messages, tools=tools) as stream:
+        pieces = [event.delta for event in stream if event.type == "content.delta"]
+    assert len(pieces) > 3
+    assert "".join(pieces).endswith(f"Answer: {answer}")
+
+
+def test_a_round_trip_of_responses(client: OpenAI) -> None:
+    tools: list[Any] = [{"type": "function", **WEATHER["function"]}]
+    asked = client.responses.create(model=MODEL, input="What is the weather in Lisbon?", tools=tools)
+    (call,) = asked.output
+    assert call.type == "function_call"
+    assert json.loads(call.arguments) == {"city": "Lisbon"}
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "windy"}
+    answered = client.responses.create(model=MODEL, previous_response_id=asked.id, input=[output], tools=tools)
+    assert answered.output_text.endswith("Answer: windy")
+
+
+@pytest.mark.parametrize(
+    ("question", "end"),
+    [
+        ("What is 47 + 38?", "Answer: 85"),
+        ("Sort 42, 7, 19", "Answer: 7 19 42"),
+        ("Spell the word planet.", "Answer: p l a n e t"),
+    ],
+)
+def test_a_tool_for_something_else_is_left_alone(client: OpenAI, question: str, end: str) -> None:
+    messages: list[Any] = [{"role": "user", "content": question}]
+    for tools in ([WEATHER], [WEATHER, CONVERT]):
+        choice = client.chat.completions.create(model=MODEL, messages=messages, tools=tools).choices[0]
+        assert choice.message.tool_calls is None
+        assert choice.message.content is not None
+        assert choice.message.content.endswith(end)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "divide"}}])
+def test_a_forced_call_is_the_one_that_fits(client: OpenAI, choice: Any) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Divide 8123 by 77."}]
+    (call,) = (
+        client.chat.completions.create(
+            model=MODEL, messages=messages, tools=[WEATHER, DIVIDE], tool_choice=choice, parallel_tool_calls=False
+        )
+        .choices[0]
+        .message.tool_calls
+        or ()
+    )
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("divide", {"x": 8123, "y": 77})
+
+
+def test_tools_of_no_one_are_called_by_no_one(client: OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Lisbon?"}]
+    choice = client.chat.completions.create(model=MODEL, messages=messages).choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.message.tool_calls is None
+    assert choice.message.content is not None
+    assert "<tool_call>" not in choice.message.content
