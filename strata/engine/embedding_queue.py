@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from strata.engine.pooling import Pooled, Pooler, PoolRequest
 
-_SHARE_BESIDE = 1 / 8  # of the tokens that a step may have
+_SECONDS_BESIDE = 0.03  # that a batch is to take beside generations, whose next tokens wait for it
 
 Key = tuple[bytes, str]
 """A client, and its name for the request."""
@@ -21,8 +22,8 @@ class EmbeddingQueue:
     A key may be used again once its request is dropped, also while that is under way: it is the request, not its key,
     that a vector belongs to.
 
-    Beside generations batches are small, and after each one nothing is begun for twice the time that it took: however
-    many wait here, generations go on at two thirds of their speed. `clock` tells seconds.
+    Beside generations batches are short, and after each one nothing is begun for three times what it took: however
+    many wait here, generations go on at three quarters of their speed. `clock` tells seconds.
     """
 
     def __init__(self, pooler: Pooler, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,6 +31,7 @@ class EmbeddingQueue:
         self._clock = clock
         self._began = 0.0
         self._rest_until = 0.0
+        self._tokens_a_second = 0.0  # of the last batch
         self._waiting: dict[Key, PoolRequest] = {}
         self._wanted: dict[Key, PoolRequest] = {}
         self._under_way: tuple[list[tuple[Key, PoolRequest]], Pooled] | None = None
@@ -60,7 +62,8 @@ class EmbeddingQueue:
         rests = beside_generations and now < self._rest_until
         if self._under_way is None and self._waiting and not rests:
             self._began = now
-            count = self._pooler.fitting(self._waiting.values(), _SHARE_BESIDE if beside_generations else 1.0)
+            most = self._tokens_a_second * _SECONDS_BESIDE if beside_generations else math.inf
+            count = self._pooler.fitting(self._waiting.values(), most)
             batch = [(key, self._waiting.pop(key)) for key in list(self._waiting)[:count]]
             self._under_way = batch, self._pooler.launch([request for _, request in batch])
 
@@ -70,8 +73,9 @@ class EmbeddingQueue:
             return
         batch, pooled = self._under_way
         self._under_way = None
-        now = self._clock()
-        self._rest_until = now + 2 * (now - self._began)
+        took = max(1e-6, self._clock() - self._began)
+        self._rest_until = self._began + 4 * took
+        self._tokens_a_second = sum(len(request.prompt) for _, request in batch) / took
         for (key, request), vector in zip(batch, pooled.wait(), strict=True):
             if self._wanted.get(key) is request:
                 del self._wanted[key]

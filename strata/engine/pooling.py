@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
@@ -77,10 +78,11 @@ class Pooler:
             )
         check_prompt_ids(prompt, self._vocab_size)
 
-    def fitting(self, requests: Iterable[PoolRequest], share: float = 1.0) -> int:
-        """How many of the requests, from the first on, one batch of this share of a step holds; at least one."""
+    def fitting(self, requests: Iterable[PoolRequest], most_tokens: float = math.inf) -> int:
+        """How many of the requests, from the first on, one batch of at most so many tokens holds; at least one."""
+        most = min(most_tokens, self._max_tokens)
         totals = accumulate(len(request.prompt) for request in requests)
-        return max(1, sum(1 for _ in takewhile(lambda total: total <= share * self._max_tokens, totals)))
+        return max(1, sum(1 for _ in takewhile(lambda total: total <= most, totals)))
 
     @torch.inference_mode()
     def launch(self, requests: Sequence[PoolRequest]) -> Pooled:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from fastapi import Request
 
 from strata.models.chat_template import AsyncTemplateRenderer
+from strata.models.killable_worker import give_way
 from strata.models.tokenizer import Tokenizer
 from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineClient
@@ -44,7 +46,9 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.templates = FairQueue(self.renderers)
-        self.tokenizing = FairQueue([self.tokenizer] * AT_ONCE)
+        # A thread each, so that one knows its place.
+        self.threads = [ThreadPoolExecutor(1, "tokenizing", give_way) for _ in range(AT_ONCE)]
+        self.tokenizing = FairQueue(self.threads)
 
     def require_serving(self) -> None:
         """Raises ApiError (503) if no new request can be taken."""
@@ -83,6 +87,8 @@ class ServerState:
         await self.client.close()
         for renderer in self.renderers:
             renderer.close()
+        for thread in self.threads:
+            thread.shutdown(wait=False)
         self.grammars.close()
 
 

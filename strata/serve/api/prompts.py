@@ -28,10 +28,13 @@ async def chat_text(
     variables: Mapping[str, Any] | None = None,
     parse_special_tokens: bool = False,
 ) -> ChatText:
-    """What the model's chat template makes of the messages. Raises ApiError (400) if it refuses them.
+    """What the model's chat template makes of the messages.
 
+    Raises ApiError (400) if it refuses them, or if what others than the model have said is longer than it could take.
     variables: for the template, besides. parse_special_tokens: those that messages spell become tokens.
     """
+    said = (message.get("content") for message in messages if message.get("role") != "assistant")
+    _check_length(state, sum(len(content) for content in said if isinstance(content, str)), "messages")
     try:
         asked = state.tokenizer.rendering(
             messages, add_generation_prompt, continue_final_message, tools, variables, parse_special_tokens
@@ -74,7 +77,8 @@ async def off_the_loop(state: ServerState, admission: Admission, size: int, work
     """What `work` with the tokenizer gives. size: characters or ids; where they are many a thread does it, in turn."""
     if size <= _SHORT:
         return work()
-    return await state.tokenizing.run(admission, lambda _: asyncio.to_thread(work))
+    loop = asyncio.get_running_loop()
+    return await state.tokenizing.run(admission, lambda thread: loop.run_in_executor(thread, work))
 
 
 def _check_length(state: ServerState, characters: int, param: str) -> None:

@@ -20,6 +20,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from strata.serve.http.errors import ERROR_HANDLERS, ApiError
 from strata.serve.http.json_route import read_json
 from strata.serve.http.limits import Admission
+from strata.serve.http.loop_share import LoopShare
+
+_SHORT = 32 * 1024  # bytes; a body that is longer may take milliseconds, or a tenth of a second
 
 
 class DirectRoutes:
@@ -28,26 +31,38 @@ class DirectRoutes:
     def __init__(self, app: ASGIApp, routers: Iterable[APIRouter]) -> None:
         self._app = app
         routes = (route for router in routers for route in router.routes if isinstance(route, APIRoute))
+        self._share = LoopShare()
         self._routes = {route.path: found for route in routes if (found := _direct(route)) is not None}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         try:
-            await (self._app(scope, receive, send) if route is None else _answer(route, scope, receive, send))
+            if route is None:
+                await self._app(scope, receive, send)
+            else:
+                await self._answer(route, scope, receive, send)
         finally:  # whatever became of it
             admission: Admission | None = scope.get("state", {}).get("admission")
             if admission is not None:
                 admission.close()
 
+    async def _answer(self, route: _Route, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        try:
+            body = await self._read(route, request)
+            response = await route.endpoint(body, request)
+            await response(scope, receive, send)  # a stream that fails before its first event has sent nothing yet
+        except (ApiError, RequestValidationError) as error:
+            response = await ERROR_HANDLERS[type(error)](request, error)
+            await response(scope, receive, send)
 
-async def _answer(route: _Route, scope: Scope, receive: Receive, send: Send) -> None:
-    request = Request(scope, receive)
-    try:
-        response = await route.answer(request)
-        await response(scope, receive, send)  # a stream that fails before its first event has sent nothing yet
-    except (ApiError, RequestValidationError) as error:
-        response = await ERROR_HANDLERS[type(error)](request, error)
-        await response(scope, receive, send)
+    async def _read(self, route: _Route, request: Request) -> BaseModel:
+        """The body as the route takes it. Raises RequestValidationError just as FastAPI does."""
+        body, state = await request.body(), request.scope["state"]
+        if len(body) <= _SHORT:
+            return route.read(request, body)
+        async with self._share.turn(state["caller"].name):
+            return route.read(request, body)
 
 
 @dataclass(frozen=True)
@@ -55,15 +70,13 @@ class _Route:
     model: type[BaseModel]
     endpoint: Callable[[BaseModel, Request], Awaitable[Response]]
 
-    async def answer(self, request: Request) -> Response:
-        """Raises ApiError, or RequestValidationError just as FastAPI does."""
-        value = await _body(request)
+    def read(self, request: Request, body: bytes) -> BaseModel:
+        value = _value(request, body)
         try:
-            body = self.model.model_validate(value)
+            return self.model.model_validate(value)
         except ValidationError as error:
             faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
             raise RequestValidationError(faults, body=value) from None
-        return await self.endpoint(body, request)
 
 
 def _direct(route: APIRoute) -> _Route | None:
@@ -76,9 +89,8 @@ def _direct(route: APIRoute) -> _Route | None:
     return _Route(hints["body"], route.endpoint)
 
 
-async def _body(request: Request) -> Any:
-    """The value of the body; its bytes, if it does not say that it is JSON; None, if it is empty."""
-    body = await request.body()
+def _value(request: Request, body: bytes) -> Any:
+    """The value of a body; its bytes, if it does not say that it is JSON; None, if it is empty."""
     if not body:
         return None
     kind, _, subtype = request.headers.get("content-type", "").partition(";")[0].strip().lower().partition("/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -13,6 +14,9 @@ from fastapi.routing import APIRoute
 from strata.serve.http.errors import ERROR_RESPONSES
 
 MOST_NESTING = 64
+MOST_CONTAINERS = 10_000  # objects and arrays; each costs a hundred times what a character of a string does
+
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 
 
 class JsonRequest(Request):
@@ -36,14 +40,21 @@ def api_router(tag: str) -> APIRouter:
 
 
 def read_json(body: bytes) -> Any:
-    """The value of a JSON text. Raises json.JSONDecodeError, which FastAPI knows, for what is none, or too deep."""
+    """The value of a JSON text.
+
+    Raises json.JSONDecodeError, which FastAPI knows, for what is none, too deep, or has too many objects and arrays.
+    """
+    brackets = body.count(b"{") + body.count(b"[")
+    if brackets > MOST_CONTAINERS:  # unless most of them are in strings
+        outside = _STRING.sub(b"", body)
+        if outside.count(b"{") + outside.count(b"[") > MOST_CONTAINERS:
+            raise _fault(f"it has more than {MOST_CONTAINERS:,} objects and arrays")
     try:
         value = msgspec.json.decode(body)
     except RecursionError:
         raise _fault(f"it nests more than {MOST_NESTING} levels deep") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _fault(str(error)) from None
-    brackets = body.count(b"{") + body.count(b"[")
     if brackets > MOST_NESTING and _deeper_than(value, MOST_NESTING):
         raise _fault(f"it nests more than {MOST_NESTING} levels deep")
     return value
