@@ -51,16 +51,6 @@ def pid_of(renderer):
     return renderer._worker._process.pid
 
 
-async def longest_stop(work):
-    """The result of `work` and the longest time in seconds for which the event loop did nothing else."""
-    longest, task = 0.0, asyncio.ensure_future(work)
-    while not task.done():
-        before = time.perf_counter()
-        await asyncio.sleep(0)
-        longest = max(longest, time.perf_counter() - before)
-    return task.result(), longest
-
-
 def test_many_at_once_get_their_own_answers_in_order(run):
     async def task(renderer):
         ended = []
