@@ -43,6 +43,7 @@ from strata.kernels.kv_write import kv_write
 from strata.kernels.linear_silu_mul import linear_silu_mul
 from strata.kernels.loss_grad import cross_entropy_gradients
 from strata.kernels.moe_combine import combine
+from strata.kernels.moe_grouped import grouped_product
 from strata.kernels.muon import muon_momentum, muon_update
 from strata.kernels.newest_tokens import newest_tokens
 from strata.kernels.norm import add_rms_norm, rms_norm
@@ -215,6 +216,10 @@ def _products() -> Iterator[Call]:
     for rows, taken in ((1, width), (70, width - 16)):
         yield own(linear, draw(rows, taken), draw(out, taken), draw(out))
         yield own(linear_silu_mul, draw(rows, taken), draw(out, taken), draw(out))
+    ends = torch.tensor([0, 5, 5, 70], dtype=torch.int32)  # two experts have no rows
+    for dtype, taken in ((torch.float16, 128), (torch.float32, 100)):
+        operands = draw(70, taken).to(dtype), draw(len(ends), 96, taken).to(dtype), ends
+        yield f"grouped_product {_shapes(operands)}", partial(grouped_product, *operands)
 
 
 def _training(rows: int, width: int) -> Iterator[Call]:
