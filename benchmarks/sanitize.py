@@ -35,6 +35,7 @@ from strata.kernels.bitmask import WORD, apply_bitmask
 from strata.kernels.decode_attention import decode_attention
 from strata.kernels.embedding import embedding
 from strata.kernels.fp8 import quantize
+from strata.kernels.gather_tables import gather_tables
 from strata.kernels.gemm import linear
 from strata.kernels.gemm_skinny import multiply
 from strata.kernels.gemm_skinny_tiles import SkinnyTile
@@ -191,6 +192,8 @@ def _sampling(rows: int) -> Iterator[Call]:
     yield own(gumbel_sample, logits, temperatures, seeds, steps)
     yield own(gumbel_sample, logits, temperatures, seeds, steps, *bounds)
     yield own(newest_tokens, steps, steps - 1, torch.arange(rows, dtype=torch.int32) - 1)
+    tables = torch.randint(1000, (rows + 1, 1300), dtype=torch.int32)
+    yield own(gather_tables, tables, steps, steps * 17, steps * 5 - 1, 16)
     yield own(token_logprobs, logits.float(), torch.randint(VOCABULARY, (rows, 6)))
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from strata.cache.staging import Staging
+from strata.kernels.gather_tables import gather_tables
 
 # Entries that travel to the device at once.
 MOST_CHANGES = 4096
@@ -19,7 +20,8 @@ class BlockTables:
     """Row = slot, column = page of the slot's sequence: [slots + 1, most_pages] int32.
 
     The last row is of zeros, for padding rows of a CUDA graph. `rows` is the host's side, `on_device` the device's,
-    which follows with `send`, in the order of the work that the device is given; on a CPU both are one.
+    which follows in the order of the work that the device is given: with `gather`, which enters the page of each
+    sequence's new token, and with `send` for all else. On a CPU both are one.
     """
 
     def __init__(self, slots: int, most_pages: int, device: torch.device) -> None:
@@ -36,12 +38,17 @@ class BlockTables:
         """The row of no sequence."""
         return len(self.rows) - 1
 
-    def update(self, slot: int, first: int, pages: Sequence[int]) -> None:
-        """Entries [first, first + len(pages)) of a sequence's table have changed."""
+    def update(self, slot: int, first: int, pages: Sequence[int], entered: int | None = None) -> None:
+        """Entries [first, first + len(pages)) of a sequence's table have changed.
+
+        entered: the column that the step enters itself, with `gather`.
+        """
         self.rows[slot, first : first + len(pages)] = pages
         if not self._shared:
-            start = slot * self.rows.shape[1] + first
-            self._changed.append(np.arange(start, start + len(pages)))
+            columns = np.arange(first, first + len(pages))
+            columns = columns if entered is None else columns[columns != entered]
+            if len(columns):
+                self._changed.append(slot * self.rows.shape[1] + columns)
 
     def send(self) -> None:
         """Bring the device's side up to the host's: a copy and a kernel, if anything has changed."""
@@ -65,3 +72,11 @@ class BlockTables:
     def of(self, rows: Tensor, width: int) -> Tensor:
         """The first `width` columns of some rows [sequences] int32, gathered on the device: [sequences, width]."""
         return self.on_device[:, :width].index_select(0, rows)
+
+    def gather(self, rows: Tensor, positions: Tensor, slots: Tensor, page_size: int) -> Tensor:
+        """The tables of sequences that run one token each, entered by the way: see `gather_tables`.
+
+        A launch between two recorded steps makes those after it slower; a kernel among theirs does not.
+        """
+        tables: Tensor = gather_tables(self.on_device, rows, positions, slots, page_size)
+        return tables

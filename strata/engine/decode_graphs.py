@@ -89,11 +89,11 @@ class DecodeGraphs:
         buffer.place(self._tables, self._pool.shape.page_size, nothing, nothing, nothing)
         buffer.pad_draws(0, len(self._newest) - 1)
         buffer.send()
-        model, width = self._graphs.decode(bucket), self._tables.rows.shape[1]
+        model, page_size, tensors = self._graphs.decode(bucket), self._pool.shape.page_size, buffer.tensors
         made: list[Tensor] = []
 
         def run() -> None:
-            tables = self._tables.of(buffer.tensors["table_rows"], width)
+            tables = self._tables.gather(tensors["table_rows"], tensors["positions"], tensors["slots"], page_size)
             made[:] = [model(buffer.batch(self._pool, tables, joined_tokens(buffer, self._newest), 1, ()))]
 
         def draw() -> None:

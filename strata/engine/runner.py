@@ -177,9 +177,9 @@ class Runner:
         self._returns.reverse()
         if plan.copies:
             self.pool.copy_pages(plan.copies)
-        rows = self._admit(plan)
         each_draws_once = all(chunk.count == 1 and len(chunk.draws) == 1 for chunk in plan.chunks)
-        bucket = self._decode.bucket(len(rows)) if self._decode is not None and each_draws_once else None
+        bucket = self._decode.bucket(len(plan.chunks)) if self._decode is not None and each_draws_once else None
+        rows = self._admit(plan, recorded=bucket is not None)
         launched = self._launch_eager(plan, rows) if bucket is None else self._launch_recorded(plan, rows, bucket)
         if self.observer is not None and isinstance(launched, Launched):
             self.observer.end()
@@ -289,12 +289,13 @@ class Runner:
         done.record()
         return Launched(plan, host, done, reported, prompt_logprobs)
 
-    def _admit(self, plan: StepPlan) -> list[DrawRow]:
+    def _admit(self, plan: StepPlan, recorded: bool) -> list[DrawRow]:
         """Bring tables and slots up to the plan; returns who draws, in the plan's order."""
         rows: list[DrawRow] = []
         for chunk in plan.chunks:
             if chunk.new_pages:
-                self._tables.update(chunk.slot, chunk.first_page, chunk.new_pages)
+                entered = chunk.start // self.pool.shape.page_size if recorded else None
+                self._tables.update(chunk.slot, chunk.first_page, chunk.new_pages, entered)
             for draw in chunk.draws:
                 if self._slots.owners[draw.slot] is not draw.sequence:
                     self._slots.own(draw.slot, draw.sequence, self._config.seed)

@@ -36,8 +36,8 @@ TRAINING = {
     "partial_attention",
     "partial_attention_gradients",
 }
-# No shape of the benchmark has experts; the ids that a step reads are a few kilobytes at most.
-APART = {"route", "experts", "combine", "newest_tokens"}
+# No shape of the benchmark has experts; the ids and the tables that a step reads are a few kilobytes.
+APART = {"route", "experts", "combine", "newest_tokens", "gather_tables"}
 
 
 def all_cases(config: ModelConfig) -> list[Case]:
