@@ -74,9 +74,9 @@ class BlockTables:
         return self.on_device[:, :width].index_select(0, rows)
 
     def gather(self, rows: Tensor, positions: Tensor, slots: Tensor, page_size: int) -> Tensor:
-        """The tables of sequences that run one token each, entered by the way: see `gather_tables`.
+        """The tables of sequences that run one token each, with the page of each token: see `gather_tables`.
 
-        A launch between two recorded steps makes those after it slower; a kernel among theirs does not.
+        Recorded steps enter their pages so: `send` between two replays would slow those after it (docs/log.md).
         """
         tables: Tensor = gather_tables(self.on_device, rows, positions, slots, page_size)
         return tables
