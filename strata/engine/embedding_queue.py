@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -10,7 +9,8 @@ from torch import Tensor
 
 from strata.engine.pooling import Pooled, Pooler, PoolRequest
 
-_SECONDS_BESIDE = 0.03  # that a batch is to take beside generations, whose next tokens wait for it
+# That a batch is to take: beside generations, whose next tokens wait for it, and alone, when one may come any time.
+_SECONDS_BESIDE, _SECONDS_ALONE = 0.03, 0.1
 
 Key = tuple[bytes, str]
 """A client, and its name for the request."""
@@ -62,7 +62,7 @@ class EmbeddingQueue:
         rests = beside_generations and now < self._rest_until
         if self._under_way is None and self._waiting and not rests:
             self._began = now
-            most = self._tokens_a_second * _SECONDS_BESIDE if beside_generations else math.inf
+            most = self._tokens_a_second * (_SECONDS_BESIDE if beside_generations else _SECONDS_ALONE)
             count = self._pooler.fitting(self._waiting.values(), most)
             batch = [(key, self._waiting.pop(key)) for key in list(self._waiting)[:count]]
             self._under_way = batch, self._pooler.launch([request for _, request in batch])

@@ -15,6 +15,7 @@ from strata.models.async_worker import AsyncWorker
 from strata.serve.fair_queue import AT_ONCE, FairQueue
 from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import Admission
+from strata.serve.http.validation import shown
 from strata.serve.replies.tool_formats import TOOL_FORMATS, ToolFormatName
 
 MOST_BYTES = 64 * 1024
@@ -76,7 +77,7 @@ def response_grammar(response_format: Mapping[str, Any] | None, param: str = "re
     if kind == "json_object":
         return Grammar.json_object(param)
     if kind != "json_schema":
-        message = f"{param}.type must be text, json_object or json_schema, got {kind!r:.60}"
+        message = f"{param}.type must be text, json_object or json_schema, got {shown(kind)}"
         raise ApiError(400, message, param=f"{param}.type")
     return named_schema_grammar(response_format.get("json_schema"), f"{param}.json_schema")
 
@@ -183,7 +184,7 @@ def _check_schemas(schemas: list[Any], param: str) -> None:
     """Raises ApiError 400 for what is no schema, nests too deep or is too long together, before work is spent on it."""
     for schema in schemas:
         if not isinstance(schema, Mapping):
-            raise ApiError(400, f"{param} must be a JSON schema, which is an object, got {schema!r:.60}", param=param)
+            raise ApiError(400, f"{param} must be a JSON schema, which is an object, got {shown(schema)}", param=param)
         if _deeper_than(schema, MOST_DEPTH):
             message = f"{param}: it nests deeper than {MOST_DEPTH} objects and arrays"
             raise ApiError(400, message, param=param, code="invalid_grammar")

@@ -17,6 +17,7 @@ from strata.serve.fair_queue import AT_ONCE, FairQueue
 from strata.serve.grammar import GrammarChecker
 from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import Caller, Limits
+from strata.serve.http.validation import shown
 from strata.serve.observe.metrics import Metrics
 from strata.serve.settings import ServeSettings
 
@@ -77,7 +78,7 @@ class ServerState:
         if asked is not None and asked not in names:
             raise ApiError(
                 404,
-                f"the model {asked[:100]!r} does not exist here; this server has {', '.join(map(repr, names))}",
+                f"the model {shown(asked)} does not exist here; this server has {', '.join(map(shown, names))}",
                 param="model",
                 code="model_not_found",
             )

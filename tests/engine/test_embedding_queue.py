@@ -12,7 +12,7 @@ import torch
 from strata.engine.embedding_queue import EmbeddingQueue
 from strata.engine.pooling import Pooler, PoolRequest
 
-TOKENS, SECONDS_A_TOKEN, SECONDS_A_STEP = 800, 0.0002, 0.01
+TOKENS, SECONDS_A_TOKEN, SECONDS_A_STEP = 800, 2**-12, 0.01
 
 
 class Machine:
@@ -20,6 +20,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.seconds_a_token = SECONDS_A_TOKEN
         self.batches: list[int] = []
         self.queue = EmbeddingQueue(self, lambda: self.now)  # type: ignore[arg-type]
         self._fitting = Pooler.fitting
@@ -33,7 +34,7 @@ class Machine:
     def launch(self, requests: Sequence[PoolRequest]) -> Any:
         tokens = sum(len(request.prompt) for request in requests)
         self.batches.append(tokens)
-        self.now += tokens * SECONDS_A_TOKEN
+        self.now += tokens * self.seconds_a_token
         return SimpleNamespace(done=True, wait=lambda: torch.zeros(len(requests), 1))
 
     def add(self, count: int, length: int) -> None:
@@ -60,11 +61,14 @@ def test_generations_keep_three_quarters_of_the_time_however_many_embeddings_wai
     assert len(machine.batches) > 20  # and embeddings go on
 
 
-def test_alone_they_fill_steps() -> None:
+def test_alone_they_take_what_a_step_holds_or_a_tenth_of_a_second() -> None:
     machine = Machine()
-    machine.add(64, 25)
+    machine.add(256, 25)
+    machine.steps(4, generating=False)
+    assert machine.batches == [25, 400, 400, 400]  # the first tells how fast the machine is
+    machine.seconds_a_token /= 8
     machine.steps(2, generating=False)
-    assert machine.batches == [TOKENS, TOKENS]
+    assert machine.batches[4:] == [400, TOKENS]
 
 
 def test_one_that_takes_longer_runs_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,11 @@ USER = {"role": "user", "content": "Hi"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 HUGE = 10**400
+# Those of Python, pydantic, msgspec and regular expressions; a client knows JSON.
+FOREIGN_WORDS = re.compile(
+    r"\b(None|True|False|dict|dictionary|instance|codec|boolean|pattern|truncated|malformed|validation|str|int|float)\b"
+    r"|a valid (string|integer|number|list)|'[a-z_]+'|\$[.\[]"
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +39,7 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     assert "\n" not in error["message"]
+    assert not FOREIGN_WORDS.search(error["message"]), error["message"]
     assert error["code"] is None or isinstance(error["code"], str)
     return error
 

@@ -13,6 +13,7 @@ from starlette.types import Receive
 from strata.serve.http.errors import ApiError
 from strata.serve.http.http_protocol import BODY_SECONDS
 from strata.serve.http.request_head import RequestHead
+from strata.serve.http.validation import shown
 
 MOST_TOGETHER = 128 * 1024 * 1024  # bytes of the bodies of all requests that an API process has
 _GZIP = 16 + zlib.MAX_WBITS  # with its header, as zlib calls it
@@ -74,7 +75,7 @@ class Body:
             return None
         encoding = head.text(b"content-encoding").strip().lower()
         if encoding not in ("", "identity", "gzip", "x-gzip"):
-            message = f"a body in the Content-Encoding {encoding[:40]!r} is not read here: send it as it is, or as gzip"
+            message = f"a body in the Content-Encoding {shown(encoding)} is not read here: send it as it is, or as gzip"
             raise ApiError(415, message, code="unsupported_encoding")
         try:
             async with asyncio.timeout(BODY_SECONDS):

@@ -15,6 +15,7 @@ from strata.serve.http.errors import ApiError, rejection_of
 from strata.serve.http.keys import ANONYMOUS, KeyRing
 from strata.serve.http.limits import Caller
 from strata.serve.http.request_head import RequestHead
+from strata.serve.http.validation import shown
 from strata.serve.observe.metrics import Rejection
 from strata.serve.processes.drain import Drain
 from strata.serve.settings import ServeSettings
@@ -118,7 +119,7 @@ class Gate:
             return
         if head.host_name not in self._hosts:
             known = f"this server is {', '.join(sorted(self._hosts))}; --allowed-hosts adds names"
-            raise ApiError(403, f"the Host {head.host[:100]!r} is not served: {known}", code="foreign_host")
+            raise ApiError(403, f"the Host {shown(head.host)} is not served: {known}", code="foreign_host")
         if not self._origin_allowed(head):
             raise _foreign_origin(head)
 
@@ -164,7 +165,7 @@ class Gate:
 
 
 def _foreign_origin(head: RequestHead) -> ApiError:
-    message = f"pages of {(head.origin or '')[:100]!r} may not use this server; --allowed-origins lists those that may"
+    message = f"pages of {shown(head.origin or '')} may not use this server; --allowed-origins lists those that may"
     return ApiError(403, message, code="foreign_origin")
 
 

@@ -53,8 +53,10 @@ def read_json(body: bytes) -> Any:
         value = msgspec.json.decode(body)
     except RecursionError:
         raise _fault(f"it nests more than {MOST_NESTING} levels deep") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _fault(str(error)) from None
+    except UnicodeDecodeError:
+        raise _fault("it is not UTF-8") from None
+    except msgspec.DecodeError as error:
+        raise _fault(_in_words(str(error))) from None
     if brackets > MOST_NESTING and _deeper_than(value, MOST_NESTING):
         raise _fault(f"it nests more than {MOST_NESTING} levels deep")
     return value
@@ -68,6 +70,15 @@ def _deeper_than(value: Any, levels: int) -> bool:
         if not containers:
             return False
     return True
+
+
+def _in_words(message: str) -> str:
+    """msgspec's words without its names for things and places."""
+    if message.startswith("Input data was truncated"):
+        return "it ends too soon, or a character in it is but a half"
+    if message.startswith("Number out of range"):
+        return "a number in it is out of range"
+    return message.removeprefix("JSON is malformed: ").partition(" - at ")[0]
 
 
 def _fault(message: str) -> json.JSONDecodeError:

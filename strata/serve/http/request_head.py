@@ -11,6 +11,7 @@ from starlette.types import Scope
 
 from strata.serve.http.errors import ApiError
 from strata.serve.http.http_protocol import HEAD_LIMIT, MOST_HEADERS, head_too_large
+from strata.serve.http.validation import shown
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LENGTH = re.compile(r"[0-9]{1,18}")
@@ -50,7 +51,7 @@ class RequestHead:
                 raise ApiError(400, f"the header {name.decode()} is there more than once", code="invalid_http")
         length = self.text(b"content-length")
         if length and not _LENGTH.fullmatch(length):
-            raise ApiError(400, f"Content-Length {length[:40]!r} is not a number of bytes", code="invalid_http")
+            raise ApiError(400, f"Content-Length {shown(length)} is not a number of bytes", code="invalid_http")
         if length and self.chunked:
             raise ApiError(400, "Content-Length and Transfer-Encoding exclude each other", code="invalid_http")
 

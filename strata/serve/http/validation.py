@@ -15,6 +15,24 @@ _CODES = {
     "extra_forbidden": "unknown_parameter",
     "refused": "unsupported_parameter",
 }
+_KINDS = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "int_from_float": "an integer",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "string_type": "a string",
+}
+_BOUNDS = {
+    "greater_than": ("more than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
 
 
 class Explanation(NamedTuple):
@@ -73,7 +91,7 @@ def _explain_tag(fault: dict[str, Any], path: str) -> Explanation:
     param = f"{path}.{name}"
     if fault["type"] == "union_tag_not_found":
         return Explanation(f"{param} is required", param, _CODES["missing"])
-    message = f"{param} must be one of {fault['ctx']['expected_tags']}, got {shown(fault['input'][name])}"
+    message = f"{param} must be one of {_in_quotes(fault['ctx']['expected_tags'])}, got {shown(fault['input'][name])}"
     return Explanation(message, param, "invalid_value")
 
 
@@ -89,4 +107,20 @@ def _explain_field(fault: dict[str, Any], path: str) -> str:
 
 
 def _said(fault: dict[str, Any]) -> str:
+    """What was expected, in the words of JSON rather than in those of Python and pydantic."""
+    kind, told = fault["type"], fault.get("ctx", {})
+    if kind in _KINDS:
+        return f"must be {_KINDS[kind]}"
+    if kind in _BOUNDS:
+        words, bound = _BOUNDS[kind]
+        return f"must be {words} {shown(told[bound]).removesuffix('.0')}"
+    if kind == "literal_error":
+        return f"must be {_in_quotes(told['expected'])}"
+    if kind == "string_pattern_mismatch":
+        return "has characters, or a form, that are not taken here"
     return re.sub(r"^\w+ should ", "must ", fault["msg"]).partition(" after validation")[0]
+
+
+def _in_quotes(names: str) -> str:
+    """Names as JSON writes them."""
+    return names.replace("'", '"')

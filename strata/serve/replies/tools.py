@@ -10,6 +10,7 @@ import msgspec
 
 from strata.serve.grammar import Grammar, tool_call_grammar
 from strata.serve.http.errors import ApiError
+from strata.serve.http.validation import shown
 from strata.serve.replies.tool_formats import FUNCTION_NAME, TOOL_FORMATS
 
 # Every request carries its tools through the template, and templates have a time limit.
@@ -135,7 +136,7 @@ def _check_schema(schema: Mapping[str, Any], where: str) -> None:
     """Light: a schema that a call is forced to follow is compiled as well."""
     if schema.get("type", "object") != "object":
         raise ApiError(
-            400, f'{where} must be a JSON schema of type "object", got type {schema["type"]!r:.60}', param=where
+            400, f'{where} must be a JSON schema of type "object", got type {shown(schema["type"])}', param=where
         )
     if not isinstance(schema.get("properties", {}), Mapping):
         raise ApiError(400, f"{where}.properties must be an object of JSON schemas", param=where)

@@ -18,7 +18,9 @@ from strata.serve.schema.template import TemplateFields
 _OLD_TOOLS = "use tools and tool_choice"
 _TEXT_ONLY = "this server writes text only"
 
-FunctionName = Annotated[str, StringConstraints(pattern=f"^{FUNCTION_NAME.pattern}$")]
+FunctionName = Annotated[
+    str, StringConstraints(pattern=f"^{FUNCTION_NAME.pattern}$"), said_as("a string of 1 to 64 letters, digits, _ or -")
+]
 
 
 class Function(RequestModel):

@@ -23,7 +23,9 @@ def ranged(name: str) -> FieldInfo:
 
 Count = Annotated[int, ranged("max_tokens")]
 TokenId = Annotated[int, ranged("token id")]
-TokenText = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+TokenText = Annotated[
+    str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$"), said_as("a token id, written in digits")
+]
 LogitBias = Annotated[
     dict[TokenText, Annotated[float, ranged("logit_bias")]],
     Field(max_length=1024, json_schema_extra={"additionalProperties": False}),
