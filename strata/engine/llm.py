@@ -81,9 +81,10 @@ class LLM:
             raise ValueError(f"priority has {len(priorities)} entries for {len(listed)} prompts; give one for each")
         if not all(isinstance(number, int) for number in priorities):
             raise ValueError(f"priority must be integers, got {priorities!r}")
+        encoded = [self._encoded(prompt) for prompt in listed]  # first, so that all arrive together
         collectors = [
-            self._collector(*self._encoded(prompt), one, number)
-            for prompt, one, number in zip(listed, params, priorities, strict=True)
+            self._collector(*prompt, one, number)
+            for prompt, one, number in zip(encoded, params, priorities, strict=True)
         ]
         matchers = self._matchers(collectors)
         try:

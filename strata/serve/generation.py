@@ -11,7 +11,6 @@ from uuid import uuid4
 import msgspec
 from fastapi import Request
 
-from strata.engine.bad_words import bad_word_ids
 from strata.engine.messages import Add, Delta, TokenLogprobs
 from strata.engine.samples import Sample
 from strata.engine.sampling_params import SamplingParams
@@ -50,7 +49,8 @@ class Generation:
     request there; that is how a client that has left frees its memory.
 
     admission: of the request, with places for these samples. prompt: token ids, at least one.
-    endpoint: for the metrics. grammar: one that was found to compile. priority: lower runs first.
+    endpoint: for the metrics. bad_words: those of `params` as ids. grammar: one that was found to compile.
+    priority: lower runs first.
     cached_tokens: how much of the prompt was in the prefix cache. completion_tokens: of all samples so far.
     record: what the metrics were told of it, None until it has ended.
 
@@ -66,6 +66,7 @@ class Generation:
         params: SamplingParams,
         *,
         endpoint: Endpoint,
+        bad_words: list[tuple[int, ...]],
         grammar: str | None = None,
         priority: int = 0,
     ) -> None:
@@ -81,7 +82,7 @@ class Generation:
             # Not of the request's arrival: whoever sends a body slowly would pass those who came meanwhile.
             arrival=time.monotonic(),
             salt=admission.caller.salt,
-            bad_words=bad_word_ids(params.bad_words or (), state.tokenizer),
+            bad_words=bad_words,
             grammar=grammar,
         )
         self._samples = [Sample.of(params, prompt, state.tokenizer) for _ in range(params.n)]
@@ -236,6 +237,7 @@ def generation_for(
     params: SamplingParams,
     *,
     endpoint: Endpoint,
+    bad_words: list[tuple[int, ...]],
     grammar: str | None = None,
     priority: int = 0,
 ) -> Generation:
@@ -246,6 +248,7 @@ def generation_for(
         prompt,
         params,
         endpoint=endpoint,
+        bad_words=bad_words,
         grammar=grammar,
         priority=priority,
     )

@@ -46,6 +46,29 @@ def test_bad_words_as_they_begin_a_text_and_follow_a_space(serve_script: ServeSc
         assert [list(ids) for ids in server.engine.added[0].bad_words] == expected
 
 
+def test_many_bad_words_are_tokenized_once_and_off_the_loop(
+    serve_script: ServeScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    with serve_script([[delta(0, [EOS], "stop")]]) as server:
+        encode = server.state.tokenizer.encode
+
+        def noted(text: str, add_special_tokens: bool = True) -> list[int]:
+            if "bad" in text:
+                threads.append(threading.get_ident())
+            return encode(text, add_special_tokens)
+
+        monkeypatch.setattr(server.state.tokenizer, "encode", noted)
+        server.complete(prompt=["a"] * 20, bad_words=[f"bad {number} " + "x" * 100 for number in range(50)])
+        assert len(threads) == 2 * 50
+        threads.clear()
+        server.complete(bad_words=["bad"])
+        (loops,) = set(threads)
+        assert len(server.engine.added[0].bad_words) >= 50
+        server.complete(bad_words=["bad" * 80] * 100)
+        assert threads[-1] != loops
+
+
 def test_each_key_has_its_salt_and_its_own_limits(serve_script: ServeScript) -> None:
     keys = [KeyHash.of("alice", "sk-a"), KeyHash.of("bob", "sk-b")]
     with serve_script([[delta(0, [EOS], "stop")]], keys=keys, settings={"requests_per_minute": 1}) as server:

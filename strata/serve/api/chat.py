@@ -11,7 +11,7 @@ from strata.serve.admission import admit_generation
 from strata.serve.api.answer_format import answer_grammar
 from strata.serve.api.chat_reply import ChatReply
 from strata.serve.api.chat_stream import ChatStream
-from strata.serve.api.prompts import chat_text, encode
+from strata.serve.api.prompts import bad_words_of, chat_text, encode
 from strata.serve.generation import Generation, generation_for
 from strata.serve.http.json_route import api_router
 from strata.serve.http.sse import DONE, EventStream, run_until_disconnect, streams
@@ -103,6 +103,7 @@ async def _understand(body: ChatRequest, request: Request) -> _Understood:
     reasoning = state.settings.reasoning and grammar is None  # a grammar leaves no room for it
     params = with_visible_tags(params, state.tokenizer, tools.tool_format, reasoning)
     parsed = reasoning or tools.tool_format is not None
+    bad_words = await bad_words_of(state, admission, params)
     return _Understood(
         ReplyHead.new("chatcmpl", model),
         generation_for(
@@ -110,6 +111,7 @@ async def _understand(body: ChatRequest, request: Request) -> _Understood:
             prompt,
             params,
             endpoint="chat",
+            bad_words=bad_words,
             grammar=None if grammar is None else grammar.text,
             priority=body.priority or 0,
         ),

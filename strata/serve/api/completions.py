@@ -14,7 +14,7 @@ from strata.serve.admission import admit_generation
 from strata.serve.api.answer_format import answer_grammar
 from strata.serve.api.completion_choice import ChoiceText, CompletionPrompt, Part, check_echo, echo_of, merged
 from strata.serve.api.completion_stream import CompletionStream, written_choice, written_completion
-from strata.serve.api.prompts import encode_all
+from strata.serve.api.prompts import bad_words_of, encode_all
 from strata.serve.generation import Generation, Piece, generation_for
 from strata.serve.generations import as_they_come
 from strata.serve.http.json_route import api_router
@@ -141,6 +141,7 @@ async def _understand(body: CompletionRequest, request: Request) -> _Completing:
     if grammar is not None:
         await state.grammars.check(grammar, admission)
     note_prompt(request.scope, "\n".join(prompt.text for prompt in prompts))
+    bad_words = await bad_words_of(state, admission, params)
     return _Completing(
         ReplyHead.new("cmpl", model),
         prompts,
@@ -150,6 +151,7 @@ async def _understand(body: CompletionRequest, request: Request) -> _Completing:
                 prompt.ids,
                 params,
                 endpoint="completions",
+                bad_words=bad_words,
                 grammar=None if grammar is None else grammar.text,
                 priority=body.priority or 0,
             )

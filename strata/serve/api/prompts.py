@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from strata.engine.bad_words import bad_word_ids
+from strata.engine.sampling_params import SamplingParams
 from strata.models.spelled_tokens import ChatText
 from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import Admission
@@ -71,6 +73,12 @@ async def encode_all(
         return [_encoded(state, text, add_special_tokens, param) for param, text in texts.items()]
 
     return await off_the_loop(state, admission, sum(map(len, texts.values())), encoded)
+
+
+async def bad_words_of(state: ServerState, admission: Admission, params: SamplingParams) -> list[tuple[int, ...]]:
+    """The token ids of the words that an output must not hold."""
+    words = params.bad_words or ()
+    return await off_the_loop(state, admission, sum(map(len, words)), lambda: bad_word_ids(words, state.tokenizer))
 
 
 async def off_the_loop(state: ServerState, admission: Admission, size: int, work: Callable[[], Result]) -> Result:

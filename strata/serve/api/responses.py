@@ -13,6 +13,7 @@ from fastapi import Request, Response
 
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.admission import admit_generation
+from strata.serve.api.prompts import bad_words_of
 from strata.serve.api.response_store import StoredResponse
 from strata.serve.api.responses_input import assistant_message, input_messages
 from strata.serve.api.responses_prompt import response_prompt
@@ -144,6 +145,7 @@ async def _understand(body: ResponsesRequest, request: Request) -> _Understood:
         in_reasoning=opens_reasoning(prompt.text),
         parallel=tools.parallel,
     )
+    bad_words = await bad_words_of(state, admission, params)
     return _Understood(
         ResponseInProgress(_new_body(body, model, params, keep), parser, state.tokenizer),
         generation_for(
@@ -151,6 +153,7 @@ async def _understand(body: ResponsesRequest, request: Request) -> _Understood:
             prompt.ids,
             params,
             endpoint="responses",
+            bad_words=bad_words,
             grammar=None if grammar is None else grammar.text,
             priority=body.priority or 0,
         ),
