@@ -32,18 +32,18 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.stub_engine import StubConfig
-from strata.cli.bench_result import cpu_name, provenance
-from strata.cli.load.connection import Client
-from strata.cli.load.measures import Distribution, figures
-from strata.cli.load.request_sets import Ask, encode
-from strata.cli.load.schedule import arrivals
-from strata.cli.load.send import Outcome, run, send_all
-from strata.engine.messages import Add
+from strata.bench.load.connection import Client
+from strata.bench.load.measures import Distribution, figures
+from strata.bench.load.request_sets import Ask, encode
+from strata.bench.load.schedule import arrivals
+from strata.bench.load.send import Outcome, run, send_all
+from strata.bench.result import cpu_name, provenance
+from strata.engine.process.messages import Add
 from strata.engine.sampling_params import SamplingParams
-from strata.models.tokenizer import Tokenizer
 from strata.serve.client import EngineClient
 from strata.serve.processes.worker import READY, ApiJob, engine_address
 from strata.serve.settings import ServeSettings
+from strata.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "strata" / "models" / "builtin"

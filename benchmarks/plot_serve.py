@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from strata.cli.load.plot import draw
+from strata.bench.load.plot import draw
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "h200_serve.jsonl"

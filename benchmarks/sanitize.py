@@ -24,36 +24,36 @@ from torch import Tensor
 from triton import JITFunction
 
 import strata.kernels
-from strata.cli.kernel_cases import EPS, angles, draw, full_pages
-from strata.cli.products import Product
-from strata.kernels import activation_grad, norm_grad, rope_grad  # noqa: F401  registers what is run
-from strata.kernels.activation import silu_mul
-from strata.kernels.adamw import adamw
-from strata.kernels.attention import attention
-from strata.kernels.attention_join import join
-from strata.kernels.bitmask import WORD, apply_bitmask
-from strata.kernels.decode_attention import decode_attention
-from strata.kernels.embedding import embedding
-from strata.kernels.fp8 import quantize
-from strata.kernels.gather_tables import gather_tables
-from strata.kernels.gemm import linear
-from strata.kernels.gemm_skinny import multiply
-from strata.kernels.gemm_skinny_tiles import SkinnyTile
-from strata.kernels.kv_read import kv_read
-from strata.kernels.kv_write import kv_write
-from strata.kernels.linear_silu_mul import linear_silu_mul
-from strata.kernels.loss_grad import cross_entropy_gradients
-from strata.kernels.moe_combine import combine
-from strata.kernels.moe_grouped import grouped_product
-from strata.kernels.muon import muon_momentum, muon_update
-from strata.kernels.newest_tokens import newest_tokens
-from strata.kernels.norm import add_rms_norm, rms_norm
+from strata.bench.kernels.cases import EPS, angles, draw, full_pages
+from strata.bench.kernels.products import Product
+from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.attention.attention import attention
+from strata.kernels.attention.decode import decode_attention
+from strata.kernels.attention.join import join
+from strata.kernels.linear.embedding import embedding
+from strata.kernels.linear.linear import linear
+from strata.kernels.linear.silu_mul import linear_silu_mul
+from strata.kernels.linear.skinny import multiply
+from strata.kernels.linear.skinny_tiles import SkinnyTile
+from strata.kernels.loss.loss_grad import cross_entropy_gradients
+from strata.kernels.moe.combine import combine
+from strata.kernels.moe.grouped import grouped_product
+from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
-from strata.kernels.paged import PagedKV
-from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
-from strata.kernels.rope import rope, rope_angles
-from strata.kernels.sampling import gumbel_sample, token_logprobs
-from strata.kernels.sampling_filters import filter_bounds
+from strata.kernels.optimizer.adamw import adamw
+from strata.kernels.optimizer.muon import muon_momentum, muon_update
+from strata.kernels.quant.fp8 import quantize
+from strata.kernels.rotary import rope_grad  # noqa: F401  registers what is run
+from strata.kernels.rotary.rope import rope, rope_angles
+from strata.kernels.sampling.bitmask import WORD, apply_bitmask
+from strata.kernels.sampling.filters import filter_bounds
+from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
+from strata.kernels.state.gather_tables import gather_tables
+from strata.kernels.state.kv_read import kv_read
+from strata.kernels.state.kv_write import kv_write
+from strata.kernels.state.newest_tokens import newest_tokens
+from strata.kernels.state.paged import PagedKV
+from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 
 Call = tuple[str, Callable[[], object]]
 
@@ -63,8 +63,8 @@ VOCABULARY = 3001
 
 def own_kernels() -> set[str]:
     """The names of all kernels that CI compiles."""
-    names = (module.name for module in pkgutil.iter_modules(strata.kernels.__path__))
-    modules = (importlib.import_module(f"strata.kernels.{name}") for name in names)
+    found = pkgutil.walk_packages(strata.kernels.__path__, "strata.kernels.")
+    modules = [importlib.import_module(module.name) for module in found]
     cases = (case for module in modules if hasattr(module, "compile_cases") for case in module.compile_cases())
     return {case.kernel.fn.__name__ for case in cases}
 

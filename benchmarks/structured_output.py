@@ -25,7 +25,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from strata import LLM, SamplingParams, StructuredOutputsParams
-from strata.cli.bench_result import number, provenance
+from strata.bench.result import number, provenance
 from strata.models.shapes import SHAPES
 
 SHAPE = "0.6B"

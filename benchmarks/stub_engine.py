@@ -1,7 +1,7 @@
 """An engine process without a model, to measure what stands before the engine: it gives tokens at a set pace.
 
-It speaks strata/engine/messages.py as `strata.engine.worker` does. A new request gets its first token at once, and each
-step gives one token to every request that runs; tokens of two steps never come in one message.
+It speaks strata/engine/process/messages.py as `strata.engine.process.worker` does. A new request gets its first token
+at once, and each step gives one token to every request that runs; tokens of two steps never come in one message.
 benchmarks/http_overhead.py starts it, with its StubConfig as JSON on standard input.
 """
 
@@ -17,7 +17,7 @@ from typing import ClassVar
 import msgspec
 import zmq
 
-from strata.engine.messages import Abort, Add, Delta, Finish, Hello, Ready, Statistics, Step, ToEngine
+from strata.engine.process.messages import Abort, Add, Delta, Finish, Hello, Ready, Statistics, Step, ToEngine
 from strata.engine.sampling_params import SamplingParams
 
 

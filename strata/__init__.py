@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from strata.engine.grammars.structured_outputs import StructuredOutputsParams
     from strata.engine.llm import LLM
     from strata.engine.outputs import CompletionOutput, RequestOutput
     from strata.engine.sampling_params import SamplingParams
-    from strata.engine.structured_outputs import StructuredOutputsParams
     from strata.models.save import save
 
 __version__ = "0.1.0"
@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "strata.engine.llm",
     "SamplingParams": "strata.engine.sampling_params",
-    "StructuredOutputsParams": "strata.engine.structured_outputs",
+    "StructuredOutputsParams": "strata.engine.grammars.structured_outputs",
     "RequestOutput": "strata.engine.outputs",
     "CompletionOutput": "strata.engine.outputs",
     "save": "strata.models.save",

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from strata.cache.staging import Staging
-from strata.kernels.gather_tables import gather_tables
+from strata.kernels.state.gather_tables import gather_tables
 
 # Entries that travel to the device at once.
 MOST_CHANGES = 4096

@@ -13,9 +13,9 @@ from torch import Tensor
 from strata.cache.block_tables import BlockTables
 from strata.cache.pool import KVPool
 from strata.cache.staging import Staging
-from strata.kernels.attention_cpu import planned
-from strata.kernels.batch_parts import BatchParts, divide
-from strata.kernels.paged import PagedKV
+from strata.kernels.attention.batch_parts import BatchParts, divide
+from strata.kernels.attention.cpu import planned
+from strata.kernels.state.paged import PagedKV
 from strata.models.batch import Batch
 
 Int32Array = NDArray[np.int32]
@@ -123,7 +123,7 @@ class StepBuffer:
             host[name][tokens:] = -1
 
     def divide(self, cached: Sequence[int], new: Sequence[int], reach: int) -> BatchParts:
-        """The parts of a step, as `strata.kernels.batch_parts.divide` finds them, with `starts` of this buffer."""
+        """The parts of a step, as `batch_parts.divide` finds them, with `starts` of this buffer."""
         parts = divide(cached, new, reach)
         self.host["starts"][: len(new)] = parts.starts.numpy()
         return replace(parts, starts=self.tensors["starts"])

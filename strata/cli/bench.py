@@ -13,11 +13,13 @@ from typing import Annotated, Any
 
 import typer
 
-from strata.cli import options, workloads
+from strata.bench import workloads
+from strata.bench.result import make_result, report
+from strata.bench.run import Setup, call, device_name, floor_on, started
+from strata.cli import options
 from strata.cli.bench_gaps import gaps
 from strata.cli.bench_kernels import kernels
-from strata.cli.bench_result import make_result, report
-from strata.cli.bench_run import AsJson, LoadFormat, Model, Save, Setup, call, device_name, floor_on, started
+from strata.cli.bench_options import AsJson, LoadFormat, Model, Save
 from strata.cli.bench_serve import serve
 from strata.cli.bench_train import train
 from strata.cli.help import Command
@@ -128,7 +130,7 @@ def run(test: workloads.Test, setup: Setup, *, repeat: int, as_json: bool, save:
     values = [test.value(call(llm, test)) for _ in range(repeat)]
     host_gap = None
     if llm.engine.device.type == "cuda":
-        from strata.cli.step_observers import time_steps
+        from strata.bench.step_observers import time_steps
 
         host_gap = time_steps(llm, test).host_gap
     name = device_name(llm)

@@ -8,10 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from strata.cli import options, workloads
-from strata.cli.bench_result import HostGap, provenance, report, short_dtype
-from strata.cli.bench_run import AsJson, LoadFormat, Model, Save, Setup, call, device_name, floor_on, started
-from strata.cli.trace import GapSplit, TraceTime
+from strata.bench import workloads
+from strata.bench.result import HostGap, provenance, report, short_dtype
+from strata.bench.run import Setup, call, device_name, floor_on, started
+from strata.bench.trace import GapSplit, TraceTime
+from strata.cli import options
+from strata.cli.bench_options import AsJson, LoadFormat, Model, Save
 
 
 def gaps(
@@ -34,7 +36,7 @@ def gaps(
     if device == "cpu" or not torch.cuda.is_available():
         raise ValueError("strata bench gaps traces a CUDA device; there is none here")
 
-    from strata.cli.step_observers import time_steps, trace
+    from strata.bench.step_observers import time_steps, trace
 
     setup = Setup(model, load_format, dtype, device, deterministic)
     llm = started(setup, tested)

@@ -17,10 +17,10 @@ from strata.hardware.roofline import Cost, Workload, floor
 from strata.hardware.specs import recognize
 
 if TYPE_CHECKING:
-    from strata.cli.kernel_cases import Case
-    from strata.cli.kernel_tuning import Finding
-    from strata.cli.products import Product
-    from strata.kernels.gemm_skinny_tiles import Tiles
+    from strata.bench.kernels.cases import Case
+    from strata.bench.kernels.products import Product
+    from strata.bench.kernels.tuning import Finding
+    from strata.kernels.linear.skinny_tiles import Tiles
 
 MODELS = ("8B", "0.6B")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048, 8192)
@@ -84,11 +84,11 @@ def kernels(
     if not (torch.cuda.is_available() and HAS_TRITON):
         raise ValueError("strata bench kernels measures a CUDA device through Triton; there is none here")
 
-    from strata.cli.attention_cases import attention_cases
-    from strata.cli.kernel_cases import cases
-    from strata.cli.products import products
+    from strata.bench.kernels.attention_cases import attention_cases
+    from strata.bench.kernels.cases import cases
+    from strata.bench.kernels.products import products
     from strata.kernels import tuned
-    from strata.kernels.gemm_skinny_tiles import tiles_of
+    from strata.kernels.linear.skinny_tiles import tiles_of
     from strata.models.config import config_from_dict
     from strata.models.shapes import SHAPES
 
@@ -118,7 +118,7 @@ def kernels(
 
 
 def _tune(weights: Sequence[Product], device: str, path: Path) -> None:
-    from strata.cli.kernel_tuning import tune
+    from strata.bench.kernels.tuning import tune
     from strata.kernels import tuned
 
     table = {}
@@ -159,11 +159,11 @@ def _product_row(product: Product, weights: Sequence[Any], rows: int, tiles: Til
     import torch
     import torch.nn.functional as F
 
-    from strata.cli.kernel_tuning import LIBRARY
-    from strata.cli.products import DTYPE, arguments
+    from strata.bench.kernels.products import DTYPE, arguments
+    from strata.bench.kernels.tuning import LIBRARY
     from strata.hardware.replay import time_replayed
-    from strata.kernels.gemm_skinny import multiply
-    from strata.kernels.gemm_skinny_tiles import IMPLEMENTATION, choose_tile, untuned_tile
+    from strata.kernels.linear.skinny import multiply
+    from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, choose_tile, untuned_tile
 
     call, estimate = product.call(rows, weights[0]), product.estimate(rows)
     library = time_replayed([partial(F.linear, call.x, weight) for weight in weights], estimate=estimate).seconds

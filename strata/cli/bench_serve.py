@@ -9,17 +9,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from strata.cli.bench_result import writable
-from strata.cli.bench_run import AsJson, Save
-from strata.cli.load.connection import Client
-from strata.cli.load.measures import parse_objectives
-from strata.cli.load.plot import draw, drawable
-from strata.cli.load.report import LoadResult, report_console, sweep_table
-from strata.cli.load.request_sets import Lengths
-from strata.cli.load.schedule import parse_rates
-from strata.cli.load.send import run
-from strata.cli.load.server import KEY_VARIABLE
-from strata.cli.load.sweep import DRAWN, Plan, measure
+from strata.bench.load.connection import Client
+from strata.bench.load.measures import parse_objectives
+from strata.bench.load.plot import draw, drawable
+from strata.bench.load.report import LoadResult, report_console, sweep_table
+from strata.bench.load.request_sets import Lengths
+from strata.bench.load.schedule import parse_rates
+from strata.bench.load.send import run
+from strata.bench.load.server import KEY_VARIABLE
+from strata.bench.load.sweep import DRAWN, Plan, measure
+from strata.bench.result import writable
+from strata.cli.bench_options import AsJson, Save
 
 
 def _picture(file: Path | None) -> Path | None:

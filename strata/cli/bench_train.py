@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from strata.cli.bench_result import report, writable
-from strata.cli.bench_run import AsJson, Save
+from strata.bench.result import report, writable
+from strata.cli.bench_options import AsJson, Save
 from strata.cli.ending import explanation
 from strata.models.folder import folder_shape_or_file
 
@@ -55,7 +55,7 @@ def train(
 
     strata bench train --shape 8B --batch 1 --ranks 8 --layout shard=8,zero=2,micro_batches=2 --recompute operations
     """
-    from strata.cli.train_speed import TrainingTest, measure
+    from strata.bench.training.speed import TrainingTest, measure
     from strata.train.launch import ended_at_once, launch
 
     source = folder_shape_or_file(shape)

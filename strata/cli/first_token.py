@@ -15,7 +15,7 @@ from strata.cli.ending import ending
 def main() -> None:
     """Generate the token that `sys.argv` asks for."""
     from strata import SamplingParams
-    from strata.cli.bench_run import device_name, engine
+    from strata.bench.run import device_name, engine
 
     llm = engine(json.loads(sys.argv[1]))
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)

@@ -13,7 +13,7 @@ from strata.hardware.specs import Device, device
 from strata.models.folder import folder_shape_or_file
 
 if TYPE_CHECKING:
-    from strata.cli.costing import MetaModel
+    from strata.bench.costing import MetaModel
     from strata.graph.cost import NodeCost
 
 # Beyond these, sizes of tensors no longer fit into 64 bits, or lengths of sequences into the memory.
@@ -39,7 +39,7 @@ def graph(
 
     Example, a decode step: strata graph 8B --context 1000 --sequences 32
     """
-    from strata.cli.costing import find_config, meta_model
+    from strata.bench.costing import find_config, meta_model
 
     spec, config = device(on), find_config(folder_shape_or_file(model))
     priced = price(meta_model(config), Workload((tokens,) * sequences, (tokens + context,) * sequences), spec)
@@ -142,7 +142,7 @@ def price(model: MetaModel, workload: Workload, spec: Device) -> PricedStep:
     """Cost every node of a step, the head for one row a sequence."""
     import torch
 
-    from strata.cli.costing import dtype_name
+    from strata.bench.costing import dtype_name
     from strata.graph.cost import node_costs, operation_counts
 
     name, rows = dtype_name(model.dtype), len(workload.new)

@@ -13,15 +13,15 @@ import typer
 
 from strata.cli import options
 from strata.cli.help import Command
+from strata.files.json_object import read_object, why_no_text
 from strata.models.folder import display_name, folder_or_shape, located, model_folder
-from strata.models.json_object import read_object, why_no_text
 from strata.models.shapes import SHAPES
-from strata.models.tokenizer import read_templates
 from strata.serve.http.gate import is_loopback
 from strata.serve.http.keys import ANONYMOUS, KeyHash, read_keys
 from strata.serve.processes.launch import Launch, launch
 from strata.serve.replies.tool_formats import format_in_template
 from strata.serve.settings import ServeSettings
+from strata.text.tokenizer import read_templates
 
 CHAT, _HTTP, _LIMITS, _LOGS = "Chat", "HTTP", "Limits", "Logs"
 _ORIGIN = re.compile(r"https?://[a-z0-9.:\[\]-]+")
@@ -276,7 +276,7 @@ def _read_template(file: Path) -> str:
     # Few servers are given one, and none else has a use for jinja in this process.
     from jinja2.exceptions import TemplateSyntaxError
 
-    from strata.models.template_worker import check_syntax
+    from strata.text.template_worker import check_syntax
 
     try:
         raw = file.read_bytes()

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from strata.models.folder import existing_folder
 from strata.train.data.shards import Index
 from strata.train.data.tokenize import tokenize
-from strata.train.exercises import write_exercises
+from strata.train.tasks.exercises import write_exercises
 
 Workers = Annotated[
     int | None, typer.Option(help="Processes; as many as there are cores if not given.", min=1, show_default=False)

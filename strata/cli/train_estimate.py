@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from strata.hardware import specs
 from strata.models.config import ModelConfig, config_from_dict, read_config
-from strata.models.tokenizer import Tokenizer
 from strata.parallel.layout import Layout, auto_layout
+from strata.text.tokenizer import Tokenizer
 from strata.train.config import TrainConfig
-from strata.train.estimate import Estimate, choose_recompute, estimate, step_shape
 from strata.train.layout import with_micro_batches
+from strata.train.predict.estimate import Estimate, choose_recompute, estimate, step_shape
 from strata.train.start import fresh_config, start_folder
 
 GIB = 2**30

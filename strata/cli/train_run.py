@@ -16,7 +16,7 @@ from rich.table import Table
 from strata.comm.launch import World, join_world
 from strata.hardware import specs
 from strata.train.config import EvaluateConfig, TrainConfig
-from strata.train.encode import Encoder
+from strata.train.data.encode import Encoder
 from strata.train.export import Finished, accuracy_table, export
 from strata.train.finish import save_model
 from strata.train.log.picture import draw_report

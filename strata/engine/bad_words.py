@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 
 
 def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> list[tuple[int, ...]]:

@@ -18,23 +18,24 @@ import torch
 from strata.cache.pages import PageAllocator
 from strata.cache.pool import KVPool, PoolShape
 from strata.cache.prefix import PrefixTree
+from strata.engine.embeddings.pooling import Pooler
 from strata.engine.faults import memory_explained
-from strata.engine.grammar import vocabulary
+from strata.engine.grammars.grammar import vocabulary
 from strata.engine.ledger import Ledger, plan_memory
 from strata.engine.loop import EngineLoop
-from strata.engine.pooling import Pooler
 from strata.engine.runner import Runner, RunnerConfig
 from strata.engine.sampling_params import RANGES, SamplingParams, check_integer
 from strata.engine.scheduler import Scheduler, SchedulerConfig
 from strata.engine.step_graphs import step_graphs
-from strata.kernels import attention_fixed, decode_attention_cuda
+from strata.kernels.attention import decode_cuda as decode_attention_cuda
+from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
 from strata.models import weights
 from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import build
 from strata.models.folder import located
 from strata.models.generation_config import GenerationDefaults, read_generation_config
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 
 Log = Callable[[str], None]
 

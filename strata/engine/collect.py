@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from strata.engine.faults import why_no_id
 from strata.engine.logprob_rows import LogprobRows
-from strata.engine.messages import TokenLogprobs
 from strata.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from strata.engine.process.messages import TokenLogprobs
 from strata.engine.request import Request, Sequence
 from strata.engine.samples import Sample
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 
 
 @dataclass

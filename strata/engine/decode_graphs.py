@@ -15,7 +15,7 @@ from strata.cache.tables import StepBuffer, StepShape
 from strata.engine.sampler import DrawInputs, draw_ids
 from strata.engine.step_graphs import StepGraphs
 from strata.graph.cudagraph import CudaGraphs, borrowed
-from strata.kernels.newest_tokens import newest_tokens
+from strata.kernels.state.newest_tokens import newest_tokens
 
 
 def joined_tokens(buffer: StepBuffer, newest: Tensor) -> Tensor:

@@ -17,12 +17,12 @@ from strata.engine.bad_words import bad_word_ids
 from strata.engine.build import Engine, EngineConfig, build_engine
 from strata.engine.collect import Collector
 from strata.engine.delivery import Delivery
-from strata.engine.grammar import GrammarCompiler
+from strata.engine.embeddings.pooling import Pooling, PoolRequest, check_vector
+from strata.engine.grammars.grammar import GrammarCompiler
 from strata.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
-from strata.engine.pooling import Pooling, PoolRequest, check_vector
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Message = Mapping[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from strata.engine.messages import TokenLogprobs
+from strata.engine.process.messages import TokenLogprobs
 from strata.engine.sampler import LogprobTensors
 
 

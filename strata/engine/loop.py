@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from llguidance import LLMatcher
 
 from strata.engine.faults import EngineFault, out_of_memory
-from strata.engine.grammar import takes_end
+from strata.engine.grammars.grammar import takes_end
+from strata.engine.grammars.structured_outputs import explain
 from strata.engine.ledger import Ledger
 from strata.engine.plan import StepPlan, Update
 from strata.engine.request import Request, Sequence
 from strata.engine.runner import Launched, PromptLogprobs, Runner, StepObserver, Undrawn
 from strata.engine.sampler import LogprobTensors
 from strata.engine.scheduler import Scheduler
-from strata.engine.structured_outputs import explain
 
 
 @dataclass(frozen=True)

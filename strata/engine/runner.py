@@ -16,7 +16,7 @@ from strata.cache.pool import KVPool
 from strata.cache.staging import Staging
 from strata.cache.tables import StepBuffer, StepShape
 from strata.engine.decode_graphs import DecodeGraphs, draw_inputs, joined_tokens
-from strata.engine.grammar import Masks, MasksUnderWay
+from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS
 from strata.engine.plan import StepPlan
 from strata.engine.request import Sequence
@@ -31,9 +31,9 @@ from strata.engine.sampler import (
 )
 from strata.engine.step_graphs import StepGraphs
 from strata.engine.transfer import send
-from strata.kernels.batch_parts import library_reach
-from strata.kernels.bitmask import apply_bitmask
-from strata.kernels.sampling import likeliest, logprobs
+from strata.kernels.attention.batch_parts import library_reach
+from strata.kernels.sampling.bitmask import apply_bitmask
+from strata.kernels.sampling.sampling import likeliest, logprobs
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from torch import Tensor
 from strata.engine.request import Request, Sequence
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.transfer import fetch, send
-from strata.kernels.bitmask import apply_bitmask
-from strata.kernels.sampling import gumbel_sample, logprobs, penalize
-from strata.kernels.sampling_filters import filter_bounds
+from strata.kernels.sampling.bitmask import apply_bitmask
+from strata.kernels.sampling.filters import filter_bounds
+from strata.kernels.sampling.sampling import gumbel_sample, logprobs, penalize
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from strata.engine.detokenize import IncrementalDetokenizer
 from strata.engine.sampling_params import SamplingParams
-from strata.models.tokenizer import Tokenizer
+from strata.text.detokenize import IncrementalDetokenizer
+from strata.text.tokenizer import Tokenizer
 
 
 class Sample:

@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from strata.engine.structured_outputs import StructuredOutputsParams
+from strata.engine.grammars.structured_outputs import StructuredOutputsParams
 
 
 class Range(NamedTuple):

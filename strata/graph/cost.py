@@ -14,10 +14,10 @@ from torch import Tensor, fx
 
 from strata.graph.capture import operation_of
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.attention import attention
-from strata.kernels.moe_experts import expected_experts, experts
+from strata.kernels.attention.attention import attention
+from strata.kernels.moe.experts import expected_experts, experts
 from strata.kernels.op import Operation
-from strata.kernels.paged import PagedKV
+from strata.kernels.state.paged import PagedKV
 
 # They only change how the same memory is looked at.
 _VIEWS = {getattr, operator.getitem, "split_with_sizes", "narrow", "unflatten", "flatten"}

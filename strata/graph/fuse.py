@@ -13,14 +13,14 @@ from torch import fx
 
 from strata.graph.capture import must_stay
 from strata.graph.match import Call, Hole, Match, find, match
-from strata.kernels.activation import silu_mul
-from strata.kernels.gemm import linear
-from strata.kernels.kv_write import kv_write
-from strata.kernels.linear_silu_mul import linear_silu_mul
-from strata.kernels.norm import add_rms_norm, rms_norm
+from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.linear.linear import linear
+from strata.kernels.linear.silu_mul import linear_silu_mul
+from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
-from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
-from strata.kernels.rope import rope
+from strata.kernels.rotary.rope import rope
+from strata.kernels.state.kv_write import kv_write
+from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 
 
 def fuse(graph: fx.GraphModule) -> fx.GraphModule:

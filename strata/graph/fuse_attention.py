@@ -8,9 +8,9 @@ from torch import fx
 
 from strata.graph.capture import must_stay
 from strata.graph.match import Call, Hole, Match, find
-from strata.kernels.attention import attention
-from strata.kernels.decode_attention import decode_attention
-from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
+from strata.kernels.attention.attention import attention
+from strata.kernels.attention.decode import decode_attention
+from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 
 _GIVEN = ("product", "heads", "kv_heads", "q_weight", "k_weight", "eps", "cos", "sin", "pages", "layer")
 _WRITTEN = Call(qk_rope_kv_write, tuple(Hole(name) for name in _GIVEN), "written")

@@ -11,9 +11,9 @@ from torch import fx
 from strata.graph.capture import must_stay
 from strata.graph.fuse import fuse_gating
 from strata.graph.match import Call, Hole, Match, find
-from strata.kernels.gemm import linear
-from strata.kernels.norm import add_rms_norm
-from strata.kernels.prenorm import linear_add, scaled_linear, scaled_linear_silu_mul
+from strata.kernels.linear.linear import linear
+from strata.kernels.linear.prenorm import linear_add, scaled_linear, scaled_linear_silu_mul
+from strata.kernels.norm.norm import add_rms_norm
 
 
 def fuse_products(graph: fx.GraphModule) -> fx.GraphModule:

@@ -10,13 +10,13 @@ import torch
 from torch import fx
 
 from strata.graph.capture import operation_of
-from strata.kernels.activation import silu_mul
-from strata.kernels.attention import attention
-from strata.kernels.gemm import linear
-from strata.kernels.linear_silu_mul import linear_silu_mul
-from strata.kernels.moe_experts import experts
-from strata.kernels.moe_route import route
-from strata.kernels.norm import add_rms_norm, rms_norm
+from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.attention.attention import attention
+from strata.kernels.linear.linear import linear
+from strata.kernels.linear.silu_mul import linear_silu_mul
+from strata.kernels.moe.experts import experts
+from strata.kernels.moe.route import route
+from strata.kernels.norm.norm import add_rms_norm, rms_norm
 
 # Whose results for a token follow from their inputs for that token.
 _ROWWISE_OPERATIONS = {linear, linear_silu_mul, silu_mul, rms_norm, add_rms_norm, route, experts}

@@ -15,7 +15,7 @@ from operator import getitem
 import torch
 from torch import Tensor, fx, nn
 
-from strata.kernels.gemm import linear
+from strata.kernels.linear.linear import linear
 
 
 def merge(graph: fx.GraphModule) -> fx.GraphModule:

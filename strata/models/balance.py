@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from strata.kernels.moe_balance import balance_routing
+from strata.kernels.moe.balance import balance_routing
 from strata.models.experts import Router
 
 

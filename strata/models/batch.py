@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from strata.kernels.paged import PagedKV
+from strata.kernels.state.paged import PagedKV
 
 
 @dataclass(frozen=True)

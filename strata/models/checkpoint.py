@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from strata.models.weight_index import INDEX, SINGLE, read_index
+from strata.files.weight_index import INDEX, SINGLE, read_index
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # The format's own limit, so that a corrupt length does not make us read gigabytes.

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import torch
 
+from strata.files.fields import Fields
+from strata.files.json_object import read_existing_object
 from strata.models import generation_fields
 from strata.models.expert_config import ExpertsConfig, mixtral_fields, qwen3_moe_fields, read_mixtral, read_qwen3_moe
-from strata.models.fields import Fields
-from strata.models.json_object import read_existing_object
 from strata.models.rotary import DynamicRope, RopeConfig, read_rope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

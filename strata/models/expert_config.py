@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from strata.models.fields import Fields
+from strata.files.fields import Fields
 
 
 @dataclass(frozen=True)

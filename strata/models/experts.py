@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from strata.kernels.gemm import linear
-from strata.kernels.moe_experts import experts
-from strata.kernels.moe_route import route
+from strata.kernels.linear.linear import linear
+from strata.kernels.moe.experts import experts
+from strata.kernels.moe.route import route
 from strata.models.config import ModelConfig
 from strata.models.expert_config import ExpertsConfig
 from strata.models.layers import CausalLM

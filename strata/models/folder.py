@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from strata.models.hub_cache import check_weights, find_snapshot, is_hub_name
+from strata.files.folders import why_no_folder
+from strata.files.hub_cache import check_weights, find_snapshot, is_hub_name
 from strata.models.shapes import SHAPES
 
 BUILTIN = "builtin"
@@ -72,8 +73,3 @@ def folder_or_shape(name: str | None) -> str:
 def folder_shape_or_file(name: str) -> str:
     """As `folder_or_shape`, or the path of a file as it is, for what needs no more than a config.json."""
     return name if Path(name).is_file() else folder_or_shape(name)
-
-
-def why_no_folder(folder: Path, asked_as: str = "model folder") -> str:
-    """For a path that is no folder: whether something else stands there."""
-    return f"{asked_as} {str(folder)!r} " + ("is a file" if folder.exists() else "does not exist")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strata.models.fields import Fields
+from strata.files.fields import Fields
+from strata.files.json_object import read_object
 from strata.models.generation_fields import (
     HONOURED,
     IN_CONFIG,
@@ -15,7 +16,6 @@ from strata.models.generation_fields import (
     REFUSED_IN_SAMPLING,
     WITHOUT_EFFECT,
 )
-from strata.models.json_object import read_object
 
 
 @dataclass(frozen=True)

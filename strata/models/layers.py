@@ -13,13 +13,13 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from strata.kernels.activation import silu_mul
-from strata.kernels.attention import attention
-from strata.kernels.embedding import embedding
-from strata.kernels.gemm import linear
-from strata.kernels.kv_write import kv_write
-from strata.kernels.norm import rms_norm
-from strata.kernels.rope import rope, rope_angles
+from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.attention.attention import attention
+from strata.kernels.linear.embedding import embedding
+from strata.kernels.linear.linear import linear
+from strata.kernels.norm.norm import rms_norm
+from strata.kernels.rotary.rope import rope, rope_angles
+from strata.kernels.state.kv_write import kv_write
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.rotary import Rotary

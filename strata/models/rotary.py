@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from strata.models.fields import Fields
+from strata.files.fields import Fields
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from strata.files.weight_index import INDEX, SINGLE
 from strata.models.config import ModelConfig
 from strata.models.experts import stored_parameters
-from strata.models.weight_index import INDEX, SINGLE
 
 # What a checkpoint folder holds for the tokenizer, and the defaults of generation that go with it.
 _TOKENIZER_FILES = (

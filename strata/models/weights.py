@@ -14,11 +14,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from strata.files.folders import why_no_folder
 from strata.models.checkpoint import StoredTensor, read_checkpoint, shorten
 from strata.models.config import DTYPES, ModelConfig, config_from_dict, read_config
 from strata.models.experts import stored_parameters, stored_views
 from strata.models.families import build
-from strata.models.folder import why_no_folder
 from strata.models.initialize import randomize
 from strata.models.layers import CausalLM
 from strata.models.memory import require_memory

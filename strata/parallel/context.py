@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from strata.comm.mesh import Axis
 from strata.comm.to_device import to_device
-from strata.kernels.rope import rope
+from strata.kernels.rotary.rope import rope
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.layers import Attention

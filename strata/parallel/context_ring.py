@@ -20,7 +20,7 @@ from torch import Tensor
 from strata.comm.collectives import Pending, start_shift
 from strata.comm.mesh import Axis
 from strata.comm.to_device import to_device
-from strata.kernels.attention_partial import Part, partial_attention, partial_attention_gradients
+from strata.kernels.attention.partial import Part, partial_attention, partial_attention_gradients
 from strata.parallel.zigzag import Piece, Zigzag
 
 Rows = slice | Tensor

@@ -8,7 +8,7 @@ from torch import Tensor
 from strata.comm.collectives import all_to_all
 from strata.comm.mesh import Axis
 from strata.comm.to_device import to_device
-from strata.kernels.attention import attention
+from strata.kernels.attention.attention import attention
 from strata.parallel.zigzag import Zigzag
 
 
@@ -51,7 +51,7 @@ def ulysses_attention(
 
     q: [own tokens, heads, head_dim]; k, v: [own tokens, kv_heads, head_dim], rotated. The ranks divide heads; they
     divide kv_heads, or are a multiple of them, and then a key head goes to several ranks. offsets, longest: of the
-    whole batch. layer, scale, window: as in `strata.kernels.attention`. Returns q's shape.
+    whole batch. layer, scale, window: as in `strata.kernels.attention.attention`. Returns q's shape.
     """
     ranks = exchange.axis.size
     if k.shape[1] % ranks:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from strata.comm.collectives import all_to_all, start_all_to_all
 from strata.comm.mesh import Axis
-from strata.kernels.moe_combine import summed
-from strata.kernels.moe_experts import Order, experts, take_rows
+from strata.kernels.moe.combine import summed
+from strata.kernels.moe.experts import Order, experts, take_rows
 from strata.models.experts import Experts
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import Axis
-from strata.kernels.loss import IGNORED, linear_cross_entropy, row_chunks
+from strata.kernels.loss.loss import IGNORED, linear_cross_entropy, row_chunks
 from strata.parallel.families import span
 
 

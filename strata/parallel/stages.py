@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from strata.kernels.rope import rope_angles
+from strata.kernels.rotary.rope import rope_angles
 from strata.models.batch import Batch
 from strata.models.layers import Attention, CausalLM, Decoder
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from strata.comm.collectives import all_reduce, copy_to, gather, reduce_scatter, start_all_reduce
 from strata.comm.mesh import Axis
-from strata.kernels.embedding import embedding
-from strata.kernels.gemm import linear
+from strata.kernels.linear.embedding import embedding
+from strata.kernels.linear.linear import linear
 from strata.models.batch import Batch
 from strata.models.layers import Embedding, Linear
 from strata.parallel.families import Placement, Table, placements, span

@@ -84,7 +84,7 @@ class ZeroGradients:
         self._have(names)
 
     def destination(self, leaf: Tensor) -> LeafDestination:
-        """For the gradient of a watched tensor that a backward pass writes itself (`strata.kernels.linear_into`)."""
+        """For the gradient of a watched tensor that a backward pass writes itself (`strata.kernels.linear.into`)."""
         return LeafDestination(self, leaf)
 
     def place(self, leaf: Tensor) -> Place:

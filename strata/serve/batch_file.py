@@ -12,8 +12,8 @@ from uuid import uuid4
 
 import msgspec
 
-from strata.models.file_lock import lock
-from strata.models.json_object import why_no_json
+from strata.files.json_object import why_no_json
+from strata.files.locks import lock
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 import msgspec
 import zmq
 
-from strata.engine.messages import (
+from strata.engine.process.messages import (
     Abort,
     Add,
     Delta,

@@ -11,7 +11,7 @@ from uuid import uuid4
 import msgspec
 from fastapi import Request
 
-from strata.engine.messages import Add, Delta, TokenLogprobs
+from strata.engine.process.messages import Add, Delta, TokenLogprobs
 from strata.engine.samples import Sample
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.admission import admission_of

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
-from strata.engine.structured_outputs import StructuredOutputsParams, join_parts, json_part, read_schema
-from strata.models.async_worker import AsyncWorker
+from strata.engine.grammars.structured_outputs import StructuredOutputsParams, join_parts, json_part, read_schema
 from strata.serve.fair_queue import AT_ONCE, FairQueue
 from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import Admission
 from strata.serve.http.validation import shown
 from strata.serve.replies.tool_formats import TOOL_FORMATS, ToolFormatName
+from strata.text.async_worker import AsyncWorker
 
 MOST_BYTES = 64 * 1024
 # Containers within containers; a property of an object is two deeper than the object.

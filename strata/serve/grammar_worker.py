@@ -11,8 +11,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from strata.engine.structured_outputs import LIMITS, explain
-from strata.models.killable_worker import serve_answers
+from strata.engine.grammars.structured_outputs import LIMITS, explain
+from strata.text.killable_worker import serve_answers
 
 MEMORY_BYTES = 768 * 2**20
 

@@ -16,7 +16,6 @@ from uuid import uuid4
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
-from strata.models.tokenizer import Tokenizer
 from strata.serve.api.response_store import ResponseStore
 from strata.serve.batch_file import BatchFault, BatchRequest, BatchResults, read_requests
 from strata.serve.client import EngineClient, EngineGone
@@ -31,6 +30,7 @@ from strata.serve.processes.launch import ENGINE_MODULE
 from strata.serve.processes.worker import engine_address
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
+from strata.text.tokenizer import Tokenizer
 
 _ENGINE_STOP_SECONDS = 5.0
 

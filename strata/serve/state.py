@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
-from strata.models.chat_template import AsyncTemplateRenderer
-from strata.models.killable_worker import give_way
-from strata.models.tokenizer import Tokenizer
 from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineClient
 from strata.serve.fair_queue import AT_ONCE, FairQueue
@@ -20,6 +17,9 @@ from strata.serve.http.limits import Caller, Limits
 from strata.serve.http.validation import shown
 from strata.serve.observe.metrics import Metrics
 from strata.serve.settings import ServeSettings
+from strata.text.chat_template import AsyncTemplateRenderer
+from strata.text.killable_worker import give_way
+from strata.text.tokenizer import Tokenizer
 
 
 @dataclass

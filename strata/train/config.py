@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from strata.files.toml_tables import WrongTable, line_of, read_table, read_toml, replaced
 from strata.parallel.layout import Layout
 from strata.train.dpo import DpoConfig
 from strata.train.faults.config import FaultsConfig
 from strata.train.log.config import LogConfig
 from strata.train.lora import LoraConfig
 from strata.train.optimizer.config import OptimizerConfig
-from strata.train.tables import WrongTable, line_of, read_table, read_toml, replaced
 
 # How experts are kept equally busy: by the balancing loss, by a bias on the choice, or not at all.
 BALANCE = ("loss", "bias", "none")

@@ -17,11 +17,11 @@ from torch import Tensor
 from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import Axis
 from strata.comm.to_device import to_device
-from strata.kernels.loss import linear_cross_entropy
+from strata.kernels.loss.loss import linear_cross_entropy
 from strata.models.layers import CausalLM
 from strata.train.data.loader import collate
 from strata.train.data.mixture import Mixture
-from strata.train.pack import PackedBatch, Samples, move
+from strata.train.data.pack import PackedBatch, Samples, move
 from strata.train.steps.passes import head_weight
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from strata.models.file_lock import lock
+from strata.files.locks import lock
 
 
 @contextmanager

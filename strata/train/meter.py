@@ -16,8 +16,8 @@ from strata.models.config import ModelConfig
 from strata.train.data.loader import Step
 from strata.train.faults.config import FaultsConfig
 from strata.train.faults.stragglers import ComputeClock, Stragglers
-from strata.train.flops import batch_flops
 from strata.train.position import Position
+from strata.train.predict.flops import batch_flops
 from strata.train.results import Reading
 
 GIB = 2**30

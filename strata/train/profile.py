@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from strata.train.step_kinds import StepTable, read_step_trace
+from strata.train.predict.step_kinds import StepTable, read_step_trace
 
 STEP = "strata.step"
 # Allocations and releases that a snapshot remembers, the latest.
@@ -47,7 +47,7 @@ class StepProfiler:
         floors: Mapping[str, float] | None = None,
     ) -> None:
         """steps: numbers of steps one after another. floors: the least seconds of a step by kind, to stand beside the
-        measured (`strata.train.least_time.StepTime.by_kind`). Raises ValueError for an empty range or one with gaps.
+        measured (`StepTime.by_kind`). Raises ValueError for an empty range or one with gaps.
         """
         if not steps or steps.step != 1:
             raise ValueError(f"the steps to profile must be one after another, got {steps}; give first-last")

@@ -15,11 +15,11 @@ from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from strata.kernels.gemm import linear
-from strata.kernels.linear_fp8 import linear_fp8, linear_silu_mul_fp8
-from strata.kernels.linear_silu_mul import linear_silu_mul
-from strata.kernels.moe_experts import experts
-from strata.kernels.norm import add_rms_norm, rms_norm
+from strata.kernels.linear.fp8 import linear_fp8, linear_silu_mul_fp8
+from strata.kernels.linear.linear import linear
+from strata.kernels.linear.silu_mul import linear_silu_mul
+from strata.kernels.moe.experts import experts
+from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.models.layers import DecoderLayer
 
 # What is kept of a layer under "operations": results of products and of attention. The rest is memory traffic.

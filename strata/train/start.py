@@ -8,7 +8,7 @@ from pathlib import Path
 
 from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.models.folder import existing_folder
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 from strata.train.checkpoints.folder import checkpoints
 from strata.train.config import DataConfig, StartConfig, TrainConfig
 from strata.train.data.loader import check_data

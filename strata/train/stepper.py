@@ -15,10 +15,10 @@ from strata.parallel.layout import Layout
 from strata.train.config import BalanceConfig, TrainConfig
 from strata.train.data.mixture import Mixture
 from strata.train.dpo import DpoObjective, Reference, weights_digest
-from strata.train.estimate import choose_recompute, step_shape
 from strata.train.layout import device_memory
 from strata.train.lora import add_lora
 from strata.train.phases import Phases
+from strata.train.predict.estimate import choose_recompute, step_shape
 from strata.train.start import Start
 from strata.train.steps.balance import check_balance
 from strata.train.steps.make import fresh, make_step, stored

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from strata.cli import workloads
+from strata.bench import workloads
+from strata.bench.result import HostGap
+from strata.bench.run import Setup, call, started
+from strata.bench.trace import KINDS, OTHER, GapSplit, Interval, TraceTime, kind_of, read_trace
 from strata.cli.bench import bench
 from strata.cli.bench_gaps import GapReport
-from strata.cli.bench_result import HostGap
-from strata.cli.bench_run import Setup, call, started
-from strata.cli.trace import KINDS, OTHER, GapSplit, Interval, TraceTime, kind_of, read_trace
 
 COPY, GEMV, NORM, FETCH = "Memcpy HtoD (Pinned -> Device)", "gemv_kernel", "rms_norm_kernel", "Memcpy DtoH"
 
@@ -138,7 +138,7 @@ def test_own_kernels_have_their_kind() -> None:
         kind = kind_of(case.kernel.fn.__name__)
         wanted = next((kind for start, kind in KIND_OF_FILE.items() if file.startswith(start)), kind)
         assert kind == wanted, f"{case.kernel.fn.__name__} of {file}.py"
-        assert kind != OTHER, f"strata/cli/trace.py names no kind for {case.kernel.fn.__name__} of {file}.py"
+        assert kind != OTHER, f"strata/bench/trace.py names no kind for {case.kernel.fn.__name__} of {file}.py"
     assert set(KIND_OF_FILE.values()) <= {kind for kind, _ in KINDS}
 
 

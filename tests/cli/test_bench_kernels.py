@@ -9,16 +9,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from strata.bench.costing import find_config, meta_model
 from strata.cli.bench import bench
 from strata.cli.bench_kernels import HEADINGS, Row
-from strata.cli.costing import find_config, meta_model
 from strata.graph.capture import operation_of
-from strata.kernels.gemm import linear
+from strata.kernels.linear.linear import linear
 
 pytest.importorskip("triton")
 
-from strata.cli.kernel_tuning import BUCKETS
-from strata.cli.products import arguments, products
+from strata.bench.kernels.products import arguments, products
+from strata.bench.kernels.tuning import BUCKETS
 
 
 @pytest.mark.parametrize("model", ["8B", "0.6B"])

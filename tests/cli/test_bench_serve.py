@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.plot_serve import newest_sweep
-from strata.cli.load import server
-from strata.cli.load.connection import Client
-from strata.cli.load.measures import figures
-from strata.cli.load.request_sets import Ask, encode
-from strata.cli.load.send import Outcome, run, send_all
+from strata.bench.load import server
+from strata.bench.load.connection import Client
+from strata.bench.load.measures import figures
+from strata.bench.load.request_sets import Ask, encode
+from strata.bench.load.send import Outcome, run, send_all
 from strata.cli.main import app
 from tests.cli.fake_server import FAILURES, FakeServer
 

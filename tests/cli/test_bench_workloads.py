@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from strata.cli import workloads
-from strata.cli.bench_result import HostGap, make_result, report
-from strata.cli.bench_run import Setup, floor_on
+from strata.bench import workloads
+from strata.bench.result import HostGap, make_result, report
+from strata.bench.run import Setup, floor_on
 from strata.hardware.roofline import Workload
 
 FLOORS = {
@@ -82,7 +82,7 @@ def test_ideal_schedule_runs_every_token_once() -> None:
 
 
 def test_workloads_load_no_torch() -> None:
-    code = "import sys, strata.cli.workloads; sys.exit('torch' in sys.modules)"
+    code = "import sys, strata.bench.workloads; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

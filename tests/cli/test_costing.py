@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strata.cli.costing import find_config, meta_model
+from strata.bench.costing import find_config, meta_model
 from strata.graph.cost import StepCosts, node_costs, total
 from strata.hardware.roofline import Workload
 

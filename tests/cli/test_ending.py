@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from strata.bench.run import Setup, engine
 from strata.cli import bench
-from strata.cli.bench_run import Setup, engine
 from strata.cli.ending import ending, explanation
 from strata.cli.main import app
 from strata.engine import ledger

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from strata.cli import main
 from strata.cli.main import app
 from strata.engine.faults import EngineFault
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 
 RUNNER = CliRunner()
 

@@ -10,16 +10,16 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import strata.kernels
-from strata.cli import attention_cases
-from strata.cli.costing import find_config
-from strata.cli.kernel_cases import Case, cases
+from strata.bench.costing import find_config
+from strata.bench.kernels import attention_cases
+from strata.bench.kernels.cases import Case, cases
 from strata.kernels.op import OPERATIONS
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.shapes import SHAPES
 
 pytest.importorskip("triton")
 
-from strata.cli.products import products
+from strata.bench.kernels.products import products
 
 TRAINING = {
     "linear_cross_entropy",
@@ -71,8 +71,8 @@ def test_every_memory_bound_operation_has_a_call_of_more_than_64_megabytes(model
 
 
 def test_every_operation_of_inference_is_measured() -> None:
-    for module in pkgutil.iter_modules(strata.kernels.__path__):
-        importlib.import_module(f"strata.kernels.{module.name}")
+    for module in pkgutil.walk_packages(strata.kernels.__path__, "strata.kernels."):
+        importlib.import_module(module.name)
     config = find_config("8B")
     measured = {case.operation.name for case in all_cases(config)}
     measured |= {product.operation for product in products("8B", config)}

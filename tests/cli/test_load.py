@@ -13,11 +13,11 @@ from typing import Any
 import numpy
 import pytest
 
-from strata.cli.load.answer import Answer, EventParser, Fault
-from strata.cli.load.measures import Distribution, figures, parse_objectives, percentile
-from strata.cli.load.request_sets import Ask, Lengths, RandomSet, SharedPrefixSet, encode, read_rows
-from strata.cli.load.schedule import Rate, arrivals, parse_rates, saturation_rate
-from strata.cli.load.send import Outcome
+from strata.bench.load.answer import Answer, EventParser, Fault
+from strata.bench.load.measures import Distribution, figures, parse_objectives, percentile
+from strata.bench.load.request_sets import Ask, Lengths, RandomSet, SharedPrefixSet, encode, read_rows
+from strata.bench.load.schedule import Rate, arrivals, parse_rates, saturation_rate
+from strata.bench.load.send import Outcome
 
 
 def outcome(

@@ -19,8 +19,8 @@ from strata.models.folder import BUILTIN_FOLDER
 from strata.models.weights import load
 from strata.train.config import RECOMPUTE
 from strata.train.data.tokenize import tokenize
-from strata.train.exercises import write_exercises
 from strata.train.log.json_lines import JsonLines
+from strata.train.tasks.exercises import write_exercises
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Train = Callable[..., Result]

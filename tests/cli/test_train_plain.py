@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from benchmarks import optimizer_step, train_plain
-from strata.cli import train_speed
-from strata.cli.train_speed import SEED, TrainingTest, measure
-from strata.cli.train_workload import learning_rate
+from strata.bench.training import speed as train_speed
+from strata.bench.training.speed import SEED, TrainingTest, measure
+from strata.bench.training.workload import learning_rate
 from strata.models.config import config_from_dict
 from strata.models.families import build
 from strata.models.initialize import dummy_values

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from strata.cli.costing import find_config
-from strata.cli.layout_option import read_layout
-from strata.cli.train_speed import TrainingTest, work_of
-from strata.cli.train_trace import covered
+from strata.bench.costing import find_config
+from strata.bench.training.speed import TrainingTest, work_of
+from strata.bench.training.trace import covered
 from strata.parallel.layout import Layout
+from strata.parallel.layout_text import read_layout
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],

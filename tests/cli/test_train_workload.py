@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks import train_plain
-from strata.cli import train_workload
-from strata.cli.costing import find_config
-from strata.cli.train_workload import TrainingWork, learning_rate, synthetic_batch, synthetic_tokens
+from strata.bench.costing import find_config
+from strata.bench.training import workload as train_workload
+from strata.bench.training.workload import TrainingWork, learning_rate, synthetic_batch, synthetic_tokens
 from strata.hardware.specs import device
 from strata.models.families import build
 

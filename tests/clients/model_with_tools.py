@@ -20,8 +20,7 @@ import uvicorn
 from llguidance import LLMatcher
 
 import strata
-from strata.engine.messages import Add
-from strata.models.tokenizer import Tokenizer
+from strata.engine.process.messages import Add
 from strata.serve.api.response_store import ResponseStore
 from strata.serve.grammar import GrammarChecker
 from strata.serve.grammar_worker import TOKENIZER
@@ -33,6 +32,7 @@ from strata.serve.observe.metrics import Metrics
 from strata.serve.processes.drain import Drain
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
+from strata.text.tokenizer import Tokenizer
 from tests.serve.scripted import EOS, NAME, ScriptedEngine, ScriptedStream, delta
 
 BUILTIN = Path(strata.__file__).parent / "models" / "builtin"

@@ -6,10 +6,10 @@ import pytest
 
 from strata import LLM, SamplingParams
 from strata.models.folder import BUILTIN_FOLDER
-from strata.train.encode import Encoder
+from strata.train.data.encode import Encoder
 from strata.train.score import makes, score
 from strata.train.tasks.mixture import TASKS, TOOL_TASKS, held_out_examples
-from strata.train.vocabulary import CHAT_TEMPLATE
+from strata.train.tasks.vocabulary import CHAT_TEMPLATE
 
 REQUIRED = ("two-digit addition", "two-digit subtraction", "sorting five numbers", "word reversal", "unit conversion")
 REQUIRED += ("tables", "story places")

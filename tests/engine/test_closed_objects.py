@@ -10,7 +10,7 @@ import pytest
 from llguidance import LLMatcher
 from pydantic import BaseModel, Field
 
-from strata.engine.structured_outputs import json_grammar
+from strata.engine.grammars.structured_outputs import json_grammar
 from strata.serve.grammar_worker import TOKENIZER, what_is_wrong
 from tests.serve.random_schemas import random_schema
 

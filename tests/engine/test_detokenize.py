@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from strata.engine.detokenize import IncrementalDetokenizer
-from strata.models.special_tokens import SpecialTokens
-from strata.models.tokenizer import Tokenizer
+from strata.text.detokenize import IncrementalDetokenizer
+from strata.text.special_tokens import SpecialTokens
+from strata.text.tokenizer import Tokenizer
 
 CORPUS = [
     "The cat sat on the mat, and the dog sat by the door. Stop here.\n\nUser: what now?",

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from strata.engine.embedding_queue import EmbeddingQueue
-from strata.engine.pooling import Pooler, PoolRequest
+from strata.engine.embeddings.embedding_queue import EmbeddingQueue
+from strata.engine.embeddings.pooling import Pooler, PoolRequest
 
 TOKENS, SECONDS_A_TOKEN, SECONDS_A_STEP = 800, 2**-12, 0.01
 

@@ -14,8 +14,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from strata import LLM, SamplingParams
-from strata.engine.messages import Add, Hello, Step
-from strata.engine.service import Service
+from strata.engine.process.messages import Add, Hello, Step
+from strata.engine.process.service import Service
 
 PROMPT = [11, 5, 7, 300]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

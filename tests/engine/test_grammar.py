@@ -18,11 +18,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from strata import LLM, SamplingParams, StructuredOutputsParams
-from strata.engine.grammar import GrammarCompiler, Masks, takes_end
+from strata.engine.grammars.grammar import GrammarCompiler, Masks, takes_end
+from strata.engine.grammars.structured_outputs import json_grammar
 from strata.engine.outputs import RequestOutput
-from strata.engine.structured_outputs import json_grammar
-from strata.models.special_tokens import SpecialTokens
-from strata.models.tokenizer import Tokenizer
+from strata.text.special_tokens import SpecialTokens
+from strata.text.tokenizer import Tokenizer
 from tests.serve.random_schemas import random_schema
 
 Engine = Callable[..., LLM]

@@ -14,8 +14,8 @@ import pytest
 from strata import LLM, SamplingParams
 from strata.engine import delivery, loop, prefixes, scheduler
 from strata.engine.collect import Collector
+from strata.engine.grammars.structured_outputs import StructuredOutputsParams
 from strata.engine.runner import Launched
-from strata.engine.structured_outputs import StructuredOutputsParams
 
 PROMPT = {"prompt_token_ids": [(7 * place) % 300 for place in range(75)]}
 OTHER = {"prompt_token_ids": [(11 * place) % 300 for place in range(40)]}

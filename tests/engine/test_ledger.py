@@ -85,7 +85,8 @@ def test_what_is_kept_for_sequences_by_hand() -> None:
 
 def test_what_attention_needs_is_counted() -> None:
     pytest.importorskip("triton")
-    from strata.kernels import attention_fixed, decode_attention_cuda
+    from strata.kernels.attention import decode_cuda as decode_attention_cuda
+    from strata.kernels.attention import fixed as attention_fixed
 
     # 32 parts up to 8,192 keys, and 16 for each doubling after that.
     assert attention_fixed.scratch_bytes(256, 131072, 32, 128) == 256 * (32 + 4 * 16) * 32 * (128 + 2) * 4

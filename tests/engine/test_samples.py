@@ -10,7 +10,7 @@ import pytest
 
 from strata.engine.samples import Sample
 from strata.engine.sampling_params import SamplingParams
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 
 TEXT = "pack my box with five dozen jugs, größer 🙂"
 
@@ -73,5 +73,5 @@ def test_without_text_ids_are_counted(tokenizer: Tokenizer) -> None:
 
 def test_a_process_without_a_gpu_can_use_it() -> None:
     """API processes detokenize: loading torch would cost them seconds and memory."""
-    check = "import sys, strata.engine.samples, strata.engine.messages; sys.exit('torch' in sys.modules)"
+    check = "import sys, strata.engine.samples, strata.engine.process.messages; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from strata import LLM, SamplingParams
-from strata.engine.messages import Add
+from strata.engine.process.messages import Add
 from strata.engine.sampling_params import RANGES
 from strata.serve.schema.chat import ChatRequest
 

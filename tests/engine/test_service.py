@@ -19,9 +19,12 @@ import pytest
 
 from strata import LLM, SamplingParams
 from strata.engine.faults import EngineFault
-from strata.engine.grammar import GrammarCompiler
+from strata.engine.grammars.grammar import GrammarCompiler
+from strata.engine.grammars.structured_outputs import json_grammar
 from strata.engine.loop import StepOutput
-from strata.engine.messages import (
+from strata.engine.outputs import Logprob
+from strata.engine.plan import Update
+from strata.engine.process.messages import (
     Abort,
     Add,
     Delta,
@@ -38,11 +41,8 @@ from strata.engine.messages import (
     ToEngine,
     TokenLogprobs,
 )
-from strata.engine.outputs import Logprob
-from strata.engine.plan import Update
+from strata.engine.process.service import Service
 from strata.engine.request import Request, Sequence, Status
-from strata.engine.service import Service
-from strata.engine.structured_outputs import json_grammar
 from tests.engine.test_failed_requests import NAN_TOKEN, break_embedding
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -21,9 +21,9 @@ import pytest
 import zmq
 
 from strata import LLM, SamplingParams
-from strata.engine.messages import Add, Delta, Embed, FromEngine, Hello, Step, TokenLogprobs
+from strata.engine.process.messages import Add, Delta, Embed, FromEngine, Hello, Step, TokenLogprobs
+from strata.engine.process.worker import main
 from strata.engine.samples import Sample
-from strata.engine.worker import main
 from strata.serve.client import EngineClient, EngineGone, EngineRefused, Stream
 from tests.engine.worker_process import BUILTIN, WorkerProcess
 
@@ -336,7 +336,7 @@ class TestTheEnd:
         os.write(writing, json.dumps(config).encode() + b"\n")
         start = (
             "import subprocess, sys, time\n"
-            "child = subprocess.Popen([sys.executable, '-m', 'strata.engine.worker'])\n"
+            "child = subprocess.Popen([sys.executable, '-m', 'strata.engine.process.worker'])\n"
             "print(child.pid, flush=True)\n"
             "time.sleep(60)\n"
         )
@@ -413,7 +413,7 @@ def test_what_cannot_be_honoured_is_one_line(
     if isinstance(config, dict):
         address = config.get("address", "{folder}/engine.sock").replace("{folder}", f"ipc://{tmp_path}")
         config = json.dumps(config | {"address": address})
-    monkeypatch.setattr("strata.engine.worker.end_with_parent", lambda: None)
+    monkeypatch.setattr("strata.engine.process.worker.end_with_parent", lambda: None)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(config.encode() + b"\n")))
     assert main() == 1
     errors = capsys.readouterr().err

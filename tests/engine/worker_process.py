@@ -11,7 +11,7 @@ from typing import Any, Self
 import strata
 
 BUILTIN = Path(strata.__file__).parent / "models" / "builtin"
-SCRIPT = "import sys; from strata.engine.worker import main; sys.exit(main())"
+SCRIPT = "import sys; from strata.engine.process.worker import main; sys.exit(main())"
 
 
 class WorkerProcess:
@@ -25,7 +25,7 @@ class WorkerProcess:
         folder.chmod(0o700)
         self.address = f"ipc://{folder}/engine.sock"
         self._errors = folder / "stderr"
-        command = ["-m", "strata.engine.worker"] if script is None else ["-c", script]
+        command = ["-m", "strata.engine.process.worker"] if script is None else ["-c", script]
         with self._errors.open("w") as errors:
             self.process = subprocess.Popen([sys.executable, *command], stdin=subprocess.PIPE, stderr=errors)
         assert self.process.stdin is not None

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels import attention_fixed
-from strata.kernels.arrivals import arrivals
-from strata.kernels.attention_fixed_triton import PART_KEYS, PARTS
-from strata.kernels.batch_parts import BatchParts
-from strata.kernels.paged import PagedKV
+from strata.kernels.attention import fixed as attention_fixed
+from strata.kernels.attention.batch_parts import BatchParts
+from strata.kernels.attention.fixed_triton import PART_KEYS, PARTS
+from strata.kernels.split_counters import arrivals
+from strata.kernels.state.paged import PagedKV
 from tests.gpu.test_attention_gpu import TOLERANCE, Case, cumulative
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]

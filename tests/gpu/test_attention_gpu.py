@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.attention import attention
-from strata.kernels.paged import PagedKV
+from strata.kernels.attention.attention import attention
+from strata.kernels.state.paged import PagedKV
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.attention_partial import Part, partial_attention, partial_attention_gradients
+from strata.kernels.attention.partial import Part, partial_attention, partial_attention_gradients
 from strata.kernels.op import Operation
 
 pytestmark = pytest.mark.gpu

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from strata.kernels import attention_parts
-from strata.kernels.attention import attention
-from strata.kernels.attention_join import join
-from strata.kernels.batch_parts import divide, library_reach
-from strata.kernels.kv_read import kv_read
-from strata.kernels.paged import PagedKV
+from strata.kernels.attention import parts as attention_parts
+from strata.kernels.attention.attention import attention
+from strata.kernels.attention.batch_parts import divide, library_reach
+from strata.kernels.attention.join import join
+from strata.kernels.state.kv_read import kv_read
+from strata.kernels.state.paged import PagedKV
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 

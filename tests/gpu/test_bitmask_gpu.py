@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from strata.kernels.bitmask import apply_bitmask
+from strata.kernels.sampling.bitmask import apply_bitmask
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 

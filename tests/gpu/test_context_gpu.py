@@ -12,7 +12,7 @@ import torch
 
 from strata.comm.launch import World, join_world
 from strata.comm.mesh import Mesh
-from strata.kernels.attention_partial import Part, partial_attention, partial_attention_gradients
+from strata.kernels.attention.partial import Part, partial_attention, partial_attention_gradients
 from strata.parallel.context_ring import Turns, ring_attention
 from strata.parallel.zigzag import Zigzag
 from tests.gpu.ranks import found_by_ranks

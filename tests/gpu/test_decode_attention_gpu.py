@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.arrivals import arrivals
-from strata.kernels.decode_attention import decode_attention
-from strata.kernels.decode_attention_cuda import Unfinished, decode
-from strata.kernels.decode_attention_triton import DecodeTile
-from strata.kernels.paged import PagedKV
-from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
+from strata.kernels.attention.decode import decode_attention
+from strata.kernels.attention.decode_cuda import Unfinished, decode
+from strata.kernels.attention.decode_triton import DecodeTile
+from strata.kernels.split_counters import arrivals
+from strata.kernels.state.paged import PagedKV
+from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 

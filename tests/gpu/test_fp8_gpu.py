@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels import activation_grad  # noqa: F401  registers what is tested
-from strata.kernels.fp8 import quantize, scaled_product
-from strata.kernels.linear_fp8 import linear_fp8, linear_silu_mul_fp8
+from strata.kernels.activation import silu_mul_grad as activation_grad  # noqa: F401  registers what is tested
+from strata.kernels.linear.fp8 import linear_fp8, linear_silu_mul_fp8
+from strata.kernels.quant.fp8 import quantize, scaled_product
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 

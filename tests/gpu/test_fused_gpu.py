@@ -12,12 +12,12 @@ from strata.graph.bind import bind
 from strata.graph.capture import capture
 from strata.graph.fuse import fuse
 from strata.graph.merge import merge
-from strata.kernels.kv_write import kv_write
-from strata.kernels.norm import add_rms_norm, rms_norm
+from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
-from strata.kernels.paged import PagedKV
-from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
-from strata.kernels.rope import rope, rope_angles
+from strata.kernels.rotary.rope import rope, rope_angles
+from strata.kernels.state.kv_write import kv_write
+from strata.kernels.state.paged import PagedKV
+from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build

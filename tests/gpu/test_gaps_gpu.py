@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from strata.cli.bench_run import Setup, call, started
-from strata.cli.workloads import Test, random_prompts
+from strata.bench.run import Setup, call, started
+from strata.bench.workloads import Test, random_prompts
 from strata.engine.llm import LLM
 from strata.models.folder import BUILTIN_FOLDER
 
@@ -28,7 +28,7 @@ def llm() -> LLM:
 
 
 def test_steps_by_events_and_by_the_trace_are_the_same(llm: LLM) -> None:
-    from strata.cli.step_observers import time_steps, trace
+    from strata.bench.step_observers import time_steps, trace
 
     times, traced = time_steps(llm, TEST), trace(llm, TEST)
     assert len(times.steps) == traced.steps == STEPS
@@ -43,7 +43,7 @@ def test_steps_by_events_and_by_the_trace_are_the_same(llm: LLM) -> None:
 
 
 def test_a_host_that_sleeps_is_seen_between_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from strata.cli.step_observers import time_steps, trace
+    from strata.bench.step_observers import time_steps, trace
 
     scheduler = llm.engine.loop.scheduler
     schedule = scheduler.schedule
@@ -59,7 +59,7 @@ def test_a_host_that_sleeps_is_seen_between_steps(llm: LLM, monkeypatch: pytest.
 
 
 def test_nothing_is_observed_afterwards(llm: LLM) -> None:
-    from strata.cli.step_observers import trace
+    from strata.bench.step_observers import trace
 
     before = trace(llm, TEST).steps
     call(llm, TEST)

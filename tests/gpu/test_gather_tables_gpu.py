@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from strata.kernels.gather_tables import gather_tables
+from strata.kernels.state.gather_tables import gather_tables
 
 pytestmark = pytest.mark.gpu
 

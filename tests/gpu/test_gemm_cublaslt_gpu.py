@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.gemm import linear
-from strata.kernels.gemm_cublaslt import IMPLEMENTATION
+from strata.kernels.linear.cublaslt import IMPLEMENTATION
+from strata.kernels.linear.linear import linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 

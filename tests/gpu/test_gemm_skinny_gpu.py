@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from strata.hardware.replay import time_replayed
-from strata.kernels.arrivals import arrivals
-from strata.kernels.gemm import linear
-from strata.kernels.gemm_skinny import skinny_linear
-from strata.kernels.gemm_skinny_candidates import candidates, variants
-from strata.kernels.gemm_skinny_tiles import (
+from strata.kernels.linear.linear import linear
+from strata.kernels.linear.skinny import skinny_linear
+from strata.kernels.linear.skinny_candidates import candidates, variants
+from strata.kernels.linear.skinny_tiles import (
     IMPLEMENTATION,
     MOST_ROWS,
     SkinnyTile,
@@ -22,6 +21,7 @@ from strata.kernels.gemm_skinny_tiles import (
     tuned_tile,
     untuned_tile,
 )
+from strata.kernels.split_counters import arrivals
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 

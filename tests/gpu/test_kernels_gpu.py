@@ -8,17 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from strata.kernels import gemm_fixed
-from strata.kernels.activation import silu_mul
-from strata.kernels.embedding import embedding
-from strata.kernels.gemm import linear
-from strata.kernels.gemm_fixed import Tile
-from strata.kernels.kv_write import kv_write
-from strata.kernels.loss import linear_cross_entropy
-from strata.kernels.norm import rms_norm
-from strata.kernels.paged import PagedKV
-from strata.kernels.rope import rope, rope_angles
-from strata.kernels.sampling import gumbel_noise, gumbel_sample, logprobs, token_logprobs
+from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.linear import fixed as gemm_fixed
+from strata.kernels.linear.embedding import embedding
+from strata.kernels.linear.fixed import Tile
+from strata.kernels.linear.linear import linear
+from strata.kernels.loss.loss import linear_cross_entropy
+from strata.kernels.norm.norm import rms_norm
+from strata.kernels.rotary.rope import rope, rope_angles
+from strata.kernels.sampling.sampling import gumbel_noise, gumbel_sample, logprobs, token_logprobs
+from strata.kernels.state.kv_write import kv_write
+from strata.kernels.state.paged import PagedKV
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 

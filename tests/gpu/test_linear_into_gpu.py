@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels import activation_grad  # noqa: F401  registers what is tested
-from strata.kernels.linear_fp8 import linear_fp8, linear_fp8_into
-from strata.kernels.linear_into import linear_into, linear_silu_mul_into
+from strata.kernels.activation import silu_mul_grad as activation_grad  # noqa: F401  registers what is tested
+from strata.kernels.linear.fp8 import linear_fp8, linear_fp8_into
+from strata.kernels.linear.into import linear_into, linear_silu_mul_into
 from tests.kernels.test_linear_into import Place, plain_gated, plain_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]

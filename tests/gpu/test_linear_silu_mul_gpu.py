@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from strata.kernels.linear_silu_mul import LEAST_ROWS, linear_silu_mul
+from strata.kernels.linear.silu_mul import LEAST_ROWS, linear_silu_mul
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 

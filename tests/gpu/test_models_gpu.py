@@ -15,7 +15,7 @@ from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.fuse import fuse
 from strata.graph.merge import merge
-from strata.kernels.paged import PagedKV
+from strata.kernels.state.paged import PagedKV
 from strata.models import weights
 from strata.models.batch import Batch
 from strata.models.shapes import SHAPES

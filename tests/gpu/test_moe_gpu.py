@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.moe_combine import combine, summed
-from strata.kernels.moe_experts import by_tiles, experts, grouped
-from strata.kernels.moe_route import route
+from strata.kernels.moe.combine import combine, summed
+from strata.kernels.moe.experts import by_tiles, experts, grouped
+from strata.kernels.moe.route import route
 
 pytestmark = pytest.mark.gpu
 

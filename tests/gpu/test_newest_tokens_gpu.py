@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from strata.graph.cudagraph import borrowed
-from strata.kernels.newest_tokens import newest_tokens
+from strata.kernels.state.newest_tokens import newest_tokens
 
 pytestmark = pytest.mark.gpu
 

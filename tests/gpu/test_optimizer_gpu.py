@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from strata.comm.launch import World, join_world
 from strata.comm.mesh import Mesh
 from strata.graph.cudagraph import CudaGraphs
-from strata.kernels.muon import muon_momentum, muon_update
+from strata.kernels.optimizer.muon import muon_momentum, muon_update
 from strata.parallel.data_parallel import Part
 from strata.parallel.families import Placement
 from strata.parallel.layout import Layout

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.replay import time_replayed
-from strata.kernels.arrivals import arrivals
-from strata.kernels.gemm_skinny import SkinnyProduct, multiply
-from strata.kernels.gemm_skinny_candidates import candidates, variants
-from strata.kernels.gemm_skinny_tiles import IMPLEMENTATION, SkinnyTile
-from strata.kernels.prenorm import linear_add, scaled_linear, scaled_linear_silu_mul
+from strata.kernels.linear.prenorm import linear_add, scaled_linear, scaled_linear_silu_mul
+from strata.kernels.linear.skinny import SkinnyProduct, multiply
+from strata.kernels.linear.skinny_candidates import candidates, variants
+from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, SkinnyTile
+from strata.kernels.split_counters import arrivals
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from strata.kernels.sampling import NO_ID, gumbel_sample, ruled_out, scaled
-from strata.kernels.sampling_filters import filter_bounds
+from strata.kernels.sampling.filters import filter_bounds
+from strata.kernels.sampling.sampling import NO_ID, gumbel_sample, ruled_out, scaled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from strata import LLM
-from strata.engine.messages import Abort, Add, Embed, Embedding
+from strata.engine.process.messages import Abort, Add, Embed, Embedding
 from tests.engine.test_pooling import PROMPTS, reference_vector
 from tests.engine.test_service import GREEDY, A, B, Desk, generated
 

@@ -15,11 +15,11 @@ from strata.comm.launch import World
 from strata.models.folder import BUILTIN_FOLDER
 from strata.train.config import TrainConfig, train_config_from_dict
 from strata.train.data.tokenize import tokenize
-from strata.train.exercises import write_exercises
 from strata.train.steps.parallel_step import ParallelStep
+from strata.train.tasks.exercises import write_exercises
 from strata.train.tasks.mixture import document
+from strata.train.tasks.vocabulary import make_tokenizer, write_tokenizer
 from strata.train.trainer import Trainer
-from strata.train.vocabulary import make_tokenizer, write_tokenizer
 from tests.train.conftest import cut_off, log
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from strata.comm.launch import World
-from strata.kernels import activation_grad, norm_grad, rope_grad  # noqa: F401  registers what is tested
-from strata.kernels.activation import silu_mul
-from strata.kernels.adamw import adamw
-from strata.kernels.attention import attention
-from strata.kernels.linear_silu_mul import linear_silu_mul
-from strata.kernels.loss import linear_cross_entropy
-from strata.kernels.loss_grad import cross_entropy_gradients, summed_cross_entropy
-from strata.kernels.norm import add_rms_norm, rms_norm
+from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.attention.attention import attention
+from strata.kernels.linear.silu_mul import linear_silu_mul
+from strata.kernels.loss.loss import linear_cross_entropy
+from strata.kernels.loss.loss_grad import cross_entropy_gradients, summed_cross_entropy
+from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
-from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
-from strata.kernels.rope import rope, rope_angles
+from strata.kernels.optimizer.adamw import adamw
+from strata.kernels.rotary import rope_grad  # noqa: F401  registers what is tested
+from strata.kernels.rotary.rope import rope, rope_angles
+from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 from strata.models.config import config_from_dict
 from strata.parallel.layout import Layout
+from strata.train.data.pack import PackedBatch
 from strata.train.optimizer.config import OptimizerConfig
-from strata.train.pack import PackedBatch
 from strata.train.settings import deterministic
 from strata.train.steps.make import fresh, make_step
 from strata.train.steps.parallel_step import ParallelStep

@@ -10,7 +10,7 @@ from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.merge import merge
 from strata.hardware.roofline import Cost
-from strata.kernels.gemm import linear
+from strata.kernels.linear.linear import linear
 from strata.kernels.op import Operation
 from strata.models.batch import Batch
 

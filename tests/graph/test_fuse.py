@@ -15,12 +15,12 @@ from strata.graph.cost import meta_indices, meta_pages, node_costs, operation_co
 from strata.graph.fuse import fuse
 from strata.graph.merge import merge
 from strata.hardware.roofline import Workload
-from strata.kernels.activation import silu_mul
-from strata.kernels.embedding import embedding
-from strata.kernels.gemm import linear
-from strata.kernels.kv_write import kv_write
-from strata.kernels.norm import rms_norm
-from strata.kernels.rope import rope, rope_angles
+from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.linear.embedding import embedding
+from strata.kernels.linear.linear import linear
+from strata.kernels.norm.norm import rms_norm
+from strata.kernels.rotary.rope import rope, rope_angles
+from strata.kernels.state.kv_write import kv_write
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build

@@ -17,8 +17,8 @@ from strata.graph.fuse import fuse
 from strata.graph.fuse_attention import fuse_decode_attention
 from strata.graph.merge import merge
 from strata.hardware.roofline import Workload
-from strata.kernels.attention import attention
-from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
+from strata.kernels.attention.attention import attention
+from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build

@@ -17,9 +17,9 @@ from strata.graph.fuse import fuse
 from strata.graph.fuse_products import fuse_products
 from strata.graph.merge import merge
 from strata.hardware.roofline import Workload
-from strata.kernels.activation import silu_mul
-from strata.kernels.gemm import linear
-from strata.kernels.norm import add_rms_norm
+from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.linear.linear import linear
+from strata.kernels.norm.norm import add_rms_norm
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build

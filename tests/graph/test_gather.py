@@ -13,7 +13,7 @@ from strata.graph.capture import capture, operation_of
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
-from strata.kernels.attention import attention
+from strata.kernels.attention.attention import attention
 from strata.models.config import config_from_dict
 from strata.models.families import build
 from tests.models.batches import packed, random_sequences
@@ -91,7 +91,7 @@ def test_a_product_that_others_read_is_not_gated() -> None:
             self.layer = Tiny().layers[0]
 
         def forward(self, x: Tensor) -> Tensor:
-            from strata.kernels.activation import silu_mul
+            from strata.kernels.activation.silu_mul import silu_mul
 
             gate = self.layer.gate_proj(x)
             return silu_mul(gate, self.layer.up_proj(x)) + gate

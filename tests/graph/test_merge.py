@@ -8,8 +8,8 @@ from torch import nn
 
 from strata.graph.capture import capture
 from strata.graph.merge import merge
-from strata.kernels.activation import silu_mul
-from strata.kernels.gemm import linear
+from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.linear.linear import linear
 
 from .tiny import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, Linear, Tiny, packed
 

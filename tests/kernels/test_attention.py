@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.attention import attention
-from strata.kernels.attention_cpu import planned
-from strata.kernels.attention_plan import PADDING_BYTES, SPAN_MULTIPLE, TILE_BYTES, schedule
-from strata.kernels.paged import PagedKV
+from strata.kernels.attention.attention import attention
+from strata.kernels.attention.cpu import planned
+from strata.kernels.attention.cpu_plan import PADDING_BYTES, SPAN_MULTIPLE, TILE_BYTES, schedule
+from strata.kernels.state.paged import PagedKV
 
 PAGE = 16
 

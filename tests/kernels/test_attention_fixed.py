@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from strata.kernels import attention_fixed
-from strata.kernels.arrivals import MOST_ARRIVALS
-from strata.kernels.attention_fixed_triton import PART_KEYS, PARTS, decode_tile, part_at, part_start, prefill_tile
-from strata.kernels.batch_parts import BatchParts
-from strata.kernels.paged import PagedKV
+from strata.kernels.attention import fixed as attention_fixed
+from strata.kernels.attention.batch_parts import BatchParts
+from strata.kernels.attention.fixed_triton import PART_KEYS, PARTS, decode_tile, part_at, part_start, prefill_tile
+from strata.kernels.split_counters import MOST_ARRIVALS
+from strata.kernels.state.paged import PagedKV
 
 TYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.attention_partial import Part, partial_attention, partial_attention_gradients
+from strata.kernels.attention.partial import Part, partial_attention, partial_attention_gradients
 
 HEADS, KV_HEADS, WIDTH, SCALE = 4, 2, 8, 0.3
 

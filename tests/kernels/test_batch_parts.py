@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from strata.kernels.batch_parts import BLOCK, LEAST_QUERIES, BatchParts, LibraryCall, divide, library_reach
+from strata.kernels.attention.batch_parts import BLOCK, LEAST_QUERIES, BatchParts, LibraryCall, divide, library_reach
 
 LONG = 1 << 20
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from strata.hardware.roofline import Workload
-from strata.kernels.bitmask import apply_bitmask
+from strata.kernels.sampling.bitmask import apply_bitmask
 
 BF16 = torch.bfloat16
 

@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 
 
 def modules() -> list[ModuleType]:
-    names = [module.name for module in pkgutil.iter_modules(strata.kernels.__path__)]
-    return [importlib.import_module(f"strata.kernels.{name}") for name in names]
+    found = pkgutil.walk_packages(strata.kernels.__path__, "strata.kernels.")
+    return [importlib.import_module(module.name) for module in found]
 
 
 CASES: list[CompileCase] = [

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.attention.decode import decode_attention
+from strata.kernels.attention.decode_triton import DecodeTile, compile_cases, decode_tile
 from strata.kernels.compile_case import compile_for
-from strata.kernels.decode_attention import decode_attention
-from strata.kernels.decode_attention_triton import DecodeTile, compile_cases, decode_tile
-from strata.kernels.paged import PagedKV
-from strata.kernels.rope import rope_angles
+from strata.kernels.rotary.rope import rope_angles
+from strata.kernels.state.paged import PagedKV
 from strata.kernels.triton_import import HAS_TRITON
 
 PAGE, PAGES, LAYERS = 4, 12, 2

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.fp8 import padded, quantize, scaled_product
-from strata.kernels.linear_fp8 import linear_fp8, linear_silu_mul_fp8
+from strata.kernels.linear.fp8 import linear_fp8, linear_silu_mul_fp8
+from strata.kernels.quant.fp8 import padded, quantize, scaled_product
 
 WORK = Workload((7,), (7,))
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -10,15 +10,15 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels import norm as norm_file
-from strata.kernels import qk_rope_kv_write as qk_file
 from strata.kernels.compile_case import CompileCase, compile_for
-from strata.kernels.kv_write import kv_write
-from strata.kernels.norm import add_rms_norm, rms_norm
+from strata.kernels.norm import norm as norm_file
+from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
-from strata.kernels.paged import PagedKV
-from strata.kernels.qk_rope_kv_write import qk_rope_kv_write
-from strata.kernels.rope import rope, rope_angles
+from strata.kernels.rotary.rope import rope, rope_angles
+from strata.kernels.state import qk_rope_kv_write as qk_file
+from strata.kernels.state.kv_write import kv_write
+from strata.kernels.state.paged import PagedKV
+from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 
 DTYPES = [torch.float32, torch.bfloat16]
 EVERY_WAY = [{}, {"deterministic": True}, {"differentiable": True}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from strata.hardware.roofline import Workload
-from strata.kernels.gather_tables import gather_tables
+from strata.kernels.state.gather_tables import gather_tables
 
 
 def _int32(*values: int) -> torch.Tensor:

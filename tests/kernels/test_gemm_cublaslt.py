@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strata.kernels import gemm_cublaslt
-from strata.kernels.gemm_cublaslt import cublaslt_linear, supports
+from strata.kernels.linear import cublaslt as gemm_cublaslt
+from strata.kernels.linear.cublaslt import cublaslt_linear, supports
 
 TRANSA, EPILOGUE, BIAS_POINTER = 3, 7, 8
 DTYPES = {2: torch.float16, 14: torch.bfloat16}

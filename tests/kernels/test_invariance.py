@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from strata.kernels.activation import silu_mul
-from strata.kernels.gemm import linear
-from strata.kernels.norm import rms_norm
+from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.linear.linear import linear
+from strata.kernels.norm.norm import rms_norm
 from strata.kernels.op import OPERATIONS
-from strata.kernels.rope import rope, rope_angles
-from strata.kernels.sampling import gumbel_sample, token_logprobs
+from strata.kernels.rotary.rope import rope, rope_angles
+from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = 300

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from strata.kernels.destination import Destination
-from strata.kernels.linear_fp8 import linear_fp8, linear_fp8_into
-from strata.kernels.linear_into import linear_into, linear_silu_mul_into
+from strata.kernels.linear.fp8 import linear_fp8, linear_fp8_into
+from strata.kernels.linear.into import linear_into, linear_silu_mul_into
 
 
 class Place:

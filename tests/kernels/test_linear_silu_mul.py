@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.linear_silu_mul import linear_silu_mul
+from strata.kernels.linear.silu_mul import linear_silu_mul
 
 ROWS, WIDTH, INNER = 7, 64, 48
 

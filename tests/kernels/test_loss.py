@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels import loss
-from strata.kernels.embedding import embedding
-from strata.kernels.loss import linear_cross_entropy
+from strata.kernels.linear.embedding import embedding
+from strata.kernels.loss import loss
+from strata.kernels.loss.loss import linear_cross_entropy
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.activation import silu_mul
-from strata.kernels.embedding import embedding
-from strata.kernels.gemm import linear
-from strata.kernels.kv_write import kv_write
-from strata.kernels.norm import rms_norm
+from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.linear.embedding import embedding
+from strata.kernels.linear.linear import linear
+from strata.kernels.norm.norm import rms_norm
 from strata.kernels.op import Operation
-from strata.kernels.paged import PagedKV
-from strata.kernels.rope import rope, rope_angles
+from strata.kernels.rotary.rope import rope, rope_angles
+from strata.kernels.state.kv_write import kv_write
+from strata.kernels.state.paged import PagedKV
 
 DTYPES = [torch.float32, torch.bfloat16]
 EVERY_WAY = [{}, {"deterministic": True}, {"differentiable": True}]

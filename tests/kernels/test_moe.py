@@ -8,10 +8,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels import moe_experts
-from strata.kernels.moe_combine import combine, summed
-from strata.kernels.moe_experts import Order, experts, give_back, grouped, take_rows
-from strata.kernels.moe_route import route
+from strata.kernels.moe import experts as moe_experts
+from strata.kernels.moe.combine import combine, summed
+from strata.kernels.moe.experts import Order, experts, give_back, grouped, take_rows
+from strata.kernels.moe.route import route
 
 WAYS = [{}, {"deterministic": True}, {"differentiable": True}]
 STEP = Workload((6,), (6,))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from strata.hardware.roofline import Workload
-from strata.kernels.newest_tokens import newest_tokens
-from strata.kernels.sampling import NO_ID
+from strata.kernels.sampling.sampling import NO_ID
+from strata.kernels.state.newest_tokens import newest_tokens
 
 
 def _ids(*values: int) -> torch.Tensor:

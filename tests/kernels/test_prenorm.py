@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.linear.prenorm import linear_add, scaled_linear, scaled_linear_silu_mul
 from strata.kernels.op import Operation
-from strata.kernels.prenorm import linear_add, scaled_linear, scaled_linear_silu_mul
 
 EPS = 1e-5
 

@@ -9,8 +9,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from strata.kernels.masses import masses
-from strata.kernels.sampling import (
+from strata.kernels.sampling.filters import filter_bounds
+from strata.kernels.sampling.integer_probabilities import masses
+from strata.kernels.sampling.sampling import (
     NO_ID,
     gumbel_noise,
     gumbel_sample,
@@ -20,7 +21,6 @@ from strata.kernels.sampling import (
     ruled_out,
     scaled,
 )
-from strata.kernels.sampling_filters import filter_bounds
 
 # Few different values, so that ties are frequent.
 LOGIT = st.one_of(st.integers(-4, 4).map(float), st.floats(-20, 20, width=32))

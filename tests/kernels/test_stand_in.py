@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from strata.kernels import linear_fp8, linear_into
+from strata.kernels.linear import fp8 as linear_fp8
+from strata.kernels.linear import into as linear_into
 from tests.kernels.test_linear_into import Place
 
 Product = Callable[[Tensor, Tensor], Tensor]

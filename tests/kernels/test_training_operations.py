@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.adamw import adamw
-from strata.kernels.loss_grad import _at_once, _row_chunks, cross_entropy_gradients, summed_cross_entropy
+from strata.kernels.loss.loss_grad import _at_once, _row_chunks, cross_entropy_gradients, summed_cross_entropy
+from strata.kernels.optimizer.adamw import adamw
 
 WORK = Workload((7,), (7,))
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from strata.kernels import tuned
-from strata.kernels.gemm_skinny_candidates import candidates, variants
-from strata.kernels.gemm_skinny_tiles import (
+from strata.kernels.linear.skinny_candidates import candidates, variants
+from strata.kernels.linear.skinny_tiles import (
     SkinnyTile,
     aligned,
     choose_tile,

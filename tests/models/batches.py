@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from strata.kernels.paged import PagedKV
+from strata.kernels.state.paged import PagedKV
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 

@@ -9,7 +9,7 @@ from math import ceil
 import pytest
 import uvloop
 
-from strata.models.chat_template import AsyncTemplateRenderer, Rendering
+from strata.text.chat_template import AsyncTemplateRenderer, Rendering
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 ECHO = "{{ messages[0].content }}"

@@ -12,8 +12,8 @@ import pytest
 from jinja2.exceptions import TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from strata.models.chat_template import Rendering, TemplateRenderer
-from strata.models.template_worker import check_syntax
+from strata.text.chat_template import Rendering, TemplateRenderer
+from strata.text.template_worker import check_syntax
 
 CHATML = """\
 {%- if tools %}
@@ -330,7 +330,7 @@ KILL = "import os; os.kill(os.getpid(), 9)"
 @pytest.mark.parametrize("ending", ["", KILL, BUSY + KILL], ids=["exit", "killed", "killed while it renders"])
 def test_worker_ends_with_the_program(ending):
     program = f"""
-from strata.models.chat_template import Rendering, TemplateRenderer
+from strata.text.chat_template import Rendering, TemplateRenderer
 renderer = TemplateRenderer(deadline=1.0)
 def render(template):
     renderer.render(Rendering.of_chat(template, {PLAIN!r}, special_tokens={{}}))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from strata.models.folder import BUILTIN, BUILTIN_FOLDER, folder_or_shape, model_folder
-from strata.models.tokenizer import Tokenizer
 from strata.models.weights import resolve
+from strata.text.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("name", [None, BUILTIN])

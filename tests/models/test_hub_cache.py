@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from strata.engine.build import EngineConfig
+from strata.files.hub_cache import cache_folder, is_hub_name
 from strata.models.folder import display_name, folder_or_shape, model_folder
-from strata.models.hub_cache import cache_folder, is_hub_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAME = "some-org/a.model-1B"

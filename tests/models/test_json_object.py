@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from strata.models.json_object import why_no_json
+from strata.files.json_object import why_no_json
 
 
 @pytest.mark.parametrize("decode", [json.loads, msgspec.json.decode])

@@ -15,10 +15,10 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 import strata
-from strata.models.chat_template import TemplateRenderer
-from strata.models.special_tokens import SpecialTokens
-from strata.models.spelled_tokens import SpelledTokens
-from strata.models.tokenizer import Tokenizer
+from strata.text.chat_template import TemplateRenderer
+from strata.text.special_tokens import SpecialTokens
+from strata.text.spelled_tokens import SpelledTokens
+from strata.text.tokenizer import Tokenizer
 
 BUILTIN = Path(strata.__file__).parent / "models" / "builtin"
 SPECIAL = ["<|end|>", "<|im_start|>", "<|im_end|>", "<|im_end|>x", "[INST]", "<s>", "€"]

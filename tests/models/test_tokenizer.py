@@ -13,8 +13,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import strata
-from strata.models.text_bounds import most_characters_a_token
-from strata.models.tokenizer import Tokenizer
+from strata.text.text_bounds import most_characters_a_token
+from strata.text.tokenizer import Tokenizer
 
 BUILTIN = Path(strata.__file__).parent / "models" / "builtin"
 

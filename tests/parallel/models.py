@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.kernels.loss import linear_cross_entropy
+from strata.kernels.loss.loss import linear_cross_entropy
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build

@@ -11,7 +11,7 @@ import torch
 from strata.comm.collectives import start_all_reduce
 from strata.comm.launch import World
 from strata.comm.mesh import Axis, Mesh
-from strata.kernels.attention_partial import Part, partial_attention, partial_attention_gradients
+from strata.kernels.attention.partial import Part, partial_attention, partial_attention_gradients
 from strata.models.config import config_from_dict
 from strata.parallel.context import ContextBatch, check_heads, divide_batch, share_attention
 from strata.parallel.context_ring import Turns, ring_attention

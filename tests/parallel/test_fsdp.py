@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from strata.comm.launch import World
-from strata.kernels.loss import linear_cross_entropy
+from strata.kernels.loss.loss import linear_cross_entropy
 from strata.models.families import build
 from strata.parallel.data_parallel import fill
 from strata.parallel.layout import Layout

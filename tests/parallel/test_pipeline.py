@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
-from strata.kernels.rope import rope_angles
+from strata.kernels.rotary.rope import rope_angles
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.layers import CausalLM

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
-from strata.kernels import loss
+from strata.kernels.loss import loss
 from strata.parallel.families import TABLES
 from strata.parallel.loss import vocabulary_cross_entropy
 from strata.parallel.tensor import TensorSharding, shard_model

@@ -10,7 +10,7 @@ import torch
 
 from strata.comm import collectives
 from strata.comm.launch import World
-from strata.kernels.attention import attention
+from strata.kernels.attention.attention import attention
 from strata.kernels.op import Implementation
 from strata.models.batch import Batch
 from strata.models.families import build

@@ -11,7 +11,7 @@ import pytest
 
 import strata
 from strata import LLM
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 from tests.serve.live import LiveServer, live_server
 from tests.serve.scripted import Scripted, scripted_server
 

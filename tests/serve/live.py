@@ -18,7 +18,6 @@ from typing import Any
 import httpx
 import uvicorn
 
-from strata.models.tokenizer import Tokenizer
 from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineClient
 from strata.serve.grammar import GrammarChecker
@@ -30,6 +29,7 @@ from strata.serve.observe.metrics import Metrics
 from strata.serve.processes.drain import Drain
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
+from strata.text.tokenizer import Tokenizer
 
 NAME = "builtin"
 
@@ -71,7 +71,7 @@ def live_server(
     with tempfile.TemporaryDirectory(prefix="strata-") as private:
         address = f"ipc://{private}/engine.sock"
         job = {"address": address, "model": str(folder), "device": "cpu", "check": True, **(engine_options or {})}
-        with subprocess.Popen([sys.executable, "-m", "strata.engine.worker"], stdin=subprocess.PIPE) as engine:
+        with subprocess.Popen([sys.executable, "-m", "strata.engine.process.worker"], stdin=subprocess.PIPE) as engine:
             assert engine.stdin is not None
             engine.stdin.write(json.dumps(job).encode() + b"\n")
             engine.stdin.flush()

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 PATIENCE = 60.0  # seconds, for a machine that has more to do
-ENGINE = b"strata.engine.worker"
+ENGINE = b"strata.engine.process.worker"
 LONG = {"temperature": 0, "ignore_eos": True, "stream": True}
 QUESTION = {"model": "builtin", "prompt": "Once upon a time"}
 

@@ -10,9 +10,8 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
-from strata.engine.messages import Add, Delta, Ready, Statistics, TokenLogprobs
+from strata.engine.process.messages import Add, Delta, Ready, Statistics, TokenLogprobs
 from strata.engine.sampling_params import SamplingParams
-from strata.models.tokenizer import Tokenizer
 from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineGone
 from strata.serve.grammar import GrammarChecker
@@ -24,6 +23,7 @@ from strata.serve.observe.metrics import Metrics
 from strata.serve.processes.drain import Drain
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
+from strata.text.tokenizer import Tokenizer
 
 NAME = "scripted"
 EOS = 1

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from strata.models.chat_template import Rendering
-from strata.models.spelled_tokens import ChatText
 from strata.serve.fair_queue import FairQueue
 from strata.serve.http.keys import KeyHash
+from strata.text.chat_template import Rendering
+from strata.text.spelled_tokens import ChatText
 from tests.serve.scripted import EOS, Scripted, delta
 from tests.serve.test_generation import series
 

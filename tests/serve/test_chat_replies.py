@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from strata.engine.messages import TokenLogprobs
-from strata.models.tokenizer import Tokenizer
+from strata.engine.process.messages import TokenLogprobs
+from strata.text.tokenizer import Tokenizer
 from tests.serve.scripted import EOS, Scripted, delta
 
 ServeScript = Callable[..., AbstractContextManager[Scripted]]

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from strata.engine.messages import (
+from strata.engine.process.messages import (
     Abort,
     Add,
     Delta,

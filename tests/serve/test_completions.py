@@ -8,8 +8,8 @@ import pytest
 from openai.types import Completion
 
 from strata import LLM, SamplingParams
-from strata.models.tokenizer import Tokenizer
 from strata.serve.schema.completions import Completion as CompletionSchema
+from strata.text.tokenizer import Tokenizer
 from tests.serve.live import LiveServer
 from tests.serve.scripted import events
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from strata.engine.messages import TokenLogprobs
-from strata.models.tokenizer import Tokenizer
+from strata.engine.process.messages import TokenLogprobs
 from strata.serve.api.completion_choice import CompletionPrompt, echo_of
 from strata.serve.schema.completions import Completion
+from strata.text.tokenizer import Tokenizer
 from tests.serve.scripted import EOS, Scripted, delta, scripted_server
 
 Serve = Callable[..., AbstractContextManager[Scripted]]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from strata.engine.messages import Embed
-from strata.models.tokenizer import Tokenizer
+from strata.engine.process.messages import Embed
 from strata.serve.client import EngineGone, EngineRefused
+from strata.text.tokenizer import Tokenizer
 from tests.serve.scripted import Scripted
 
 Serve = Callable[..., AbstractContextManager[Scripted]]

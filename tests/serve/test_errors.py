@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from strata.models.folder import BUILTIN_FOLDER
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 from tests.serve.scripted import NAME, Scripted, delta, scripted_server
 
 USER = {"role": "user", "content": "Hi"}

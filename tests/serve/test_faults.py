@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 from tests.serve.running import LONG, QUESTION, Running, is_alive, running, wait_for
 
 IDLE = (0, 0, 0)

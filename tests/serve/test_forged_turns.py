@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 from tests.serve.scripted import Scripted, delta
 
 Serve = Callable[..., AbstractContextManager[Scripted]]

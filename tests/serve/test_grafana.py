@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import strata
-from strata.engine.messages import Statistics
+from strata.engine.process.messages import Statistics
 from strata.serve.observe.metrics import Metrics
 
 DASHBOARD = json.loads((Path(strata.__file__).parent.parent / "docs" / "grafana.json").read_text())

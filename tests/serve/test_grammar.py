@@ -14,8 +14,7 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from strata.engine.grammar import GrammarCompiler, Masks, takes_end
-from strata.models.tokenizer import Tokenizer
+from strata.engine.grammars.grammar import GrammarCompiler, Masks, takes_end
 from strata.serve.grammar import Grammar, GrammarChecker, response_grammar, tool_call_grammar
 from strata.serve.grammar_worker import what_is_wrong
 from strata.serve.http.errors import ApiError
@@ -23,6 +22,7 @@ from strata.serve.http.limits import Admission, Caller, Limits
 from strata.serve.replies.reply_parser import ReplyParser, collect
 from strata.serve.replies.tool_formats import ToolFormatName
 from strata.serve.settings import ServeSettings
+from strata.text.tokenizer import Tokenizer
 from tests.serve.random_schemas import random_schema
 
 SCHEMA = "response_format.json_schema.schema"

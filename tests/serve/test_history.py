@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from strata.models.tokenizer import Tokenizer
 from strata.serve.schema.chat import ChatRequest
 from strata.serve.schema.messages import for_template
+from strata.text.tokenizer import Tokenizer
 from tests.serve.scripted import Scripted, delta, scripted_server
 
 Serve = Callable[..., AbstractContextManager[Scripted]]

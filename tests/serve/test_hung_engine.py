@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from benchmarks.stub_engine import StubConfig
-from strata.engine.messages import Add, Embed
+from strata.engine.process.messages import Add, Embed
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.client import EngineClient, EngineGone
 from tests.serve.running import is_alive, running, wait_for

@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 from prometheus_client import Counter, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from strata.engine.messages import Statistics
+from strata.engine.process.messages import Statistics
 from strata.serve.observe.metrics import ENDPOINTS, REJECTIONS, Metrics, RequestRecord
 from strata.serve.observe.metrics_route import router
 

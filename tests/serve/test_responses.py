@@ -13,11 +13,11 @@ import openai
 import pytest
 from openai.types.responses import ResponseErrorEvent
 
-from strata.engine.messages import Delta, TokenLogprobs
-from strata.models.tokenizer import Tokenizer
+from strata.engine.process.messages import Delta, TokenLogprobs
 from strata.serve.api.response_store import ResponseStore, StoredResponse
 from strata.serve.client import EngineGone
 from strata.serve.schema.responses_reply import ResponseObject, ResponseStreamEvent
+from strata.text.tokenizer import Tokenizer
 from tests.serve.conftest import BUILTIN
 from tests.serve.scripted import EOS, Scripted, delta
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from strata.engine.messages import Delta
-from strata.models.tokenizer import Tokenizer
+from strata.engine.process.messages import Delta
 from strata.serve.batch_file import BatchFault, BatchResults, read_requests
 from strata.serve.client import EngineGone
 from strata.serve.run_batch import answer_all, post
+from strata.text.tokenizer import Tokenizer
 from tests.serve.running import PATIENCE, descendants, is_alive, wait_for
 from tests.serve.scripted import EOS, Scripted, delta
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 from tests.serve.conftest import BUILTIN
 from tests.serve.scripted import Scripted, delta, scripted_server
 

@@ -10,11 +10,11 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 from openai.types.completion import Completion
 
-from strata.engine.messages import TokenLogprobs
-from strata.models.tokenizer import Tokenizer
+from strata.engine.process.messages import TokenLogprobs
 from strata.serve.client import EngineGone
 from strata.serve.schema.chat_reply import ChatChunk
 from strata.serve.schema.completions import Completion as CompletionSchema
+from strata.text.tokenizer import Tokenizer
 from tests.serve.scripted import EOS, Scripted, delta, events
 
 ServeScript = Callable[..., AbstractContextManager[Scripted]]

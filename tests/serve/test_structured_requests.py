@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from strata.models.tokenizer import Tokenizer
 from strata.serve.grammar_worker import TOKENIZER
+from strata.text.tokenizer import Tokenizer
 from tests.serve.live import LiveServer
 from tests.serve.scripted import Scripted, delta, scripted_server
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from benchmarks.stub_engine import StubConfig
-from strata.engine.messages import Add, Delta
+from strata.engine.process.messages import Add, Delta
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.client import EngineClient, Stream
 

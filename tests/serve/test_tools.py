@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.cli.serve import ToolCallParser, tool_format
-from strata.models.tokenizer import Tokenizer
 from strata.serve.http.errors import ApiError
 from strata.serve.replies.json_reader import MOST_DEPTH, is_json_object
 from strata.serve.replies.reply_parser import (
@@ -28,7 +27,8 @@ from strata.serve.replies.reply_parser import (
 )
 from strata.serve.replies.tool_formats import format_in_template
 from strata.serve.replies.tools import MOST_SCHEMA_BYTES, MOST_TOOLS, Function, Named, ToolChoice, ToolUse, use_tools
-from strata.train.vocabulary import CHAT_TEMPLATE
+from strata.text.tokenizer import Tokenizer
+from strata.train.tasks.vocabulary import CHAT_TEMPLATE
 from tests.serve.conftest import BUILTIN
 from tests.serve.scripted import EOS, Scripted, delta, scripted_server
 

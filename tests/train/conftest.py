@@ -16,10 +16,10 @@ from examples import toy_data
 from strata.models.folder import BUILTIN_FOLDER
 from strata.train.config import TrainConfig, train_config_from_dict
 from strata.train.data.tokenize import tokenize
-from strata.train.exercises import write_exercises
+from strata.train.tasks.exercises import write_exercises
 from strata.train.tasks.mixture import document
+from strata.train.tasks.vocabulary import make_tokenizer, write_tokenizer
 from strata.train.trainer import Trainer
-from strata.train.vocabulary import make_tokenizer, write_tokenizer
 from tests.train.tiny_run import LLAMA
 
 # Its [start] and [data] name folders, which fixtures make.

@@ -19,8 +19,8 @@ from strata.models.layers import CausalLM
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
 from strata.train.checkpoints.state import Piece
+from strata.train.data.pack import PackedBatch
 from strata.train.optimizer.config import OptimizerConfig
-from strata.train.pack import PackedBatch
 from strata.train.steps.make import make_step
 from strata.train.steps.parallel_step import ParallelStep
 from strata.train.steps.recorded import shape_of_all

@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from strata.kernels.gemm import linear
-from strata.kernels.linear_fp8 import linear_fp8, linear_silu_mul_fp8
-from strata.kernels.moe_experts import experts, grouped
+from strata.kernels.linear.fp8 import linear_fp8, linear_silu_mul_fp8
+from strata.kernels.linear.linear import linear
+from strata.kernels.moe.experts import experts, grouped
 from strata.kernels.op import Implementation
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM

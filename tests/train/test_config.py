@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from strata.files.toml_tables import replaced
 from strata.parallel.layout import Layout
 from strata.train.config import TrainConfig, read_train_config, train_config_from_dict
-from strata.train.tables import replaced
 from tests.train.conftest import Small, Tune
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 from strata.train.data.encoding import Document, encode_chat
 
 TURNS = [

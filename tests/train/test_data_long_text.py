@@ -11,8 +11,8 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from strata.models.folder import BUILTIN_FOLDER
-from strata.models.special_tokens import SpecialTokens
-from strata.models.tokenizer import Tokenizer
+from strata.text.special_tokens import SpecialTokens
+from strata.text.tokenizer import Tokenizer
 from strata.train.data import encoding, long_text
 from strata.train.data.encoding import encode_text, last_cut, text_ids
 from strata.train.data.shards import TokenDataset

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.models.config import config_from_dict
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 from strata.train.data.loader import Loader, Place, Step, check_data
 from strata.train.data.mixture import BLOCK, Mixture
+from strata.train.data.pack import SampleId
 from strata.train.data.packing import best_fit
 from strata.train.data.permutation import mixed, permuted
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize
-from strata.train.pack import SampleId
 from tests.train.conftest import SMALL
 
 WORDS = ["quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "packs", "five", "dozen", "jugs"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 from strata.train.data.encoding import Document
 from strata.train.data.records import encode_record, kind_of
 from strata.train.data.shards import TokenDataset

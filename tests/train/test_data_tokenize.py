@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 from strata.train.data.encoding import encode_text
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize

@@ -19,11 +19,11 @@ from strata.parallel.layout import Layout
 from strata.train.data.encoding import Document, Encoded
 from strata.train.data.loader import Loader, Place, Step
 from strata.train.data.mixture import Mixture
+from strata.train.data.pack import SampleId, Samples, pack
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize
 from strata.train.dpo import DpoConfig, DpoObjective, Reference, dpo_loss, weights_digest
 from strata.train.optimizer.config import OptimizerConfig
-from strata.train.pack import SampleId, Samples, pack
 from strata.train.steps.result import StepResult
 from strata.train.steps.tune_step import TuneStep
 

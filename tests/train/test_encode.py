@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from strata.models.tokenizer import Tokenizer
 from strata.serve.replies.reply_parser import ReplyParser, collect
-from strata.train.encode import Encoder
+from strata.text.tokenizer import Tokenizer
+from strata.train.data.encode import Encoder
 from strata.train.tasks.example import BOUNDARY
 from strata.train.tasks.mixture import document
 from strata.train.tasks.spelling import TASKS as SPELLING_TASKS
-from strata.train.vocabulary import SPECIAL_TOKENS
+from strata.train.tasks.vocabulary import SPECIAL_TOKENS
 
 
 def test_encoding_is_what_the_chat_template_writes(tokenizer: tokenizers.Tokenizer, tokenizer_folder: Path) -> None:

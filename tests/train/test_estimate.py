@@ -13,10 +13,10 @@ from strata.hardware.specs import Device, device
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.train.config import RECOMPUTE, read_train_config
-from strata.train.estimate import choose_recompute, memory
-from strata.train.least_time import least_time
+from strata.train.predict.estimate import choose_recompute, memory
+from strata.train.predict.least_time import least_time
+from strata.train.predict.step_shape import StepShape
 from strata.train.recompute import _KEPT
-from strata.train.step_shape import StepShape
 
 GIB = 2**30
 # T6: Llama-3.2-1B with a head of its own, two sequences of 8192 tokens.

@@ -13,9 +13,16 @@ from strata.hardware.specs import device
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.parallel.layout import Layout
-from strata.train.estimate import _layer_bytes, _layer_working_bytes, choose_recompute, estimate, memory, memory_by_rank
-from strata.train.least_time import Messages, least_time
-from strata.train.step_shape import StepShape
+from strata.train.predict.estimate import (
+    _layer_bytes,
+    _layer_working_bytes,
+    choose_recompute,
+    estimate,
+    memory,
+    memory_by_rank,
+)
+from strata.train.predict.least_time import Messages, least_time
+from strata.train.predict.step_shape import StepShape
 
 GIB = 2**30
 H200, LINK = device("h200"), LINKS["h200"]

@@ -11,16 +11,16 @@ from typer.testing import CliRunner
 
 from strata.cli.main import app
 from strata.models.config import config_from_dict
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
+from strata.train.data.encode import Encoder
 from strata.train.data.loader import Loader, Place, check_data
 from strata.train.data.mixture import Mixture
 from strata.train.data.shards import Index, TokenDataset
 from strata.train.data.tokenize import tokenizer_digest
-from strata.train.encode import Encoder
-from strata.train.exercises import write_exercises
 from strata.train.tasks.example import BOUNDARY
+from strata.train.tasks.exercises import write_exercises
 from strata.train.tasks.mixture import document
-from strata.train.vocabulary import SPECIAL_TOKENS, make_tokenizer
+from strata.train.tasks.vocabulary import SPECIAL_TOKENS, make_tokenizer
 from tests.train.conftest import SMALL
 
 

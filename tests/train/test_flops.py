@@ -14,8 +14,8 @@ from strata.hardware.roofline import Workload
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build
-from strata.train.flops import StepFlops, batch_flops, visible_pairs
-from strata.train.pack import PackedBatch
+from strata.train.data.pack import PackedBatch
+from strata.train.predict.flops import StepFlops, batch_flops, visible_pairs
 
 LENGTHS = (5, 1, 9, 3)
 TOKENS, COUNTED = 18, 11

@@ -16,10 +16,10 @@ from strata.parallel.layout import Layout
 from strata.train import meter
 from strata.train.data.encoding import Encoded
 from strata.train.data.loader import Place, Step
+from strata.train.data.pack import pack
 from strata.train.faults.config import FaultsConfig
 from strata.train.faults.stragglers import ComputeClock
 from strata.train.meter import Meter
-from strata.train.pack import pack
 from strata.train.position import Position
 from strata.train.results import Reading, Results
 from strata.train.steps.result import StepResult

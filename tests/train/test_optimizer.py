@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from strata.comm.launch import World
-from strata.kernels.adamw import adamw
-from strata.kernels.muon import muon_momentum, muon_update
+from strata.kernels.optimizer.adamw import adamw
+from strata.kernels.optimizer.muon import muon_momentum, muon_update
 from strata.models.layers import CausalLM
 from strata.parallel.data_parallel import Part
 from strata.parallel.layout import Layout

@@ -16,10 +16,10 @@ from torch import nn
 from strata.hardware.specs import device
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
-from strata.train.least_time import least_time
+from strata.train.predict.least_time import least_time
+from strata.train.predict.step_kinds import ORDER, kind_of, read_step_trace
+from strata.train.predict.step_shape import StepShape
 from strata.train.profile import NO_MEMORY, STEP, VIEW_MEMORY, StepProfiler, phase, write_snapshot
-from strata.train.step_kinds import ORDER, kind_of, read_step_trace
-from strata.train.step_shape import StepShape
 
 CPU = torch.device("cpu")
 

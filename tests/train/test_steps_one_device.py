@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strata.cli.train_workload import synthetic_batch
+from strata.bench.training.workload import synthetic_batch
 from strata.comm.launch import World
 from strata.models.layers import CausalLM
 from strata.parallel.layout import Layout
 from strata.train.data.encoding import Encoded
+from strata.train.data.pack import PackedBatch, pack
 from strata.train.optimizer.config import OptimizerConfig
-from strata.train.pack import PackedBatch, pack
 from strata.train.steps import make, recorded
 from strata.train.steps.make import fresh, make_step
 from strata.train.steps.one_device import OneDeviceGradients

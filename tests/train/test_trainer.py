@@ -17,11 +17,11 @@ from strata.models.save import save
 from strata.models.weights import load
 from strata.train import stepper, trainer
 from strata.train.checkpoints.folder import checkpoints
-from strata.train.exercises import write_exercises
 from strata.train.finish import save_model
 from strata.train.lora import LoraConfig
 from strata.train.position import Position
 from strata.train.stepper import Setting, make_stepper
+from strata.train.tasks.exercises import write_exercises
 from strata.train.trainer import Trainer
 from tests.train.conftest import FRESH, Small, Tune, cut_off, log
 

@@ -21,8 +21,8 @@ from strata.train.checkpoints.folder import checkpoints, read_state
 from strata.train.checkpoints.state import Piece
 from strata.train.config import TrainConfig
 from strata.train.data.loader import Place
+from strata.train.data.pack import PackedBatch
 from strata.train.finish import save_model
-from strata.train.pack import PackedBatch
 from strata.train.schedule import learning_rate
 from strata.train.settings import deterministic
 from strata.train.steps.make import fresh, make_step

@@ -13,11 +13,11 @@ from typing import Any
 from strata.models.families import build
 from strata.models.initialize import initialize
 from strata.models.save import save
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 from strata.train.data.tokenize import tokenize
 from strata.train.start import fresh_config
 from strata.train.tasks.mixture import document
-from strata.train.vocabulary import make_tokenizer, write_tokenizer
+from strata.train.tasks.vocabulary import make_tokenizer, write_tokenizer
 
 Table = dict[str, Any]
 

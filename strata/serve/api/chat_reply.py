@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, cast
 
-from strata.engine.messages import TokenLogprobs
-from strata.models.tokenizer import Tokenizer
+from strata.engine.process.messages import TokenLogprobs
 from strata.serve.api.logprobs import chat_logprobs
 from strata.serve.generation import Piece
 from strata.serve.replies.reply_parser import Reply, ReplyParser, collect
@@ -20,6 +19,7 @@ from strata.serve.schema.chat_reply import (
     ToolCallReply,
 )
 from strata.serve.schema.reply import ReplyHead, Usage
+from strata.text.tokenizer import Tokenizer
 
 
 class ChatReply:

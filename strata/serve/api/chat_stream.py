@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from strata.engine.messages import TokenLogprobs
-from strata.models.tokenizer import Tokenizer
+from strata.engine.process.messages import TokenLogprobs
 from strata.serve.api.chat_reply import finish_reason
 from strata.serve.api.logprobs import chat_logprobs
 from strata.serve.generation import Piece
 from strata.serve.replies.reply_parser import ContentDelta, ReasoningDelta, ReplyEvent, ReplyParser, ToolCallStart
 from strata.serve.schema.reply import ReplyHead, Usage
+from strata.text.tokenizer import Tokenizer
 
 _encode = msgspec.json.encode
 

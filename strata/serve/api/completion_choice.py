@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from strata.engine.detokenize import IncrementalDetokenizer
-from strata.engine.messages import TokenLogprobs
+from strata.engine.process.messages import TokenLogprobs
 from strata.engine.sampling_params import SamplingParams
-from strata.models.tokenizer import Tokenizer
 from strata.serve.api.completion_logprobs import LogprobLists, PromptStarts, SampleStarts, joined, logprob_lists
 from strata.serve.generation import Piece
 from strata.serve.http.errors import ApiError
+from strata.text.detokenize import IncrementalDetokenizer
+from strata.text.tokenizer import Tokenizer
 
 # Tokens whose log-probabilities are written before other tasks get a turn: a few milliseconds' work.
 _TOKENS_A_TURN = 256

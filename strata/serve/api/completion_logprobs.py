@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from strata.engine.detokenize import IncrementalDetokenizer
-from strata.engine.messages import TokenLogprobs
-from strata.models.tokenizer import Tokenizer
+from strata.engine.process.messages import TokenLogprobs
 from strata.serve.api.logprobs import finite, text_of
+from strata.text.detokenize import IncrementalDetokenizer
+from strata.text.tokenizer import Tokenizer
 
 _encode = msgspec.json.encode
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from fastapi import Request, Response
 
-from strata.models.tokenizer import Tokenizer
 from strata.serve.admission import admit_generation
 from strata.serve.api.answer_format import answer_grammar
 from strata.serve.api.completion_choice import ChoiceText, CompletionPrompt, Part, check_echo, echo_of, merged
@@ -25,6 +24,7 @@ from strata.serve.schema.completions import DEFAULT_MAX_TOKENS, Completion, Comp
 from strata.serve.schema.reply import ReplyHead, Usage, usage_of
 from strata.serve.schema.sampling import check_ids, sampling_params
 from strata.serve.state import ServerState, server_of
+from strata.text.tokenizer import Tokenizer
 
 router = api_router("completions")
 

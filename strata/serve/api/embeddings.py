@@ -12,7 +12,7 @@ from uuid import uuid4
 import msgspec
 from fastapi import Request, Response
 
-from strata.engine.messages import Embed
+from strata.engine.process.messages import Embed
 from strata.serve.admission import admit
 from strata.serve.api.prompts import encode_all
 from strata.serve.client import EngineGone, EngineRefused

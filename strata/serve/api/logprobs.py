@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from strata.engine.messages import TokenLogprobs
-from strata.models.tokenizer import Tokenizer
+from strata.engine.process.messages import TokenLogprobs
+from strata.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # stands for minus infinity, which JSON does not have
 

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from strata.engine.bad_words import bad_word_ids
 from strata.engine.sampling_params import SamplingParams
-from strata.models.spelled_tokens import ChatText
 from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import Admission
 from strata.serve.state import ServerState
+from strata.text.spelled_tokens import ChatText
 
 Result = TypeVar("Result")
 

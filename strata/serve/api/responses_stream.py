@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from strata.models.tokenizer import Tokenizer
 from strata.serve.api.logprobs import chat_logprobs
 from strata.serve.api.response_output import Event, ResponseOutput
 from strata.serve.generation import Generation, Piece
 from strata.serve.http.errors import ApiError
 from strata.serve.replies.reply_events import ContentDelta, ReasoningDelta, ReplyEvent
 from strata.serve.replies.reply_parser import ReplyParser
+from strata.text.tokenizer import Tokenizer
 
 
 class ResponseInProgress:

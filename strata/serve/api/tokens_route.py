@@ -8,7 +8,6 @@ import msgspec
 from fastapi import Request, Response
 from pydantic import Field
 
-from strata.models.spelled_tokens import ChatText
 from strata.serve.admission import admit
 from strata.serve.api.prompts import chat_text, encode, off_the_loop
 from strata.serve.http.errors import ApiError
@@ -21,6 +20,7 @@ from strata.serve.schema.messages import Message, for_template
 from strata.serve.schema.sampling import TokenId, check_ids
 from strata.serve.schema.template import TemplateFields
 from strata.serve.state import ServerState, server_of
+from strata.text.spelled_tokens import ChatText
 
 router = api_router("tokens")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from strata.models.json_object import why_no_text
+from strata.files.json_object import why_no_text
 from strata.serve.http.limits import Caller
 
 ANONYMOUS = Caller(name="anonymous", salt="")

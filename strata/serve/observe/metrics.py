@@ -16,7 +16,7 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from strata.engine.messages import Statistics
+from strata.engine.process.messages import Statistics
 from strata.serve.observe.metric_cells import Cells
 
 Endpoint = Literal["chat", "completions", "responses", "embeddings", "tokenize", "detokenize"]

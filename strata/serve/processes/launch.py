@@ -29,7 +29,7 @@ from strata.serve.processes.child import Child, how_it_ended
 from strata.serve.processes.worker import ApiJob, ApiServer, engine_address
 from strata.serve.settings import ServeSettings
 
-ENGINE_MODULE = "strata.engine.worker"
+ENGINE_MODULE = "strata.engine.process.worker"
 # After the engine's death, so that whoever asks for /health sees it before connections are refused.
 _NOTICE_SECONDS = 2.0
 _ENGINE_STOP_SECONDS = 5.0

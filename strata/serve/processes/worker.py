@@ -22,8 +22,6 @@ import uvicorn
 import uvloop
 
 from strata.engine.lifeline import end_with_parent
-from strata.models.chat_template import AsyncTemplateRenderer
-from strata.models.tokenizer import Tokenizer
 from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineClient, EngineGone
 from strata.serve.fair_queue import AT_ONCE
@@ -39,6 +37,8 @@ from strata.serve.observe.tracing import RequestTracer, make_tracer
 from strata.serve.processes.drain import Drain
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
+from strata.text.chat_template import AsyncTemplateRenderer
+from strata.text.tokenizer import Tokenizer
 
 _KEEP_ALIVE_SECONDS = 30  # of a connection between two requests
 _FLUSH_SECONDS = 2  # in which clients are to take their last words

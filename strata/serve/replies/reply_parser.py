@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from strata.engine.sampling_params import SamplingParams
-from strata.models.tokenizer import Tokenizer
 from strata.serve.replies.reasoning import CLOSING, OPENING, ReasoningSplitter
 from strata.serve.replies.reply_events import (
     ContentDelta,
@@ -18,6 +17,7 @@ from strata.serve.replies.reply_events import (
 )
 from strata.serve.replies.tool_call_parser import ToolCallParser
 from strata.serve.replies.tool_formats import tool_format as named_format
+from strata.text.tokenizer import Tokenizer
 
 __all__ = [
     "ContentDelta",

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, StringConstraints, WithJsonSchema
 from pydantic.fields import FieldInfo
 
-from strata.engine.messages import Ready
+from strata.engine.process.messages import Ready
 from strata.engine.sampling_params import RANGES, SamplingParams
 from strata.serve.http.errors import ApiError
 from strata.serve.schema.base import Refused, RequestModel, said_as

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints, WithJsonSchema
 
-from strata.engine.structured_outputs import StructuredOutputsParams
+from strata.engine.grammars.structured_outputs import StructuredOutputsParams
 from strata.serve.http.errors import ApiError
 from strata.serve.schema.base import Refused, RequestModel, said_as
 

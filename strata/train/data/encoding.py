@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.models.tokenizer import Message, Tokenizer
+from strata.text.tokenizer import Message, Tokenizer
 
 # Characters that are encoded at once, since the library takes some 200 bytes for each; and among how many before that
 # a cut is looked for.

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from strata.models.config import ModelConfig
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 from strata.train.data.mixture import Mixture
+from strata.train.data.pack import PackedBatch, Samples, pack
 from strata.train.data.packing import best_fit
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenizer_digest
-from strata.train.pack import PackedBatch, Samples, pack
 
 # Raised whenever the same seed, data and settings give other packs: a run is resumed only in the order it began in.
 ORDER = 2

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 from strata.train.data.encoding import Encoded, text_ids
 from strata.train.data.shards import ShardEntry, write_encoded
 from strata.train.data.sources import Piece, read_text, split_text

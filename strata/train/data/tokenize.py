@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from strata.models.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer
 from strata.train.data.encoding import Document
 from strata.train.data.long_text import BYTES_PER_PART, LongText, write_cut, write_part
 from strata.train.data.records import encode_record, kind_of

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from strata.kernels.adamw import adamw
+from strata.kernels.optimizer.adamw import adamw
 from strata.parallel.data_parallel import Part
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.memory import StateMemory

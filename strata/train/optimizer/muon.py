@@ -16,7 +16,7 @@ from torch import Tensor
 
 from strata.comm.collectives import Pending, start_all_to_all
 from strata.comm.mesh import Axis
-from strata.kernels.muon import muon_momentum, muon_update
+from strata.kernels.optimizer.muon import muon_momentum, muon_update
 from strata.parallel.data_parallel import Part
 from strata.train.optimizer.adamw import AdamW
 from strata.train.optimizer.config import OptimizerConfig

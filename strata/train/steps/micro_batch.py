@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from strata.comm.mesh import Axis
-from strata.kernels.loss import IGNORED
+from strata.kernels.loss.loss import IGNORED
 from strata.models.batch import Batch
 from strata.parallel.context import Method, divide_batch
 from strata.parallel.pipeline import MicroBatch
 from strata.parallel.zigzag import Zigzag
-from strata.train.pack import PackedBatch, move
+from strata.train.data.pack import PackedBatch, move
 
 # A batch and a target for every token, [tokens] int64, -100 where it does not count.
 WholeBatch = tuple[Batch, Tensor]

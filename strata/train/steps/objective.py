@@ -7,9 +7,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from strata.kernels.loss import linear_cross_entropy
+from strata.kernels.loss.loss import linear_cross_entropy
 from strata.models.layers import CausalLM
-from strata.train.pack import PackedBatch
+from strata.train.data.pack import PackedBatch
 from strata.train.steps.passes import head_weight
 
 

@@ -15,9 +15,9 @@ from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
 from strata.parallel.parallelize import Parallel
 from strata.train.checkpoints.state import Piece
+from strata.train.data.pack import PackedBatch
 from strata.train.optimizer.clip import clip_scale
 from strata.train.optimizer.part_optimizer import PartOptimizer
-from strata.train.pack import PackedBatch
 from strata.train.phases import PASSES, Phases
 from strata.train.steps.balance import NoBalancing
 from strata.train.steps.micro_batch import WholeBatch, micro_batch, whole_batch

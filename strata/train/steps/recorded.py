@@ -13,7 +13,7 @@ from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import Axis
 from strata.graph.cudagraph import CudaGraphs
 from strata.models.batch import Batch
-from strata.train.pack import PackedBatch
+from strata.train.data.pack import PackedBatch
 from strata.train.steps.micro_batch import WholeBatch, every_target
 
 Shape = tuple[int, int, int]  # packs, sequences of each, tokens of each of those

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from strata.train.checkpoints.state import Piece
-from strata.train.pack import PackedBatch
+from strata.train.data.pack import PackedBatch
 
 
 @dataclass(frozen=True)

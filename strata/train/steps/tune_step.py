@@ -17,10 +17,10 @@ from strata.parallel.layout import Layout
 from strata.parallel.tensor import TensorSharding
 from strata.parallel.zero import ZeroGradients
 from strata.train.checkpoints.state import Piece, pieces_of
+from strata.train.data.pack import PackedBatch
 from strata.train.optimizer.clip import clip_scale
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.make import make_optimizer
-from strata.train.pack import PackedBatch
 from strata.train.phases import NOBODY, PASSES, Phases
 from strata.train.steps.objective import Objective
 from strata.train.steps.result import StepResult

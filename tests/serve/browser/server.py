@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import strata
-from strata.models.tokenizer import Tokenizer
 from strata.serve.http.keys import KeyHash
 from strata.serve.processes.worker import READY, engine_address
+from strata.text.tokenizer import Tokenizer
 
 ROOT = Path(strata.__file__).parent.parent
 BUILTIN = ROOT / "strata" / "models" / "builtin"

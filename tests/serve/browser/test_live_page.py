@@ -11,7 +11,7 @@ from itertools import pairwise
 import httpx
 import pytest
 
-from strata.engine.messages import Statistics
+from strata.engine.process.messages import Statistics
 from strata.serve.observe.metrics import Metrics
 from tests.serve.browser.conftest import Server
 from tests.serve.browser.webdriver import Browser

@@ -1,0 +1,1 @@
+"""The calls of operations that are timed, and the search for the fastest tiles."""

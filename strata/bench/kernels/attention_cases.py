@@ -1,0 +1,116 @@
+"""The attention of decode steps and of prompts that `strata bench kernels` times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from strata.bench.kernels.cases import EPS, Case, angles, draw, full_pages, head_weights
+from strata.hardware.roofline import Workload
+from strata.kernels.attention.attention import attention
+from strata.kernels.attention.batch_parts import divide, library_reach
+from strata.kernels.attention.decode import decode_attention
+from strata.kernels.state.kv_write import kv_write
+from strata.kernels.state.paged import PagedKV
+from strata.models.config import ModelConfig
+
+BATCHES = (1, 8, 32, 64, 128, 256)
+CONTEXTS = (640, 1024, 4096)
+# Tokens of a prompt that are cached, and those that run.
+PROMPTS = ((0, 2048), (0, 8192), (4096, 4096))
+
+
+def attention_cases(config: ModelConfig) -> Iterator[Case]:
+    """Decode at every batch and context, and each prompt."""
+    for context in CONTEXTS:
+        for batch in BATCHES:
+            yield _decode(config, batch, context)
+            yield _decode_from_product(config, batch, context)
+    for cached, new in PROMPTS:
+        yield _prefill(config, cached, new)
+
+
+def _decode(config: ModelConfig, batch: int, context: int) -> Case:
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+
+    def make() -> tuple[Any, ...]:
+        q, k, v = draw(batch, heads, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim)
+        pages = _decode_pages(config, batch, context)
+        return q, *kv_write(k, v, pages, 0), _offsets(batch), 1, pages, 0, dim**-0.5, None
+
+    shape = f"decode {heads}/{kv_heads}x{dim} over {context}"
+    workload = Workload((1,) * batch, (context,) * batch)
+    return Case(attention, shape, batch, make, workload, "bfloat16", LIBRARIES)
+
+
+def _decode_from_product(config: ModelConfig, batch: int, context: int) -> Case:
+    """As the engine runs it: norms, rotation and the write into the pages are part of it."""
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+
+    def make() -> tuple[Any, ...]:
+        product = draw(batch, (heads + 2 * kv_heads) * dim)
+        unfinished = (product, heads, kv_heads, *head_weights(config), EPS, *angles(batch, dim))
+        return *unfinished, _offsets(batch), _decode_pages(config, batch, context), 0, dim**-0.5, None
+
+    shape = f"{heads}+2*{kv_heads}x{dim} over {context}"
+    return Case(decode_attention, shape, batch, make, Workload((1,) * batch, (context,) * batch), "bfloat16")
+
+
+def _offsets(batch: int) -> Tensor:
+    return torch.arange(batch + 1, dtype=torch.int32)
+
+
+def _decode_pages(config: ModelConfig, batch: int, context: int) -> PagedKV:
+    """The newest token of each sequence has the last place of its last page."""
+    pages = full_pages(config.num_kv_heads, config.head_dim, (context,) * batch)
+    return replace(pages, slots=pages.tables[:, -1] * pages.page_size + pages.page_size - 1)
+
+
+def _prefill(config: ModelConfig, cached: int, new: int) -> Case:
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+
+    def make() -> tuple[Any, ...]:
+        q, k, v = draw(new, heads, dim), draw(new, kv_heads, dim), draw(new, kv_heads, dim)
+        offsets = torch.tensor([0, new], dtype=torch.int32)
+        pages = full_pages(kv_heads, dim, (cached + new,))
+        parts = divide((cached,), (new,), library_reach(q.dtype, dim, (), cached + new))
+        pages = replace(pages, slots=pages.slots[cached:], parts=parts)
+        return q, *kv_write(k, v, pages, 0), offsets, new, pages, 0, dim**-0.5, None
+
+    past = f" after {cached}" if cached else ""
+    shape = f"prefill {heads}/{kv_heads}x{dim}{past}"
+    return Case(attention, shape, new, make, Workload((new,), (cached + new,)), "bfloat16", LIBRARIES)
+
+
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, pages: PagedKV, layer: int, *_: object
+) -> Tensor:
+    """Sequences of one length over keys one after the other, as torch wants them: it is spared the way by the pages."""
+    sequences = pages.tables.shape[0]
+    keys, values = (
+        pool[layer].flatten(0, 1).unflatten(0, (sequences, -1)).transpose(1, 2) for pool in (pages.keys, pages.values)
+    )
+    queries = q.unflatten(0, (sequences, -1)).transpose(1, 2)
+    # The one query of a decoding sequence sees all keys.
+    mask = None if queries.shape[2] == 1 else causal_lower_right(queries.shape[2], keys.shape[2])
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+
+
+def _flash(*args: Any) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return _dense(*args)
+
+
+def _cudnn(*args: Any) -> Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return _dense(*args)
+
+
+LIBRARIES = (_flash, _cudnn)

@@ -1,0 +1,237 @@
+"""The calls of one step of a model that `strata bench kernels` times besides its products and its attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strata.hardware.roofline import Workload
+from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.linear.embedding import embedding
+from strata.kernels.linear.silu_mul import linear_silu_mul
+from strata.kernels.norm.norm import add_rms_norm, rms_norm
+from strata.kernels.op import Operation
+from strata.kernels.rotary.rope import rope, rope_angles
+from strata.kernels.sampling.bitmask import WORD, apply_bitmask
+from strata.kernels.sampling.filters import filter_bounds
+from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
+from strata.kernels.state.kv_write import kv_write
+from strata.kernels.state.paged import PagedKV
+from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
+from strata.models.config import ModelConfig
+
+ROWS = (1, 64, 8192)
+SAMPLED_ROWS = (1, 64, 512)
+PROMPT_ROWS = (2048, 8192)
+PAGE_SIZE = 16
+EPS = 1e-6
+# What a call has to move before it says how near its kernel comes to the memory bandwidth.
+LARGE_BYTES = 64_000_000
+_BF16 = 2
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call to time.
+
+    make: draws fresh arguments on torch's default device. libraries: do the same work by torch alone, where it can.
+    dtype: of the arithmetic.
+    """
+
+    operation: Operation
+    shape: str
+    rows: int
+    make: Callable[[], tuple[Any, ...]]
+    workload: Workload
+    dtype: str = "float32"
+    libraries: tuple[Callable[..., object], ...] = ()
+
+
+def draw(*shape: int) -> Tensor:
+    """Standard normal numbers in bfloat16."""
+    return torch.randn(shape, dtype=torch.bfloat16)
+
+
+def full_pages(kv_heads: int, dim: int, lengths: tuple[int, ...]) -> PagedKV:
+    """Full pools of one layer, the pages of each sequence scattered; one slot for each token of the first sequence."""
+    most = max(-(-length // PAGE_SIZE) for length in lengths)
+    tables = torch.randperm(len(lengths) * most).int().view(len(lengths), most)
+    keys, values = (draw(tables.numel(), PAGE_SIZE, kv_heads, dim) for _ in range(2))
+    slots = (tables[0, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()[: lengths[0]].int()
+    return PagedKV((keys,), (values,), tables, torch.tensor(lengths, dtype=torch.int32), slots)
+
+
+def angles(rows: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines as `rope_angles` leaves them; any numbers do."""
+    cos, sin = torch.randn(2, rows, 1, dim)
+    return cos, sin
+
+
+def head_weights(config: ModelConfig) -> tuple[Tensor | None, Tensor | None]:
+    """Of the norms of queries and keys, in the family that has them."""
+    if not config.architecture.startswith("Qwen3"):
+        return None, None
+    return draw(config.head_dim), draw(config.head_dim)
+
+
+def rows_beyond(row_bytes: int) -> int:
+    """The least power of two, from 8192 on, with which a call moves more than `LARGE_BYTES`."""
+    rows = ROWS[-1]
+    while rows * row_bytes <= LARGE_BYTES:
+        rows *= 2
+    return rows
+
+
+def cases(config: ModelConfig) -> Iterator[Case]:
+    """The cases of a model: each operation at `ROWS` and, if those move less than `LARGE_BYTES`, at more."""
+    for kind in (_norms, _rotation, _heads_to_pages, _activation, _kv_writes, _lookup):
+        for case_of, row_bytes in kind(config):
+            for rows in sorted({*ROWS, rows_beyond(row_bytes)}):
+                yield case_of(rows)
+    for rows in SAMPLED_ROWS:
+        yield from _sampling(config.vocab_size, rows)
+    for rows in PROMPT_ROWS:
+        yield _gated_product(config, rows)
+
+
+# Cases of any number of rows, and how many bytes a row moves.
+Scalable = tuple[Callable[[int], Case], int]
+
+
+def _case(operation: Operation, shape: str, rows: int, make: Callable[[], tuple[Any, ...]], *libraries: Any) -> Case:
+    return Case(operation, shape, rows, make, Workload((1,) * rows, (1,) * rows), libraries=libraries)
+
+
+def _norms(config: ModelConfig) -> Iterator[Scalable]:
+    hidden = config.hidden_size
+
+    def norm(rows: int) -> Case:
+        def library(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+            return F.rms_norm(x, weight.shape, weight, eps)
+
+        return _case(rms_norm, f"{hidden}", rows, lambda: (draw(rows, hidden), draw(hidden), EPS), library)
+
+    def sum_and_norm(rows: int) -> Case:
+        def make() -> tuple[Any, ...]:
+            return draw(rows, hidden), draw(rows, hidden), draw(hidden), EPS
+
+        return _case(add_rms_norm, f"{hidden}", rows, make)
+
+    yield norm, 2 * hidden * _BF16
+    yield sum_and_norm, 4 * hidden * _BF16
+
+
+def _rotation(config: ModelConfig) -> Iterator[Scalable]:
+    heads, dim = config.num_heads, config.head_dim
+    product = (heads + 2 * config.num_kv_heads) * dim
+
+    def look_up(rows: int) -> Case:
+        def make() -> tuple[Any, ...]:
+            positions = torch.randperm(config.max_length).repeat(-(-rows // config.max_length))
+            return positions[:rows].int(), torch.randn(config.max_length, dim)
+
+        return _case(rope_angles, f"{config.max_length}x{dim}", rows, make)
+
+    def rotate(rows: int) -> Case:
+        def make() -> tuple[Any, ...]:
+            return draw(rows, product)[:, : heads * dim].unflatten(-1, (-1, dim)), *angles(rows, dim)
+
+        return _case(rope, f"{heads}x{dim}", rows, make)
+
+    yield look_up, 3 * dim * _FP32
+    yield rotate, 2 * heads * dim * _BF16 + dim * _FP32
+
+
+def _heads_to_pages(config: ModelConfig) -> Iterator[Scalable]:
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    product = (heads + 2 * kv_heads) * dim
+
+    def case(rows: int) -> Case:
+        def make() -> tuple[Any, ...]:
+            pages = full_pages(kv_heads, dim, (rows,))
+            return draw(rows, product), heads, kv_heads, *head_weights(config), EPS, *angles(rows, dim), pages, 0
+
+        return _case(qk_rope_kv_write, f"{heads}+2*{kv_heads}x{dim}", rows, make)
+
+    yield case, 2 * product * _BF16 + dim * _FP32
+
+
+def _activation(config: ModelConfig) -> Iterator[Scalable]:
+    inner = config.intermediate_size
+
+    def case(rows: int) -> Case:
+        def make() -> tuple[Any, ...]:
+            return tuple(draw(rows, 2 * inner).chunk(2, -1))
+
+        return _case(silu_mul, f"{inner}", rows, make, lambda gate, up: F.silu(gate) * up)
+
+    yield case, 3 * inner * _BF16
+
+
+def _gated_product(config: ModelConfig, rows: int) -> Case:
+    hidden, inner = config.hidden_size, config.intermediate_size
+
+    def make() -> tuple[Any, ...]:
+        return draw(rows, hidden), draw(2 * inner, hidden)
+
+    def library(x: Tensor, weight: Tensor) -> Tensor:
+        gate, up = F.linear(x, weight).chunk(2, -1)
+        return F.silu(gate) * up
+
+    case = _case(linear_silu_mul, f"gate_up {hidden}->2*{inner}", rows, make, library)
+    return replace(case, dtype="bfloat16")
+
+
+def _kv_writes(config: ModelConfig) -> Iterator[Scalable]:
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    product = (heads + 2 * kv_heads) * dim
+
+    def case(rows: int) -> Case:
+        def make() -> tuple[Any, ...]:
+            k, v = draw(rows, product)[:, heads * dim :].unflatten(-1, (-1, dim)).chunk(2, 1)
+            return k, v, full_pages(kv_heads, dim, (rows,)), 0
+
+        return _case(kv_write, f"{kv_heads}x{dim}", rows, make)
+
+    yield case, 4 * kv_heads * dim * _BF16
+
+
+def _lookup(config: ModelConfig) -> Iterator[Scalable]:
+    vocab, hidden = config.vocab_size, config.hidden_size
+
+    def case(rows: int) -> Case:
+        def make() -> tuple[Any, ...]:
+            return torch.randperm(vocab)[:rows].int(), draw(vocab, hidden)
+
+        return _case(embedding, f"{vocab}x{hidden}", rows, make, F.embedding)
+
+    yield case, 2 * hidden * _BF16
+
+
+def _sampling(vocab: int, rows: int) -> Iterator[Case]:
+    def drawing() -> tuple[Any, ...]:
+        seeds = torch.arange(rows)
+        steps = torch.randint(100, (rows,), dtype=torch.int32)
+        return draw(rows, vocab), torch.ones(rows), seeds, steps
+
+    def filtering() -> tuple[Any, ...]:
+        ones = torch.ones(rows)
+        return draw(rows, vocab) * 4, ones, (50 * ones).int(), 0.9 * ones, 0 * ones
+
+    def chosen() -> tuple[Any, ...]:
+        return torch.randn(rows, vocab), torch.randint(vocab, (rows, 2))
+
+    def masking() -> tuple[Any, ...]:
+        masks = torch.randint(-(2**31), 2**31, (rows, -(-vocab // WORD)), dtype=torch.int32)
+        return draw(rows, vocab), masks, torch.arange(rows, dtype=torch.int32)
+
+    yield _case(apply_bitmask, f"{vocab}", rows, masking, apply_bitmask.reference)
+    yield _case(gumbel_sample, f"{vocab}", rows, drawing, gumbel_sample.reference)
+    yield _case(filter_bounds, f"{vocab}", rows, filtering, filter_bounds.reference)
+    yield _case(token_logprobs, f"{vocab}", rows, chosen, token_logprobs.reference)

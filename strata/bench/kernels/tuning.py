@@ -1,0 +1,150 @@
+"""`strata bench kernels --tune`: which tile multiplies fastest by each weight and number of rows, or the library."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton.runtime.errors import TritonError
+
+from strata.bench.kernels.products import DTYPE, Product, arguments
+from strata.hardware.replay import time_replayed
+from strata.kernels.linear.skinny import SkinnyProduct, launch, multiply
+from strata.kernels.linear.skinny_candidates import candidates, variants
+from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, MOST_ROWS, SkinnyTile
+from strata.kernels.tuned import Choice, Key
+
+BUCKETS = tuple(1 << power for power in range(MOST_ROWS.bit_length()))
+LIBRARY = "cublas"
+_FINALISTS = 2
+_FIRST_REPEATS, _LAST_REPEATS = 3, 11
+# A tile has to beat the library by more than measurements differ.
+_LEAST_GAIN = 1.02
+_MOST_COMPILERS = 16
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An entry of the table, and the product it is for."""
+
+    product: Product
+    key: Key
+    choice: Choice
+
+
+def tune(products: Sequence[Product]) -> Iterator[Finding]:
+    """The fastest of the candidates that are right, for each product and number of rows of the table.
+
+    All candidates run a few times, and the variants of the best of them more often. What either round runs is compiled
+    before it, in processes side by side.
+    """
+    early = torch.cuda.get_device_capability() >= (9, 0)
+    first = {
+        (product, rows): candidates(product.operation, rows, product.out, product.width, early)
+        for product in products
+        for rows in BUCKETS
+    }
+    with ProcessPoolExecutor(
+        min(_MOST_COMPILERS, os.cpu_count() or 1), multiprocessing.get_context("spawn")
+    ) as compilers:
+        _compile_ahead(compilers, first)
+        last = {}
+        for product in products:
+            bench = _Bench(product)
+            for rows in BUCKETS:
+                best = bench.fastest(rows, first[product, rows], _FIRST_REPEATS)[:_FINALISTS]
+                last[product, rows] = [other for _, tile in best for other in variants(product.operation, tile)]
+        _compile_ahead(compilers, last)
+    for product in products:
+        bench = _Bench(product)
+        for rows in BUCKETS:
+            finals = bench.fastest(rows, last[product, rows], _LAST_REPEATS)
+            choice = _choose(product, finals, bench.library(rows))
+            if choice is not None:
+                key = Key(product.operation, str(DTYPE).removeprefix("torch."), product.out, product.width, rows)
+                yield Finding(product, key, choice)
+
+
+def _choose(product: Product, finals: Sequence[tuple[float, SkinnyTile]], library: float) -> Choice | None:
+    """The winner, which must beat the library where that does the same work; None if nothing can run."""
+    won = finals[0] if finals else None
+    if product.operation == "linear" and (won is None or won[0] * _LEAST_GAIN > library):
+        return Choice(LIBRARY, {}, library, library)
+    return None if won is None else Choice(IMPLEMENTATION, asdict(won[1]), won[0], library)
+
+
+class _Bench:
+    """One product with weights that take turns, so that each call reads its own from memory."""
+
+    def __init__(self, product: Product) -> None:
+        torch.cuda.empty_cache()
+        self._product, self._weights = product, product.weights()
+
+    def library(self, rows: int) -> float:
+        """Seconds of the library's product alone."""
+        x = self._product.call(rows, self._weights[0]).x
+        calls = [partial(F.linear, x, weight) for weight in self._weights]
+        return time_replayed(calls, repeats=_LAST_REPEATS, estimate=self._product.estimate(rows)).seconds
+
+    def fastest(self, rows: int, tiles: Iterable[SkinnyTile], repeats: int) -> list[tuple[float, SkinnyTile]]:
+        """Seconds of a call with each tile that is right, the fastest first."""
+        call = self._product.call(rows, self._weights[0])
+        exact = self._exact(call)
+        found = []
+        for tile in tiles:
+            if self._is_right(call, tile, exact):
+                calls = [partial(multiply, replace(call, weight=weight), tile) for weight in self._weights]
+                timing = time_replayed(calls, repeats=repeats, estimate=self._product.estimate(rows))
+                found.append((timing.seconds, tile))
+        return sorted(found, key=lambda one: one[0])
+
+    def _exact(self, call: SkinnyProduct) -> Tensor:
+        wide = (part.float() if isinstance(part, Tensor) else part for part in arguments(call))
+        result = self._product.operator.reference(*wide)
+        exact: Tensor = result[0] if isinstance(result, tuple) else result
+        return exact
+
+    def _is_right(self, call: SkinnyProduct, tile: SkinnyTile, exact: Tensor) -> bool:
+        """Whether a tile can run and its result is right; if not, a line says why it is not used."""
+        try:
+            result = multiply(call, tile)[0]
+        except (TritonError, ValueError) as error:
+            print(f"{tile} cannot run: {str(error).splitlines()[0]}", file=sys.stderr)
+            return False
+        # One rounding to 16 bits, beside what sums in float32 lose.
+        allowed = exact.abs() * (1.1 * 2**-8) + exact.abs().max() * 1e-4
+        right = bool(((result.float() - exact).abs() <= allowed).all())
+        if not right:
+            print(f"{tile} is wrong for {self._product} with {len(call.x)} rows: not used", file=sys.stderr)
+        return right
+
+
+Calls = dict[tuple[Product, int], list[SkinnyTile]]
+
+
+def _compile_ahead(compilers: ProcessPoolExecutor, calls: Calls) -> None:
+    """Fill Triton's cache on disk with the kernels of these calls, each once as far as their arguments tell."""
+    different = {}
+    for (product, rows), tiles in calls.items():
+        call = product.call(rows, torch.empty(product.out, product.width, dtype=DTYPE, device="meta"))
+        for tile in tiles:
+            planned = launch(call, tile)
+            kinds = tuple(argument is None for argument in planned.args)
+            different[planned.kernel.__name__, kinds, str(planned.options)] = (product, rows, tile)
+    list(compilers.map(_compile, different.values(), chunksize=4))
+
+
+def _compile(what: tuple[Product, int, SkinnyTile]) -> None:
+    product, rows, tile = what
+    weight = torch.empty(product.out, product.width, dtype=DTYPE, device="meta")
+    with suppress(TritonError):  # what cannot run is named when its turn comes
+        launch(product.call(rows, weight), tile).compile()

@@ -1,0 +1,176 @@
+"""What the requests of a load ask: random prompts, prompts with shared prefixes, or those of a file."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from strata.bench.load.send import LoadRequest
+from strata.files.json_object import why_no_json
+
+TEMPERATURE = 0.6
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request. prompt: token ids, text, or the messages of a chat. due: seconds from the start, in a trace."""
+
+    prompt: list[int] | str | Messages
+    output_tokens: int
+    due: float | None = None
+
+
+class RequestSet(Protocol):
+    """A data set. `asks` gives so many requests, the same for the same seed."""
+
+    def asks(self, count: int, seed: int) -> list[Ask]: ...
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts and outputs, drawn evenly from mean * (1 - spread) to mean * (1 + spread)."""
+
+    prompt: int
+    output: int
+    spread: float = 0.0
+
+    def draw(self, draw: random.Random) -> tuple[int, int]:
+        return self._around(self.prompt, draw), self._around(self.output, draw)
+
+    @property
+    def most(self) -> int:
+        """Of a prompt and its output together."""
+        return int(self.prompt * (1 + self.spread)) + int(self.output * (1 + self.spread))
+
+    def _around(self, mean: int, draw: random.Random) -> int:
+        return draw.randint(max(1, round(mean * (1 - self.spread))), int(mean * (1 + self.spread)))
+
+
+@dataclass(frozen=True)
+class RandomSet:
+    """Prompts of ids drawn from `ids`, which share nothing."""
+
+    lengths: Lengths
+    ids: Sequence[int]
+
+    def asks(self, count: int, seed: int) -> list[Ask]:
+        draw = random.Random(seed)
+        lengths = (self.lengths.draw(draw) for _ in range(count))
+        return [Ask(draw.choices(self.ids, k=prompt), output) for prompt, output in lengths]
+
+
+@dataclass(frozen=True)
+class SharedPrefixSet:
+    """Random prompts that begin with the `prefix_tokens` ids of one of `groups` prefixes, each group equally often."""
+
+    lengths: Lengths
+    ids: Sequence[int]
+    groups: int
+    prefix_tokens: int
+
+    def asks(self, count: int, seed: int) -> list[Ask]:
+        draw = random.Random(seed)
+        prefixes = [draw.choices(self.ids, k=self.prefix_tokens) for _ in range(self.groups)]
+        of_group = [number % self.groups for number in range(count)]
+        draw.shuffle(of_group)
+        rest = RandomSet(self.lengths, self.ids).asks(count, draw.getrandbits(64))
+        return [
+            Ask([*prefixes[group], *ask.prompt], ask.output_tokens) for group, ask in zip(of_group, rest, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class FileSet:
+    """The first requests of a file, in its order. The seed draws the prompts of which it says the length alone."""
+
+    path: Path
+    rows: tuple[FileRow, ...]
+    output_tokens: int
+    ids: Sequence[int]
+
+    def asks(self, count: int, seed: int) -> list[Ask]:
+        if count > len(self.rows):
+            raise ValueError(f"{self.path} has {len(self.rows)} requests, --num-prompts asks for {count}")
+        draw = random.Random(seed)
+        return [self._ask(row, draw) for row in self.rows[:count]]
+
+    def _ask(self, row: FileRow, draw: random.Random) -> Ask:
+        prompt = row.messages or row.prompt or draw.choices(self.ids, k=row.input_length or 1)
+        due = None if row.timestamp is None else (row.timestamp - (self.rows[0].timestamp or 0.0)) / 1e3
+        return Ask(prompt, row.output_length or self.output_tokens, due)
+
+
+class FileRow(msgspec.Struct, frozen=True):
+    """One line of a data set; other fields are ignored.
+
+    One of: prompt (text or token ids), messages (of a chat), input_length (tokens of a random prompt).
+    output_length: tokens of the answer. timestamp: milliseconds, as in the traces of Mooncake.
+    """
+
+    prompt: str | list[int] | None = None
+    messages: Messages | None = None
+    input_length: int | None = None
+    output_length: int | None = None
+    timestamp: float | None = None
+
+
+def read_rows(path: Path, timed: bool) -> tuple[FileRow, ...]:
+    """The requests of a JSON-lines file. timed: each must have a timestamp, none before that of the line above.
+
+    Raises ValueError that names the line at fault.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ValueError(f"--dataset is random, shared-prefix or a JSON-lines file; {path}: {error.strerror}") from None
+    rows: list[FileRow] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = msgspec.json.decode(line, type=FileRow)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, {why_no_json(line, error, number)}") from None
+        _check_row(row, rows[-1] if rows else None, timed, f"{path}, line {number}")
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"{path} has no requests")
+    return tuple(rows)
+
+
+def encode(ask: Ask, model: str) -> LoadRequest:
+    """A streamed request for exactly `ask.output_tokens` tokens."""
+    chat = isinstance(ask.prompt, list) and isinstance(ask.prompt[0], dict)
+    body = {
+        "model": model,
+        "messages" if chat else "prompt": ask.prompt,
+        "max_tokens": ask.output_tokens,
+        "ignore_eos": True,
+        "temperature": TEMPERATURE,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    return LoadRequest(path, json.dumps(body).encode(), ask.output_tokens)
+
+
+def _check_row(row: FileRow, before: FileRow | None, timed: bool, where: str) -> None:
+    given = [name for name in ("prompt", "messages", "input_length") if getattr(row, name)]
+    if len(given) != 1:
+        raise ValueError(f"{where} must have one of prompt, messages and input_length (not empty), has {given}")
+    for name in ("input_length", "output_length"):
+        value = getattr(row, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{where}: {name} must be at least 1, got {value}")
+    if timed and row.timestamp is None:
+        raise ValueError(f"{where} has no timestamp (milliseconds), which --replay needs")
+    if timed and before is not None and (row.timestamp or 0.0) < (before.timestamp or 0.0):
+        raise ValueError(f"{where}: timestamp {row.timestamp} is before that of the line above, {before.timestamp}")

@@ -1,0 +1,102 @@
+"""Sending a load: each request when it is due, and exactly one outcome for each."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import uvloop
+
+from strata.bench.load.answer import Answer, Fault
+from strata.bench.load.connection import Client, ConnectionCut
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """output_tokens: how many the answer must have."""
+
+    path: str
+    body: bytes
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one request; times are seconds from the start of the load.
+
+    due: when it was to be sent. sent: when it was. times: when each chunk with text came. fault: None if all is well.
+    """
+
+    due: float
+    sent: float
+    times: tuple[float, ...]
+    ended: float
+    prompt_tokens: int
+    output_tokens: int
+    fault: Fault | None
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on uvloop, with as many open connections as the system lets this process have."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
+
+
+async def send_all(
+    client: Client,
+    requests: Sequence[LoadRequest],
+    due: Sequence[float],
+    *,
+    max_concurrency: int | None,
+    timeout: float,
+    on_end: Callable[[], None] = lambda: None,
+) -> list[Outcome]:
+    """The outcome of each request, in order.
+
+    due: when each is sent, in seconds from now, rising; with `max_concurrency` of them under way, the next one waits.
+    timeout: seconds after which a request is given up. on_end: called as each request ends.
+    """
+    slots = asyncio.Semaphore(max_concurrency or len(requests))
+    start = time.perf_counter()
+
+    async def send(request: LoadRequest, at: float) -> Outcome:
+        try:
+            return await _send(client, request, start, at, timeout)
+        finally:
+            slots.release()
+            on_end()
+
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for request, at in zip(requests, due, strict=True):
+            if (wait := start + at - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            await slots.acquire()
+            tasks.append(group.create_task(send(request, at)))
+    return [task.result() for task in tasks]
+
+
+async def _send(client: Client, request: LoadRequest, start: float, due: float, timeout: float) -> Outcome:
+    answer = Answer()
+    sent = time.perf_counter()
+    try:
+        async with asyncio.timeout(timeout):
+            status = await client.post(request.path, request.body, answer.append)
+        fault = answer.fault(status, request.output_tokens)
+    except TimeoutError:
+        fault = Fault("timeout", f"no end within {timeout:g} s", lost=True)
+    except ConnectionCut as error:
+        fault = Fault("cut", str(error), lost=True)
+    except OSError as error:
+        fault = Fault("connect", str(error), lost=True)
+    ended = time.perf_counter()
+    times = tuple(moment - start for moment in answer.times)
+    return Outcome(due, sent - start, times, ended - start, answer.prompt_tokens, answer.output_tokens, fault)

@@ -1,0 +1,103 @@
+"""What a load generator must know of the server first: that it is there, what it serves, which tokens it has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import msgspec
+
+from strata.bench.load.answer import refusal_message
+from strata.bench.load.connection import Client, ConnectionCut
+from strata.bench.load.request_sets import Ask
+from strata.bench.load.send import LoadRequest, send_all
+
+KEY_VARIABLE = "STRATA_API_KEY"
+# Patience with one request that is no part of the load, in seconds.
+PATIENCE = 120.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that a server offers. max_model_len: most tokens of prompt and output, None if it does not say."""
+
+    name: str
+    max_model_len: int | None
+
+
+async def find_model(client: Client, name: str | None) -> Served:
+    """The model of that name, or the first that the server offers. Raises ValueError without a server or model."""
+    models = await _ask(client, "/v1/models", None, _Models)
+    served = [Served(model.id, model.max_model_len) for model in models.data]
+    if not served:
+        raise ValueError(f"the server at {client.url} offers no model")
+    found = served[0] if name is None else next((model for model in served if model.name == name), None)
+    if found is None:
+        offered = ", ".join(model.name for model in served)
+        raise ValueError(f"the server at {client.url} has no model {name!r}: --model is one of {offered}")
+    return found
+
+
+async def text_ids(client: Client, model: str) -> list[int]:
+    """The distinct token ids of a random text: ids that the server's vocabulary has and that are not special."""
+    draw = random.Random(0)
+    words = ("".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 8))) for _ in range(2000))
+    question = {"model": model, "prompt": " ".join(words), "add_special_tokens": False}
+    return sorted(set((await _ask(client, "/tokenize", question, _Tokens)).tokens))
+
+
+async def as_chats(client: Client, model: str, asks: Sequence[Ask]) -> list[Ask]:
+    """Prompts as chats of one message: their text, or the text of their ids, whose number that keeps about the same."""
+    chats = []
+    for ask in asks:
+        prompt = ask.prompt
+        if isinstance(prompt, list) and isinstance(prompt[0], int):
+            prompt = (await _ask(client, "/detokenize", {"model": model, "tokens": prompt}, _Text)).prompt
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        chats.append(replace(ask, prompt=messages))
+    return chats
+
+
+async def try_one(client: Client, request: LoadRequest) -> None:
+    """Send one request before the load. Raises ValueError with what the server has against it."""
+    (outcome,) = await send_all(client, [request], [0.0], max_concurrency=None, timeout=PATIENCE)
+    if outcome.fault is not None:
+        raise ValueError(f"{client.url}{request.path} failed ({outcome.fault.kind}): {outcome.fault.message}")
+
+
+async def _ask(client: Client, path: str, question: object, answer: type[T]) -> T:
+    try:
+        status, body = await client.call(path, question)
+    except (OSError, ConnectionCut) as error:
+        raise ValueError(
+            f"no server answers at {client.url} ({error}): start one with `strata serve`, or give its --url"
+        ) from None
+    if status == 401:
+        raise ValueError(f"the server at {client.url} wants an API key: set {KEY_VARIABLE} ({refusal_message(body)})")
+    if status != 200:
+        raise ValueError(f"{client.url}{path} answered HTTP {status}: {refusal_message(body)}")
+    try:
+        return msgspec.json.decode(body, type=answer)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{client.url}{path} answered something else than expected: {error}") from None
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class _Text(msgspec.Struct):
+    prompt: str

@@ -1,0 +1,192 @@
+"""Loads one after the other: the saturation of a server where rates are shares of it, then each rate."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from strata.bench.load import server
+from strata.bench.load.connection import Client
+from strata.bench.load.measures import figures
+from strata.bench.load.report import LoadResult
+from strata.bench.load.request_sets import (
+    Ask,
+    FileSet,
+    Lengths,
+    RandomSet,
+    RequestSet,
+    SharedPrefixSet,
+    encode,
+    read_rows,
+)
+from strata.bench.load.schedule import Rate, arrivals, saturation_rate
+from strata.bench.load.send import Outcome, send_all
+
+DRAWN = ("random", "shared-prefix")
+REQUESTS = 1000
+SATURATING_CONCURRENCY = 256
+
+Show = Callable[[LoadResult], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured.
+
+    dataset: one of DRAWN, or a file. chat: prompts become chats. requests: of each load; None for 1000, or all of the
+    file. rates: of the loads; None to send the file's requests at their timestamps. burstiness: see `arrivals`.
+    max_concurrency: most requests under way, None for no bound; if rates are shares of saturation, while that is
+    measured. objectives: milliseconds by name, of the goodput.
+    timeout: seconds after which a request is given up.
+    """
+
+    dataset: str
+    chat: bool
+    requests: int | None
+    lengths: Lengths
+    prefix_tokens: int
+    prefix_groups: int
+    rates: list[Rate] | None
+    burstiness: float
+    max_concurrency: int | None
+    objectives: dict[str, float]
+    timeout: float
+    seed: int
+
+    @property
+    def saturating(self) -> bool:
+        """Whether saturation must be measured first."""
+        return any(rate.of_saturation for rate in self.rates or ())
+
+
+async def measure(
+    client: Client, model: str | None, plan: Plan, show: Callable[[LoadResult], None]
+) -> list[LoadResult]:
+    """The result of each load, which `show` gets as it comes. Raises ValueError if the server cannot be measured."""
+    served = await server.find_model(client, model)
+    sweep = Sweep(client, served.name, plan, await _request_set(client, served, plan), show)
+    await sweep.try_one()
+    if plan.rates is None:
+        await sweep.replay()
+    saturation = await sweep.saturate() if plan.saturating else None
+    for rate in plan.rates or ():
+        await sweep.offer(rate, saturation)
+    return sweep.results
+
+
+class Sweep:
+    """The loads of a plan; `results` has those that are done. Each load draws prompts of its own from the seed, so that
+    none finds its prompts in the server's prefix cache (those of a file are what they are).
+    """
+
+    def __init__(self, client: Client, model: str, plan: Plan, asked: RequestSet, show: Show) -> None:
+        self.results: list[LoadResult] = []
+        self._started = datetime.now(UTC).isoformat(timespec="seconds")
+        self._client = client
+        self._model = model
+        self._plan = plan
+        self._asked = asked
+        self._show = show
+        self._seeds = random.Random(plan.seed)
+        self._requests = plan.requests or (len(asked.rows) if isinstance(asked, FileSet) else REQUESTS)
+
+    async def try_one(self) -> None:
+        """One request before all loads. Raises ValueError if it does not get what it asks for."""
+        (ask,) = await self._asks(1, self._seeds.getrandbits(64))
+        await server.try_one(self._client, encode(ask, self._model))
+
+    async def replay(self) -> None:
+        """The file's requests at their own times."""
+        asks = await self._asks(self._requests, self._plan.seed)
+        outcomes = await self._send(asks, [ask.due or 0.0 for ask in asks], self._plan.max_concurrency, "replay")
+        self._add(outcomes, None, None, self._plan.max_concurrency)
+
+    async def saturate(self) -> float:
+        """Requests a second that the server sustains with `max_concurrency` of them always under way."""
+        concurrency = self._plan.max_concurrency or SATURATING_CONCURRENCY
+        asks = await self._asks(self._requests, self._seeds.getrandbits(64))
+        outcomes = await self._send(asks, [0.0] * len(asks), concurrency, "saturation")
+        rate = saturation_rate([outcome.ended for outcome in outcomes if outcome.fault is None], concurrency)
+        self._add(outcomes, math.inf, rate, concurrency)
+        return rate
+
+    async def offer(self, rate: Rate, saturation: float | None) -> None:
+        """Requests at a rate. One that is a share of saturation is an open loop: no bound hides how long they wait."""
+        seed = self._seeds.getrandbits(64)
+        asks = await self._asks(self._requests, seed)
+        per_second = rate.per_second(saturation)
+        concurrency = None if rate.of_saturation else self._plan.max_concurrency
+        due = arrivals(len(asks), per_second, self._plan.burstiness, seed)
+        outcomes = await self._send(asks, due, concurrency, f"{per_second:.3g} requests/s")
+        self._add(outcomes, per_second, saturation if rate.of_saturation else None, concurrency)
+
+    async def _asks(self, count: int, seed: int) -> list[Ask]:
+        asks = self._asked.asks(count, seed)
+        return await server.as_chats(self._client, self._model, asks) if self._plan.chat else asks
+
+    async def _send(self, asks: list[Ask], due: list[float], concurrency: int | None, name: str) -> list[Outcome]:
+        requests = [encode(ask, self._model) for ask in asks]
+        columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+        console = Console(stderr=True)
+        with Progress(*columns, console=console, transient=True, refresh_per_second=2) as progress:
+            task = progress.add_task(name, total=len(requests))
+            return await send_all(
+                self._client,
+                requests,
+                due,
+                max_concurrency=concurrency,
+                timeout=self._plan.timeout,
+                on_end=lambda: progress.advance(task),
+            )
+
+    def _add(
+        self, outcomes: list[Outcome], rate: float | None, saturation: float | None, concurrency: int | None
+    ) -> None:
+        result = LoadResult(
+            started=self._started,
+            model=self._model,
+            data=_in_words(self._plan),
+            request_rate=rate,
+            saturation=saturation,
+            burstiness=self._plan.burstiness,
+            max_concurrency=concurrency,
+            seed=self._plan.seed,
+            figures=figures(outcomes, self._plan.objectives),
+        )
+        self.results.append(result)
+        self._show(result)
+
+
+async def _request_set(client: Client, served: server.Served, plan: Plan) -> RequestSet:
+    if plan.dataset not in DRAWN:
+        path = Path(plan.dataset)
+        rows = read_rows(path, timed=plan.rates is None)
+        drawn = any(row.input_length for row in rows)
+        return FileSet(path, rows, plan.lengths.output, await server.text_ids(client, served.name) if drawn else ())
+    shared = plan.prefix_tokens if plan.dataset == "shared-prefix" else 0
+    most = plan.lengths.most + shared
+    if served.max_model_len is not None and most > served.max_model_len:
+        raise ValueError(
+            f"requests have up to {most} tokens with their answers, {served.name} takes {served.max_model_len}: "
+            f"lower --input-len{', --prefix-len' if shared else ''} or --output-len"
+        )
+    ids = await server.text_ids(client, served.name)
+    return SharedPrefixSet(plan.lengths, ids, plan.prefix_groups, shared) if shared else RandomSet(plan.lengths, ids)
+
+
+def _in_words(plan: Plan) -> str:
+    lengths = plan.lengths
+    if plan.dataset not in DRAWN:
+        return Path(plan.dataset).name
+    spread = f" (+-{lengths.spread:.0%})" if lengths.spread else ""
+    words = f"{plan.dataset} prompts of {lengths.prompt}{spread} and answers of {lengths.output}{spread} tokens"
+    if plan.dataset == "shared-prefix":
+        words += f", {plan.prefix_groups} prefixes of {plan.prefix_tokens}"
+    return f"{words}, as chats" if plan.chat else words

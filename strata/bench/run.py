@@ -1,0 +1,120 @@
+"""Running one inference test on an engine: what it is started with, the timed call, and the floor to compare with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from strata.bench import workloads
+from strata.bench.result import cpu_name
+from strata.hardware.specs import recognize
+from strata.models.folder import folder_or_shape
+
+if TYPE_CHECKING:
+    from strata.engine.llm import LLM
+
+# Where memory is short. The engine's own advice names options that `strata bench` does not have.
+_ADVICE = "take a smaller model, a --dtype of fewer bytes, or a machine with more memory"
+# Output tokens of each request in the run before the timed ones, which compiles and fills what the first run needs.
+WARMUP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The engine that a test runs on, as the command line asks for it."""
+
+    model: str
+    load_format: str | None
+    dtype: str
+    device: str
+    deterministic: bool
+
+    @property
+    def source(self) -> str:
+        """Where the model comes from: a folder, or a shape by its name."""
+        return folder_or_shape(self.model)
+
+    def llm_options(self) -> dict[str, Any]:
+        """The keyword arguments of LLM: no prefix cache, so that every repetition does all the work."""
+        from strata.bench.costing import find_config
+        from strata.models.shapes import SHAPES
+
+        length = min(workloads.MAX_MODEL_LEN, find_config(self.source).longest)
+        return {
+            "model": self.source,
+            "load_format": self.load_format or ("dummy" if self.model in SHAPES else "auto"),
+            "dtype": self.dtype,
+            "device": self.device,
+            "max_model_len": length,
+            "enable_prefix_caching": False,
+            "skip_tokenizer_init": True,
+            "deterministic": self.deterministic,
+            "seed": 0,
+        }
+
+    def test_name(self, name: str) -> str:
+        """Deterministic mode is a test of its own, so that it does not pass for the newest result of the other."""
+        return f"{name}-deterministic" if self.deterministic else name
+
+
+def started(setup: Setup, test: workloads.Test) -> LLM:
+    """An engine that has run a short form of the test once."""
+    llm = engine(setup.llm_options())
+    call(llm, test, WARMUP_TOKENS)
+    return llm
+
+
+def engine(llm_options: Mapping[str, Any]) -> LLM:
+    """Raises ValueError for a model that does not fit in the memory, with what a user of `strata bench` can change."""
+    from strata import LLM
+    from strata.engine.ledger import PoolTooSmall
+
+    try:
+        return LLM(**llm_options)
+    except PoolTooSmall as error:
+        raise ValueError(error.with_advice(_ADVICE)) from None
+
+
+def call(llm: LLM, test: workloads.Test, most: int | None = None) -> float:
+    """Seconds of one `generate` with the requests of a test, each cut to `most` output tokens if that is given.
+
+    Raises RuntimeError if a request did not yield as many tokens as it was asked for.
+    """
+    from strata import SamplingParams
+
+    vocabulary = llm.engine.config.vocab_size
+    prompts = [{"prompt_token_ids": [token % vocabulary for token in prompt]} for prompt in test.prompts]
+    lengths = [output if most is None else min(output, most) for output in test.outputs]
+    params = [SamplingParams(temperature=test.temperature, max_tokens=length, ignore_eos=True) for length in lengths]
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    yielded = [len(output.outputs[0].token_ids) for output in outputs]
+    if yielded != lengths:
+        raise RuntimeError(f"{test.name} asked for {sum(lengths)} output tokens and got {sum(yielded)}")
+    return seconds
+
+
+def floor_on(test: workloads.Test, setup: Setup, product: str) -> float | None:
+    """The least seconds of a test on a device, by the cost of the model's graph.
+
+    None if the device is not in the database.
+    """
+    from strata.bench.costing import dtype_name, find_config, meta_model
+    from strata.models.config import DTYPES
+
+    device = recognize(product)
+    if device is None:
+        return None
+    model = meta_model(find_config(setup.source), DTYPES.get(setup.dtype))
+    return test.floor(model.step_costs().step, device, dtype_name(model.dtype))
+
+
+def device_name(llm: LLM) -> str:
+    """The device that an engine runs on, as its driver or the system names it."""
+    import torch
+
+    device = llm.engine.device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()

@@ -1,0 +1,128 @@
+"""What a CUDA device does while a test runs: when each step begins and ends, and every kernel of a traced call."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from strata.bench.result import HostGap
+from strata.bench.run import call
+from strata.bench.trace import Interval, TraceTime, read_trace
+
+if TYPE_CHECKING:
+    from strata.bench.workloads import Test
+    from strata.engine.llm import LLM
+    from strata.engine.runner import StepObserver
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """A call without a profiler, in seconds.
+
+    wall: by the host's clock. steps: from each step's begin to its end, gaps: from there to the next, by the device's.
+    """
+
+    wall: float
+    steps: tuple[float, ...]
+    gaps: tuple[float, ...]
+
+    @property
+    def host(self) -> float:
+        """What the device waited between steps, before the first and after the last."""
+        return self.wall - sum(self.steps)
+
+    @property
+    def host_gap(self) -> HostGap:
+        """Zeros for a call of one step."""
+        if len(self.gaps) < 2:
+            return HostGap(sum(self.gaps), sum(self.gaps))
+        return HostGap(statistics.median(self.gaps), statistics.quantiles(self.gaps, n=100, method="inclusive")[-1])
+
+
+class _StepEvents:
+    """Records a CUDA event where each step begins and where it ends."""
+
+    def __init__(self) -> None:
+        self.begins: list[torch.cuda.Event] = []
+        self.ends: list[torch.cuda.Event] = []
+
+    def begin(self) -> None:
+        self.begins.append(self._recorded())
+
+    def end(self) -> None:
+        self.ends.append(self._recorded())
+
+    @staticmethod
+    def _recorded() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class _StepMarks:
+    """Lets a kernel that nothing else launches run where each step ends."""
+
+    KERNEL = "spin_kernel"
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        torch.cuda._sleep(1)  # one clock cycle
+        self.count += 1
+
+
+@contextmanager
+def _observed(llm: LLM, observer: StepObserver) -> Iterator[None]:
+    llm.engine.loop.observe(observer)
+    try:
+        yield
+    finally:
+        llm.engine.loop.observe(None)
+
+
+def time_steps(llm: LLM, test: Test) -> StepTimes:
+    """Run a test once; its steps as the device saw them. The events cost the host a few microseconds a step."""
+    events = _StepEvents()
+    with _observed(llm, events):
+        wall = call(llm, test)
+    torch.cuda.synchronize(llm.engine.device)
+    steps = zip(events.begins, events.ends, strict=True)
+    gaps = zip(events.ends[:-1], events.begins[1:], strict=True)
+    return StepTimes(
+        wall,
+        tuple(begin.elapsed_time(end) / 1e3 for begin, end in steps),
+        tuple(end.elapsed_time(begin) / 1e3 for end, begin in gaps),
+    )
+
+
+def trace(llm: LLM, test: Test) -> TraceTime:
+    """Run a test once under the profiler, which records what runs on the device and nothing of the host.
+
+    Raises RuntimeError if the trace lacks steps, which happens when the profiler runs out of buffers.
+    """
+    marks = _StepMarks()
+    with _observed(llm, marks), profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        call(llm, test)
+    assert profiled.profiler is not None
+    assert profiled.profiler.kineto_results is not None
+    # The profiler's own records: its Python events would take many times the memory.
+    recorded = [
+        Interval(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in profiled.profiler.kineto_results.events()
+        if event.device_type().name == "CUDA"
+    ]
+    work = [interval for interval in recorded if _StepMarks.KERNEL not in interval.name]
+    ends = [interval for interval in recorded if _StepMarks.KERNEL in interval.name]
+    if len(ends) != marks.count:
+        raise RuntimeError(f"the trace holds {len(ends)} of {marks.count} steps; trace a shorter test")
+    return read_trace(work, ends)

@@ -1,0 +1,169 @@
+"""Where the time of a traced call went: kernels, the gaps between them inside a step, and the gaps between steps.
+
+Pure arithmetic on what a device did when; `strata.bench.step_observers` records it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+# What a kernel does, by the first kind of which its name, in small letters, holds a word. Strata's own kernels, those
+# of cuBLAS and cuDNN, and those of ATen.
+KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("attention", ("attention", "fixed_decode", "fixed_prefill", "kv_read", "sdpa", "flash", "fmha")),
+    ("product", ("gemv", "dot_kernel", "linear", "gemm", "nvjet", "cutlass", "splitk")),
+    ("norm", ("norm",)),
+    ("rotation and KV write", ("rope", "kv_write", "rotate_heads")),
+    ("activation", ("silu",)),
+    ("sampling", ("bitmask", "gumbel", "filter_bounds", "logprob", "argmax")),
+    ("copy", ("memcpy", "memset", "copy")),
+    ("lookup", ("embedding", "index", "gather", "newest_tokens")),
+    ("loss", ("softmax_gradient",)),
+    ("quantization", ("quantize", "largest_kernel")),
+    ("optimizer", ("adamw", "muon")),
+    ("experts", ("combine", "grouped_kernel")),
+)
+OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A kernel, copy or fill on the device. start, end: nanoseconds of one clock."""
+
+    name: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class KindTime:
+    """Kernels of one kind: how many, and their time added up in seconds (kernels may overlap)."""
+
+    kernels: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class GapSplit:
+    """The seconds of a call: wall = floor + (busy - floor) + launch + host.
+
+    floor: None if it is not known. busy: the device runs something. launch: it waits inside a step. host: it waits
+    between steps, before the first or after the last.
+    """
+
+    wall: float
+    floor: float | None
+    busy: float
+    launch: float
+    host: float
+
+    def parts(self) -> dict[str, float]:
+        """What the wall time is made of besides the floor."""
+        kernels = {"kernels": self.busy} if self.floor is None else {"kernels over floor": self.busy - self.floor}
+        return {**kernels, "launch gaps": self.launch, "host gaps": self.host}
+
+    @property
+    def largest(self) -> str:
+        """The part that keeps the call farthest from its floor."""
+        parts = self.parts()
+        return max(parts, key=lambda name: parts[name])
+
+
+@dataclass(frozen=True)
+class TraceTime:
+    """The device's time from its first kernel to its last, in seconds by its own clock.
+
+    busy: something runs. host: idle after a step has ended, until the next begins. steps: how many. kernels_per_step:
+    the median. kinds: the longest first.
+    """
+
+    span: float
+    busy: float
+    host: float
+    steps: int
+    kernels_per_step: float
+    kinds: dict[str, KindTime]
+
+    @property
+    def idle_share(self) -> float:
+        return 1 - self.busy / self.span
+
+    def split(self, floor: float | None) -> GapSplit:
+        """The span beside the least seconds that its work could take."""
+        return GapSplit(self.span, floor, self.busy, self.span - self.busy - self.host, self.host)
+
+
+def kind_of(name: str) -> str:
+    """What a kernel of that name does, one of `KINDS` or `OTHER`."""
+    small = name.lower()
+    return next((kind for kind, words in KINDS if any(word in small for word in words)), OTHER)
+
+
+def read_trace(work: Iterable[Interval], marks: Iterable[Interval]) -> TraceTime:
+    """Add up what ran; each step ends at one of the `marks`, which count as idle themselves.
+
+    Intervals may overlap and come in any order. Raises ValueError if nothing ran.
+    """
+    ordered = sorted(work, key=lambda interval: interval.start)
+    if not ordered:
+        raise ValueError("the trace holds no kernel")
+    step_ends = sorted(mark.end for mark in marks)
+    busy = list(_merged(ordered))
+    idle = ((end, start) for (_, end), (start, _) in pairwise(busy))
+    span = busy[-1][1] - busy[0][0]
+    return TraceTime(
+        span=span / 1e9,
+        busy=sum(end - start for start, end in busy) / 1e9,
+        host=_between_steps(idle, step_ends) / 1e9,
+        steps=len(step_ends),
+        kernels_per_step=statistics.median(_kernels_of_steps(ordered, step_ends)),
+        kinds=_by_kind(ordered),
+    )
+
+
+def _merged(ordered: Sequence[Interval]) -> Iterator[tuple[int, int]]:
+    """The stretches in which something runs."""
+    start, end = ordered[0].start, ordered[0].end
+    for interval in ordered[1:]:
+        if interval.start > end:
+            yield start, end
+            start, end = interval.start, interval.end
+        else:
+            end = max(end, interval.end)
+    yield start, end
+
+
+def _between_steps(idle: Iterable[tuple[int, int]], step_ends: Sequence[int]) -> int:
+    """Of idle stretches, what lies after the end of a step: before it, the step's own last work was launched."""
+    total = 0
+    for start, end in idle:
+        at = bisect_left(step_ends, start)
+        if at < len(step_ends):
+            total += max(0, end - step_ends[at])
+    return total
+
+
+def _kernels_of_steps(work: Iterable[Interval], step_ends: Sequence[int]) -> list[int]:
+    """How many intervals start after the end of the step before; those after the last step belong to it."""
+    last = max(0, len(step_ends) - 1)
+    counts = Counter(min(last, bisect_left(step_ends, interval.start)) for interval in work)
+    return [counts[step] for step in range(last + 1)]
+
+
+def _by_kind(work: Iterable[Interval]) -> dict[str, KindTime]:
+    kernels: Counter[str] = Counter()
+    nanoseconds: Counter[str] = Counter()
+    for interval in work:
+        kernels[interval.name] += 1
+        nanoseconds[interval.name] += interval.end - interval.start
+    kinds: dict[str, KindTime] = {}
+    for name, count in kernels.items():
+        kind = kind_of(name)
+        before = kinds.get(kind, KindTime(0, 0.0))
+        kinds[kind] = KindTime(before.kernels + count, before.seconds + nanoseconds[name] / 1e9)
+    return dict(sorted(kinds.items(), key=lambda item: item[1].seconds, reverse=True))

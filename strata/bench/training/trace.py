@@ -1,0 +1,50 @@
+"""Where the time of a training step goes on the device: by kernel, and messages that nothing hides."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+from strata.bench.trace import kind_of
+
+_MESSAGE = "nccl"  # in the names of the kernels that send and receive
+_MOST = 45
+
+
+def traced(run: Callable[[], object]) -> dict[str, Any]:
+    """What `run` does on the device. kernels: milliseconds and number of launches of each, the longest first;
+    exposed_ms: how long messages, and nothing else, were under way.
+    """
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        run()
+    assert profiled.profiler is not None
+    assert profiled.profiler.kineto_results is not None
+    seconds: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    everything, work = [], []
+    for event in profiled.profiler.kineto_results.events():
+        if event.device_type().name != "CUDA":
+            continue
+        name = f"{kind_of(event.name())}: {event.name()[:90]}"
+        seconds[name] += event.duration_ns()
+        launches[name] += 1
+        interval = event.start_ns(), event.start_ns() + event.duration_ns()
+        everything.append(interval)
+        if _MESSAGE not in event.name().lower():
+            work.append(interval)
+    return {
+        "exposed_ms": round((covered(everything) - covered(work)) / 1e6, 3),
+        "kernels": {name: [round(time / 1e6, 3), launches[name]] for name, time in seconds.most_common(_MOST)},
+    }
+
+
+def covered(intervals: Iterable[tuple[int, int]]) -> int:
+    """How long at least one of the intervals (start, end) lasts."""
+    total, until = 0, 0
+    for start, end in sorted(intervals):
+        total += max(0, end - max(start, until))
+        until = max(until, end)
+    return total

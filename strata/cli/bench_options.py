@@ -1,0 +1,30 @@
+"""Options that the benchmarks share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from strata.bench.result import writable
+from strata.cli import options
+
+Model = Annotated[
+    str,
+    typer.Option(
+        help="A shape (0.6B, 1B, 8B, 30B-A3B) with random weights, a checkpoint folder, org/model of the Hugging Face "
+        "cache, or builtin."
+    ),
+]
+LoadFormat = Annotated[
+    str | None,
+    typer.Option(
+        help="auto or dummy; dummy for a shape if left out.", show_default=False, rich_help_panel=options.ENGINE
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line instead of text.")]
+Save = Annotated[
+    Path | None,
+    typer.Option(help="Append the result to this JSON-lines file.", callback=writable, show_default=False),
+]

@@ -1,0 +1,1 @@
+"""What an output has to be: grammars from what a request asks for, and masks of ids from grammars."""

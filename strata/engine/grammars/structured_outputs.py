@@ -1,0 +1,131 @@
+"""What an output has to be, as a grammar of llguidance: from a JSON schema, a regular expression, choices, or Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from strata.engine.grammars.closed_objects import with_closed_objects
+from strata.engine.grammars.number_bounds import with_inner_bounds
+
+# JSON is written as Python's json.dumps writes it: where blanks are free, a model can spend its tokens on them.
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+# A state of the lexer takes 1 to 2 kB, and a hostile pattern makes as many as it may: 40 MB a request at most.
+LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
+
+_MOST_ERROR_CHARACTERS = 500
+
+_TOO_DEEP = "the JSON schema nests too deep"
+
+
+def json_part(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """One of a grammar's parts, which others call `@name`: JSON that a schema describes, in one spacing.
+
+    Whether the schema is sound and supported shows at compilation. Raises ValueError for a keyword of llguidance's own,
+    and for a schema that nests too deep or whose parts would multiply (see `with_closed_objects`).
+    """
+    if "x-guidance" in schema:
+        raise ValueError("'x-guidance' is not a keyword of JSON Schema: leave it out")
+    try:
+        repaired = with_closed_objects(with_inner_bounds(schema))
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    return {"name": name, "json_schema": {**repaired, "x-guidance": SPACING}}
+
+
+def join_parts(*parts: Mapping[str, Any]) -> str:
+    """The text of a grammar, which begins with the first part."""
+    return json.dumps({"grammars": parts}, separators=(",", ":"))
+
+
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    """The text of a grammar of JSON that a schema describes."""
+    return join_parts(json_part("json", schema))
+
+
+def explain(error: str) -> str:
+    """What llguidance says is wrong, in one line and without the state of its parser."""
+    if error.startswith("NoExtension"):
+        return "nothing satisfies it"
+    if unsupported := re.match(r'Unimplemented keys: \["(.*)"\]', error):  # a list in Rust's notation
+        return "these keywords of JSON Schema cannot be enforced: " + unsupported[1].replace('", "', ", ")
+    line = error.partition("\n")[0]
+    if reason := re.search(r"^error: (.*)$", error, re.MULTILINE):  # of a regular expression, after a drawing of where
+        line = f"{line} {reason[1]}"
+    return line[:_MOST_ERROR_CHARACTERS]
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What the output has to be; one of these, with the names of vLLM.
+
+    json: a JSON schema, as an object or as text. json_object: any JSON object. regex: a regular expression that the
+    whole output matches (syntax of Rust's `regex`). choice: one of these texts. grammar: a grammar in GBNF ("root ::=
+    ..."), or in Lark as llguidance takes it.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        if len(given) != 1:
+            names = ", ".join(field.name for field in fields(self))
+            raise ValueError(f"structured outputs need exactly one of {names}, got {', '.join(given) or 'none'}")
+        if self.choice is not None and (isinstance(self.choice, str) or not self.choice or not all(self.choice)):
+            raise ValueError(f"choice must be a list of texts that are not empty, got {self.choice!r}")
+
+        if self.json_object not in (None, True):
+            raise ValueError(f"json_object must be True or left out, got {self.json_object!r}")
+
+    def to_grammar(self) -> str:
+        """The text of the grammar. Raises ValueError if `json` is no JSON object, or `grammar` no GBNF."""
+        return join_parts(self.part())
+
+    def part(self) -> dict[str, Any]:
+        """The grammar's one part. Raises ValueError as `to_grammar` does."""
+        if self.json is not None:
+            return json_part("json", read_schema(self.json))
+        if self.json_object:
+            return json_part("json", {"type": "object"})
+        if self.regex is not None:
+            rule: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(self.regex))["grammars"][0]
+            return {"name": "regex", "lark_grammar": rule["lark_grammar"]}
+        if self.choice is not None:
+            return {"name": "choice", "lark_grammar": "start: " + " | ".join(map(json.dumps, self.choice))}
+        assert self.grammar is not None
+        return {"name": "grammar", "lark_grammar": _lark(self.grammar)}
+
+
+def _lark(grammar: str) -> str:
+    if "::=" not in grammar:
+        return grammar
+    try:
+        return gbnf_to_lark(grammar)
+    except Exception as error:  # the library raises bare Exception, and RecursionError for what is nested deep
+        raise ValueError(f"the grammar is no GBNF: {str(error)[:_MOST_ERROR_CHARACTERS]}") from None
+
+
+def read_schema(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """A JSON schema that is given as an object or as text. Raises ValueError if it is no JSON object."""
+    if not isinstance(given, str):
+        return given
+    try:
+        schema = json.loads(given)
+    except ValueError as error:
+        raise ValueError(f"the JSON schema is no JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    if not isinstance(schema, dict):
+        raise ValueError(f"a JSON schema must be an object, got {given!r:.80}")
+    return schema

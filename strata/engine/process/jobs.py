@@ -1,0 +1,59 @@
+"""What clients of an engine have asked for, and how what comes of it is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from strata.engine.faults import why_no_id
+from strata.engine.plan import Update
+from strata.engine.process.messages import Delta, TokenLogprobs
+from strata.engine.request import Request, Sequence
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A generation that a client has asked for.
+
+    id: the client's. request: its id there is the scheduler's. sequences: its samples, once they are queued; running:
+        how many of them have not ended.
+    prompt_told: prompt tokens whose log-probabilities are told or never will be.
+    scheduled: when it was first admitted. told: whether the client has had a delta of it.
+    """
+
+    client: Client
+    id: str
+    request: Request
+    running: int
+    sequences: list[Sequence] = field(default_factory=list)
+    prompt_told: int = 1
+    scheduled: float | None = None
+    told: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """deltas: what the step that is being told has brought it. told: when it was last sent a Step."""
+
+    name: bytes
+    told: float
+    jobs: dict[str, Job] = field(default_factory=dict)
+    deltas: list[Delta] = field(default_factory=list)
+
+
+def delta_of(job: Job, update: Update, logprobs: list[TokenLogprobs] | None) -> Delta:
+    """What the client is told of an update to one of a job's samples."""
+    sequence, token, reason = update
+    if job.told and reason is None and logprobs is None and token is not None:
+        return Delta(job.id, sequence.index, [token])  # nearly all are
+    first, job.told = not job.told, True
+    return Delta(
+        job.id,
+        sequence.index,
+        [token] if token is not None else [],
+        reason,
+        sequence.stop_reason if isinstance(sequence.stop_reason, int) else None,
+        logprobs,
+        job.scheduled if first else None,
+        sequence.cached_tokens if first else None,
+        why_no_id(sequence) if token is None else None,
+    )

@@ -1,0 +1,359 @@
+"""One engine serves several clients: their messages in, and at every step what each of them gets. Knows no sockets."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+import traceback
+from collections.abc import Callable
+
+import msgspec
+from llguidance import LLMatcher
+from torch import Tensor
+
+from strata.engine.build import Engine, Log
+from strata.engine.embeddings.embedding_queue import EmbeddingQueue
+from strata.engine.embeddings.pooling import PoolRequest, check_vector
+from strata.engine.faults import EngineFault
+from strata.engine.grammars.grammar import GrammarCompiler
+from strata.engine.logprob_rows import LogprobRows
+from strata.engine.loop import StepOutput
+from strata.engine.process.jobs import Client, Job, delta_of
+from strata.engine.process.messages import (
+    PROTOCOL,
+    Abort,
+    Add,
+    Embed,
+    Embedding,
+    Fault,
+    Finish,
+    FromEngine,
+    Hello,
+    PromptLogprobs,
+    Ready,
+    Refused,
+    Statistics,
+    Step,
+    ToEngine,
+)
+from strata.engine.request import Request, Status
+from strata.engine.runner import PromptLogprobs as PromptLogprobTensors
+
+# How often clients hear how the engine stands when they hear nothing else, in seconds.
+TELL_EVERY = 0.5
+# How often it is looked whether a grammar has been compiled while there is nothing else to do, in seconds.
+LOOK_EVERY = 0.002
+
+Send = Callable[[bytes, bytes], bool]
+"""Sends a client a frame; returns whether the client is still there."""
+
+
+class Service:
+    """What a client does wrong concerns this client alone: it is refused, and the engine goes on.
+
+    model: its name, for clients. send: how frames reach a client, named by what `receive` was told. check: verify the
+    scheduler's books whenever the engine comes to rest; for tests, it walks all of them.
+    """
+
+    def __init__(self, engine: Engine, model: str, send: Send, log: Log, check: bool = False) -> None:
+        self._engine = engine
+        self._loop = engine.loop
+        self._send_frame = send
+        self._clock = time.monotonic
+        self._log = log
+        self._check = check
+        self._ready = _ready(engine, model)
+        self._clients: dict[bytes, Client] = {}
+        self._jobs: dict[str, Job] = {}  # by the id of their request in the scheduler
+        self._unscheduled: list[Job] = []
+        self._grammars = _compiler(engine, log)
+        self._embeddings = EmbeddingQueue(engine.pooler)
+        self._numbers = itertools.count()
+        self._steps = self._failed = 0
+        self._settled = True
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+
+    @property
+    def patience(self) -> float:
+        """How many seconds may pass until `step` is due: none while anything runs."""
+        if not self._loop.idle or self._embeddings:
+            return 0
+        return LOOK_EVERY if self._grammars is not None and self._grammars.pending else TELL_EVERY
+
+    def receive(self, name: bytes, frame: bytes) -> None:
+        """Take a frame of a client."""
+        try:
+            message = self._decode(frame)
+        except Exception as error:  # whatever is wrong with a frame, msgspec says it with several kinds
+            self._refuse_unread(name, frame, error)
+            return
+        self._settled = False
+        client = self._clients.get(name)
+        if isinstance(message, Hello):
+            self._greet(name, message.protocol)
+        elif client is None:
+            self._log(f"a {type(message).__name__} before any Hello is ignored")
+        elif isinstance(message, (Add, Embed)):
+            self._guarded(client, message)
+        elif isinstance(message, Abort):
+            for id in message.ids:
+                self._abort(client, id)
+        else:
+            self._finish(client, message)
+
+    def step(self) -> None:
+        """Run what there is to run, once, and send each client what it brought."""
+        if self._grammars is not None and self._grammars.pending:
+            self._queue_compiled(self._grammars)
+        began = self._clock()
+        self._embeddings.launch(beside_generations=not self._loop.idle)
+        output = None if self._loop.idle else self._loop.step()
+        if self._unscheduled:
+            self._note_scheduled(began)
+        if output is not None:
+            self._steps += 1
+            self._tell(output)
+        for (name, id), vector in self._embeddings.collect(wait=self._loop.idle):
+            self._tell_vector(self._clients[name], id, vector)
+
+    def report(self) -> None:
+        """Tell clients how the engine stands: at once when it has come to rest, else those who have heard nothing for
+        a while; that also finds out who is no longer there."""
+        now = self._clock()
+        rests = self.patience == TELL_EVERY
+        comes_to_rest = rests and not self._settled
+        self._settled = rests
+        if comes_to_rest and self._check:
+            self._loop.scheduler.check()
+        due = [client for client in self._clients.values() if comes_to_rest or now - client.told >= TELL_EVERY]
+        for client in due:
+            self._send_step(client, self.statistics(), now)
+
+    def fail(self, message: str) -> None:
+        """Tell all clients that the engine ends."""
+        for client in list(self._clients.values()):
+            self._send(client, Fault(message))
+
+    def statistics(self) -> Statistics:
+        scheduler = self._loop.scheduler
+        counted = scheduler.statistics
+        return Statistics(
+            running=scheduler.running,
+            waiting=scheduler.waiting + len(self._embeddings),
+            kv_usage=self._engine.pages.usage,
+            prefix_queries=counted.prefix_queries,
+            prefix_hits=counted.prefix_hits,
+            preemptions=counted.preemptions,
+            steps=self._steps,
+            failed=self._failed,
+        )
+
+    def _greet(self, name: bytes, protocol: int) -> None:
+        self._forget(name)
+        client = Client(name, self._clock())
+        if protocol != PROTOCOL:
+            self._send(client, Fault(f"the client speaks protocol {protocol}, the engine {PROTOCOL}"))
+            return
+        self._clients[name] = client
+        self._send(client, self._ready)
+
+    def _guarded(self, client: Client, message: Add | Embed) -> None:
+        """Take a request; what is wrong with it, even where nobody expected it, is told to its client alone."""
+        try:
+            if message.id in client.jobs or (client.name, message.id) in self._embeddings:
+                raise ValueError(f"request id {message.id!r} is in use by an unfinished request: choose another")
+            if isinstance(message, Add):
+                self._add(client, message)
+            else:
+                self._embeddings.add((client.name, message.id), PoolRequest(message.prompt, message.pooling))
+        except EngineFault:
+            raise
+        except ValueError as error:
+            self._send(client, Refused(message.id, str(error)))
+        except Exception as error:
+            self._log(traceback.format_exc())
+            self._send(client, Refused(message.id, f"the engine could not take the request: {error!r}"))
+
+    def _add(self, client: Client, message: Add) -> None:
+        if not math.isfinite(message.arrival):
+            raise ValueError(f"arrival must be finite, got {message.arrival}")
+        request = Request(
+            id=str(next(self._numbers)),
+            prompt=tuple(message.prompt),
+            params=message.params,
+            priority=message.priority,
+            arrival=message.arrival,
+            salt=message.salt,
+            eos_ids=self._engine.eos_ids,
+            bad_words=(*self._engine.bad_words, *(word for word in message.bad_words if word)),
+            grammar=message.grammar,
+        )
+        request.check_ids(self._engine.config.vocab_size)
+        job = Job(client, message.id, request, message.params.n)
+        if request.grammar is None:
+            self._queue(job, None)
+        elif self._grammars is None:
+            raise ValueError("this engine has no tokenizer that it could follow a grammar with")
+        else:
+            self._grammars.start(request.id, request.grammar)
+        client.jobs[message.id] = self._jobs[request.id] = job
+
+    def _queue(self, job: Job, matcher: LLMatcher | None) -> None:
+        job.sequences = self._loop.add(job.request, matcher)
+        self._unscheduled.append(job)
+
+    def _queue_compiled(self, grammars: GrammarCompiler) -> None:
+        for id, compiled in grammars.ready():
+            job = self._jobs.get(id)
+            if job is None:  # its client turned out to have left when it was told of the one before
+                continue
+            try:
+                if isinstance(compiled, str):
+                    raise ValueError(compiled)
+                self._queue(job, compiled)
+            except ValueError as error:
+                self._remove(job)
+                self._send(job.client, Refused(job.id, str(error)))
+
+    def _abort(self, client: Client, id: str) -> None:
+        job = client.jobs.get(id)
+        if job is not None:
+            self._loop.abort(job.request.id)
+            if self._grammars is not None:
+                self._grammars.cancel(job.request.id)
+            self._remove(job)
+        self._embeddings.drop((client.name, id))
+
+    def _finish(self, client: Client, message: Finish) -> None:
+        job = client.jobs.get(message.id)
+        if job is None or not 0 <= message.index < len(job.sequences):
+            return
+        sequence = job.sequences[message.index]
+        if not sequence.finished:
+            self._loop.finish(sequence, "stop", message.stop)
+            self._note_end(job)
+
+    def _forget(self, name: bytes) -> None:
+        """A client is gone, or begins anew."""
+        client = self._clients.pop(name, None)
+        if client is not None:
+            for id in list(client.jobs):
+                self._abort(client, id)
+            self._embeddings.drop_all(name)
+
+    def _note_end(self, job: Job) -> None:
+        job.running -= 1
+        if not job.running:
+            self._remove(job)
+
+    def _remove(self, job: Job) -> None:
+        del self._jobs[job.request.id]
+        del job.client.jobs[job.id]
+
+    def _note_scheduled(self, began: float) -> None:
+        still = []
+        for job in self._unscheduled:
+            if job.sequences[0].status is Status.WAITING:
+                still.append(job)
+            else:
+                job.scheduled = began
+        self._unscheduled = still
+
+    def _tell(self, output: StepOutput) -> None:
+        for part in output.prompt_logprobs:
+            self._tell_prompt(part)
+        rows = LogprobRows(output.logprobs) if output.logprobs is not None else None
+        told: list[Client] = []
+        for update in output.updates:
+            job = self._jobs.get(update.sequence.request.id)
+            if job is None:
+                continue
+            deltas = job.client.deltas
+            if not deltas:
+                told.append(job.client)
+            entry = None
+            most = job.request.params.logprobs
+            if rows is not None and most is not None and update.token is not None:
+                entry = [rows.entry(output.rows[update.sequence.id], update.token, most)]
+            deltas.append(delta_of(job, update, entry))
+            if update.finish_reason is not None:
+                self._note_end(job)
+                self._failed += not job.running and update.finish_reason == "error"
+        if told:
+            statistics, now = self.statistics(), self._clock()
+            for client in told:
+                self._send_step(client, statistics, now)
+
+    def _tell_prompt(self, part: PromptLogprobTensors) -> None:
+        """Log-probabilities of a part of a prompt, without what was told before a preemption."""
+        job = self._jobs.get(part.sequence.request.id)
+        rows = LogprobRows(part.tensors)
+        if job is None or part.first + len(rows) <= job.prompt_told:
+            return
+        first, job.prompt_told = job.prompt_told, part.first + len(rows)
+        prompt, most = job.request.prompt, job.request.params.prompt_logprobs or 0
+        told = [rows.entry(at - part.first, prompt[at], most) for at in range(first, job.prompt_told)]
+        self._send(job.client, PromptLogprobs(job.id, first, told))
+
+    def _tell_vector(self, client: Client, id: str, vector: Tensor) -> None:
+        try:
+            check_vector(vector)
+        except ValueError as error:
+            self._failed += 1
+            self._send(client, Refused(id, str(error)))
+            return
+        self._send(client, Embedding(id, vector.numpy().astype("<f4").tobytes()))
+
+    def _refuse_unread(self, name: bytes, frame: bytes, error: Exception) -> None:
+        self._log(f"a frame of {len(frame)} bytes that is no message: {error}")
+        try:
+            id = msgspec.msgpack.decode(frame, type=_Named).id
+        except Exception:  # nobody can be told whose it was
+            return
+        if name in self._clients:
+            self._send(self._clients[name], Refused(id, str(error)))
+
+    def _send_step(self, client: Client, statistics: Statistics, now: float) -> None:
+        deltas, client.deltas, client.told = client.deltas, [], now
+        self._send(client, Step(deltas, statistics))
+
+    def _send(self, client: Client, message: FromEngine) -> None:
+        if not self._send_frame(client.name, self._encode(message)):
+            self._forget(client.name)
+
+
+def _ready(engine: Engine, model: str) -> Ready:
+    scheduler = engine.loop.scheduler
+    return Ready(
+        model=model,
+        vocab_size=engine.config.vocab_size,
+        hidden_size=engine.config.hidden_size,
+        max_model_len=engine.max_model_len,
+        eos_ids=sorted(engine.eos_ids),
+        default_params=engine.default_params,
+        max_sequences=scheduler.config.max_sequences,
+        num_pages=engine.pages.num_pages,
+        page_size=engine.pages.page_size,
+        device=engine.ledger.device,
+        startup=engine.startup,
+        pid=os.getpid(),
+    )
+
+
+def _compiler(engine: Engine, log: Log) -> GrammarCompiler | None:
+    if engine.tokenizer is None:
+        return None
+    try:
+        return GrammarCompiler(engine.tokenizer, engine.eos_ids, engine.config.vocab_size)
+    except ValueError as error:
+        log(f"structured output is off: {error}")
+        return None
+
+
+class _Named(msgspec.Struct):
+    """As much of a message as it takes to refuse it."""
+
+    id: str

@@ -1,0 +1,1 @@
+"""What users and checkpoints' folders hold, read strictly: JSON, TOML, downloads, locks. Loads no torch."""

@@ -1,0 +1,1 @@
+"""What stands between the two products of an MLP."""

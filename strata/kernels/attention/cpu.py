@@ -1,0 +1,95 @@
+"""Attention on a CPU: library kernels over views of the pools, or over tiles of keys and values that fit the cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from strata.kernels.attention.cpu_plan import DecodeGroup, PromptChunk, Schedule, plan
+from strata.kernels.state.paged import PagedKV
+
+
+def planned(pages: PagedKV, offsets: Tensor, windows: Iterable[int | None] = (None,)) -> PagedKV:
+    """`pages` with the plan of this step's attention, for a model whose layers use these windows (CPU only)."""
+    return dataclasses.replace(pages, plan=plan(offsets, pages.lengths, pages.tables, pages.keys[0], windows))
+
+
+def _schedule(pages: PagedKV, offsets: Tensor, window: int | None) -> Schedule:
+    if pages.plan is not None and window in pages.plan.schedules:
+        return pages.plan.schedules[window]
+    return plan(offsets, pages.lengths, pages.tables, pages.keys[0], (window,)).schedules[window]
+
+
+def paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Queries of a mixed batch against the pools; no more than a tile (or one sequence) is copied at a time."""
+    assert pages is not None
+    work = _schedule(pages, offsets, window)
+    keys = pages.keys[layer].view(-1, *k.shape[1:])
+    values = pages.values[layer].view(-1, *k.shape[1:])
+    if not work.chunks and not work.padded and len(work.groups) == 1 and isinstance(work.groups[0].rows, slice):
+        return _decode(q, keys, values, work.groups[0], scale)
+    out = q.new_zeros(q.shape) if work.padded else q.new_empty(q.shape)
+    for group in work.groups:
+        if isinstance(group.rows, slice):
+            out[group.rows] = _decode(q[group.rows], keys, values, group, scale)
+        else:
+            out.index_copy_(0, group.rows, _decode(q.index_select(0, group.rows), keys, values, group, scale))
+    for chunk in work.chunks:
+        _prefill(out, q, k, v, keys, values, chunk, scale)
+    return out
+
+
+def _stage(keys: Tensor, values: Tensor, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and values at `slots`: views where those lie in a row, else copies."""
+    if isinstance(slots, slice):
+        return keys[slots], values[slots]
+    # One allocation for both: glibc returns two large neighbours to the system as soon as they are free, and every
+    # layer would fault their pages in again.
+    staged_keys, staged_values = keys.new_empty((2, len(slots), *keys.shape[1:]))
+    torch.index_select(keys, 0, slots, out=staged_keys)
+    torch.index_select(values, 0, slots, out=staged_values)
+    return staged_keys, staged_values
+
+
+def _decode(q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, scale: float) -> Tensor:
+    """One query a sequence: the query heads of one KV head are the rows of one product."""
+    heads, dim = keys.shape[1:]
+    shape = (group.sequences, -1, heads, dim)
+    k, v = (x.view(shape).transpose(1, 2) for x in _stage(keys, values, group.slots))
+    rows = q.unflatten(1, (heads, -1))
+    return sdpa(rows, k, v, attn_mask=group.mask, scale=scale).reshape(q.shape)
+
+
+def _prefill(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, chunk: PromptChunk, scale: float
+) -> None:
+    if chunk.slots is None:
+        k, v = k[chunk.rows], v[chunk.rows]
+    else:
+        k, v = _stage(keys, values, chunk.slots)
+    q, out = q[chunk.rows], out[chunk.rows]
+    for tile in chunk.tiles:
+        result = sdpa(
+            q[tile.rows].transpose(0, 1)[None],
+            k[tile.keys].transpose(0, 1)[None],
+            v[tile.keys].transpose(0, 1)[None],
+            attn_mask=tile.mask,
+            is_causal=tile.mask is None,
+            scale=scale,
+            enable_gqa=True,
+        )
+        out[tile.rows] = result[0].transpose(0, 1)

@@ -1,0 +1,126 @@
+"""Attention on CUDA: which Triton kernel runs a batch, and with what grid.
+
+Grids follow from shapes alone, so that a step can be recorded in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from strata.kernels.attention import decode_cuda as decode_attention_cuda
+from strata.kernels.attention.varlen_triton import attention_kernel, head_pad, mixed_tile
+from strata.kernels.state.paged import PagedKV
+
+LOG2_E = 1.4426950408889634
+
+
+def supports(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> bool:
+    head_dim = q.shape[2]
+    if pages is None:
+        sources = (q, k, v)
+    else:
+        sources = (q, pages.keys[layer], pages.values[layer])
+        if not (sources[1].is_contiguous() and sources[2].is_contiguous()):
+            return False
+    return (
+        q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and head_dim <= 256
+        and q.shape[1] // k.shape[1] <= 32
+        and all(x.dtype == q.dtype and x.stride(-1) == 1 and x.stride(-2) == head_dim for x in sources)
+    )
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """The fastest kernel for the batch: splits when every sequence decodes."""
+    if (
+        pages is not None
+        and longest == 1
+        and q.shape[0] == pages.tables.shape[0]  # none goes without a token
+        and decode_attention_cuda.fits(pages, q.shape[1], k.shape[1], q.shape[2])
+    ):
+        return decode_attention_cuda.decode(q.flatten(1), q.shape[1], q.shape[2], pages, layer, scale, window)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    prefill(out, q, k, v, offsets, offsets, pages, layer, scale, window)
+    return out
+
+
+def prefill(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    offsets: Tensor,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> None:
+    """One launch for sequences of any lengths, into out [tokens, heads, head_dim].
+
+    starts: [sequences] int32, from which row of the batch on each sequence's queries are run; `offsets` for all rows,
+    and without pages. The other rows of `out` stay as they are.
+    """
+    tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    if tokens == 0:
+        return
+    sequences = offsets.shape[0] - 1
+    if pages is None:
+        lengths, tables, table_stride, page_size = offsets, offsets, 0, 0
+        k_stride, v_stride = k.stride(0), v.stride(0)
+    else:
+        k, v, lengths, tables = pages.keys[layer], pages.values[layer], pages.lengths, pages.tables
+        table_stride, page_size = tables.stride(0), pages.page_size
+        k_stride = v_stride = kv_heads * head_dim
+    group = heads // kv_heads
+    tile = mixed_tile(head_dim, q.dtype, page_size)
+    # Before Hopper operands of products take registers too: under the cap hundreds of bytes would spill.
+    capped = torch.cuda.get_device_capability(q.device) >= (9, 0)
+    attention_kernel[(kv_heads, tokens // (tile.rows // group) + sequences)](
+        q,
+        k,
+        v,
+        out,
+        starts,
+        offsets,
+        lengths,
+        tables,
+        sequences,
+        scale * LOG2_E,
+        q.stride(0),
+        k_stride,
+        v_stride,
+        table_stride,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=head_pad(head_dim),
+        PAGE_SIZE=page_size,
+        WINDOW=window or 0,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        maxnreg=tile.registers if capped else None,
+    )

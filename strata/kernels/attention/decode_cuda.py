@@ -1,0 +1,99 @@
+"""Attention of a decode step on CUDA: the grid and the arguments of its kernel.
+
+The grid follows from shapes alone, so that a step can be recorded in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import e, log2
+
+import torch
+from torch import Tensor
+
+from strata.kernels.attention.decode_triton import DecodeTile, decode_attention_kernel, decode_tile, shape_constants
+from strata.kernels.split_counters import MOST_ARRIVALS, arrivals
+from strata.kernels.state.paged import PagedKV
+
+
+def fits(pages: PagedKV, heads: int, kv_heads: int, head_dim: int) -> bool:
+    """Whether registers hold the tiles, and each KV head of each sequence has a counter."""
+    return head_dim <= 256 and heads // kv_heads <= 32 and pages.tables.shape[0] * kv_heads <= MOST_ARRIVALS
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """What is to be done to queries and keys before attention: the arguments of `qk_rope_kv_write` by their names."""
+
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    cos: Tensor
+    sin: Tensor
+
+
+def scratch_bytes(sequences: int, most_keys: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """What the splits of decoding sequences wait in, where a sequence may have so many keys."""
+    splits = decode_tile(heads // kv_heads, head_dim, dtype, sequences, most_keys).splits
+    return 4 * sequences * splits * heads * (head_dim + 1)
+
+
+def decode(
+    product: Tensor,
+    heads: int,
+    head_dim: int,
+    pages: PagedKV,
+    layer: int,
+    scale: float,
+    window: int | None,
+    unfinished: Unfinished | None = None,
+    tile: DecodeTile | None = None,
+) -> Tensor:
+    """`attention` where row s of the product is the one token of sequence s: -> [sequences, heads, head_dim].
+
+    product: [sequences, any], the elements of a row side by side: queries, whose keys are in the pages; or, with what
+    is left to do to them, queries, keys and values. tile: None: that of `decode_tile`.
+    """
+    keys, values, tables = pages.keys[layer], pages.values[layer], pages.tables
+    sequences, kv_heads, group = tables.shape[0], keys.shape[2], heads // keys.shape[2]
+    out = torch.empty((sequences, heads, head_dim), dtype=product.dtype, device=product.device)
+    if sequences == 0:
+        return out
+    if tile is None:
+        tile = decode_tile(group, head_dim, product.dtype, sequences, tables.shape[1] * pages.page_size)
+    results = torch.empty((sequences, tile.splits, heads, head_dim), dtype=torch.float32, device=product.device)
+    scales = torch.empty((sequences, tile.splits, heads), dtype=torch.float32, device=product.device)
+    todo = unfinished or Unfinished(None, None, 0.0, product, product)
+    early = tile.early and unfinished is not None and torch.cuda.get_device_capability(product.device) >= (9, 0)
+    decode_attention_kernel[(kv_heads, sequences, tile.splits)](
+        product,
+        keys,
+        values,
+        out,
+        results,
+        scales,
+        arrivals(product.device),
+        pages.lengths,
+        pages.slots,
+        tables,
+        todo.cos,
+        todo.sin,
+        product if todo.q_weight is None else todo.q_weight,
+        product if todo.k_weight is None else todo.k_weight,
+        todo.eps,
+        scale * log2(e),
+        head_dim,
+        product.stride(0),
+        tables.stride(0),
+        tile.split,
+        FUSED=unfinished is not None,
+        NORM=todo.q_weight is not None,
+        EARLY=early,
+        PAGE_SIZE=pages.page_size,
+        WINDOW=window or 0,
+        **shape_constants(group, head_dim, tile),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        launch_pdl=early,
+    )
+    return out

@@ -1,0 +1,392 @@
+"""The Triton kernel of decoding: one query a sequence over its cached keys, in one launch with what stands around it.
+
+The keys of a sequence are divided into splits that programs take side by side (Flash-Decoding, Dao et al. 2023); the
+last of them to finish joins their results. The query heads that share a KV head are rows of one tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.norm.norm import inverse_rms, scaled
+from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl, triton
+
+
+@jit
+def _places(table, start, end, token_stride, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the tokens at positions [start, start + BLOCK_N) lie in the pools; past `end` the last one again."""
+    position = tl.maximum(tl.minimum(start + tl.arange(0, BLOCK_N), end - 1), 0)
+    page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
+    return page * (PAGE_SIZE * token_stride) + position % PAGE_SIZE * token_stride
+
+
+@jit
+def _load_block(keys, values, places, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
+    """The keys and the values of one head at `places` [BLOCK_N], each [BLOCK_N, HEAD_PAD]."""
+    columns = tl.arange(0, HEAD_PAD)[None, :]
+    elements = places[:, None] + columns
+    if HEAD_PAD == HEAD_DIM:
+        return tl.load(keys + elements), tl.load(values + elements)
+    held = columns < HEAD_DIM
+    return tl.load(keys + elements, mask=held, other=0.0), tl.load(values + elements, mask=held, other=0.0)
+
+
+@jit
+def _prefetch(pool, places, HEAD_PAD: tl.constexpr):
+    """What lies at `places` of a pool, of two bytes an element, starts on its way into the L2 cache."""
+    lines = pool + places[:, None] + tl.arange(0, (HEAD_PAD + 63) // 64)[None, :] * 64
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    )
+
+
+@jit
+def _rotate_heads(heads, partners, factor, partner_factor, cos, sin, eps, width, NORM: tl.constexpr):
+    """Rows normalized and rotated as `qk_rope_kv_write` does it; partners: the elements half a head away."""
+    if NORM:
+        normalizer = inverse_rms(heads, width, eps)
+        heads = scaled(heads, normalizer, factor)
+        partners = scaled(partners, normalizer, partner_factor)
+    # What `rotate` computes for either half: the sines carry the sign.
+    return tl.fma(heads.to(tl.float32), cos, partners.to(tl.float32) * sin).to(heads.dtype)
+
+
+@jit
+def _attend(
+    queries,
+    maximum,
+    weight,
+    result,
+    block_keys,
+    block_values,
+    start,
+    end,
+    lowest,
+    scale,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A block of keys, from position `start` on, joins the running softmax of the queries, which see [lowest, end).
+
+    queries [rows, HEAD_PAD]; maximum, weight [rows] and result [rows, HEAD_PAD] float32: the largest score so far (in
+    powers of two), the sum of the weights, the weighted sum of the values. At least one key is visible.
+    """
+    position = start + tl.arange(0, BLOCK_N)
+    visible = position < end
+    if WINDOW > 0:
+        visible = visible & (position >= lowest)
+    scores = tl.dot(queries, tl.trans(block_keys), input_precision="ieee") * scale
+    scores = tl.where(visible[None, :], scores, float("-inf"))
+    largest = tl.maximum(maximum, tl.max(scores, 1))
+    weights = tl.exp2(scores - largest[:, None])
+    shrink = tl.exp2(maximum - largest)
+    weight = weight * shrink + tl.sum(weights, 1)
+    result = tl.dot(weights.to(block_values.dtype), block_values, result * shrink[:, None], input_precision="ieee")
+    return largest, weight, result
+
+
+@jit
+def _join_splits(
+    results,
+    scales,
+    used,
+    heads,
+    head,
+    held,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    JOINED: tl.constexpr,
+):
+    """The weighted mean of the first `used` splits of heads [GROUP_PAD], JOINED at a time, always in their order."""
+    columns = tl.arange(0, HEAD_PAD)
+    maximum = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
+    weight = tl.zeros((GROUP_PAD,), tl.float32)
+    result = tl.zeros((GROUP_PAD, HEAD_PAD), tl.float32)
+    for start in tl.range(0, used, JOINED, num_stages=1):
+        split = start + tl.arange(0, JOINED)
+        there = (split < used)[:, None] & held[None, :]
+        source = split[:, None] * heads + head[None, :]
+        # Past the nearest cache, which does not see what other processors write.
+        each = tl.load(scales + source, mask=there, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(
+            results + source[:, :, None] * HEAD_DIM + columns[None, None, :],
+            mask=there[:, :, None] & (columns < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        largest = tl.maximum(maximum, tl.max(each, 0))
+        share = tl.exp2(each - largest[None, :])
+        shrink = tl.exp2(maximum - largest)
+        weight = weight * shrink + tl.sum(share, 0)
+        result = result * shrink[:, None] + tl.sum(part * share[:, :, None], 0)
+        maximum = largest
+    return result / weight[:, None]
+
+
+@partial(jit, unspecialized=("lengths", "slots", "tables", "table_stride", "least_keys"))
+def decode_attention_kernel(
+    product,
+    keys,
+    values,
+    out,
+    results,
+    scales,
+    arrived,
+    lengths,
+    slots,
+    tables,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    eps,
+    scale,
+    width,
+    product_stride,
+    table_stride,
+    least_keys,
+    FUSED: tl.constexpr,
+    NORM: tl.constexpr,
+    EARLY: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    JOINED: tl.constexpr,
+):
+    """Programs [kv_heads, sequences, splits]: the queries of a group over part of the keys of a sequence.
+
+    Splits come last, so that those which short sequences do not use are behind the others and take no turns of theirs.
+
+    Row s of `product` belongs to sequence s. FUSED: it holds queries, keys and values side by side, and the program
+    with the last position writes the new key and value. Otherwise it holds queries, and the pages hold all keys.
+    EARLY: launched before the kernel ahead has ended, which may have written the product and no more.
+    least_keys: of a split, a multiple of BLOCK_N.
+    width: HEAD_DIM, where a division has to round as that of `rms_norm`.
+    results [sequences, splits, heads, HEAD_DIM], scales [sequences, splits, heads] float32: what the splits of a
+    sequence leave for the last of them, normalized, and the logarithm (to the base two) of its weight.
+    """
+    kv_head = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    kv_heads = tl.num_programs(0)
+    splits = tl.num_programs(2)
+    heads = kv_heads * GROUP
+    length = tl.load(lengths + sequence)
+    total = tl.maximum(length, 1)  # a padding row has a token, and no page for it
+    cached = total - 1 if FUSED else length
+    lowest = tl.maximum(total - WINDOW, 0) if WINDOW > 0 else 0
+    begin = lowest // BLOCK_N * BLOCK_N
+    # A split has the least keys, or as many whole blocks as let the sequence fit into the splits there are.
+    size = tl.maximum(tl.cdiv(tl.cdiv(total - begin, splits), BLOCK_N) * BLOCK_N, least_keys)
+    used = tl.cdiv(total - begin, size)
+    if split >= used:
+        return
+    start = begin + split * size
+    end = tl.minimum(cached, start + size)
+    keys += kv_head * HEAD_DIM
+    values += kv_head * HEAD_DIM
+    table = tables + sequence * table_stride
+    token_stride = kv_heads * HEAD_DIM
+    # Earlier steps have written these keys: they are on their way before the kernel ahead has ended.
+    places = _places(table, start, end, token_stride, PAGE_SIZE, BLOCK_N)
+    if EARLY:
+        _prefetch(keys, places, HEAD_PAD)
+        _prefetch(values, places, HEAD_PAD)
+
+    row = tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, HEAD_PAD)[None, :]
+    held = (row < GROUP) & (columns < HEAD_DIM)
+    query_head = kv_head * GROUP + row
+    maximum = tl.full((ROWS,), float("-inf"), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    result = tl.zeros((ROWS, HEAD_PAD), tl.float32)
+    product += sequence * product_stride
+    if FUSED:
+        is_last = split == used - 1
+        # Each row of a tile gets its own copy of what all share: no threads have to exchange it.
+        own = columns + row * 0
+        partner = (columns + HEAD_DIM // 2) % HEAD_DIM + row * 0
+        inside = own < HEAD_DIM
+        new = inside & is_last
+        slot = tl.load(slots + sequence).to(tl.int64)
+        c = tl.load(cos + sequence * HEAD_DIM + own, mask=inside, other=0.0)
+        s = tl.load(sin + sequence * HEAD_DIM + own, mask=inside, other=0.0)
+        q_factor, q_partner_factor, k_factor, k_partner_factor = 1.0, 1.0, 1.0, 1.0
+        if NORM:
+            q_factor = tl.load(q_weight + own, mask=inside, other=0.0)
+            q_partner_factor = tl.load(q_weight + partner, mask=inside, other=0.0)
+            k_factor = tl.load(k_weight + own, mask=new, other=0.0)
+            k_partner_factor = tl.load(k_weight + partner, mask=new, other=0.0)
+        if EARLY:
+            gdc_wait()
+            gdc_launch_dependents()
+        key = product + (heads + kv_head) * HEAD_DIM
+        q_heads = tl.load(product + query_head * HEAD_DIM + own, mask=held, other=0.0)
+        q_partners = tl.load(product + query_head * HEAD_DIM + partner, mask=held, other=0.0)
+        k_heads = tl.load(key + own, mask=new, other=0.0)
+        k_partners = tl.load(key + partner, mask=new, other=0.0)
+        new_value = tl.load(key + kv_heads * HEAD_DIM + own, mask=new, other=0.0)
+        queries = _rotate_heads(q_heads, q_partners, q_factor, q_partner_factor, c, s, eps, width, NORM)
+        new_score = tl.full((ROWS,), float("-inf"), tl.float32)
+        if is_last:
+            new_key = _rotate_heads(k_heads, k_partners, k_factor, k_partner_factor, c, s, eps, width, NORM)
+            new_score = tl.sum(queries.to(tl.float32) * new_key.to(tl.float32), 1) * scale
+            once = inside & (row == 0) & (slot >= 0)
+            tl.store(keys + slot * token_stride + own, new_key, mask=once)
+            tl.store(values + slot * token_stride + own, new_value, mask=once)
+        maximum = new_score
+        weight = tl.where(new_score == float("-inf"), 0.0, 1.0)
+    else:
+        queries = tl.load(product + query_head * HEAD_DIM + columns, mask=held, other=0.0)
+
+    if start < end:  # a loop that is known to run takes fewer registers: without this the compiler spills
+        for block in range(start, end, BLOCK_N):
+            block_keys, block_values = _load_block(keys, values, places, HEAD_DIM, HEAD_PAD)
+            # Looked up a block ahead: loads that wait for a lookup could not be pipelined.
+            places = _places(table, block + BLOCK_N, end, token_stride, PAGE_SIZE, BLOCK_N)
+            maximum, weight, result = _attend(
+                queries, maximum, weight, result, block_keys, block_values, block, end, lowest, scale, WINDOW, BLOCK_N
+            )
+    if FUSED and is_last:
+        result += tl.exp2(new_score - maximum)[:, None] * new_value.to(tl.float32)
+    result = result / tl.where(weight == 0.0, 1.0, weight)[:, None]
+
+    out += sequence * heads * HEAD_DIM
+    if used == 1:
+        tl.store(out + query_head * HEAD_DIM + columns, result.to(out.dtype.element_ty), mask=held)
+    else:
+        results += sequence * splits * heads * HEAD_DIM
+        scales += sequence * splits * heads
+        part = split * heads + query_head
+        tl.store(results + part * HEAD_DIM + columns, result, mask=held)
+        tl.store(scales + part, (maximum + tl.log2(weight))[:, None], mask=row < GROUP)
+        tl.debug_barrier()
+        counter = arrived + sequence * kv_heads + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+            member = tl.arange(0, GROUP_PAD)
+            head = kv_head * GROUP + member
+            joined = _join_splits(
+                results, scales, used, heads, head, member < GROUP, HEAD_DIM, HEAD_PAD, GROUP_PAD, JOINED
+            )
+            mask = (member < GROUP)[:, None] & (columns < HEAD_DIM)
+            tl.store(out + head[:, None] * HEAD_DIM + columns, joined.to(out.dtype.element_ty), mask=mask)
+            tl.store(counter, 0)
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """How the keys of a sequence are divided.
+
+    keys: of a block; warps, stages: of a program and of its pipeline. split: the fewest keys that are worth a program
+    of their own, a multiple of `keys`. splits: into how many a sequence may be divided; longer ones have larger splits.
+    early: whether the fused kernel is launched before the kernel ahead has ended (programmatic dependent launch).
+    """
+
+    keys: int
+    warps: int
+    stages: int
+    split: int
+    splits: int
+    early: bool = True
+
+    def __post_init__(self) -> None:
+        if self.split % self.keys or self.splits < 1:
+            raise ValueError(f"a split holds whole blocks and a sequence at least one split: {self}")
+
+
+# Programs enough for every multiprocessor, more than once: sequences and splits for each KV head.
+_PROGRAMS = 512
+_MOST_SPLITS = 64
+# Even where there are many sequences, one may be much longer than the others.
+_LEAST_SPLITS = 4
+# For up to so many sequences: the fewest keys of a split, keys of a block, warps, stages, early. Measured in whole
+# steps on an H200: few sequences have many short splits, of many none is divided if it is not long, because a split
+# costs a join. An early start pays where the kernel ahead leaves room.
+_MEASURED = (
+    (2, (64, 64, 4, 2, True)),
+    (4, (128, 32, 2, 3, True)),
+    (12, (128, 64, 4, 3, True)),
+    (40, (256, 32, 2, 3, False)),
+    (100, (768, 64, 2, 2, True)),
+    (1 << 30, (1024, 64, 4, 3, True)),
+)
+
+
+def decode_tile(group: int, head_dim: int, dtype: torch.dtype, sequences: int, most: int) -> DecodeTile:
+    """The tile for so many sequences of at most `most` keys, with `group` query heads to a KV head."""
+    split, keys, warps, stages, early = next(sizes for limit, sizes in _MEASURED if sequences <= limit)
+    splits = min(_MOST_SPLITS, max(_LEAST_SPLITS, _PROGRAMS // max(1, sequences)), max(1, -(-most // split)))
+    if dtype == torch.float32:
+        return DecodeTile(keys=16, warps=8, stages=2, split=split, splits=splits)
+    if head_dim > 128:
+        keys, warps, stages = 32, 8 if group > 16 else 4, 3
+    elif group >= 16:
+        keys, warps, stages = 32, 4, 3
+    return DecodeTile(keys, warps, stages, split, splits, early)
+
+
+def shape_constants(group: int, head_dim: int, tile: DecodeTile) -> dict[str, int]:
+    """The constants of the kernel that follow from heads and tile."""
+    group_pad = triton.next_power_of_2(group)
+    head_pad = max(16, triton.next_power_of_2(head_dim))  # a matrix instruction sums over 16 columns at least
+    return {
+        "GROUP": group,
+        "GROUP_PAD": group_pad,
+        "ROWS": max(16, group_pad),
+        "HEAD_DIM": head_dim,
+        "HEAD_PAD": head_pad,
+        "BLOCK_N": tile.keys,
+        "JOINED": min(16, max(1, 1024 * tile.warps // (group_pad * head_pad))),  # as many as registers hold
+    }
+
+
+def compile_cases() -> list[CompileCase]:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    return [
+        _case(bf16, 4, 128, 16, None, 1, norm=False),
+        _case(bf16, 2, 128, 16, None, 64, norm=True),
+        _case(bf16, 7, 80, 8, 4096, 8, norm=False),
+        _case(bf16, 16, 64, 1, None, 64, norm=True),
+        _case(bf16, 32, 256, 64, None, 64, norm=True),
+        _case(bf16, 4, 128, 16, None, 64),
+        _case(bf16, 7, 80, 16, 4096, 1),
+        _case(fp32, 4, 128, 16, None, 64),
+    ]
+
+
+def _case(
+    dtype: torch.dtype,
+    group: int,
+    head_dim: int,
+    page_size: int,
+    window: int | None,
+    sequences: int,
+    norm: bool | None = None,
+) -> CompileCase:
+    """norm: of the fused kernel, None for the one that finds all keys in the pages."""
+    kind, fused = "fp32" if dtype == torch.float32 else "bf16", norm is not None
+    types = dict.fromkeys(("product", "keys", "values", "out", "cos", "sin", "q_weight", "k_weight"), f"*{kind}:16")
+    if fused:
+        types |= dict.fromkeys(("cos", "sin"), "*fp32:16")
+    types |= dict.fromkeys(("results", "scales"), "*fp32:16") | {"arrived": "*i32:16"}
+    types |= dict.fromkeys(("lengths", "slots", "tables"), "*i32") | dict.fromkeys(("eps", "scale"), "fp32")
+    types |= dict.fromkeys(("width", "product_stride"), "i32:16") | dict.fromkeys(("table_stride", "least_keys"), "i32")
+    tile = decode_tile(group, head_dim, dtype, sequences, 4096)
+    flags = {"FUSED": fused, "NORM": bool(norm), "EARLY": fused}
+    constants = {**flags, "PAGE_SIZE": page_size, "WINDOW": window or 0, **shape_constants(group, head_dim, tile)}
+    sizes = f"head_dim {head_dim} group {group} page_size {page_size} window {window} sequences {sequences}"
+    multiply = () if dtype == torch.float32 else ("mma.sync", "cp.async.cg")
+    follow = ("griddepcontrol.wait", "griddepcontrol.launch_dependents") if fused else ()
+    must = ("atom.global.gpu.acq_rel.add", "ld.global.cg", *multiply, *follow)
+    name = f"decode {kind} {sizes} norm {norm}"
+    return CompileCase(name, decode_attention_kernel, types, constants, tile.warps, tile.stages, must)

@@ -1,0 +1,164 @@
+"""Attention of packed sequences with gradients, by libraries: cuDNN, or PyTorch's FlashAttention-2 (Dao 2023)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from strata.kernels.state.paged import PagedKV
+
+
+def _library() -> tuple[Callable[..., Any], dict[str, bool]] | None:
+    """PyTorch's kernel for packed sequences and what it wants to be told of grouped heads; None if it has no window."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    accepted = inspect.signature(varlen_attn).parameters
+    if "window_size" not in accepted or "scale" not in accepted:
+        return None
+    return varlen_attn, {"enable_gqa": True} if "enable_gqa" in accepted else {}
+
+
+# The import loads torch.compile, most of a second that a machine without a GPU need not wait.
+_LIBRARY = _library() if torch.cuda.is_available() else None
+# cuDNN builds a graph for each new shape, 27 ms: only lengths that recur go there.
+DENSE_MULTIPLE = 512
+
+
+def supports(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> bool:
+    return (
+        _LIBRARY is not None
+        and pages is None
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[2] % 8 == 0
+        and q.shape[2] <= 256
+    )
+
+
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Differentiable. The library counts a window without the query's own position; -1 means none."""
+    assert _LIBRARY is not None
+    run, grouped = _LIBRARY
+    left = -1 if window is None else window - 1
+    out: Tensor = run(q, k, v, offsets, offsets, longest, longest, scale=scale, window_size=(left, 0), **grouped)
+    return out
+
+
+def dense_supports(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> bool:
+    """Sequences of one length that fill the batch; as many tokens as that cannot be divided otherwise.
+
+    cuDNN's backward pass adds queries' gradients up in no fixed order, so deterministic runs go without it.
+    """
+    return (
+        pages is None
+        and (window is None or window >= longest)
+        and (offsets.shape[0] - 1) * longest == q.shape[0] > 0
+        and longest % DENSE_MULTIPLE == 0
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[2] % 8 == 0
+        and q.shape[2] <= 128
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """cuDNN over [sequences, heads, longest, head_dim]. Differentiable."""
+    batched = (x.unflatten(0, (-1, longest)).transpose(1, 2) for x in (q, k, v))
+    out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *batched, None, True, 0.0, True, False, scale=scale
+    )[0]
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pages: PagedKV | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Sequences that stand whole in the batch, one library call each. Differentiable, on any device."""
+    if torch.compiler.is_compiling():  # a compiled graph has no number of calls that depends on what tensors hold
+        return _masked(q, k, v, offsets, scale, window)
+    parts = []
+    for first, last in pairwise(offsets.tolist()):
+        if first == last:
+            continue
+        mask = None if window is None or window >= last - first else _band(last - first, window, q.device)
+        out = sdpa(
+            q[first:last].transpose(0, 1)[None],
+            k[first:last].transpose(0, 1)[None],
+            v[first:last].transpose(0, 1)[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=True,
+        )
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts) if parts else q.new_empty(q.shape)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, scale: float, window: int | None) -> Tensor:
+    """The same in one call over all tokens, with a mask [tokens, tokens] that keeps sequences apart."""
+    at = torch.arange(q.shape[0], device=q.device, dtype=offsets.dtype)
+    sequence = torch.searchsorted(offsets, at, right=True)
+    visible = (sequence[:, None] == sequence) & (at[:, None] >= at)
+    if window is not None:
+        visible &= at > at[:, None] - window
+    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return sdpa(query, key, value, attn_mask=visible, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)

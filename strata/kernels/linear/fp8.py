@@ -1,0 +1,117 @@
+"""Dense layers whose three products (forward, gradient of the input, gradient of the weight) run in 8 bits.
+
+Scales are those of the tensors at hand (dynamic). Per tensor, gradients are e5m2 and everything else e4m3, as nanochat
+and torchao have it; per row everything is e4m3, torchao's row-wise recipe.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.destination import Destination
+from strata.kernels.linear.linear import linear
+from strata.kernels.linear.silu_mul import linear_silu_mul
+from strata.kernels.op import operation
+from strata.kernels.quant.fp8 import ALIGNMENT, put_scaled_product, quantize, scaled_product
+from strata.kernels.stand_in import stand_in, with_gradients_of
+
+FORWARD = torch.float8_e4m3fn
+
+
+def gradient_type(per_row: bool) -> torch.dtype:
+    """Gradients spread wider than one scale a tensor serves with e4m3; a scale a row does serve them."""
+    return torch.float8_e4m3fn if per_row else torch.float8_e5m2
+
+
+def fits_fp8(weight: Tensor) -> bool:
+    """Whether the products of a layer with this weight [out, width] can run in 8 bits."""
+    return all(size % ALIGNMENT == 0 for size in weight.shape)
+
+
+def _cost(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool, *, workload: Workload) -> Cost:
+    product = linear.cost(x, weight, bias, workload=workload)
+    # Both operands: their largest magnitudes and a multiplication.
+    return Cost(product.flops + 3 * (x.numel() + weight.numel()), product.read, product.written, product.weights)
+
+
+def _meta(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) -> Tensor:
+    result: Tensor = linear.meta(x, weight, bias)
+    return result
+
+
+@operation(_cost, meta=_meta)
+def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) -> Tensor:
+    """`x @ weight^T + bias` with the product's operands rounded to 8 bits; so are those of its gradients.
+
+    x [tokens, width], weight [out, width], bias [out] or None -> [tokens, out], all of one dtype; width and out are
+    multiples of 16. per_row: a scale for each row (and column) of the operands instead of one for each operand.
+    """
+    return linear_fp8_into(x, weight, bias, per_row, None)
+
+
+def linear_fp8_into(
+    x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool, destination: Destination | None
+) -> Tensor:
+    """`linear_fp8` whose backward pass puts the weight's gradient into `destination`, if there is one."""
+    gradients, values, scale, w_values, w_scale = _LinearFp8.apply(x, weight, per_row, destination)
+    with torch.no_grad():
+        product = scaled_product(values, scale, w_values, w_scale, x.dtype, True)
+    product = with_gradients_of(gradients, product)
+    return product if bias is None else product + bias
+
+
+class _LinearFp8(torch.autograd.Function):
+    """Keeps both operands in 8 bits, transposed, as the backward pass sums over their other dimension."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, per_row: bool, destination: Destination | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """A stand-in for the product; its operands, each with its scales."""
+        values, turned, scale, turned_scale = quantize(x, FORWARD, per_row)
+        w_values, w_turned, w_scale, w_turned_scale = quantize(weight, FORWARD, per_row)
+        ctx.save_for_backward(turned, turned_scale, w_turned, w_turned_scale)
+        ctx.per_row, ctx.destination = per_row, destination
+        ctx.mark_non_differentiable(values, scale, w_values, w_scale)
+        ctx.set_materialize_grads(False)
+        return stand_in(x, x.shape[0], weight.shape[0]), values, scale, w_values, w_scale
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        turned, turned_scale, w_turned, w_turned_scale = ctx.saved_tensors
+        dtype = upstream[0].dtype
+        values, g_turned, scale, g_scale = quantize(upstream[0], gradient_type(ctx.per_row), ctx.per_row)
+        of_x = scaled_product(values, scale, w_turned, w_turned_scale, dtype, False)
+        operands = g_turned, g_scale, turned, turned_scale, dtype
+        if ctx.destination is None:
+            return of_x, scaled_product(*operands, False), None, None
+        place, adds = ctx.destination.place()
+        if adds:
+            place.add_(scaled_product(*operands, False))
+        else:
+            put_scaled_product(place, *operands)
+        ctx.destination.filled()
+        return of_x, None, None, None
+
+
+def _gated_cost(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool, *, workload: Workload) -> Cost:
+    gated = linear_silu_mul.cost(x, weight, bias, workload=workload)
+    return Cost(gated.flops + 3 * (x.numel() + weight.numel()), gated.read, gated.written, gated.weights)
+
+
+def _gated_meta(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) -> Tensor:
+    result: Tensor = linear_silu_mul.meta(x, weight, bias)
+    return result
+
+
+@operation(_gated_cost, meta=_gated_meta)
+def linear_silu_mul_fp8(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) -> Tensor:
+    """`linear_silu_mul` (gate's rows of the weight, then up's) of a `linear_fp8` product: -> [tokens, out / 2]."""
+    gate, up = linear_fp8(x, weight, bias, per_row).chunk(2, -1)
+    result: Tensor = silu_mul(gate, up)
+    return result

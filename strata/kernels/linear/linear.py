@@ -1,0 +1,59 @@
+"""The dense layer: `x @ weight^T + bias`."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.linear import cublaslt as gemm_cublaslt
+from strata.kernels.linear import fixed as gemm_fixed
+from strata.kernels.linear import skinny as gemm_skinny
+from strata.kernels.linear import skinny_tiles as gemm_skinny_tiles
+from strata.kernels.op import operation
+from strata.kernels.triton_import import HAS_TRITON
+
+
+def _cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, workload: Workload) -> Cost:
+    out, width = weight.shape
+    rows = x.numel() // width
+    weights = weight.nbytes + (0 if bias is None else bias.nbytes)
+    return Cost(
+        flops=2 * rows * width * out + (0 if bias is None else rows * out),
+        read=x.nbytes + weights,
+        written=rows * out * x.element_size(),
+        weights=weights,
+    )
+
+
+def _meta(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), device="meta")
+
+
+@operation(_cost, meta=_meta)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight^T + bias`: x [..., width], weight [out, width], bias [out] or None -> [..., out]; one dtype."""
+    return F.linear(x, weight, bias)
+
+
+linear.implement("torch", "cpu", differentiable=True)(F.linear)
+linear.implement("fixed tiles", "cpu", invariant=True)(gemm_fixed.buffered_linear)
+
+
+def _tuned(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    return gemm_skinny_tiles.tuned_tile(linear.name, x, weight) is not None
+
+
+@linear.implement(gemm_skinny_tiles.IMPLEMENTATION, "cuda", supports=_tuned)
+def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    tile = gemm_skinny_tiles.tuned_tile(linear.name, x, weight)
+    assert tile is not None
+    return gemm_skinny.skinny_linear(x, weight, bias, tile)
+
+
+linear.implement("cublas", "cuda", differentiable=True)(F.linear)
+linear.implement(gemm_cublaslt.IMPLEMENTATION, "cuda", invariant=True, supports=gemm_cublaslt.supports)(
+    gemm_cublaslt.cublaslt_linear
+)
+if HAS_TRITON:
+    linear.implement("triton", "cuda", invariant=True, supports=gemm_fixed.fits)(gemm_fixed.triton_linear)

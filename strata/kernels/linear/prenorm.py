@@ -1,0 +1,153 @@
+"""Linear layers around an RMS norm (Zhang and Sennrich 2019) whose scale moves from the product's input to its output.
+
+A norm multiplies each row by one number, and so does not care on which side of the next product it does so. What needs
+no look at a whole row (the residual addition, the norm's weights, sums of squares over blocks of columns) happens where
+the row is made, `linear_add`; the scale is applied where the row is read, to the product: `scaled_linear`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.linear.linear import linear
+from strata.kernels.linear.skinny import SkinnyProduct, multiply
+from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, any_tile
+from strata.kernels.op import operation
+from strata.kernels.triton_import import HAS_TRITON
+
+# A program reads the squares of whole rows at once.
+_MOST_BLOCKS = 2048
+
+
+def _add_cost(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, *, workload: Workload
+) -> Cost:
+    elements = residual.numel()
+    product = linear.cost(x, weight, bias, workload=workload)
+    # The addition, the norm's weight, and a square that is added up. The product itself is not written, its sum is.
+    return product + Cost(
+        flops=4 * elements,
+        read=residual.nbytes + norm_weight.nbytes,
+        written=residual.nbytes + 4 * (elements // weight.shape[0]),
+        weights=norm_weight.nbytes,
+    )
+
+
+def _add_meta(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    total, weighted = (residual.new_empty(residual.shape, device="meta") for _ in range(2))
+    return total, weighted, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32, device="meta")
+
+
+@operation(_add_cost, meta=_add_meta)
+def linear_add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`x @ weight^T + bias + residual`, and what the norm of that sum is made from.
+
+    x [..., width], weight [out, width], bias [out] or None, residual [..., out], norm_weight [out]; one dtype ->
+    total [..., out]; weighted [..., out], total * norm_weight; squares [..., blocks] float32, the sums of squares of
+    `total` over blocks of its columns. How many blocks depends on the implementation.
+    """
+    total = linear.reference(x, weight, bias) + residual
+    wide = torch.promote_types(total.dtype, torch.float32)
+    return total, total * norm_weight, total.to(wide).square().sum(-1, keepdim=True)
+
+
+def _scaled_cost(
+    weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None, *, workload: Workload
+) -> Cost:
+    product = linear.cost(weighted, weight, bias, workload=workload)
+    return product + Cost(flops=weighted.numel() // weight.shape[1] * weight.shape[0], read=squares.nbytes)
+
+
+def _scaled_meta(weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return weighted.new_empty((*weighted.shape[:-1], weight.shape[0]), device="meta")
+
+
+@operation(_scaled_cost, meta=_scaled_meta)
+def scaled_linear(weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`(weighted @ weight^T) / sqrt(sum(squares) / width + eps) + bias`: the linear layer after a norm.
+
+    weighted [..., width] and squares [..., blocks] float32 as `linear_add` makes them, eps of the norm,
+    weight [out, width], bias [out] or None -> [..., out].
+    """
+    scale = torch.rsqrt(squares.sum(-1, keepdim=True) / weight.shape[1] + eps)
+    # Scaled before the product, which rounds to the dtype: not once more after it.
+    product: Tensor = linear.reference((weighted * scale).to(weighted.dtype), weight, bias)
+    return product
+
+
+def _gated_cost(
+    weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None, *, workload: Workload
+) -> Cost:
+    gate = _gated_meta(weighted, squares, eps, weight, bias)
+    product = _scaled_cost(weighted, squares, eps, weight, bias, workload=workload)
+    gating = silu_mul.cost(gate, gate, workload=workload)
+    return Cost(product.flops + gating.flops, product.read, gating.written, product.weights)
+
+
+def _gated_meta(weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return weighted.new_empty((*weighted.shape[:-1], weight.shape[0] // 2), device="meta")
+
+
+@operation(_gated_cost, meta=_gated_meta)
+def scaled_linear_silu_mul(
+    weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """`silu_mul` of the two halves of `scaled_linear`.
+
+    As `scaled_linear`, with weight [2 * inner, width] (and bias) the rows of the gate and then those of `up`
+    -> [..., inner].
+    """
+    gate, up = scaled_linear.reference(weighted, squares, eps, weight, bias).chunk(2, -1)
+    result: Tensor = silu_mul.reference(gate, up)
+    return result
+
+
+def _adds(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor) -> bool:
+    return (
+        any_tile(linear_add.name, x, weight) is not None
+        and residual.dtype == norm_weight.dtype == x.dtype
+        and residual.stride(-1) == 1
+    )
+
+
+def _adds_skinny(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    tile = any_tile(linear_add.name, x, weight)
+    assert tile is not None
+    residual_rows = residual.reshape(-1, residual.shape[-1])
+    product = SkinnyProduct(x.reshape(-1, x.shape[-1]), weight, bias, residual=residual_rows, norm_weight=norm_weight)
+    total, weighted, squares = multiply(product, tile)
+    return total.view(residual.shape), weighted.view(residual.shape), squares.view(*x.shape[:-1], -1)
+
+
+def _scales(operation: str, weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> bool:
+    fits = squares.shape[-1] <= _MOST_BLOCKS and squares.is_contiguous()
+    return fits and any_tile(operation, weighted, weight) is not None
+
+
+def _scales_skinny(
+    operation: str, weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    tile = any_tile(operation, weighted, weight)
+    assert tile is not None
+    rows, row_squares = weighted.reshape(-1, weighted.shape[-1]), squares.view(-1, squares.shape[-1])
+    gated = operation == scaled_linear_silu_mul.name
+    (result,) = multiply(SkinnyProduct(rows, weight, bias, row_squares, eps, gated), tile)
+    return result.view(*weighted.shape[:-1], result.shape[-1])
+
+
+if HAS_TRITON:
+    linear_add.implement(IMPLEMENTATION, "cuda", supports=_adds)(_adds_skinny)
+    for _made in (scaled_linear, scaled_linear_silu_mul):
+        _run = partial(_scales_skinny, _made.name)
+        _made.implement(IMPLEMENTATION, "cuda", supports=partial(_scales, _made.name))(_run)

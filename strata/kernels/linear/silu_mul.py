@@ -1,0 +1,191 @@
+"""The gated half of an MLP in one pass: the product with gate's and up's weights, and `silu(gate) * up` of it.
+
+Long products on an H200 are bound by its 700 W: cuBLAS and the kernel here both hold about 690 TFLOP/s, where a short
+burst reaches 800. What is saved is the product's way to memory and back, 2.6 % of a prefill of the 8B shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.linear.linear import linear
+from strata.kernels.op import operation
+from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+
+if HAS_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+def _cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, workload: Workload) -> Cost:
+    product = linear.cost(x, weight, bias, workload=workload)
+    inner = weight.shape[0] // 2
+    rows = x.numel() // weight.shape[1]
+    written = rows * inner * x.element_size()
+    return Cost(product.flops + 5 * rows * inner, product.read, written, product.weights)
+
+
+def _meta(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0] // 2), device="meta")
+
+
+@operation(_cost, meta=_meta)
+def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`silu(gate) * up`, where gate and up are the halves of the columns of `linear(x, weight, bias)`.
+
+    x [..., width], weight [2 * inner, width] (gate's rows, then up's), bias [2 * inner] or None -> [..., inner].
+    """
+    gate, up = linear.reference(x, weight, bias).chunk(2, -1)
+    result: Tensor = silu_mul.reference(gate, up)
+    return result
+
+
+_linear, _silu_mul = linear.bind("cuda"), silu_mul.bind("cuda")
+
+
+def _one_after_the_other(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    gate, up = _linear(x, weight, bias).chunk(2, -1)
+    result: Tensor = _silu_mul(gate, up)
+    return result
+
+
+@jit
+def linear_silu_mul_kernel(
+    x,
+    weight,
+    bias,
+    result,
+    rows,
+    inner,
+    width,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Persistent programs take tiles [BLOCK_M, BLOCK_N] of the result in turn, operands through the copy engine.
+
+    weight is seen as [2, inner, width], so that a tile's columns of gate and of up are one operand.
+    """
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(inner, BLOCK_N)
+    # Flattened with the loop inside it, so that a tile's first operands arrive while the one before it is stored.
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        # Programs that run together share rows of x and of the weight: GROUP tiles of rows for each tile of columns.
+        group = tile // (GROUP * tiles_n)
+        members = min(tiles_m - group * GROUP, GROUP)
+        within = tile % (GROUP * tiles_n)
+        row = (group * GROUP + within % members) * BLOCK_M
+        column = within // members * BLOCK_N
+        total = tl.zeros((BLOCK_M, 2 * BLOCK_N), dtype=tl.float32)
+        for k in range(0, width, BLOCK_K):
+            both = weight.load([0, column, k]).reshape(2 * BLOCK_N, BLOCK_K)
+            total = tl.dot(x.load([row, k]), both.T, total)
+        gate, up = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
+        if HAS_BIAS:
+            columns = column + tl.arange(0, BLOCK_N)
+            held = columns < inner
+            gate += tl.load(bias + columns, mask=held, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias + inner + columns, mask=held, other=0.0).to(tl.float32)[None, :]
+        silu = gate / (1 + tl.exp(-gate))
+        result.store([row, column], (silu * up).to(result.dtype))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program computes at a time: rows and columns of the result over so much of the width."""
+
+    rows: int = 128
+    columns: int = 128
+    width: int = 64
+    group: int = 16
+    warps: int = 8
+    stages: int = 3
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.width, "GROUP": self.group}
+
+
+_TILE = Tile()
+# Fewer rows are done sooner by the library's kernels, which come in more shapes than one.
+LEAST_ROWS = 4096
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """How many multiprocessors a device has that has a copy engine for tiles (Hopper and later); 0 if it has none."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count if properties.major >= 9 else 0
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """The copy engine reads rows that start at multiples of 16 bytes."""
+    return (
+        x.dim() == 2
+        and x.shape[0] >= LEAST_ROWS
+        and x.dtype == weight.dtype
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and weight.shape[0] % 16 == 0
+        and all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, weight))
+        and _processors(x.device) > 0
+    )
+
+
+def _triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    rows, (out, width) = x.shape[0], weight.shape
+    result = torch.empty((rows, out // 2), dtype=x.dtype, device=x.device)
+    tiles = triton.cdiv(rows, _TILE.rows) * triton.cdiv(out // 2, _TILE.columns)
+    linear_silu_mul_kernel[(min(_processors(x.device), tiles),)](
+        TensorDescriptor.from_tensor(x, [_TILE.rows, _TILE.width]),
+        TensorDescriptor.from_tensor(weight.unflatten(0, (2, -1)), [2, _TILE.columns, _TILE.width]),
+        weight if bias is None else bias,
+        TensorDescriptor.from_tensor(result, [_TILE.rows, _TILE.columns]),
+        rows,
+        out // 2,
+        width,
+        HAS_BIAS=bias is not None,
+        **_TILE.constants,
+        num_warps=_TILE.warps,
+        num_stages=_TILE.stages,
+    )
+    return result
+
+
+if HAS_TRITON:
+    linear_silu_mul.implement("triton", "cuda", supports=_fits)(_triton)
+linear_silu_mul.implement("linear, silu_mul", "cuda")(_one_after_the_other)
+
+
+def compile_cases() -> list[CompileCase]:
+    tile = _TILE
+    signature = (
+        {
+            "x": f"tensordesc<bf16[{tile.rows}, {tile.width}]>",
+            "weight": f"tensordesc<bf16[2, {tile.columns}, {tile.width}]>",
+            "result": f"tensordesc<bf16[{tile.rows}, {tile.columns}]>",
+            "bias": "*bf16:16",
+        }
+        | dict.fromkeys(("inner", "width"), "i32:16")
+        | {"rows": "i32"}
+    )
+    must_contain = ("wgmma.mma_async", "cp.async.bulk.tensor")
+    return [
+        CompileCase(
+            f"linear_silu_mul{' with bias' if bias else ''}",
+            linear_silu_mul_kernel,
+            signature,
+            {"HAS_BIAS": bias, **tile.constants},
+            tile.warps,
+            tile.stages,
+            must_contain,
+        )
+        for bias in (False, True)
+    ]

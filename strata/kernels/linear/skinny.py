@@ -1,0 +1,129 @@
+"""The dense layer for few rows (decoding): the weight streams through once, at the speed of memory.
+
+Two kernels (`gemm_skinny_kernels`): for one to four rows, and for up to 256. Both can apply the scale of a norm to the
+rows, gate half of the columns by the other half, or add a residual and prepare the next norm (`prenorm`). Which tile
+serves which shape was measured (`strata bench kernels --tune`, `gemm_skinny_tiles`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.kernels.linear.skinny_kernels import dot_kernel, gemv_kernel
+from strata.kernels.linear.skinny_tiles import PREFETCHED, SkinnyTile, aligned
+from strata.kernels.split_counters import arrivals
+from strata.kernels.triton_import import triton
+
+
+@dataclass(frozen=True)
+class SkinnyProduct:
+    """`x @ weight^T + bias`, and what else happens to it in the same kernel.
+
+    x [rows, width], weight [out, width], bias [out] or None.
+    squares [rows, blocks] float32, eps: if given, each row of the product is multiplied by
+    1 / sqrt(sum(squares) / width + eps) before the bias is added.
+    gated: the result is silu(first half of the columns) * second half.
+    residual [rows, out], norm_weight [out]: if given, the residual is added, and the results are those of `linear_add`.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    squares: Tensor | None = None
+    eps: float = 0.0
+    gated: bool = False
+    residual: Tensor | None = None
+    norm_weight: Tensor | None = None
+
+    @property
+    def out(self) -> int:
+        """Columns of the result."""
+        return self.weight.shape[0] // (1 + self.gated)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with its grid and arguments, and the tensors among them that it writes its results to."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: Mapping[str, Any]
+    results: tuple[Tensor, ...]
+
+    def run(self) -> tuple[Tensor, ...]:
+        if self.results[0].numel():
+            self.kernel[self.grid](*self.args, **self.options)
+        return self.results
+
+    def compile(self) -> None:
+        """Compile the kernel, into Triton's cache on disk too, without running it."""
+        self.kernel.warmup(*self.args, grid=self.grid, **self.options)
+
+
+def launch(product: SkinnyProduct, tile: SkinnyTile) -> Launch:
+    """What multiplies with a tile that `fits`. results: the product [rows, out]; or total, weighted and squares."""
+    x, weight, squares, residual = product.x, product.weight, product.squares, product.residual
+    (count, width), out = x.shape, product.out
+    tiles = triton.cdiv(weight.shape[0], tile.columns)
+    results = [torch.empty((count, out), dtype=x.dtype, device=x.device)]
+    if residual is not None:
+        results.append(torch.empty((count, out), dtype=x.dtype, device=x.device))
+        results.append(torch.empty((count, tiles), dtype=torch.float32, device=x.device))
+    tensors = (x, weight, product.bias, squares, residual, product.norm_weight)
+    outputs = (*results, *(None,) * (3 - len(results)))
+    sizes = (
+        count,
+        out,
+        width // tile.splits,
+        x.stride(0),
+        weight.stride(0),
+        None if residual is None else residual.stride(0),
+        None if squares is None else squares.shape[1],
+        None if squares is None else product.eps,
+    )
+    options: dict[str, Any] = {
+        "GATED": product.gated,
+        "EARLY": tile.early,
+        "BLOCKS": 1 if squares is None else triton.next_power_of_2(squares.shape[1]),
+        "BLOCK_N": tile.columns,
+        "BLOCK_K": tile.width,
+        "num_warps": tile.warps,
+        "launch_pdl": tile.early,
+    }
+    if tile.kernel == "gemv":
+        options |= {"ROWS": triton.next_power_of_2(count), "ONCE": width <= tile.width}
+        return Launch(gemv_kernel, (tiles,), (*tensors, *outputs, *sizes), options, tuple(results))
+    # The least that leaves one kind of instruction to a tile: wgmma to those of 64 columns and more.
+    rows = max(16 if tile.columns >= 64 else 8, min(tile.rows, triton.next_power_of_2(count)))
+    grid = (tiles, tile.splits, triton.cdiv(count, rows))
+    parts = counters = None
+    if tile.splits > 1:
+        parts = torch.empty((math.prod(grid), tile.columns, rows), dtype=torch.float32, device=x.device)
+        counters = arrivals(x.device)
+    prefetch = min(tile.prefetch, 1 << (width // tile.splits).bit_length() - 1)
+    options |= {"BLOCK_M": rows, "STAGES": tile.stages, "SPLITS": tile.splits, "PIECES": prefetch // PREFETCHED}
+    return Launch(dot_kernel, grid, (*tensors, *outputs, parts, counters, *sizes), options, tuple(results))
+
+
+def multiply(product: SkinnyProduct, tile: SkinnyTile) -> tuple[Tensor, ...]:
+    """The results of `launch`. Sums are float32; with the same tile, the bits of a row do not depend on other rows.
+
+    Raises ValueError where `aligned` or `tile.fits` is false.
+    """
+    x, weight = product.x, product.weight
+    if not (aligned(x, weight) and tile.fits(x.shape[0], *weight.shape)):
+        raise ValueError(f"{tile} does not fit x {list(x.shape)} and weight {list(weight.shape)}; use linear")
+    return launch(product, tile).run()
+
+
+def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: SkinnyTile) -> Tensor:
+    """`linear` with a tile: x [..., width], weight [out, width], bias [out] or None -> [..., out]."""
+    (result,) = multiply(SkinnyProduct(x.reshape(-1, x.shape[-1]), weight, bias), tile)
+    return result.view(*x.shape[:-1], weight.shape[0])

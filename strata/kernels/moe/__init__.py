@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, the experts' products, and what becomes of their results."""

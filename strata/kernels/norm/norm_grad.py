@@ -1,0 +1,159 @@
+"""The gradients of `rms_norm` and `add_rms_norm` on CUDA: one pass over the rows, which keeps the sums of the weight's.
+
+Importing this file registers them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.norm.norm import add_rms_norm, inverse_rms, rms_norm, row_tile
+from strata.kernels.plain_tensor import all_plain
+from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+
+
+@jit
+def rms_norm_backward_kernel(
+    upstream,
+    through,
+    x,
+    weight,
+    of_x,
+    of_weight,
+    rows,
+    width,
+    eps,
+    HAS_THROUGH: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Every program takes tiles of ROWS rows in turn and leaves its part of the weight's gradient in its own row.
+
+    through: what reaches x beside the norm, if HAS_THROUGH.
+    """
+    column = tl.arange(0, WIDTH)[None, :]
+    factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+        held = (row < rows) & (column < width)
+        place = row * width + column
+        values = tl.load(x + place, mask=held, other=0.0)
+        given = tl.load(upstream + place, mask=held, other=0.0).to(tl.float32)
+        scale = inverse_rms(values, width, eps)
+        normed = values.to(tl.float32) * scale
+        weighted = given * factor
+        slope = scale * (weighted - normed * (tl.sum(weighted * normed, 1) / width)[:, None])
+        if HAS_THROUGH:
+            slope += tl.load(through + place, mask=held, other=0.0).to(tl.float32)
+        tl.store(of_x + place, slope.to(of_x.dtype.element_ty), mask=held)
+        # The forward pass multiplies the weight by the rounded value.
+        total += given * normed.to(values.dtype).to(tl.float32)
+    column = tl.arange(0, WIDTH)
+    tl.store(of_weight + tl.program_id(0) * width + column, tl.sum(total, 0), mask=column < width)
+
+
+# Enough programs to fill a device several times over; each leaves a row of partial sums.
+_PROGRAMS = 1024
+
+
+def _backward(upstream: Tensor, through: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the weight. upstream: of the norm. through: of x itself, None if it is 0."""
+    width = x.shape[-1]
+    x, upstream = x.contiguous(), upstream.contiguous()
+    through = None if through is None else through.contiguous()
+    of_x = torch.empty_like(x)
+    rows = x.numel() // width
+    tile, warps = row_tile(width)
+    programs = min(triton.cdiv(rows, tile["ROWS"]), _PROGRAMS)
+    parts = torch.empty((programs, width), dtype=torch.float32, device=x.device)
+    if rows:
+        rms_norm_backward_kernel[(programs,)](
+            upstream,
+            upstream if through is None else through,
+            x,
+            weight,
+            of_x,
+            parts,
+            rows,
+            width,
+            eps,
+            HAS_THROUGH=through is not None,
+            **tile,
+            num_warps=warps,
+        )
+    return of_x, parts.sum(0).to(weight.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps x; the backward pass computes its scale once more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return _rms_norm(x, weight, eps)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        return *_backward(upstream[0], None, x, weight, ctx.eps), None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    """Keeps the sum, which is a result too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total, normed = _add_rms_norm(x, residual, weight, eps)
+        ctx.save_for_backward(total, weight)
+        ctx.eps = eps
+        ctx.set_materialize_grads(False)
+        return total, normed
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        through, of_norm = upstream
+        total, weight = ctx.saved_tensors
+        if of_norm is None:
+            return through, through, None, None
+        of_sum, of_weight = _backward(of_norm, through, total, weight, ctx.eps)
+        return of_sum, of_sum, of_weight, None
+
+
+def _fits(x: Tensor, weight: Tensor, eps: float) -> bool:
+    return all_plain(x, weight) and x.dtype == weight.dtype and x.shape[-1] <= 16384 and x.stride(-1) == 1
+
+
+def _sum_fits(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> bool:
+    alike = x.shape == residual.shape and x.dtype == residual.dtype and residual.stride(-1) == 1
+    return alike and all_plain(residual) and _fits(x, weight, eps)
+
+
+if HAS_TRITON:
+    _rms_norm = rms_norm.bind("cuda")
+    _add_rms_norm = add_rms_norm.bind("cuda")
+
+    @rms_norm.implement("triton with gradients", "cuda", differentiable=True, supports=_fits)
+    def _differentiable(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
+
+    @add_rms_norm.implement("triton with gradients", "cuda", differentiable=True, supports=_sum_fits)
+    def _differentiable_sum(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return _AddRMSNorm.apply(x, residual, weight, eps)  # type: ignore[no-any-return]
+
+
+def compile_cases() -> list[CompileCase]:
+    signature = dict.fromkeys(("upstream", "through", "x", "weight", "of_x"), "*bf16:16")
+    signature |= {"of_weight": "*fp32:16", "rows": "i32", "width": "i32:16", "eps": "fp32"}
+    cases = []
+    for width in (64, 2048, 8192):
+        tile, warps = row_tile(width)
+        constants = {"HAS_THROUGH": True, **tile}
+        name = f"backward of rms_norm of {width}"
+        cases.append(CompileCase(name, rms_norm_backward_kernel, signature, constants, warps, 2))
+    return cases

@@ -1,0 +1,1 @@
+"""Matrices in fewer bits, with their scales."""

@@ -1,0 +1,132 @@
+"""Put the keys and values of new tokens where they stay: into the pages of their sequences."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.op import operation
+from strata.kernels.state.paged import PagedKV
+from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+
+
+def _cost(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int, *, workload: Workload) -> Cost:
+    if pages is None:
+        return Cost()
+    return Cost(read=k.nbytes + v.nbytes + pages.slots.nbytes, written=k.nbytes + v.nbytes)
+
+
+def _meta(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tensor, Tensor]:
+    return k.new_empty(k.shape, device="meta"), v.new_empty(v.shape, device="meta")
+
+
+@operation(_cost, meta=_meta, mutates=("pages",))
+def kv_write(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tensor, Tensor]:
+    """Write k and v [tokens, kv_heads, head_dim] into the pools of a layer at `pages.slots`; slot -1 writes nothing.
+
+    Returns k and v themselves. Without pages nothing is written.
+    """
+    if pages is None:
+        return k, v
+    kept = pages.slots >= 0
+    slots = pages.slots[kept].long()
+    for new, pool in ((k, pages.keys[layer]), (v, pages.values[layer])):
+        pool.flatten(0, 1)[slots] = new[kept].to(pool.dtype)
+    return k, v
+
+
+@kv_write.implement("index_copy", "cpu", invariant=True)
+def _index_copy(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tensor, Tensor]:
+    if pages is None:
+        return k, v
+    index = pages.index
+    if index is None:
+        if bool((pages.slots < 0).any()):
+            return kv_write.reference(k, v, pages, layer)  # type: ignore[no-any-return]
+        index = pages.slots.long()
+    pages.keys[layer].flatten(0, 1).index_copy_(0, index, k)
+    pages.values[layer].flatten(0, 1).index_copy_(0, index, v)
+    return k, v
+
+
+@partial(jit, unspecialized=("tokens",))
+def kv_write_kernel(
+    k,
+    v,
+    keys,
+    values,
+    slots,
+    tokens,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    heads,
+    HEAD_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Programs [tokens / TOKENS]: all heads of TOKENS tokens, padded to BLOCK elements a token."""
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)[:, None]
+    token = token[:, None]
+    element = tl.arange(0, BLOCK)[None, :]
+    head = element // HEAD_DIM
+    column = element % HEAD_DIM
+    held = (token < tokens) & (element < heads * HEAD_DIM)
+    # Whatever the slot, so that nothing waits for it before the stores.
+    key = tl.load(k + token * k_token + head * k_head + column, mask=held)
+    value = tl.load(v + token * v_token + head * v_head + column, mask=held)
+    target = slot * heads * HEAD_DIM + element
+    held &= slot >= 0
+    tl.store(keys + target, key.to(keys.dtype.element_ty), mask=held)
+    tl.store(values + target, value.to(values.dtype.element_ty), mask=held)
+
+
+# Elements of k, and of v, that a program moves, and its warps.
+_TILE_ELEMENTS = 2048
+_WARPS = 4
+
+
+def _tile(width: int) -> dict[str, int]:
+    block: int = triton.next_power_of_2(width)
+    return {"TOKENS": max(1, _TILE_ELEMENTS // block), "BLOCK": block}
+
+
+def _triton(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tensor, Tensor]:
+    if pages is None:
+        return k, v
+    tokens, heads, head_dim = k.shape
+    if tokens:
+        tile = _tile(heads * head_dim)
+        kv_write_kernel[(triton.cdiv(tokens, tile["TOKENS"]),)](
+            k,
+            v,
+            pages.keys[layer],
+            pages.values[layer],
+            pages.slots,
+            tokens,
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            heads,
+            HEAD_DIM=head_dim,
+            **tile,
+            num_warps=_WARPS,
+        )
+    return k, v
+
+
+if HAS_TRITON:
+    kv_write.implement("triton", "cuda", invariant=True)(_triton)
+
+
+def compile_cases() -> list[CompileCase]:
+    signature = dict.fromkeys(("k", "v", "keys", "values"), "*bf16:16") | {"slots": "*i32:16", "tokens": "i32"}
+    signature |= dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i32:16") | {"heads": "i32"}
+    constants = {"HEAD_DIM": 128, **_tile(1024)}
+    return [CompileCase("kv_write", kv_write_kernel, signature, constants, _WARPS, 2)]

@@ -1,0 +1,276 @@
+"""What stands between projection and attention, in one launch: norms of heads, rotation, and the write into pages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.norm.norm import inverse_rms, rms_norm, scaled
+from strata.kernels.op import operation
+from strata.kernels.rotary.rope import rope
+from strata.kernels.state.kv_write import kv_write
+from strata.kernels.state.paged import PagedKV
+from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+
+
+def _cost(
+    product: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    pages: PagedKV | None,
+    layer: int,
+    *,
+    workload: Workload,
+) -> Cost:
+    # A rotation takes three operations an element, a norm four. Half of the cosines and sines repeat the other half.
+    rotated = product.shape[0] * (heads + kv_heads) * cos.shape[-1]
+    cached = 2 * product.shape[0] * kv_heads * cos.shape[-1]
+    weights = sum(weight.nbytes for weight in (q_weight, k_weight) if weight is not None)
+    angles = (cos.nbytes + sin.nbytes) // 2
+    read, written = rotated * product.element_size(), rotated * product.element_size()
+    if pages is not None:
+        read += cached // 2 * product.element_size() + pages.slots.nbytes
+        written += cached * pages.keys[layer].element_size()
+    return Cost((3 if q_weight is None else 7) * rotated, read + angles + weights, written, weights)
+
+
+def _meta(
+    product: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    pages: PagedKV | None,
+    layer: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, head_dim = product.shape[0], cos.shape[-1]
+    kinds = (heads, kv_heads, kv_heads)
+    q, k, v = (product.new_empty((tokens, kind, head_dim), device="meta") for kind in kinds)
+    return q, k, v
+
+
+@operation(_cost, meta=_meta, mutates=("pages",))
+def qk_rope_kv_write(
+    product: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    pages: PagedKV | None,
+    layer: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys normalized head by head and rotated; keys and values written into the pages of a layer.
+
+    product: [tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys, values side by side.
+    q_weight, k_weight: [head_dim] of the `rms_norm` of queries and of keys, with its eps; both None: no norm.
+    cos, sin: of `rope_angles`, [tokens, 1, head_dim].
+    pages: as for `kv_write`; None writes nothing.
+    Returns queries [tokens, heads, head_dim] and keys [tokens, kv_heads, head_dim], rotated, and the values, a view of
+    `product`. The bits are those of `rms_norm`, `rope` and `kv_write` one after the other.
+    """
+    q, k, v = _parts(product, heads, kv_heads, cos.shape[-1])
+    if q_weight is not None:
+        q, k = rms_norm.reference(q, q_weight, eps), rms_norm.reference(k, k_weight, eps)
+    k, v = kv_write.reference(rope.reference(k, cos, sin), v, pages, layer)
+    return rope.reference(q, cos, sin), k, v
+
+
+def _parts(product: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = product.unflatten(-1, (-1, head_dim)).split_with_sizes((heads, kv_heads, kv_heads), -2)
+    return q, k, v
+
+
+# What deterministic mode runs; no other implementations exist for a CPU.
+_norm, _rope, _kv_write = (
+    each.bind("cpu", deterministic=True).candidates[0].run for each in (rms_norm, rope, kv_write)
+)
+
+
+@qk_rope_kv_write.implement("torch", "cpu", invariant=True)
+def _torch(
+    product: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    pages: PagedKV | None,
+    layer: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q_weight is None:  # neighbours, so one call rotates both
+        parts = product.unflatten(-1, (-1, cos.shape[-1]))
+        q, k = _rope(parts.narrow(-2, 0, heads + kv_heads), cos, sin).split_with_sizes((heads, kv_heads), -2)
+        v = parts.narrow(-2, heads + kv_heads, kv_heads)
+    else:
+        q, k, v = _parts(product, heads, kv_heads, cos.shape[-1])
+        q, k = _rope(_norm(q, q_weight, eps), cos, sin), _rope(_norm(k, k_weight, eps), cos, sin)
+    _kv_write(k, v, pages, layer)
+    return q, k, v
+
+
+@jit
+def _halves_swapped(rows, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows [ROWS, WIDTH] float32 with the halves of each exchanged, among the threads that hold the row."""
+    bits = tl.reshape(rows.to(tl.int32, bitcast=True), (ROWS, 2, WIDTH // 2))
+    bits ^= tl.xor_sum(bits, 1, keep_dims=True)  # a ^ (a ^ b) is b
+    return tl.reshape(bits, (ROWS, WIDTH)).to(tl.float32, bitcast=True)
+
+
+@jit
+def _weights(q_weight, k_weight, is_query, column, within):
+    """Each row's weights of the norm at these columns [1, WIDTH]: [ROWS, WIDTH]."""
+    queries = tl.load(q_weight + column, mask=within, other=0.0)
+    return tl.where(is_query, queries, tl.load(k_weight + column, mask=within, other=0.0))
+
+
+@jit
+def qk_rope_kv_write_kernel(
+    product,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    rotated,
+    keys,
+    values,
+    slots,
+    heads,
+    kv_heads,
+    head_dim,
+    token_stride,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    NORM: tl.constexpr,
+    PAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Programs [tokens, blocks of heads]: ROWS neighbouring heads of one token, whatever they are: q, k, v.
+
+    A row has as many threads and is summed in the same order as in `rms_norm_kernel`; head_dim is HEAD_DIM, passed as
+    a number as well because the compiler would divide rows of a known width among threads in another way.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
+    last_key = heads + kv_heads
+    within = column < HEAD_DIM
+    held = (head < last_key + kv_heads) & within
+    place = head * head_dim + column
+    product += token * token_stride
+    given = tl.load(product + place, mask=held, other=0.0)
+    row = given
+    if NORM:
+        scale = inverse_rms(given, head_dim, eps)
+        row = scaled(given, scale, _weights(q_weight, k_weight, head < heads, column, within))
+    wide = row.to(tl.float32)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    if WIDTH == HEAD_DIM:
+        other = _halves_swapped(wide, ROWS, WIDTH)
+    else:
+        partner = (column + HALF) % HEAD_DIM
+        row = tl.load(product + head * head_dim + partner, mask=held, other=0.0)
+        if NORM:
+            row = scaled(row, scale, _weights(q_weight, k_weight, head < heads, partner, within))
+        other = row.to(tl.float32)
+    # Both halves of the cosines and sines are alike but for the sign of the sines, so only the second is read.
+    angle = token * head_dim + HALF + column % HALF
+    c = tl.load(cos + angle, mask=within, other=0.0)
+    s = tl.load(sin + angle, mask=within, other=0.0)
+    turned = tl.fma(wide, c, other * tl.where(column < HALF, -s, s)).to(given.dtype)
+    tl.store(rotated + token * last_key * head_dim + place, turned, mask=held & (head < last_key))
+    if PAGES:
+        slot = tl.load(slots + token).to(tl.int64)
+        stored = held & (head >= heads) & (slot >= 0)
+        keys += (slot * kv_heads - heads) * head_dim
+        values += (slot * kv_heads - last_key) * head_dim
+        tl.store(keys + place, turned.to(keys.dtype.element_ty), mask=stored & (head < last_key))
+        tl.store(values + place, given.to(values.dtype.element_ty), mask=stored & (head >= last_key))
+
+
+# Elements of a tile, and its warps: enough that a cosine serves several heads and that many loads are under way.
+_TILE_ELEMENTS = 4096
+_WARPS = 8
+
+
+def _tile(head_dim: int) -> dict[str, int]:
+    width: int = triton.next_power_of_2(head_dim)
+    return {"ROWS": max(1, _TILE_ELEMENTS // width), "WIDTH": width}
+
+
+def _triton(
+    product: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    pages: PagedKV | None,
+    layer: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, head_dim = product.shape[0], cos.shape[-1]
+    rotated = torch.empty((tokens, heads + kv_heads, head_dim), dtype=product.dtype, device=product.device)
+    if tokens:
+        tile = _tile(head_dim)
+        qk_rope_kv_write_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, tile["ROWS"]))](
+            product,
+            product if q_weight is None else q_weight,
+            product if k_weight is None else k_weight,
+            cos,
+            sin,
+            rotated,
+            product if pages is None else pages.keys[layer],
+            product if pages is None else pages.values[layer],
+            product if pages is None else pages.slots,
+            heads,
+            kv_heads,
+            head_dim,
+            product.stride(0),
+            eps,
+            HEAD_DIM=head_dim,
+            NORM=q_weight is not None,
+            PAGES=pages is not None,
+            **tile,
+            num_warps=_WARPS,
+        )
+    q, k = rotated.split_with_sizes((heads, kv_heads), 1)
+    return q, k, product.unflatten(-1, (-1, head_dim)).narrow(1, heads + kv_heads, kv_heads)
+
+
+def _fits(product: Tensor, *others: object) -> bool:
+    return product.dtype != torch.float64 and product.stride(-1) == 1
+
+
+if HAS_TRITON:
+    qk_rope_kv_write.implement("triton", "cuda", invariant=True, supports=_fits)(_triton)
+
+
+def compile_cases() -> list[CompileCase]:
+    pointers = ("product", "q_weight", "k_weight", "rotated", "keys", "values")
+    signature = dict.fromkeys(pointers, "*bf16:16") | dict.fromkeys(("cos", "sin"), "*fp32:16") | {"slots": "*i32:16"}
+    signature |= dict.fromkeys(("heads", "kv_heads"), "i32") | {"eps": "fp32"}
+    signature |= dict.fromkeys(("head_dim", "token_stride"), "i32:16")
+    cases = []
+    for head_dim in (64, 80, 128, 256):
+        for norm in (False, True):
+            constants = {"HEAD_DIM": head_dim, "NORM": norm, "PAGES": True, **_tile(head_dim)}
+            name = f"qk{'_norm' if norm else ''}_rope_kv_write of {head_dim}"
+            cases.append(CompileCase(name, qk_rope_kv_write_kernel, signature, constants, _WARPS, 2))
+    return cases

@@ -1,0 +1,174 @@
+"""Chat templates: messages to the text a model was trained on, rendered in a process that can be killed.
+
+A template comes with the model and is foreign code. The sandbox keeps it from attributes and imports but not from
+endless loops (nested ones pass every check), so it runs in `template_worker` under a deadline and a memory limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from strata.text.async_worker import AsyncWorker
+from strata.text.killable_worker import KillableWorker
+from strata.text.spelled_tokens import ChatText, Marks, SpelledTokens
+
+MOST_CHARACTERS = 4_000_000
+DEADLINE = 2.0  # seconds for one rendering
+
+_MODULE = "strata.text.template_worker"
+_MOST_ANSWER = 12 * MOST_CHARACTERS + 1000  # JSON escapes a character in at most 12 bytes (a surrogate pair)
+
+_CONTINUED_HERE = "STRATA_CONTINUES_THIS_MESSAGE "
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """What a template is to make of messages. request: for the worker. continued: the last message stays open.
+
+    marks: stand in the request where messages spell special tokens.
+    """
+
+    request: dict[str, Any]
+    continued: bool
+    marks: Marks
+
+    @classmethod
+    def of_chat(
+        cls,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        special_tokens: Mapping[str, str],
+        variables: Mapping[str, Any] | None = None,
+        spelled: SpelledTokens | None = None,
+    ) -> Rendering:
+        """As transformers' `apply_chat_template` renders it. Raises ValueError for what is no chat.
+
+        continue_final_message: leave the last message open, for the model to write on.
+        special_tokens: "bos_token" and the like to their text, visible to the template.
+        variables: what else the template sees; none may be called as one of those that are always there.
+        spelled: finds what is no special token in messages, tools and variables, though it looks like one.
+        """
+        chat = _checked(messages)
+        if continue_final_message:
+            if add_generation_prompt:
+                raise ValueError(
+                    "continue_final_message writes on in the last message: set add_generation_prompt=False"
+                )
+            _mark_end(chat)
+        fixed = {"messages": chat, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        if taken := sorted(fixed.keys() & (variables or {}).keys()):
+            raise ValueError(f"a variable of the chat template cannot be called {taken[0]!r}: that one is always there")
+        marks = (spelled or SpelledTokens(())).marks()
+        seen = {**special_tokens, "documents": None, **marks.put({**(variables or {}), **fixed})}
+        request = {"template": template, "variables": seen, "most_characters": MOST_CHARACTERS}
+        return cls(request, continue_final_message, marks)
+
+    def text(self, reply: Mapping[str, Any]) -> ChatText:
+        """The text in the worker's reply. Raises ValueError if that tells a fault."""
+        if "error" in reply:
+            raise ValueError(f"the model's chat template failed: {reply['error']}")
+        text = str(reply["text"])
+        return self.marks.take(_cut_at_mark(text) if self.continued else text)
+
+
+class TemplateRenderer:
+    """Renders templates in one worker process, started when first needed and again after a kill. Thread-safe.
+
+    deadline: seconds that one rendering may take.
+    """
+
+    def __init__(self, deadline: float = DEADLINE) -> None:
+        self._worker = KillableWorker(_MODULE, deadline, _MOST_ANSWER)
+
+    def render(self, rendering: Rendering) -> ChatText:
+        """The text of a chat.
+
+        Raises ValueError when the template refuses the variables, is wrong, or passes the limits of time, memory
+        (1 GiB) or output (4 million characters), and for variables that are no plain JSON values.
+        """
+        try:
+            reply = self._worker.ask(rendering.request)
+        except (TypeError, ValueError) as error:
+            raise _not_json(error) from None
+        return rendering.text(reply)
+
+    def close(self) -> None:
+        """End the worker. A later rendering starts another one."""
+        self._worker.close()
+
+
+class AsyncTemplateRenderer:
+    """TemplateRenderer for an event loop, which never waits for the worker; renderings are done in their order."""
+
+    def __init__(self, deadline: float = DEADLINE) -> None:
+        self._worker = AsyncWorker(_MODULE, deadline, _MOST_ANSWER)
+
+    async def render(self, rendering: Rendering) -> ChatText:
+        """As TemplateRenderer's."""
+        try:
+            reply = await self._worker.ask(rendering.request)
+        except (TypeError, ValueError) as error:
+            raise _not_json(error) from None
+        return rendering.text(reply)
+
+    def close(self) -> None:
+        """End the worker; renderings that wait fail. A later one starts another worker."""
+        self._worker.close()
+
+
+def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise ValueError(f"messages must be a list with at least one message, got {_short(messages)}")
+    chat = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(
+                f'messages[{number}] must be like {{"role": "user", "content": "..."}}, got {_short(message)}'
+            )
+        # Clients send null for what is not there, and templates would print it.
+        present = {key: value for key, value in message.items() if value is not None}
+        reasoning = next((present[key] for key in _REASONING_FIELDS if key in present), None)
+        if reasoning is not None:
+            present = {"thinking": reasoning, **present, "reasoning_content": reasoning}
+        chat.append(present)
+    return chat
+
+
+def _mark_end(chat: list[dict[str, Any]]) -> None:
+    content = chat[-1].get("content")
+    if isinstance(content, str):
+        chat[-1]["content"] = content + _CONTINUED_HERE
+        return
+    blocks = [dict(block) if isinstance(block, Mapping) else block for block in content or ()]
+    for block in reversed(blocks):
+        if isinstance(block, dict) and isinstance(block.get("text"), str):
+            block["text"] += _CONTINUED_HERE
+            chat[-1]["content"] = blocks
+            return
+    raise ValueError("continue_final_message needs a last message with text in its content")
+
+
+def _cut_at_mark(text: str) -> str:
+    mark = text.rfind(_CONTINUED_HERE.rstrip())
+    if mark < 0:
+        raise ValueError("continue_final_message: the model's chat template does not show the last message")
+    if text.startswith(_CONTINUED_HERE, mark):
+        return text[:mark]
+    # The template strips messages; what it would have stripped from the end of this one is still before the mark.
+    return text[:mark].rstrip()
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _not_json(error: Exception) -> ValueError:
+    return ValueError(f"messages and tools must be plain JSON values: {error}")

@@ -1,0 +1,1 @@
+"""What a training step takes, told before it runs: FLOPs, memory, the least time."""

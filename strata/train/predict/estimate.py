@@ -1,0 +1,259 @@
+"""What a training step takes before it runs: memory of a rank by kind, what to recompute so that it fits, time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from strata.hardware.specs import Device
+from strata.kernels.loss.loss import CHUNK_ELEMENTS
+from strata.kernels.loss.loss_grad import CHUNK_BYTES
+from strata.models.config import ModelConfig
+from strata.parallel.families import TABLES, Placement
+from strata.parallel.layout import Layout
+from strata.parallel.timeline import peak_kept
+from strata.train.config import TrainConfig
+from strata.train.predict.flops import document_flops
+from strata.train.predict.least_time import BUCKET, StepTime, least_time
+from strata.train.predict.step_shape import Held, StepShape
+from strata.train.steps.passes import LOGITS_BYTES
+
+# Of a device's memory, what a run may plan with: the rest is the driver's, the libraries' and lost between blocks.
+USABLE = 0.94
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the fullest moment of a step, on one rank.
+
+    state: weights (bfloat16), masters and two moments (float32), as far as ZeRO leaves them here. sums: float32
+    gradients of the batches before. kept: activations for the backward pass, with a pipeline of all micro-batches
+    under way. working: what only the fullest moment holds, which is the loss with its logits and the head's gradient,
+    the backward pass of a layer, or the gradients at the end of the backward pass.
+    """
+
+    state: int
+    sums: int
+    kept: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return sum(int(getattr(self, field.name)) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step before it runs. memory: of each rank of the pipeline. tokens: of the step, on all ranks together.
+
+    mfu: the formula's FLOPs (`document_flops`) over the least time and the maker's dense bfloat16 peak of all ranks.
+    """
+
+    recompute: str
+    memory: tuple[Memory, ...]
+    time: StepTime
+    tokens: int
+    mfu: float
+
+    @property
+    def fullest(self) -> Memory:
+        """Of the rank that needs the most."""
+        return max(self.memory, key=lambda one: one.total)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """On all ranks together, at most."""
+        return self.tokens / self.time.seconds
+
+
+def estimate(shape: StepShape, device: Device, recompute: str = "auto") -> Estimate:
+    """Memory and least time of a step on such devices.
+
+    recompute: one of `shape.recomputes`, or "auto" for the first that fits. Raises ValueError if none does, or if there
+    are several ranks and nothing is known of messages between such devices.
+    """
+    if recompute == "auto":
+        recompute = choose_recompute(shape, int(device.ceiling("memory").value))
+    time = least_time(shape, recompute, device)
+    layout = shape.layout
+    ways = layout.dp * layout.shard * shape.batches
+    sequences, rest = divmod(shape.tokens, shape.length)
+    lengths = [shape.length] * sequences + [rest]
+    flops = ways * document_flops(shape.config, lengths, shape.tokens).total
+    peak = layout.ranks * device.ceiling("compute", "bfloat16", measured=False).value
+    return Estimate(recompute, memory_by_rank(shape, recompute), time, ways * shape.tokens, flops / time.seconds / peak)
+
+
+def step_shape(run: TrainConfig, config: ModelConfig, layout: Layout) -> StepShape:
+    """The largest step of a run: full packs, of documents as long as the model takes."""
+    tokens = run.data.tokens_per_pack
+    packs = max(1, run.data.packs_per_step // (layout.dp * layout.shard))
+    return StepShape(config, tokens, min(tokens, config.longest), packs, run.run.precision, layout)
+
+
+def choose_recompute(shape: StepShape, device_bytes: int) -> str:
+    """The way to recompute that takes the least time and fits on every rank. Raises ValueError if none does."""
+    usable = int(USABLE * device_bytes)
+    for recompute in shape.recomputes:
+        if memory(shape, recompute).total <= usable:
+            return recompute
+    least = memory(shape, shape.recomputes[-1])
+    raise ValueError(
+        f"a step over {shape.tokens} tokens takes {least.total / 2**30:.1f} GiB ({least.state / 2**30:.1f} of them for "
+        f"the model and its optimizer) and {usable / 2**30:.1f} are usable; lower the tokens of a batch or the model, "
+        f"or divide it among more ranks"
+    )
+
+
+def memory(shape: StepShape, recompute: str) -> Memory:
+    """Of the rank that needs the most; see `memory_by_rank`."""
+    return max(memory_by_rank(shape, recompute), key=lambda one: one.total)
+
+
+def memory_by_rank(shape: StepShape, recompute: str) -> tuple[Memory, ...]:
+    """What a step keeps on each rank of the pipeline, by hand count; ranks along other axes are alike.
+
+    recompute: one of `shape.recomputes`. Experts are taken to get equally many tokens each.
+    """
+    under_way = peak_kept(shape.schedule)
+    return tuple(
+        _memory(shape, recompute, held, micro_batches)
+        for held, micro_batches in zip(shape.held, under_way, strict=True)
+    )
+
+
+def _memory(shape: StepShape, recompute: str, held: Held, micro_batches: float) -> Memory:
+    state, sums = _state_bytes(shape, held), _sum_bytes(shape, held)
+    kept = [_layer_bytes(shape, layer, recompute) for layer in held.layers]
+    whole = [_layer_bytes(shape, layer, "none") for layer in held.layers]
+    recomputed = max(all_ - own for all_, own in zip(whole, kept, strict=True))
+    layer = recomputed + max(_layer_working_bytes(shape, layer) for layer in held.layers)
+    head, logits = _loss_bytes(shape, held)
+    gathered = 0
+    if shape.layout.zero == 3:
+        # The ends stay gathered from forward to backward; of a layer and the next the weights, and its gradient in the
+        # weights' dtype and in float32.
+        gathered = 2 * (held.total - held.in_layers)
+        layer += 10 * held.mean_layer
+    fullest = Memory(state, sums, int(micro_batches * sum(kept)), gathered + head + max(logits, layer))
+    end = Memory(state, sums, max(kept), gathered + _new_gradient_bytes(shape, held) + layer)
+    return max(fullest, end, key=lambda one: one.total)
+
+
+def _state_bytes(shape: StepShape, held: Held) -> int:
+    dense, experts = shape.data_ranks
+    divided = -(-held.dense // dense) + -(-held.experts // experts)
+    whole = 0 if shape.layout.zero == 3 else 2 * held.total
+    return whole + 12 * divided
+
+
+def _sum_bytes(shape: StepShape, held: Held) -> int:
+    """ZeRO-1 reduces once a step and keeps whole gradients until then; 2 and 3 keep their part."""
+    if shape.batches == 1:
+        return 0
+    dense, experts = shape.data_ranks if shape.layout.zero >= 2 else (1, 1)
+    return 4 * (-(-held.dense // dense) + -(-held.experts // experts))
+
+
+def _new_gradient_bytes(shape: StepShape, held: Held) -> int:
+    """The gradients that the pass itself leaves, beside the sums."""
+    if shape.layout.ranks == 1:
+        return 2 * held.total  # autograd's own, which AdamW reads
+    if shape.batches > 1:
+        return 0
+    dense, experts = shape.data_ranks
+    in_flight = 0 if shape.layout.zero == 0 else 2 * 4 * min(held.total, max(BUCKET, held.embedding))
+    return 4 * (-(-held.dense // dense) + -(-held.experts // experts)) + in_flight
+
+
+def _loss_bytes(shape: StepShape, held: Held) -> tuple[int, int]:
+    """The head's gradient (and the head, if it is another rank's embedding), and the logits that exist at once."""
+    if not held.head:
+        return 0, 0
+    borrowed = 2 * held.head if shape.config.tied and not held.embedding else 0
+    rows = -(-shape.config.vocab_size // shape.layout.tp)
+    if shape.runs_graph and shape.layout.ranks == 1:
+        return 2 * held.head, min(2 * shape.own_tokens * rows, LOGITS_BYTES)
+    if shape.runs_graph:  # into the message, in float32, or into the sum of the batches before
+        is_held = shape.batches > 1 and shape.layout.zero < 2
+        return 0 if is_held else 4 * held.head, min(2 * shape.own_tokens * rows, CHUNK_BYTES)
+    # Modules add the head's gradient up in float32 and round it; without gradients at once, so they do logits.
+    if shape.loss_has_gradients:
+        return borrowed + 6 * held.head, min(2 * shape.own_tokens * rows, CHUNK_BYTES)
+    return borrowed + 6 * held.head, 6 * min(shape.own_tokens * rows, CHUNK_ELEMENTS)
+
+
+def _layer_bytes(shape: StepShape, layer: int, recompute: str) -> int:
+    """What one layer keeps of a batch. Sizes of a token below are elements of bfloat16 unless they say otherwise."""
+    config, tokens, parts, between = shape.config, shape.own_tokens, shape.layout.tp, shape.between
+    hidden = config.hidden_size
+    if recompute == "layers":
+        return tokens * 2 * hidden // between  # what enters
+    queries, keys = config.num_heads * config.head_dim // parts, config.num_kv_heads * config.head_dim // parts
+    product = queries + 2 * keys
+    log_sums = 4 * config.num_heads // parts  # bytes of attention
+    if recompute != "none" and shape.runs_graph:
+        attention = 2 * (product + queries + hidden // between + hidden // between) + log_sums
+        return tokens * attention + _mlp_bytes(shape, layer, recompute)
+    kept = 2 * hidden // between + product + queries  # read by norms and by attention; its result by the product
+    if any(rule.placement is Placement.PER_HEAD for rule in TABLES[config.architecture]):
+        kept += queries + keys  # before they are normalized
+    # What sequence parallelism gathers is kept whole, unless it is gathered once more to overlap.
+    read = hidden // (parts if shape.layout.overlap else 1)
+    mlp = _mlp_bytes(shape, layer, recompute)
+    if shape.precision == "bf16":
+        return tokens * (2 * (kept + read) + log_sums) + mlp
+    weights = product * hidden + queries * hidden  # a byte each, as the backward pass reads them
+    return tokens * (2 * kept + read + queries + log_sums) + weights + mlp
+
+
+def _mlp_bytes(shape: StepShape, layer: int, recompute: str) -> int:
+    """Of what follows attention, without the residual."""
+    config, tokens = shape.config, shape.own_tokens
+    hidden, between = config.hidden_size, shape.between
+    experts = config.experts if config.experts is not None and config.experts.layers[layer] else None
+    read = hidden // (shape.layout.tp if shape.layout.overlap else 1)
+    if recompute != "none" and not shape.runs_graph:
+        return tokens * 2 * (read if experts is None else hidden // between)  # what enters
+    if experts is not None:
+        if recompute != "none":
+            # The results of the products of router and experts.
+            gated = 2 * experts.intermediate_size if recompute == "operations" else 0
+            return tokens * 2 * (experts.count + experts.per_token * (gated + hidden)) // between
+        # Logits, probabilities (float32), weights and numbers of a token's experts, and their order.
+        routing = 2 * hidden + (2 + 4) * experts.count + experts.per_token * (4 + 8 + 16)
+        rows = experts.per_token * 2 * (3 * experts.intermediate_size + 2 * hidden)  # what enters and leaves products
+        return tokens * (routing + rows) // between
+    inner = config.intermediate_size // shape.layout.tp
+    if recompute != "none":
+        return tokens * 2 * (2 * inner if recompute == "operations" else 0)
+    if shape.precision == "bf16":
+        return tokens * 2 * (2 * inner + inner + read)
+    return tokens * (2 * 2 * inner + inner + read) + 3 * inner * hidden
+
+
+def _layer_working_bytes(shape: StepShape, layer: int) -> int:
+    """What a layer needs only while it runs, if that is much."""
+    config, layout, tokens = shape.config, shape.layout, shape.own_tokens
+    found = 0
+    if config.experts is not None and config.experts.layers[layer]:
+        # The gradient of the rows of a token's experts.
+        found = 2 * tokens * config.experts.per_token * config.hidden_size // shape.between
+    if layout.cp > 1 and layout.context == "ring":
+        found = max(found, _ring_bytes(shape, config.windows[layer]))
+    return found
+
+
+def _ring_bytes(shape: StepShape, window: int | None) -> int:
+    """Of ring attention, in its backward pass."""
+    config, parts = shape.config, shape.layout.tp
+    heads, kv_heads = config.num_heads // parts, config.num_kv_heads // parts
+    if window is None or window >= shape.length:
+        # In float32 the queries' gradient, the library's sum of it and what is added; in bfloat16 theirs of a turn, and
+        # those of keys and values for each query head. Two pairs of keys and values under way, with float32 gradients,
+        # and the gradients of a turn.
+        vectors = (3 * 4 + 3 * 2) * heads + 2 * (2 * 2 + 2 * 4 + 2) * kv_heads
+        return shape.own_tokens * vectors * config.head_dim
+    piece = -(-shape.length // (2 * shape.layout.cp))
+    vectors = (4 * heads + 6 * kv_heads) * config.head_dim
+    # Scores, their gradient and the softmax of a block; queries, result, keys and values with gradients: float32.
+    return 4 * (3 * heads * piece * piece + shape.own_tokens * vectors)

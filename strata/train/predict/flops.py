@@ -1,0 +1,83 @@
+"""The arithmetic that a training step calls for; MFU (Chowdhery et al. 2022) is this over time and peak."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata.models.config import ModelConfig
+from strata.train.data.pack import PackedBatch
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Floating-point operations, a multiply-add is two. products: of the layers' matrices. attention: scores and the
+    mix of values, of the pairs that are seen. head: logits of the tokens that the loss counts.
+    """
+
+    products: int = 0
+    attention: int = 0
+    head: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.products + self.attention + self.head
+
+    def __add__(self, other: StepFlops) -> StepFlops:
+        return StepFlops(self.products + other.products, self.attention + other.attention, self.head + other.head)
+
+
+def batch_flops(config: ModelConfig, batches: Iterable[PackedBatch], *, weights_are_frozen: bool = False) -> StepFlops:
+    """Forward and backward of these batches; see `document_flops`."""
+    each = (
+        document_flops(config, batch.lengths, len(batch.targets), weights_are_frozen=weights_are_frozen)
+        for batch in batches
+    )
+    return sum(each, StepFlops())
+
+
+def document_flops(
+    config: ModelConfig,
+    lengths: Sequence[int] | NDArray[np.int32],
+    counted: int,
+    *,
+    weights_are_frozen: bool = False,
+) -> StepFlops:
+    """Forward and backward of documents of these lengths: what the mathematics calls for, however the work is done.
+
+    Products and head: 2 operations an element and token, in three passes (the result, the gradient of the input and
+    that of the weight); of experts those a token goes to, and the router. Attention: 4 * heads * head_dim a pair, in
+    three passes. What is computed twice to save memory, and whatever is no matrix product, does not count.
+
+    counted: the tokens whose successor the loss counts, which alone reach the head. weights_are_frozen: only adapters
+    learn (LoRA), so there is no gradient of the matrices; the adapters' own products are left out.
+    """
+    passes = 2 if weights_are_frozen else 3
+    elements = sum(active_elements(config, layer) for layer in range(config.num_layers))
+    pairs = sum(layers * visible_pairs(lengths, window) for window, layers in Counter(config.windows).items())
+    return StepFlops(
+        products=2 * passes * elements * int(np.sum(lengths, dtype=np.int64)),
+        attention=12 * config.num_heads * config.head_dim * pairs,
+        head=2 * passes * config.vocab_size * config.hidden_size * counted,
+    )
+
+
+def active_elements(config: ModelConfig, layer: int) -> int:
+    """Of the matrices of a layer, how many elements a token is multiplied by."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention = config.hidden_size * (2 * queries + 2 * keys)
+    experts = config.experts
+    if experts is None or not experts.layers[layer]:
+        return attention + 3 * config.hidden_size * config.intermediate_size
+    return attention + config.hidden_size * (experts.count + 3 * experts.per_token * experts.intermediate_size)
+
+
+def visible_pairs(lengths: Sequence[int] | NDArray[np.int32], window: int | None) -> int:
+    """Queries and the keys that they see, of documents of these lengths: each token the `window` latest, itself too."""
+    tokens = np.asarray(lengths, dtype=np.int64)
+    growing = tokens if window is None else np.minimum(tokens, window)  # each of these sees one key more than the last
+    return int((growing * (growing + 1) // 2 + (tokens - growing) * growing).sum())

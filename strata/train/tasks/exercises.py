@@ -1,0 +1,104 @@
+"""The exercises as tokenized data: a tokenizer made from them, and shards of a fixed range of documents each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from strata.text.tokenizer import Tokenizer
+from strata.train.data.encode import Encoder
+from strata.train.data.encoding import Encoded
+from strata.train.data.shards import VERSION, Index, ShardEntry, write_encoded
+from strata.train.data.tokenize import tokenizer_digest
+from strata.train.data.writing import ShardJob, in_process, keep_plan, named, write_missing
+from strata.train.tasks.mixture import document
+from strata.train.tasks.vocabulary import make_tokenizer, write_tokenizer
+
+# Tokens: what tokenizer_config.json says that a model of the exercises reads. None has so many.
+LONGEST = 1024
+# Documents that are encoded at once, which bounds the memory of a process.
+_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class _Job(ShardJob):
+    """The documents first to end - 1 of a seed."""
+
+    first: int
+    end: int
+    seed: int
+    tokenizer: Path
+    vocab_size: int
+
+
+def write_exercises(
+    out: Path,
+    documents: int,
+    *,
+    tokenizer_folder: Path | None = None,
+    seed: int = 0,
+    vocab_size: int = 4096,
+    tokenizer_documents: int = 60_000,
+    workers: int = 1,
+    documents_per_shard: int = 65_536,
+    report: Callable[[int, int], None] = lambda done, of: None,
+) -> Index:
+    """Write documents 0 to `documents` - 1 of a seed into `out` as chats whose replies are wanted, and their index.
+
+    tokenizer_folder: of a tokenizer that has the special tokens of train/tasks/vocabulary.py. Without one it is made: a
+    byte-level BPE of `vocab_size` tokens from the first `tokenizer_documents` documents, which goes to out/tokenizer.
+    report: called with the number of finished shards and of all. The shards do not depend on `workers`. Called again
+    after it was stopped, this goes on with the shards that are missing.
+
+    Raises ValueError for a tokenizer without those tokens, a size out of range, and if `out` holds other data.
+    """
+    if documents < 1:
+        raise ValueError(f"documents = {documents} must be positive")
+    if not 512 <= vocab_size <= 65_536:
+        raise ValueError(f"vocab_size = {vocab_size} must lie in 512..65536")
+    plan = {"kind": "exercises", "seed": seed, "documents": documents, "documents_per_shard": documents_per_shard}
+    if tokenizer_folder is None:
+        tokenizer_folder = out / "tokenizer"
+        keep_plan(out, plan | {"vocab_size": vocab_size, "tokenizer_documents": tokenizer_documents})
+        if not (tokenizer_folder / "tokenizer.json").exists():
+            report(0, -(-documents // documents_per_shard))
+            in_process(partial(_make_tokenizer, tokenizer_folder, seed, tokenizer_documents, vocab_size))
+        digest, size = _digest_and_size(tokenizer_folder)
+    else:
+        digest, size = _digest_and_size(tokenizer_folder)
+        keep_plan(out, plan | {"tokenizer": digest})
+    jobs = [
+        _Job(out, name, first, min(first + documents_per_shard, documents), seed, tokenizer_folder, size)
+        for name, first in named(range(0, documents, documents_per_shard))
+    ]
+    index = Index(VERSION, "chat", digest, size, write_missing(jobs, _write, workers, report))
+    index.write(out)
+    return index
+
+
+def _make_tokenizer(folder: Path, seed: int, documents: int, vocab_size: int) -> None:
+    first = (document(seed, index) for index in range(documents))
+    write_tokenizer(make_tokenizer(first, vocab_size), folder, LONGEST)
+
+
+def _digest_and_size(tokenizer_folder: Path) -> tuple[str, int]:
+    with Tokenizer.load(tokenizer_folder) as tokenizer:
+        return tokenizer_digest(tokenizer), tokenizer.vocab_size
+
+
+def _write(job: _Job) -> ShardEntry:
+    encoder = Encoder.load(job.tokenizer)
+    parts = [
+        encoder.encode([document(job.seed, index) for index in range(first, min(first + _AT_ONCE, job.end))])
+        for first in range(job.first, job.end, _AT_ONCE)
+    ]
+    lengths = np.concatenate([np.diff(part.offsets) for part in parts])
+    if lengths.max() > LONGEST:
+        raise ValueError(f"document {job.first + int(lengths.argmax())} has {lengths.max()} tokens, over {LONGEST}")
+    tokens, wanted = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "wanted"))
+    encoded = Encoded(tokens, wanted, np.concatenate([[0], np.cumsum(lengths)]))
+    return write_encoded(job.folder, job.name, "chat", encoded, job.vocab_size)
