@@ -6,10 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.linear import cublaslt as gemm_cublaslt
-from strata.kernels.linear import fixed as gemm_fixed
-from strata.kernels.linear import skinny as gemm_skinny
-from strata.kernels.linear import skinny_tiles as gemm_skinny_tiles
+from strata.kernels.linear import cublaslt, fixed, skinny, skinny_tiles
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -37,23 +34,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 linear.implement("torch", "cpu", differentiable=True)(F.linear)
-linear.implement("fixed tiles", "cpu", invariant=True)(gemm_fixed.buffered_linear)
+linear.implement("fixed tiles", "cpu", invariant=True)(fixed.buffered_linear)
 
 
 def _tuned(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    return gemm_skinny_tiles.tuned_tile(linear.name, x, weight) is not None
+    return skinny_tiles.tuned_tile(linear.name, x, weight) is not None
 
 
-@linear.implement(gemm_skinny_tiles.IMPLEMENTATION, "cuda", supports=_tuned)
+@linear.implement(skinny_tiles.IMPLEMENTATION, "cuda", supports=_tuned)
 def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    tile = gemm_skinny_tiles.tuned_tile(linear.name, x, weight)
+    tile = skinny_tiles.tuned_tile(linear.name, x, weight)
     assert tile is not None
-    return gemm_skinny.skinny_linear(x, weight, bias, tile)
+    return skinny.skinny_linear(x, weight, bias, tile)
 
 
 linear.implement("cublas", "cuda", differentiable=True)(F.linear)
-linear.implement(gemm_cublaslt.IMPLEMENTATION, "cuda", invariant=True, supports=gemm_cublaslt.supports)(
-    gemm_cublaslt.cublaslt_linear
-)
+linear.implement(cublaslt.IMPLEMENTATION, "cuda", invariant=True, supports=cublaslt.supports)(cublaslt.cublaslt_linear)
 if HAS_TRITON:
-    linear.implement("triton", "cuda", invariant=True, supports=gemm_fixed.fits)(gemm_fixed.triton_linear)
+    linear.implement("triton", "cuda", invariant=True, supports=fixed.fits)(fixed.triton_linear)
