@@ -20,8 +20,8 @@ from strata.comm.mesh import Axis
 from strata.comm.observer import Call
 
 # torch 2.13 gave these names that earlier versions do not have, and warns of the others.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_dist_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_dist_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -36,13 +36,13 @@ def copy_to(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.group is None else _CopyTo.apply(x, axis)
 
 
-def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """The tensors of all ranks, of one shape, one after another along `dim`. Backward: `reduce_scatter`."""
-    return x if axis.group is None else _Gather.apply(x, axis, dim)
+    return x if axis.group is None else _AllGather.apply(x, axis, dim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's part along `dim`, of as many as there are ranks, of the sum over the ranks. Backward: `gather`.
+    """This rank's part along `dim`, of as many as there are ranks, of the sum over the ranks. Backward: `all_gather`.
 
     Raises ValueError if the size of `dim` is no multiple of the number of ranks.
     """
@@ -89,11 +89,11 @@ def start_all_reduce(x: Tensor, axis: Axis, reduction: Literal["sum", "max", "mi
     """Reduce over the ranks in place, without gradients. x: contiguous."""
     if axis.group is None:
         return Pending(x)
-    call = _tell("all_reduce", axis, x)
+    call = _notify("all_reduce", axis, x)
     return Pending(x, _works(dist.all_reduce(x, _REDUCTIONS[reduction], axis.group, async_op=True)), axis, call)
 
 
-def start_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
+def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
     """The tensors of all ranks one after another along dimension 0, into `out` if given, without gradients.
 
     `x` may be this rank's part of `out`.
@@ -102,8 +102,8 @@ def start_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
         return Pending(x if out is None else out.copy_(x))
     if out is None:
         out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    call = _tell("gather", axis, x)
-    return Pending(out, _works(_all_gather(out, x.contiguous(), axis.group, async_op=True)), axis, call)
+    call = _notify("all_gather", axis, x)
+    return Pending(out, _works(_dist_all_gather(out, x.contiguous(), axis.group, async_op=True)), axis, call)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
@@ -112,8 +112,8 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
         return Pending(x if out is None else out.copy_(x))
     if out is None:
         out = x.new_empty((_part(x.shape[0], axis), *x.shape[1:]))
-    call = _tell("reduce_scatter", axis, x)
-    work = _reduce_scatter(out, x.contiguous(), group=axis.group, async_op=True)
+    call = _notify("reduce_scatter", axis, x)
+    work = _dist_reduce_scatter(out, x.contiguous(), group=axis.group, async_op=True)
     return Pending(out, _works(work), axis, call)
 
 
@@ -125,7 +125,7 @@ def start_all_to_all(
         return Pending(x)
     out = x.new_empty((x.shape[0] if received is None else sum(received), *x.shape[1:]))
     counts = _list(received), _list(sent)
-    call = _tell("all_to_all", axis, x)
+    call = _notify("all_to_all", axis, x)
     work = dist.all_to_all_single(out, x.contiguous(), *counts, axis.group, async_op=True)
     return Pending(out, _works(work), axis, call)
 
@@ -140,12 +140,12 @@ def start_shift(x: Tensor, axis: Axis, by: int = 1) -> Pending:
         dist.P2POp(dist.isend, x.contiguous(), to, axis.group),
         dist.P2POp(dist.irecv, out, source, axis.group),
     ]
-    call = _tell("shift", axis, x)
+    call = _notify("shift", axis, x)
     return Pending(out, tuple(dist.batch_isend_irecv(transfers)), axis, call)
 
 
-def _tell(operation: str, axis: Axis, x: Tensor) -> Call | None:
-    """Tell the axis's observer, if it has one, that a collective starts."""
+def _notify(operation: str, axis: Axis, x: Tensor) -> Call | None:
+    """Notify the axis's observer, if it has one, that a collective starts."""
     if axis.observer is None or torch.compiler.is_compiling():
         return None
     return axis.observer.started(operation, axis.name, axis.ranks, x.nbytes)
@@ -165,7 +165,7 @@ def _part(size: int, axis: Axis) -> int:
 
 
 def _enter(operation: str, axis: Axis, x: Tensor) -> Call | None:
-    call = _tell(operation, axis, x)
+    call = _notify(operation, axis, x)
     if axis.observer is not None and call is not None:
         axis.observer.waits(call)
     return call
@@ -187,8 +187,8 @@ def _summed(x: Tensor, axis: Axis) -> Tensor:
 def _gathered(x: Tensor, axis: Axis, dim: int) -> Tensor:
     rows = x.movedim(dim, 0).contiguous()
     out = rows.new_empty((axis.size * rows.shape[0], *rows.shape[1:]))
-    call = _enter("gather", axis, rows)
-    _all_gather(out, rows, axis.group)
+    call = _enter("all_gather", axis, rows)
+    _dist_all_gather(out, rows, axis.group)
     _leave(axis, call)
     return out.movedim(0, dim)
 
@@ -197,7 +197,7 @@ def _scattered(x: Tensor, axis: Axis, dim: int) -> Tensor:
     rows = x.movedim(dim, 0).contiguous()
     out = rows.new_empty((_part(rows.shape[0], axis), *rows.shape[1:]))
     call = _enter("reduce_scatter", axis, rows)
-    _reduce_scatter(out, rows, group=axis.group)
+    _dist_reduce_scatter(out, rows, group=axis.group)
     _leave(axis, call)
     return out.movedim(0, dim)
 
@@ -235,7 +235,7 @@ class _CopyTo(torch.autograd.Function):
         return _summed(grads[0], ctx.axis), None
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim

@@ -51,11 +51,11 @@ LINKS = {
 
 
 def all_reduce_cost(nbytes: int, ranks: int) -> CollectiveCost:
-    """Of `nbytes` on each rank: a reduce-scatter and a gather."""
-    return reduce_scatter_cost(nbytes, ranks) + gather_cost(nbytes, ranks)
+    """Of `nbytes` on each rank: a reduce-scatter and an all-gather."""
+    return reduce_scatter_cost(nbytes, ranks) + all_gather_cost(nbytes, ranks)
 
 
-def gather_cost(nbytes: int, ranks: int) -> CollectiveCost:
+def all_gather_cost(nbytes: int, ranks: int) -> CollectiveCost:
     """Of `nbytes` in the result: every part but one passes through each rank."""
     return CollectiveCost(ranks - 1, nbytes // ranks * (ranks - 1))
 

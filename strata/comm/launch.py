@@ -27,7 +27,7 @@ class World:
     computes. backend: what torch.distributed was started with; None for one process alone, which starts nothing.
     restarts: how often all ranks were started again after one failed. timeout_seconds: how long a collective of any
     group waits for the other ranks before it fails. observer: told of the collectives along the axes
-    of this world; `dataclasses.replace` gives a world one. leaving: called as the ranks part, before NCCL ends, which
+    of this world; `dataclasses.replace` gives a world one. on_shutdown: called before NCCL ends, which
     waits for every CUDA graph that holds messages: who records one adds what frees it.
     """
 
@@ -39,14 +39,14 @@ class World:
     restarts: int = 0
     timeout_seconds: float = 600.0
     observer: Observer | None = field(default=None, repr=False, compare=False)
-    leaving: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
+    on_shutdown: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
 
-    def part(self) -> None:
-        """Wait for the device, and call all that is in `leaving`, once."""
+    def shut_down(self) -> None:
+        """Wait for the device, and call all that is in `on_shutdown`, once."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        while self.leaving:
-            self.leaving.pop()()
+        while self.on_shutdown:
+            self.on_shutdown.pop()()
 
     @property
     def is_main(self) -> bool:
@@ -73,7 +73,7 @@ def join_world(device: str = "auto", *, timeout_seconds: float = 600.0) -> Itera
     if size == 1:
         world = World(0, local_rank, 1, chosen, None, restarts, timeout_seconds)
         yield world
-        world.part()
+        world.shut_down()
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     # With its device known, NCCL connects now and not in the middle of the first step.
@@ -87,7 +87,7 @@ def join_world(device: str = "auto", *, timeout_seconds: float = 600.0) -> Itera
     yield world
     # Not after an error: leaving waits for what is under way, and the other ranks are not told of it but by this one's
     # end, which says who failed first.
-    world.part()
+    world.shut_down()
     dist.destroy_process_group()
     # Steps hold groups in cycles, and the threads of gloo live as long as these. One that has yet to let go of the last
     # message wants Python's lock for it; if Python has begun to end by then, that aborts the process.

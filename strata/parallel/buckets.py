@@ -9,7 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from strata.comm.collectives import Pending, start_all_reduce, start_gather, start_reduce_scatter
+from strata.comm.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from strata.kernels.destination import Place
 from strata.parallel.data_parallel import GradientAxes, Part
 
@@ -146,14 +146,14 @@ class Bucket:
             part.master.grad = None
         self._reduced = None
 
-    def start_gather(self) -> None:
+    def start_all_gather(self) -> None:
         """Send this rank's part of the weights to the others, and forget the gradient."""
         self._check_place()
         self.forget()
-        self._gathering = start_gather(self.own_weights, self.axes.divided, self.weights)
+        self._gathering = start_all_gather(self.own_weights, self.axes.divided, self.weights)
 
     def wait(self) -> None:
-        """Until the weights are those of the last `start_gather`."""
+        """Until the weights are those of the last `start_all_gather`."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.comm.collectives import start_gather, start_shift
+from strata.comm.collectives import start_all_gather, start_shift
 from strata.comm.mesh import Axis
 
 
 def products_of_gathered(x: Tensor, weights: Sequence[Tensor], axis: Axis) -> tuple[Tensor, ...]:
-    """`gather(x, axis, 0) @ weight^T` for every weight.
+    """`all_gather(x, axis, 0) @ weight^T` for every weight.
 
     x [tokens of this rank, inputs], equally many on all ranks; weights [outputs of this rank, inputs] -> each
     [tokens, outputs of this rank].
@@ -74,7 +74,7 @@ class _ProductsOfGathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         axis: Axis = ctx.axis
         x, *weights = ctx.saved_tensors
-        gathering = start_gather(x, axis)
+        gathering = start_all_gather(x, axis)
 
         def of_chunk(number: int) -> Tensor:
             total = _chunk(grads[0], number, axis) @ weights[0]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strata.comm.collectives import all_reduce, copy_to, gather, reduce_scatter, start_all_reduce
+from strata.comm.collectives import all_gather, all_reduce, copy_to, reduce_scatter, start_all_reduce
 from strata.comm.mesh import Axis
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
@@ -234,7 +234,7 @@ def _entrance(axis: Axis, sequence_parallel: bool) -> Callable[[nn.Module, tuple
         x, *others = arguments
         if not sequence_parallel:
             return copy_to(x, axis), *others
-        x = gather(x, axis, 0)
+        x = all_gather(x, axis, 0)
         batch = next((one for one in others if isinstance(one, Batch)), None)
         return x if batch is None else x[: batch.tokens.shape[0]], *others
 
@@ -245,7 +245,7 @@ def _exit(axis: Axis, sequence_parallel: bool) -> Callable[[nn.Module, Any, Tens
     """After the last norm: the head, of which each rank has a part of the rows, wants all tokens."""
 
     def leave(module: nn.Module, arguments: Any, hidden: Tensor) -> Tensor:
-        return gather(hidden, axis, 0) if sequence_parallel else copy_to(hidden, axis)
+        return all_gather(hidden, axis, 0) if sequence_parallel else copy_to(hidden, axis)
 
     return leave
 

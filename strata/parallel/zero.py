@@ -157,7 +157,7 @@ class ZeroGradients:
     def start_gathering(self) -> None:
         """`gather` without its end: parameters hold neither old nor new weights until `wait`."""
         for bucket in reversed(self._buckets):
-            bucket.start_gather()
+            bucket.start_all_gather()
 
     def wait(self, names: Sequence[str] | None = None) -> None:
         """Until the weights of these parameters, or of all, are there. On a GPU the stream waits, not the host."""

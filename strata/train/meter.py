@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from strata.comm.exchange import gather_json
+from strata.comm.exchange import all_gather_json
 from strata.comm.mesh import Axis
 from strata.models.config import ModelConfig
 from strata.train.data.loader import Step
@@ -100,7 +100,7 @@ class Meter:
         if interval.skipped:
             values["skipped"] = interval.skipped
         seconds = self._clock.take()
-        found = gather_json(
+        found = all_gather_json(
             {"flops": interval.flops, "computes": _median(seconds)}, self._everyone, torch.device("cpu")
         )
         if self._peak is not None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strata.comm import collectives as c
-from strata.comm.exchange import gather_json
+from strata.comm.exchange import all_gather_json
 from strata.comm.launch import World
 from strata.comm.mesh import AXES, Mesh
 from tests.parallel.ranks import run_ranks
@@ -42,7 +42,7 @@ def together(name: str, x: list[Tensor]) -> list[Tensor]:
             return [total] * 4
         case "copy_to":
             return x
-        case "gather_0" | "gather_1":
+        case "all_gather_0" | "all_gather_1":
             return [torch.cat(x, int(name[-1]))] * 4
         case "reduce_scatter_0" | "reduce_scatter_1":
             return list(total.chunk(4, int(name[-1])))
@@ -56,7 +56,7 @@ def together(name: str, x: list[Tensor]) -> list[Tensor]:
             return [x[(i + 2) % 4] for i in range(4)]
 
 
-NAMES = ("all_reduce", "copy_to", "gather_0", "gather_1", "reduce_scatter_0", "reduce_scatter_1", "all_to_all",
+NAMES = ("all_reduce", "copy_to", "all_gather_0", "all_gather_1", "reduce_scatter_0", "reduce_scatter_1", "all_to_all",
          "all_to_all_uneven", "shift_1", "shift_-2")  # fmt: skip
 
 
@@ -101,14 +101,14 @@ def plain(world: World, folder: Path) -> dict[str, Any]:
     x = inputs()
     whole = torch.empty(32, 12, dtype=torch.float64)
     part = whole[8 * world.rank : 8 * world.rank + 8].copy_(x[world.rank])
-    pending = c.start_gather(part, axis, whole)  # in place
+    pending = c.start_all_gather(part, axis, whole)  # in place
     most = c.start_all_reduce(x[world.rank].clone(), axis, "max")
     summed = c.start_reduce_scatter(x[world.rank], axis)
     return {
         "gather": torch.equal(pending.wait(), torch.cat(x)),
         "max": torch.equal(most.wait(), torch.stack(x).amax(0)),
         "reduce_scatter": torch.allclose(summed.wait(), torch.stack(x).sum(0).chunk(4)[world.rank], atol=1e-12),
-        "json": gather_json({"rank": world.rank, "text": "é" * world.rank}, axis, world.device),
+        "json": all_gather_json({"rank": world.rank, "text": "é" * world.rank}, axis, world.device),
     }
 
 
@@ -138,7 +138,7 @@ def axes(world: World, folder: Path) -> dict[str, Any]:
         ranks = {"*".join(name): mesh.flattened(*name) for name in names}
         ranks |= {name: mesh.axis(name) for name in ("ep", "ep_shard")}
         for axis in ranks.values():
-            seen = c.start_gather(torch.tensor([world.rank]), axis).wait().tolist()
+            seen = c.start_all_gather(torch.tensor([world.rank]), axis).wait().tolist()
             assert tuple(seen) == axis.ranks
             assert axis.ranks[axis.index] == world.rank
         found[str(sizes)] = {name: axis.ranks for name, axis in ranks.items()}
@@ -172,7 +172,7 @@ def fails_on_one(world: World, folder: Path) -> None:
     axis = Mesh.of(world, {"tp": 2}).axis("tp")
     if world.rank == 1:
         c.start_reduce_scatter(torch.zeros(5), axis)
-    c.start_gather(torch.zeros(1), axis).wait()
+    c.start_all_gather(torch.zeros(1), axis).wait()
 
 
 def test_meshes_are_not_shared() -> None:
@@ -193,7 +193,7 @@ def asked_in_any_order(world: World, folder: Path) -> list[list[int]]:
         mesh.device_mesh(mesh.axis("ep_shard"))  # a group of one rank
     second = Mesh.of(world, {"dp": 2, "tp": 2}).axis("tp")
     axes = [found["pp"], found["ep"], second]
-    return [c.start_gather(torch.tensor([world.rank]), axis).wait().tolist() for axis in axes]
+    return [c.start_all_gather(torch.tensor([world.rank]), axis).wait().tolist() for axis in axes]
 
 
 def test_groups_do_not_depend_on_who_asks_for_an_axis_when(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import pytest
 from strata.comm.cost import (
     LINKS,
     CollectiveCost,
+    all_gather_cost,
     all_reduce_cost,
     all_to_all_cost,
-    gather_cost,
     reduce_scatter_cost,
     shift_cost,
 )
@@ -18,7 +18,7 @@ from strata.hardware.specs import DEVICES
 
 def test_counts_by_hand() -> None:
     """Four ranks, a ring, 1200 bytes: parts of 300 go three hops, and six for the sum that everyone gets."""
-    assert gather_cost(1200, 4) == CollectiveCost(3, 900)
+    assert all_gather_cost(1200, 4) == CollectiveCost(3, 900)
     assert reduce_scatter_cost(1200, 4) == CollectiveCost(3, 900)
     assert all_reduce_cost(1200, 4) == CollectiveCost(6, 1800)
     assert all_to_all_cost(1200, 4) == CollectiveCost(3, 900)
@@ -26,7 +26,7 @@ def test_counts_by_hand() -> None:
 
 
 def test_one_rank_sends_nothing() -> None:
-    for cost in (all_reduce_cost, gather_cost, reduce_scatter_cost, all_to_all_cost, shift_cost):
+    for cost in (all_reduce_cost, all_gather_cost, reduce_scatter_cost, all_to_all_cost, shift_cost):
         assert cost(1200, 1) == CollectiveCost(0, 0)
         assert LINKS["h200"].seconds(cost(1200, 1)) == 0
 
@@ -36,10 +36,10 @@ def test_one_rank_sends_nothing() -> None:
     [
         (all_reduce_cost, 2, 1 << 26, 247.9),
         (all_reduce_cost, 8, 1 << 30, 5238.9),
-        (gather_cost, 8, 1 << 26, 209.9),
+        (all_gather_cost, 8, 1 << 26, 209.9),
         (reduce_scatter_cost, 4, 1 << 28, 676.1),
         (all_to_all_cost, 8, 1 << 28, 764.6),
-        (gather_cost, 4, 1 << 17, 35.3),
+        (all_gather_cost, 4, 1 << 17, 35.3),
     ],
 )
 def test_the_h200_link_predicts_what_nccl_took(cost, ranks, nbytes, microseconds) -> None:  # type: ignore[no-untyped-def]

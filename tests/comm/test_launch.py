@@ -73,9 +73,9 @@ def test_recordings_are_gone_before_the_ranks_part(environment: pytest.MonkeyPat
     environment.setattr(dist, "init_process_group", lambda *_, **__: None)
     environment.setattr(dist, "destroy_process_group", lambda: happened.append("parted"))
     with join_world("cpu") as world:
-        world.leaving.append(lambda: happened.append("freed"))
+        world.on_shutdown.append(lambda: happened.append("freed"))
     assert happened == ["freed", "parted"]
-    assert not world.leaving, "or it would keep what it frees"
+    assert not world.on_shutdown, "or it would keep what it frees"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ NOW = 1000.0
 
 def calls(axis: str, ranks: tuple[int, ...], count: int) -> tuple[Call, ...]:
     return tuple(
-        Call("gather" if number % 2 else "reduce_scatter", axis, ranks, number, 64) for number in range(1, count + 1)
+        Call("all_gather" if number % 2 else "reduce_scatter", axis, ranks, number, 64)
+        for number in range(1, count + 1)
     )
 
 
@@ -72,13 +73,13 @@ def test_without_a_missing_collective_the_rank_in_none_or_behind_is_blamed() -> 
     entered = calls("shard", (0, 1), 3)
     waiting = beat(0, 9, "update", entered, waits=entered[2])
     assert blame([waiting, beat(1, 9, "checkpoint", entered)], NOW, 1.0) == (
-        "rank 1 is at step 9, checkpoint, in no collective; rank 0 waits in gather 3 of 'shard' (64 bytes)"
+        "rank 1 is at step 9, checkpoint, in no collective; rank 0 waits in all_gather 3 of 'shard' (64 bytes)"
     )
     assert blame([beat(0, 9, "data"), beat(1, 8, "log")], NOW, 1.0) == (
         "rank 1 is at step 8, log; the others are at step 9"
     )
     assert blame([beat(rank, 9, "update", entered) for rank in (0, 1)], NOW, 1.0) == (
-        "ranks 0-1 are at step 9, update, and all have entered the same collectives, up to gather 3 of 'shard' "
+        "ranks 0-1 are at step 9, update, and all have entered the same collectives, up to all_gather 3 of 'shard' "
         "(64 bytes): if no rank computes, a device or the network stands still"
     )
 

@@ -72,7 +72,7 @@ def three(world: World, folder: Path) -> dict[str, Any]:
                 clock.end()
             found = stragglers.report(clock.take(), 0.2)
             lines.append([found.rank, list(found.slow), found.line])
-        call = watch.started("gather", axis.name, axis.ranks, 8)
+        call = watch.started("all_gather", axis.name, axis.ranks, 8)
         return {"lines": lines, "left": clock.take(), "next": [call.axis, call.number]}
 
 

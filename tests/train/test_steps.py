@@ -85,7 +85,7 @@ def test_steps_of_one_device_equal_plain_pytorch(family: str, recompute: str) ->
 REPEATED: list[tuple[str, dict[str, Any], dict[str, int], dict[str, int]]] = [
     # Not the sum of the last product, whose result nothing in the backward pass reads.
     ("llama", {"tp": 2}, {"all_reduce": 1}, {}),
-    ("llama", {"tp": 2, "sequence_parallel": True}, {"gather": 2, "reduce_scatter": 1}, {}),
+    ("llama", {"tp": 2, "sequence_parallel": True}, {"all_gather": 2, "reduce_scatter": 1}, {}),
     ("llama", {"tp": 2, "sequence_parallel": True, "overlap": True}, {"shift": 4}, {"shift": 2}),
 ]
 

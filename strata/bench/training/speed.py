@@ -15,7 +15,7 @@ from strata.bench.costing import find_config
 from strata.bench.result import cpu_name, make_result, number
 from strata.bench.training.trace import traced
 from strata.bench.training.workload import PEAK_RATE, TrainingWork, learning_rate, synthetic_batch
-from strata.comm.exchange import gather_json
+from strata.comm.exchange import all_gather_json
 from strata.comm.launch import World, join_world
 from strata.comm.mesh import Axis
 from strata.hardware.specs import recognize
@@ -157,7 +157,7 @@ class _Run:
         if self.world.device.type != "cuda":
             return {}
         own = [torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB]
-        found = gather_json(own, self.everyone, self.world.device)
+        found = all_gather_json(own, self.everyone, self.world.device)
         most = [round(max(column), 2) for column in zip(*found, strict=True)]
         return dict(zip(("memory_gib", "reserved_gib"), most, strict=True))
 

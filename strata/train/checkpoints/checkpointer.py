@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from strata.comm.collectives import Pending, start_all_reduce
-from strata.comm.exchange import gather_bytes, gather_json
+from strata.comm.exchange import all_gather_bytes, all_gather_json
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.train.checkpoints.folder import (
@@ -158,7 +158,7 @@ class Checkpointer:
                 if step_of(path) >= before:
                     set_aside(path)
         # As the first rank sees the folder, so that all ranks read the same.
-        found = gather_json([path.name for path in checkpoints(self.folder)], self._everyone, _HOST)[0]
+        found = all_gather_json([path.name for path in checkpoints(self.folder)], self._everyone, _HOST)[0]
         for number, path in reversed([*enumerate(self.folder / name for name in found)]):
             state: dict[str, Any] = {}
             outcome = {"corrupt": "", "wrong": ""}
@@ -170,7 +170,7 @@ class Checkpointer:
                 outcome["corrupt"] = str(error)
             except ValueError as error:
                 outcome["wrong"] = str(error)
-            outcomes = gather_json(outcome, self._everyone, _HOST)
+            outcomes = all_gather_json(outcome, self._everyone, _HOST)
             if wrong := [one["wrong"] for one in outcomes if one["wrong"]]:
                 raise ValueError(wrong[0])
             if not (corrupt := [one["corrupt"] for one in outcomes if one["corrupt"]]):
@@ -221,7 +221,7 @@ class Checkpointer:
 
     def _hand_over(self, writer: ShareWriter) -> None:
         """Give the reports of all ranks to the first one's thread."""
-        reports = gather_bytes(json.dumps(writer.report()).encode(), self._everyone, _HOST)
+        reports = all_gather_bytes(json.dumps(writer.report()).encode(), self._everyone, _HOST)
         self._is_handed_over = True
         if self.world.is_main:
             self._publication = Publication(self.folder, self._step, self.keep, reports)
@@ -230,7 +230,7 @@ class Checkpointer:
         """Tell all ranks what has become of the checkpoint; its path, if there is one."""
         self._writer, self._copied, self._is_handed_over = None, None, False
         told = ([], []) if self._publication is None else (self._publication.errors, self._publication.warnings)
-        errors, warnings = gather_json(told, self._everyone, _HOST)[0]
+        errors, warnings = all_gather_json(told, self._everyone, _HOST)[0]
         for warning in warnings:
             self.warn(warning)
         if errors:

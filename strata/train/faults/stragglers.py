@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from strata.comm.collectives import start_gather
+from strata.comm.collectives import start_all_gather
 from strata.comm.mesh import Axis
 from strata.train.faults.config import FaultsConfig
 
@@ -79,7 +79,7 @@ class Stragglers:
         waiting.
         """
         own = torch.tensor([median(seconds)], dtype=torch.float64)
-        return self.judge(start_gather(own, self._everyone).wait().tolist(), step_seconds)
+        return self.judge(start_all_gather(own, self._everyone).wait().tolist(), step_seconds)
 
     def judge(self, seconds: Sequence[float], step_seconds: float) -> Slowest:
         """`report`, from what the ranks measured, in their order."""

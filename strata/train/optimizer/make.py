@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from strata.comm.exchange import gather_json
+from strata.comm.exchange import all_gather_json
 from strata.comm.mesh import Mesh
 from strata.parallel.data_parallel import Part
 from strata.parallel.families import Placement
@@ -36,7 +36,7 @@ def make_optimizer(
         return AdamW(parts, memory.masters(parts), config, memory, device, dtype)
     axis = mesh.flattened("dp", "shard", "cp", "tp")
     own = {"dtype": str(dtype) if parts else None, "holdings": [asdict(one) for one in _holdings(parts, sharding)]}
-    found = gather_json(own, axis, device)
+    found = all_gather_json(own, axis, device)
     # A rank without parts has to send and receive what the others do.
     dtype = next((_dtype(one["dtype"]) for one in found if one["dtype"]), dtype)
     rounds = plan_rounds([[_holding(row) for row in one["holdings"]] for one in found])

@@ -9,9 +9,9 @@ from strata.comm.cost import (
     LINKS,
     CollectiveCost,
     Link,
+    all_gather_cost,
     all_reduce_cost,
     all_to_all_cost,
-    gather_cost,
     reduce_scatter_cost,
     shift_cost,
 )
@@ -212,7 +212,7 @@ class _Passes:
         dense = sum(not sparse[layer] for layer in self.held.layers)
         blocks = len(self.held.layers) + dense
         ends = (self.held.embedding > 0) + (self.held.head > 0)
-        whole = [gather_cost(size, layout.tp), reduce_scatter_cost(size, layout.tp)]
+        whole = [all_gather_cost(size, layout.tp), reduce_scatter_cost(size, layout.tp)]
         calls = whole if layout.sequence_parallel else [all_reduce_cost(size, layout.tp)]
         block = sum((_messages(link, call) for call in calls), Messages())
         ahead, back = block.times(blocks), block.times(blocks + ends)
@@ -314,7 +314,7 @@ def _reduction(shape: StepShape, link: Link, dense: int, experts: int, calls: in
 
 def _gather(shape: StepShape, link: Link, dense: int, experts: int, calls: int) -> Messages:
     """Of so many bytes outside experts and in them, over the ranks that ZeRO divides them among."""
-    costs = [gather_cost(size, ranks) for size, ranks in zip((dense, experts), shape.data_ranks, strict=True)]
+    costs = [all_gather_cost(size, ranks) for size, ranks in zip((dense, experts), shape.data_ranks, strict=True)]
     return sum((_messages(link, cost, calls) for cost in costs), Messages())
 
 

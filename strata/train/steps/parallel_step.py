@@ -67,7 +67,7 @@ class ParallelStep:
         self._before: Shape | None = None
         self._in_a_row, self._wanted = 0, 2  # steps of the shape of the one before; those that it takes to record
         self._recorded: RecordedStep | None = None
-        mesh.world.leaving.append(self._forget_recording)
+        mesh.world.on_shutdown.append(self._forget_recording)
 
     def __call__(self, batches: Sequence[PackedBatch], rate: float) -> StepResult:
         self._optimizer.begin(rate)
