@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from strata.comm.observer import Call
@@ -87,7 +88,7 @@ def test_without_a_missing_collective_the_rank_in_none_or_behind_is_blamed() -> 
 def test_heartbeats_are_json() -> None:
     entered = calls("shard", SHARD, 3)
     for one in (beat(1, 2, "data"), beat(1, 2, "reduce", entered, waits=entered[2])):
-        assert Heartbeat.from_json(json.loads(json.dumps(one.to_json()))) == one
+        assert msgspec.json.decode(msgspec.json.encode(one), type=Heartbeat) == one
 
 
 def run(name: str, folder: Path) -> tuple[int, str]:
@@ -118,7 +119,7 @@ def test_a_rank_that_stops_in_a_backward_pass_is_named_with_its_collective(tmp_p
     assert "in stop" in (folder / "rank-001.txt").read_text()  # the function that sleeps
     assert "in wait" in (folder / "rank-000.txt").read_text()
     for rank in range(3):
-        noted = Heartbeat.from_json(json.loads((folder / f"rank-{rank:03}.json").read_text()))
+        noted = msgspec.json.decode((folder / f"rank-{rank:03}.json").read_bytes(), type=Heartbeat)
         assert (noted.rank, noted.step, noted.hangs) == (rank, 5, True)
 
 

@@ -221,7 +221,7 @@ class Checkpointer:
 
     def _hand_over(self, writer: ShareWriter) -> None:
         """Give the reports of all ranks to the first one's thread."""
-        reports = all_gather_bytes(json.dumps(writer.report()).encode(), self._everyone, _HOST)
+        reports = all_gather_bytes(writer.report(), self._everyone, _HOST)
         self._is_handed_over = True
         if self.world.is_main:
             self._publication = Publication(self.folder, self._step, self.keep, reports)

@@ -89,7 +89,7 @@ def publish(folder: Path, step: int, index: Index) -> Path:
     an earlier attempt, is replaced.
     """
     part, target = part_path(folder, step), checkpoint_path(folder, step)
-    write_durably(part / INDEX, index.to_json().encode())
+    write_durably(part / INDEX, index.to_json())
     _flush_folder(part)
     if target.exists():
         set_aside(target)

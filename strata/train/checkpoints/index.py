@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import torch
 
-from strata.train.checkpoints.regions import Box, Run, are_apart
+from strata.train.checkpoints.regions import Run, are_apart
 
 INDEX, STATE = "index.json", "state.json"
 _FORMAT = "strata-checkpoint-1"
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 # What may be stored, and what safetensors calls it.
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -27,19 +26,24 @@ class CorruptCheckpoint(ValueError):
         super().__init__(f"checkpoint {file.parent} is corrupt: {file.name}: {reason}")
 
 
-@dataclass(frozen=True)
-class StoredPiece:
+class StoredPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """A piece as a file has it, under the key `kind/name`. crc32: of its bytes. The rest as in `Piece`."""
 
     file: str
     kind: str
     name: str
-    shape: tuple[int, ...]
-    box: Box
-    start: int
-    elements: int
+    shape: tuple[_Count, ...]
+    box: tuple[tuple[_Count, _Count], ...]
+    start: _Count
+    elements: _Count
     dtype: str
-    crc32: int
+    crc32: _Count
+
+    def __post_init__(self) -> None:
+        edges = zip(self.box, self.shape, strict=False)
+        inside = len(self.box) == len(self.shape) and all(first <= end <= size for (first, end), size in edges)
+        if not inside or self.start + self.elements > math.prod(end - first for first, end in self.box):
+            raise ValueError(f"a piece of {self.key} lies outside of it")
 
     @property
     def key(self) -> str:
@@ -49,36 +53,18 @@ class StoredPiece:
     def run(self) -> Run:
         return Run(self.box, self.start, self.elements)
 
-    def values(self) -> dict[str, Any]:
-        """What JSON can hold; `of` makes the piece again."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @staticmethod
-    def of(values: Mapping[str, Any]) -> StoredPiece:
-        """From JSON. Raises KeyError, TypeError or ValueError for anything else."""
-        shape, box = tuple(values["shape"]), tuple((first, end) for first, end in values["box"])
-        piece = StoredPiece(**{**values, "shape": shape, "box": box})
-        counts = (*shape, *(edge for edges in box for edge in edges), piece.start, piece.elements, piece.crc32)
-        if any(type(count) is not int or count < 0 for count in counts):
-            raise ValueError(f"{piece.key} has a size that is not a count")
-        inside = len(box) == len(shape) and all(0 <= a <= b <= size for (a, b), size in zip(box, shape, strict=True))
-        if not inside or piece.start + piece.elements > math.prod(end - first for first, end in box):
-            raise ValueError(f"a piece of {piece.key} lies outside of it")
-        return piece
-
 
 def key_of(kind: str, name: str) -> str:
     """What a safetensors file calls a piece."""
     return f"{kind}/{name}"
 
 
-@dataclass(frozen=True)
-class Index:
+class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True, tag_field="format", tag=_FORMAT):
     """What a checkpoint consists of. files: the bytes of each beside the index. state_crc32: of `state.json`."""
 
-    files: Mapping[str, int]
+    files: dict[str, int]
     state_crc32: int
-    pieces: Sequence[StoredPiece]
+    pieces: list[StoredPiece]
 
     @cached_property
     def by_key(self) -> dict[str, list[StoredPiece]]:
@@ -99,10 +85,12 @@ class Index:
             if not are_apart([piece.run for piece in pieces]):
                 raise ValueError(f"two pieces of {key} overlap, and other elements lie in none")
 
-    def to_json(self) -> str:
-        pieces = ",\n".join(json.dumps(piece.values()) for piece in self.pieces)
-        head = {"format": _FORMAT, "files": dict(self.files), "state_crc32": self.state_crc32}
-        return f'{json.dumps(head)[:-1]}, "pieces": [\n{pieces}\n]}}\n'
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+
+class _Header(msgspec.Struct):
+    format: str
 
 
 def read_index(path: Path) -> Index:
@@ -111,14 +99,14 @@ def read_index(path: Path) -> Index:
     """
     file = path / INDEX
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        if values["format"] == _FORMAT:
-            pieces = [StoredPiece.of(piece) for piece in values["pieces"]]
-            index = Index(values["files"], values["state_crc32"], pieces)
+        text = file.read_bytes()
+        found = msgspec.json.decode(text, type=_Header).format
+        if found == _FORMAT:
+            index = msgspec.json.decode(text, type=Index)
             index.check()
             return index
     except FileNotFoundError:
         raise CorruptCheckpoint(file, "it is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpoint(file, f"it is no table of pieces: {error!r}") from None
-    raise ValueError(f"{file} is of the format {values['format']!r}; this version reads {_FORMAT!r}")
+    except (OSError, ValueError) as error:
+        raise CorruptCheckpoint(file, f"it is no table of pieces: {error}") from None
+    raise ValueError(f"{file} is of the format {found!r}; this version reads {_FORMAT!r}")

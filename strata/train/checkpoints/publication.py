@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from strata.train.checkpoints.folder import part_path, prune, publish, remove, set_aside, unfinished
-from strata.train.checkpoints.index import Index, StoredPiece
-from strata.train.checkpoints.writer import STOPPED
+from strata.train.checkpoints.index import Index
+from strata.train.checkpoints.writer import STOPPED, ShareReport
 
 
 class Publication:
@@ -21,7 +21,7 @@ class Publication:
     """
 
     def __init__(self, folder: Path, step: int, keep: int, reports: Sequence[bytes]) -> None:
-        """keep: how many checkpoints remain. reports: of each rank what `ShareWriter.report` says, as JSON."""
+        """keep: how many checkpoints remain. reports: of each rank what `ShareWriter.report` says."""
         self._folder, self._step, self._keep = folder, step, keep
         self.errors: list[str] = []
         self.warnings: list[str] = []
@@ -42,7 +42,7 @@ class Publication:
     def _run(self, reports: Sequence[bytes]) -> None:
         leftovers: list[Path] = []
         try:
-            self._publish([json.loads(report) for report in reports])
+            self._publish([msgspec.json.decode(report, type=ShareReport) for report in reports])
         except Exception as error:  # whatever it is, all ranks wait to hear of it
             self.errors.append(f"rank 0: {type(error).__name__}: {error}")
         if self.errors:
@@ -54,15 +54,14 @@ class Publication:
         self._done.set()
         remove(leftovers)
 
-    def _publish(self, reports: Sequence[Mapping[str, Any]]) -> None:
+    def _publish(self, reports: Sequence[ShareReport]) -> None:
         for rank, report in enumerate(reports):
-            if report["error"] not in (None, STOPPED):
-                self.errors.append(f"rank {rank}: {report['error']}")
+            if report.error not in (None, STOPPED):
+                self.errors.append(f"rank {rank}: {report.error}")
         if self.errors:
             return
-        files = {name: size for report in reports for name, size in report["files"].items()}
-        pieces = [StoredPiece.of(piece) for report in reports for piece in report["pieces"]]
-        index = Index(files, reports[0]["state_crc32"], pieces)
+        files = {name: size for report in reports for name, size in report.files.items()}
+        index = Index(files, reports[0].state_crc32, [piece for report in reports for piece in report.pieces])
         index.check()
         path = publish(self._folder, self._step, index)
         try:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
+
 from strata.train.checkpoints.folder import write_durably
 from strata.train.checkpoints.index import DTYPES, STATE, StoredPiece, key_of
 from strata.train.checkpoints.snapshot import HostBuffer, Snapshot
@@ -31,11 +33,20 @@ class _Stopped(Exception):
     """Another rank failed, so that there is nothing to write for."""
 
 
+class ShareReport(msgspec.Struct, frozen=True):
+    """What the first rank needs to know of a share; its fields as in `ShareWriter`."""
+
+    files: dict[str, int]
+    state_crc32: int
+    pieces: list[StoredPiece]
+    error: str | None
+
+
 class ShareWriter:
     """Writes one rank's share in a thread of its own.
 
-    files: by name the bytes of each, pieces: of this rank, state_crc32: of `state.json`, where this rank writes it; all
-    complete as soon as `is_done`. error: what went wrong, in words, or None.
+    files: by name the bytes of each, pieces: of this rank, state_crc32: of `state.json`, 0 where another rank writes
+    it; all complete as soon as `is_done`. error: what went wrong, in words, or None.
     """
 
     def __init__(
@@ -57,8 +68,8 @@ class ShareWriter:
         self._snapshot, self._buffer = snapshot, buffer
         self._complete, self._copied = complete, copied
         self.files: dict[str, int] = {}
-        self.pieces: list[dict[str, Any]] = []
-        self.state_crc32: int | None = None
+        self.pieces: list[StoredPiece] = []
+        self.state_crc32 = 0
         self.error: str | None = None
         self._is_stopped = False
         self._host_copied, self._done = threading.Event(), threading.Event()
@@ -77,9 +88,9 @@ class ShareWriter:
         """Let the thread end soon, with an error."""
         self._is_stopped = True
 
-    def report(self) -> dict[str, Any]:
-        """What the first rank needs to know of this share, as JSON."""
-        return {"files": self.files, "state_crc32": self.state_crc32, "pieces": self.pieces, "error": self.error}
+    def report(self) -> bytes:
+        """A `ShareReport` as JSON."""
+        return msgspec.json.encode(ShareReport(self.files, self.state_crc32, self.pieces, self.error))
 
     def _run(self) -> None:
         try:
@@ -115,8 +126,7 @@ class ShareWriter:
                 crc32 = self._write_bytes(stream, first, end)
                 dtype = str(piece.tensor.dtype).removeprefix("torch.")
                 place = piece.shape, piece.box, piece.start, piece.tensor.numel()
-                stored = StoredPiece(name, piece.kind, piece.name, *place, dtype, crc32)
-                self.pieces.append(stored.values())
+                self.pieces.append(StoredPiece(name, piece.kind, piece.name, *place, dtype, crc32))
             stream.flush()
             os.fsync(stream.fileno())
         self.files[name] = len(header) + self._snapshot.size

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from strata.comm.observer import Call
 
@@ -14,7 +13,7 @@ _MISSED_BEATS = 3.0
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank was doing. JSON by `to_json` and `from_json`.
+    """What a rank was doing.
 
     step: counted from 1; 0 before the first. phase: of the step. seconds: without progress. time: when this was noted,
     seconds since 1970. hangs: whether the rank has found that it makes no progress. waits: the collective that its host
@@ -34,15 +33,6 @@ class Heartbeat:
     @property
     def place(self) -> str:
         return f"at step {self.step}, {self.phase}"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Heartbeat:
-        waits = None if values["waits"] is None else _call(values["waits"])
-        last, recent = (tuple(map(_call, values[name])) for name in ("last", "recent"))
-        return Heartbeat(**dict(values) | {"waits": waits, "last": last, "recent": recent})
 
 
 def blame(beats: Sequence[Heartbeat | None], now: float, interval: float) -> str:
@@ -154,8 +144,3 @@ def _ranks(ranks: Sequence[int]) -> str:
             spans.append([rank, rank])
     shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
-
-
-def _call(values: Sequence[Any]) -> Call:
-    operation, axis, ranks, number, nbytes = values
-    return Call(operation, axis, tuple(ranks), number, nbytes)

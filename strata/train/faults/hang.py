@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from strata.comm.launch import World
 from strata.comm.observer import Call
 from strata.train.faults.blame import Heartbeat, blame
@@ -128,9 +130,9 @@ class HangWatch:
     def _report(self) -> None:
         beats, now = self._read(), time.time()
         line = f"strata: no progress for {self._hang_seconds:g} s: {blame(beats, now, self._interval)}"
-        shown = {"line": line, "time": now, "ranks": [None if beat is None else beat.to_json() for beat in beats]}
+        shown = {"line": line, "time": now, "ranks": beats}
         name = time.strftime("hang-%Y%m%dT%H%M%SZ.json", time.gmtime(now))
-        (self._folder / name).write_text(json.dumps(shown), encoding="utf-8")
+        (self._folder / name).write_bytes(msgspec.json.encode(shown))
         print(f"{line} (stacks and heartbeats: {self._folder})", file=sys.stderr, flush=True)
 
     def _heartbeat(self, *, hangs: bool) -> Heartbeat:
@@ -142,15 +144,12 @@ class HangWatch:
     def _write(self, beat: Heartbeat) -> None:
         path = self._path(beat.rank)
         part = path.with_suffix(".part")
-        part.write_text(json.dumps(beat.to_json()), encoding="utf-8")
+        part.write_bytes(msgspec.json.encode(beat))
         part.replace(path)
 
     def _read(self) -> list[Heartbeat | None]:
-        found: list[Heartbeat | None] = []
-        for rank in range(self.world.size):
-            path = self._path(rank)
-            found.append(Heartbeat.from_json(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None)
-        return found
+        paths = map(self._path, range(self.world.size))
+        return [msgspec.json.decode(path.read_bytes(), type=Heartbeat) if path.exists() else None for path in paths]
 
     def _path(self, rank: int) -> Path:
         return self._folder / f"rank-{rank:03}.json"
