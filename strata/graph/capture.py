@@ -93,6 +93,12 @@ def must_stay(node: fx.Node) -> bool:
     return operation is not None and bool(operation.mutates)
 
 
+def reads_state(node: fx.Node) -> bool:
+    """Whether a node reads what sequences have kept: the keys and values of their earlier tokens."""
+    operation = operation_of(node)
+    return operation is not None and operation.reads_state
+
+
 def _place(node: fx.Node) -> None:
     parameters = node.meta.get("parameters") or [
         name for argument in node.all_input_nodes for name in argument.meta.get("parameters", ())

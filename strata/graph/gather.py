@@ -9,18 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from strata.graph.capture import operation_of
-from strata.kernels.activation.silu_mul import silu_mul
-from strata.kernels.attention.attention import attention
-from strata.kernels.linear.linear import linear
-from strata.kernels.linear.silu_mul import linear_silu_mul
-from strata.kernels.moe.experts import experts
-from strata.kernels.moe.route import route
-from strata.kernels.norm.norm import add_rms_norm, rms_norm
+from strata.graph.capture import operation_of, reads_state
 
-# Whose results for a token follow from their inputs for that token.
-_ROWWISE_OPERATIONS = {linear, linear_silu_mul, silu_mul, rms_norm, add_rms_norm, route, experts}
-_ROWWISE_TARGETS: set[Any] = {operator.add, getitem, "flatten", "split_with_sizes"}
+# What is no operation, and treats each token alone as the model layers call it.
+_ROWWISE: set[Any] = {operator.add, getitem, "flatten", "split_with_sizes"}
 
 
 def gather_after_attention(graph: fx.GraphModule) -> fx.GraphModule:
@@ -33,12 +25,13 @@ def gather_after_attention(graph: fx.GraphModule) -> fx.GraphModule:
     """
     nodes = graph.graph.nodes
     argument = next(node for node in nodes if node.op == "placeholder")
-    last = next((node for node in reversed(nodes) if operation_of(node) is attention), None)
+    last = next((node for node in reversed(nodes) if reads_state(node)), None)
     if last is None:
         raise ValueError("the graph has no attention after which rows could be gathered")
     after = _downstream(last)
     for node in after:
-        if not (operation_of(node) in _ROWWISE_OPERATIONS or node.target in _ROWWISE_TARGETS):
+        operation = operation_of(node)
+        if not (node.target in _ROWWISE if operation is None else operation.rowwise):
             raise ValueError(f"{node.target} follows the last attention and mixes tokens or is not known not to")
     with graph.graph.inserting_after(argument):
         rows = graph.graph.placeholder("rows")

@@ -38,13 +38,25 @@ class Implementation:
 
 @dataclass(eq=False)
 class Operation:
-    """A named operation. `mutates` names the arguments that it writes in place (the KV pools)."""
+    """A named operation, with the traits by which passes over graphs know it.
+
+    mutates: names of the arguments that it writes in place (the KV pools).
+    rowwise: a row of each result follows from the same row of every activation alone.
+    product: the first argument, activations, is multiplied by the second, a weight [out, width]; the third is a bias
+        [out] or None. gated: of that product the first half of the columns gates the second.
+    reads_state: a token's result follows from what its sequence has kept (the keys and values before it), so the work
+        depends on how long the sequences are.
+    """
 
     name: str
     reference: Callable[..., Any]
     cost: Callable[..., Cost]
     meta: Callable[..., Any]
     mutates: tuple[str, ...] = ()
+    rowwise: bool = False
+    product: bool = False
+    gated: bool = False
+    reads_state: bool = False
     implementations: list[Implementation] = field(default_factory=list)
     _bound: dict[tuple[str, bool, bool], Bound] = field(default_factory=dict, repr=False)
 
@@ -136,18 +148,27 @@ OPERATIONS: dict[str, Operation] = {}
 
 
 def operation(
-    cost: Callable[..., Cost], *, meta: Callable[..., Any], mutates: tuple[str, ...] = ()
+    cost: Callable[..., Cost],
+    *,
+    meta: Callable[..., Any],
+    mutates: tuple[str, ...] = (),
+    rowwise: bool = False,
+    product: bool = False,
+    gated: bool = False,
+    reads_state: bool = False,
 ) -> Callable[[Callable[..., Any]], Operation]:
     """Make the decorated reference an operation of the same name and list it in `OPERATIONS`.
 
     `meta(*args)` returns empty tensors of the result's shape and dtype on the meta device; `cost(*args, workload)`
     counts the work (see `strata.hardware.roofline`), `workload` telling what the lengths in tensors cannot tell there.
+    The traits are those of `Operation`.
     """
 
     def define(reference: Callable[..., Any]) -> Operation:
         if reference.__name__ in OPERATIONS:
             raise ValueError(f"operation {reference.__name__!r} is defined twice")
-        made = Operation(reference.__name__, reference, cost, meta, mutates)
+        name = reference.__name__
+        made = Operation(name, reference, cost, meta, mutates, rowwise, product, gated, reads_state)
         made.__doc__ = reference.__doc__
         OPERATIONS[made.name] = made
         return made

@@ -10,7 +10,7 @@ from typing import cast
 
 from torch import Tensor, fx, nn
 
-from strata.graph.capture import capture
+from strata.graph.capture import capture, operation_of
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.merge import merge
 
@@ -25,9 +25,6 @@ from strata.models.batch import Batch
 from strata.models.layers import CausalLM
 from strata.parallel.zero import ZeroGradients
 from strata.train.recompute import recompute_layers
-
-# Operations on x and a weight.
-_PRODUCTS = {linear, linear_silu_mul, linear_fp8, linear_silu_mul_fp8}
 
 
 class TrainingGraph:
@@ -78,17 +75,21 @@ def _exchange(graph: fx.GraphModule, gradients: ZeroGradients | None) -> None:
         return
     gradients.wait_in_graph(graph)
     for node in graph.graph.nodes:
-        weight = node.args[1] if node.target in _PRODUCTS else None
+        operation = operation_of(node)
+        if operation is None or not operation.product:
+            continue
+        weight = node.args[1]
         # A second reader's gradient could come after the first was sent.
-        if weight is not None and weight.op == "get_attr" and len(weight.users) == 1:
+        if weight.op == "get_attr" and len(weight.users) == 1:
             into = _Into(gradients.destination(attrgetter(str(weight.target))(graph)))
-            node.target = getattr(into, node.target.name)
+            node.target = getattr(into, operation.name)
     graph.recompile()
 
 
 @dataclass(frozen=True, eq=False)
 class _Into:
-    """What takes the place of each of `_PRODUCTS`, by their names, for one weight, whose gradient goes to a place."""
+    """What takes the place of each product of a training graph, by its name, for one weight, whose gradient goes to a
+    place."""
 
     destination: Destination
 

@@ -15,8 +15,8 @@ from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from strata.kernels.linear.fp8 import linear_fp8, linear_silu_mul_fp8
-from strata.kernels.linear.linear import linear
+from strata.graph.capture import operation_of
+from strata.kernels.linear.fp8 import linear_silu_mul_fp8
 from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.moe.experts import experts
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
@@ -124,7 +124,8 @@ def _last_products(graph: fx.GraphModule, sums: Sequence[fx.Node]) -> frozenset[
     to compute a layer again where the last tensor that is needed is there (see `strata.kernels.stand_in`). Not if
     other products have matrices of these sizes: selective checkpoints see sizes alone, and would not keep theirs.
     """
-    products = {node for node in graph.graph.nodes if node.target in (linear, linear_fp8)}
+    operations = ((node, operation_of(node)) for node in graph.graph.nodes)
+    products = {node for node, one in operations if one is not None and one.product and not one.gated}
     last = {given for total in sums for given in total.all_input_nodes if given in products}
     mine, others = ({_sizes(graph, one.args[1]) for one in some} for some in (last, products - last))
     return frozenset(mine - others)

@@ -18,6 +18,7 @@ from strata.graph.fuse_attention import fuse_decode_attention
 from strata.graph.merge import merge
 from strata.hardware.roofline import Workload
 from strata.kernels.attention.attention import attention
+from strata.kernels.op import OPERATIONS
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict
@@ -105,6 +106,23 @@ def test_fusion_saves_what_went_through_memory() -> None:
     # Queries are written and read; keys are written once for attention, which reads them and the values from the pages.
     saved = (2 * config.num_heads + 3 * config.num_kv_heads) * dim
     assert before.bytes - after.bytes == 4 * config.num_layers * tokens * saved
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_only_what_reads_the_state_of_sequences_costs_by_their_length(joined: bool) -> None:
+    graph, config = on_meta(dict(FAMILY_CONFIGS)["qwen3-linear"])
+    graph = fuse_decode_attention(graph) if joined else graph
+    found = []
+    for lengths in ((7, 1), (70, 10)):
+        workload, sizes = Workload((1, 1), lengths), {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        pages = meta_pages(workload, layers=config.num_layers, dtype=torch.float32, **sizes)
+        batch = Batch(meta_indices(2), meta_indices(2), meta_indices(3), 1, pages)
+        found.append(node_costs(graph, batch, workload))
+    changed = {one.operation for one, other in zip(*found, strict=True) if one.cost != other.cost}
+    assert changed == {
+        one.operation for one in found[0] if one.operation != "add" and OPERATIONS[one.operation].reads_state
+    }
+    assert len(changed) == 1
 
 
 def another_reader(index: int) -> Callable[[fx.Graph, fx.Node, fx.Node], None]:

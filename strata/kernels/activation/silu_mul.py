@@ -21,7 +21,7 @@ def _meta(gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape, device="meta")
 
 
-@operation(_cost, meta=_meta)
+@operation(_cost, meta=_meta, rowwise=True)
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`: gate and up [..., width] of one dtype -> [..., width].
 

@@ -68,7 +68,7 @@ def _meta(
     return torch.empty(q.shape, dtype=q.dtype, device="meta")
 
 
-@operation(_cost, meta=_meta)
+@operation(_cost, meta=_meta, reads_state=True)
 def attention(
     q: Tensor,
     k: Tensor,

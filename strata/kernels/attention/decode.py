@@ -65,7 +65,7 @@ def _meta(
     return product.new_empty((product.shape[0], heads, cos.shape[-1]), device="meta")
 
 
-@operation(_cost, meta=_meta, mutates=("pages",))
+@operation(_cost, meta=_meta, mutates=("pages",), reads_state=True)
 def decode_attention(
     product: Tensor,
     heads: int,

@@ -25,7 +25,7 @@ def _meta(tokens: Tensor, weight: Tensor) -> Tensor:
     return weight.new_empty((*tokens.shape, weight.shape[1]), device="meta")
 
 
-@operation(_cost, meta=_meta)
+@operation(_cost, meta=_meta, rowwise=True)
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """`weight[tokens]`: tokens [tokens] int32 or int64, weight [vocab, hidden] -> [tokens, hidden] of weight.dtype.
 

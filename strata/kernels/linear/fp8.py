@@ -44,7 +44,7 @@ def _meta(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) -> Tens
     return result
 
 
-@operation(_cost, meta=_meta)
+@operation(_cost, meta=_meta, product=True)
 def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) -> Tensor:
     """`x @ weight^T + bias` with the product's operands rounded to 8 bits; so are those of its gradients.
 
@@ -109,7 +109,7 @@ def _gated_meta(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) -
     return result
 
 
-@operation(_gated_cost, meta=_gated_meta)
+@operation(_gated_cost, meta=_gated_meta, product=True, gated=True)
 def linear_silu_mul_fp8(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) -> Tensor:
     """`linear_silu_mul` (gate's rows of the weight, then up's) of a `linear_fp8` product: -> [tokens, out / 2]."""
     gate, up = linear_fp8(x, weight, bias, per_row).chunk(2, -1)

@@ -45,7 +45,7 @@ def _add_meta(
     return total, weighted, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32, device="meta")
 
 
-@operation(_add_cost, meta=_add_meta)
+@operation(_add_cost, meta=_add_meta, rowwise=True)
 def linear_add(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,7 +71,7 @@ def _scaled_meta(weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, 
     return weighted.new_empty((*weighted.shape[:-1], weight.shape[0]), device="meta")
 
 
-@operation(_scaled_cost, meta=_scaled_meta)
+@operation(_scaled_cost, meta=_scaled_meta, rowwise=True)
 def scaled_linear(weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`(weighted @ weight^T) / sqrt(sum(squares) / width + eps) + bias`: the linear layer after a norm.
 
@@ -97,7 +97,7 @@ def _gated_meta(weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, b
     return weighted.new_empty((*weighted.shape[:-1], weight.shape[0] // 2), device="meta")
 
 
-@operation(_gated_cost, meta=_gated_meta)
+@operation(_gated_cost, meta=_gated_meta, rowwise=True)
 def scaled_linear_silu_mul(
     weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None
 ) -> Tensor:

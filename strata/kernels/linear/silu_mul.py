@@ -35,7 +35,7 @@ def _meta(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0] // 2), device="meta")
 
 
-@operation(_cost, meta=_meta)
+@operation(_cost, meta=_meta, rowwise=True, product=True, gated=True)
 def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`silu(gate) * up`, where gate and up are the halves of the columns of `linear(x, weight, bias)`.
 

@@ -57,7 +57,7 @@ def _meta(
     return x.new_empty(x.shape, device="meta")
 
 
-@operation(_cost, meta=_meta)
+@operation(_cost, meta=_meta, rowwise=True)
 def experts(
     x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
 ) -> Tensor:

@@ -29,7 +29,7 @@ def _meta(logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool)
     return logits.new_empty(shape, dtype=wide, device="meta"), logits.new_empty(shape, dtype=torch.int64, device="meta")
 
 
-@operation(_cost, meta=_meta)
+@operation(_cost, meta=_meta, rowwise=True)
 def route(logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool) -> tuple[Tensor, Tensor]:
     """The `per_token` likeliest experts of each token and their weights.
 

@@ -23,7 +23,7 @@ def _meta(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape, device="meta")
 
 
-@operation(_cost, meta=_meta)
+@operation(_cost, meta=_meta, rowwise=True)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
 
@@ -54,7 +54,7 @@ def _sum_meta(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[
     return x.new_empty(x.shape, device="meta"), x.new_empty(x.shape, device="meta")
 
 
-@operation(_sum_cost, meta=_sum_meta)
+@operation(_sum_cost, meta=_sum_meta, rowwise=True)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`x + residual`, and `rms_norm` of that sum.
 

@@ -21,7 +21,7 @@ def _angles_meta(positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     return table.new_empty(shape, device="meta"), table.new_empty(shape, device="meta")
 
 
-@operation(_angles_cost, meta=_angles_meta)
+@operation(_angles_cost, meta=_angles_meta, rowwise=True)
 def rope_angles(positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """What `rope` multiplies by, looked up once for all layers.
 
@@ -44,7 +44,7 @@ def _meta(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x.new_empty(x.shape, device="meta")
 
 
-@operation(_cost, meta=_meta)
+@operation(_cost, meta=_meta, rowwise=True)
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each head by the angles of its token's position.
 

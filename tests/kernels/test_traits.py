@@ -1,0 +1,72 @@
+"""The traits that operations declare: what passes rely on holds for what they compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import strata.models.families  # noqa: F401  (every operation of a model)
+from strata.graph import fuse_attention, fuse_products  # noqa: F401  (and of its passes)
+from strata.kernels.linear import fp8  # noqa: F401
+from strata.kernels.op import OPERATIONS
+
+ROWS, WIDTH = 9, 16
+
+
+def some(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+X, WEIGHT, BIAS, FACTOR = some(ROWS, WIDTH), some(2 * WIDTH, WIDTH), some(2 * WIDTH), some(WIDTH)
+CHOSEN = torch.arange(2 * ROWS).view(ROWS, 2) % 4
+# The activations of each operation, of which rows can be left out, and what follows them.
+ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+    "embedding": ((torch.arange(ROWS),), (some(ROWS, WIDTH),)),
+    "rope_angles": ((torch.arange(ROWS).int(),), (some(ROWS, WIDTH),)),
+    "rope": ((some(ROWS, 2, WIDTH), some(ROWS, 1, WIDTH), some(ROWS, 1, WIDTH)), ()),
+    "rms_norm": ((X,), (FACTOR, 1e-5)),
+    "add_rms_norm": ((X, X + 1), (FACTOR, 1e-5)),
+    "linear": ((X,), (WEIGHT, BIAS)),
+    "linear_silu_mul": ((X,), (WEIGHT, BIAS)),
+    "scaled_linear": ((X, X.square()), (1e-5, WEIGHT, BIAS)),
+    "scaled_linear_silu_mul": ((X, X.square()), (1e-5, WEIGHT, BIAS)),
+    "silu_mul": ((X, X + 1), ()),
+    "route": ((some(ROWS, 4),), (None, 2, True)),
+    "experts": ((X, some(ROWS, 2), CHOSEN), (some(4, 8, WIDTH), some(4, WIDTH, 4))),
+}
+
+
+def test_these_are_all_that_are_said_to_be_rowwise() -> None:
+    assert {name for name, one in OPERATIONS.items() if one.rowwise} == {*ROWWISE, "linear_add"}
+
+
+@pytest.mark.parametrize("name", ROWWISE)
+def test_a_row_of_the_result_follows_from_that_row_alone(name: str) -> None:
+    activations, others = ROWWISE[name]
+    kept = torch.tensor([7, 0, 3])
+    whole = OPERATIONS[name].reference(*activations, *others)
+    part = OPERATIONS[name].reference(*(one[kept] for one in activations), *others)
+    for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (part, whole)), strict=True):
+        torch.testing.assert_close(one, other[kept])
+
+
+def test_a_row_of_linear_add_follows_from_that_row_alone() -> None:
+    residual, kept = some(ROWS, 2 * WIDTH), torch.tensor([7, 0, 3])
+    run = OPERATIONS["linear_add"].reference
+    whole, part = run(X, WEIGHT, BIAS, residual, BIAS), run(X[kept], WEIGHT, BIAS, residual[kept], BIAS)
+    for one, other in zip(part, whole, strict=True):
+        torch.testing.assert_close(one, other[kept])
+
+
+@pytest.mark.parametrize("name", [name for name, one in OPERATIONS.items() if one.product])
+def test_products_are_of_the_first_two_arguments(name: str) -> None:
+    extra = (True,) if name.endswith("_fp8") else ()
+    product, found = F.linear(X, WEIGHT, BIAS), OPERATIONS[name].reference(X, WEIGHT, BIAS, *extra)
+    if OPERATIONS[name].gated:
+        product = F.silu(product[:, :WIDTH]) * product[:, WIDTH:]
+    # 8 bits keep three binary digits of each operand.
+    torch.testing.assert_close(found, product, rtol=1e-5, atol=2.0 if extra else 1e-5)
