@@ -227,3 +227,19 @@ def test_a_worker_without_room_says_so_and_the_same_command_goes_on(folder: Path
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert tokenize([file], folder, tmp_path / "out", **options) == tokenize([file], folder, tmp_path / "b", **options)
+
+
+def test_an_index_that_was_not_written_so_is_refused(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    tokenize([jsonl(tmp_path / "a.jsonl", [{"text": text} for text in WORDS])], folder, out)
+    written = json.loads((out / "index.json").read_text())
+    (shard,) = written["shards"]
+    for change, message in (
+        ({"version": 2}, "version 2 is not 1"),
+        ({"colour": "red"}, "unknown field `colour`"),
+        ({"shards": [shard | {"tokens": "many"}]}, r"Expected `int`, got `str` - at `\$\.shards\[0\]\.tokens`"),
+        ({"vocab_size": None}, r"Expected `int`, got `null` - at `\$\.vocab_size`"),
+    ):
+        (out / "index.json").write_text(json.dumps(written | change))
+        with pytest.raises(ValueError, match=rf"index\.json cannot be read: .*{message}.*; tokenize again"):
+            TokenDataset(out)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,8 +23,7 @@ INDEX = "index.json"
 VERSION = 1
 
 
-@dataclass(frozen=True)
-class ShardEntry:
+class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the index says of a shard. longest: tokens of its longest sample; longest_document: of its longest document.
 
     left_out: records that gave no sample, being too long or empty. sha256: of each of its files, by name.
@@ -39,8 +38,7 @@ class ShardEntry:
     sha256: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Index:
+class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a folder of shards holds.
 
     kind: "text", "chat" or "preference". tokenizer: `tokenizer_digest` of the one that was used; vocab_size: its own.
@@ -54,20 +52,20 @@ class Index:
 
     def write(self, folder: Path) -> None:
         """Put index.json in place at once; it makes the folder complete."""
-        write_atomically(folder / INDEX, (json.dumps(asdict(self), indent=1) + "\n").encode())
+        write_atomically(folder / INDEX, msgspec.json.format(msgspec.json.encode(self), indent=1))
 
     @classmethod
     def read(cls, folder: Path) -> Index:
         """Raises ValueError if the folder holds no index, or one that this version cannot read."""
         try:
-            values = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            if values["version"] != VERSION:
-                raise ValueError(f"version {values['version']} is not {VERSION}")
-            return cls(**{**values, "shards": [ShardEntry(**shard) for shard in values["shards"]]})
+            index = msgspec.json.decode((folder / INDEX).read_bytes(), type=cls)
+            if index.version != VERSION:
+                raise ValueError(f"version {index.version} is not {VERSION}")
+            return index
         except FileNotFoundError:
             raise ValueError(f"{folder} holds no tokenized data; make it with `strata data`") from None
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{folder / INDEX} cannot be read: {error!r}; tokenize again") from None
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{folder / INDEX} cannot be read: {error}; tokenize again") from None
 
 
 def documents_per_sample(kind: str) -> int:

@@ -9,12 +9,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
+
+import msgspec
 
 from strata.train.data.shards import ShardEntry, write_atomically
 
@@ -132,14 +134,14 @@ def _end_with_parent() -> None:
 def _write_whole(write: Callable[[Job], ShardEntry], job: Job) -> ShardEntry:
     """Write a shard; its entry as JSON beside it, last, says that it is whole."""
     entry = write(job)
-    write_atomically(job.folder / f"{job.name}.json", json.dumps(asdict(entry)).encode())
+    write_atomically(job.folder / f"{job.name}.json", msgspec.json.encode(entry))
     return entry
 
 
 def finished(job: ShardJob) -> ShardEntry | None:
     """The entry of a shard that is whole."""
     try:
-        entry = ShardEntry(**json.loads((job.folder / f"{job.name}.json").read_text(encoding="utf-8")))
-    except (OSError, TypeError, ValueError):
+        entry = msgspec.json.decode((job.folder / f"{job.name}.json").read_bytes(), type=ShardEntry)
+    except (OSError, ValueError):
         return None
     return entry if all((job.folder / file).is_file() for file in entry.sha256) else None

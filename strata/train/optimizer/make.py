@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
+import msgspec
 import torch
 
 from strata.comm.exchange import all_gather_json
@@ -39,7 +39,7 @@ def make_optimizer(
     found = all_gather_json(own, axis, device)
     # A rank without parts has to send and receive what the others do.
     dtype = next((_dtype(one["dtype"]) for one in found if one["dtype"]), dtype)
-    rounds = plan_rounds([[_holding(row) for row in one["holdings"]] for one in found])
+    rounds = plan_rounds([msgspec.convert(one["holdings"], list[Holding]) for one in found])
     memory = _memory(config, device, dtype)
     return Muon(parts, memory.masters(parts), config, memory, rounds, axis, device, dtype)
 
@@ -64,10 +64,6 @@ def _holdings(parts: Sequence[Part], sharding: TensorSharding) -> Iterator[Holdi
                 part.start,
                 part.start + part.master.numel(),
             )
-
-
-def _holding(row: dict[str, Any]) -> Holding:
-    return Holding(**row | {"shape": tuple(row["shape"])})
 
 
 def _dtype(name: str) -> torch.dtype:
