@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import msgspec
 
 FOLDER = Path(__file__).parent / "tuned"
 
@@ -74,28 +76,15 @@ def read_file(path: Path) -> Table:
     return MappingProxyType(table)
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "operation": (str,),
-    "dtype": (str,),
-    "out": (int,),
-    "width": (int,),
-    "rows": (int,),
-    "implementation": (str,),
-    "parameters": (dict,),
-    "seconds": (float,),
-    "library_seconds": (float,),
-}
-
-
 def _parse(entry: Any, where: str) -> tuple[Key, Choice]:
-    if not isinstance(entry, dict) or entry.keys() != _KINDS.keys():
-        raise ValueError(f"{where} must have the keys {', '.join(_KINDS)} and no others")
-    for name, kinds in _KINDS.items():
-        if type(entry[name]) not in kinds:
-            raise ValueError(f"{where} has {entry[name]!r} for {name}, which must be of type {kinds[0].__name__}")
-    key = Key(**{field.name: entry[field.name] for field in fields(Key)})
-    values = {field.name: entry[field.name] for field in fields(Choice)}
-    return key, Choice(**values | {"parameters": MappingProxyType(values["parameters"])})
+    names = [field.name for part in (Key, Choice) for field in fields(part)]
+    if not isinstance(entry, dict) or entry.keys() != set(names):
+        raise ValueError(f"{where} must have the keys {', '.join(names)} and no others")
+    try:
+        key, choice = msgspec.convert(entry, Key), msgspec.convert(entry, Choice)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return key, replace(choice, parameters=MappingProxyType(entry["parameters"]))
 
 
 def write(path: Path, product: str, table: Table) -> None:
