@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from strata.cli import options
-from strata.cli.serve import CHAT, ToolCallParser, served_names, tool_format
+from strata.cli.serve_options import Reasoning, ServedModelName, ToolCalls, served_names, tool_format
 from strata.models.folder import display_name, model_folder
 from strata.serve.batch_file import BatchResults, read_requests
 from strata.serve.client import EngineGone
@@ -31,16 +31,9 @@ def run(
     requests: Annotated[Path, typer.Argument(help="A request a line, as OpenAI's batch files have them.")],
     results: Annotated[Path, typer.Argument(help="Where results go, a line each; what is there already is kept.")],
     model: options.Model = None,
-    served_model_name: Annotated[
-        list[str] | None, typer.Option(help="What requests may call it; may be repeated. [default: the model's name]")
-    ] = None,
-    tool_call_parser: Annotated[
-        ToolCallParser | None,
-        typer.Option(help="How the model calls tools. [default: as its chat template says]", rich_help_panel=CHAT),
-    ] = None,
-    reasoning: Annotated[
-        bool, typer.Option(help="Tell <think>...</think> apart from the answer.", rich_help_panel=CHAT)
-    ] = False,
+    served_model_name: ServedModelName = None,
+    tool_call_parser: ToolCalls = None,
+    reasoning: Reasoning = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     load_format: options.LoadFormat = "auto",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,30 +12,19 @@ import typer
 
 from strata.cli import options
 from strata.cli.help import Command
-from strata.files.json_object import read_object, why_no_text
+from strata.cli.serve_options import CHAT, Reasoning, ServedModelName, ToolCalls, served_names, tool_format
+from strata.files.json_object import why_no_text
 from strata.models.folder import display_name, folder_or_shape, located, model_folder
 from strata.models.shapes import SHAPES
 from strata.serve.http.gate import is_loopback
 from strata.serve.http.keys import ANONYMOUS, KeyHash, read_keys
 from strata.serve.processes.launch import Launch, launch
-from strata.serve.replies.tool_formats import format_in_template
 from strata.serve.settings import ServeSettings
-from strata.text.tokenizer import read_templates
 
-CHAT, _HTTP, _LIMITS, _LOGS = "Chat", "HTTP", "Limits", "Logs"
+_HTTP, _LIMITS, _LOGS = "HTTP", "Limits", "Logs"
 _ORIGIN = re.compile(r"https?://[a-z0-9.:\[\]-]+")
 
 command = typer.Typer(add_completion=False, rich_markup_mode="rich")
-
-
-class ToolCallParser(StrEnum):
-    """How a model writes tool calls, by vLLM's names."""
-
-    HERMES = "hermes"
-    LLAMA3_JSON = "llama3_json"
-
-
-TOOL_FORMATS = {ToolCallParser.HERMES: "hermes", ToolCallParser.LLAMA3_JSON: "llama3"}
 
 
 def _refuse_key(value: str | None) -> None:
@@ -56,9 +44,7 @@ def serve(
             envvar="STRATA_MODEL",
         ),
     ] = None,
-    served_model_name: Annotated[
-        list[str] | None, typer.Option(help="What clients may call it; may be repeated. [default: the model's name]")
-    ] = None,
+    served_model_name: ServedModelName = None,
     host: Annotated[
         str, typer.Option(help="Where to listen; what is no loopback address needs an API key.", rich_help_panel=_HTTP)
     ] = "127.0.0.1",
@@ -119,13 +105,8 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(help="File with a template to use instead of the model's.", rich_help_panel=CHAT)
     ] = None,
-    tool_call_parser: Annotated[
-        ToolCallParser | None,
-        typer.Option(help="How the model calls tools. [default: as its chat template says]", rich_help_panel=CHAT),
-    ] = None,
-    reasoning: Annotated[
-        bool, typer.Option(help="Tell <think>...</think> apart from the answer.", rich_help_panel=CHAT)
-    ] = False,
+    tool_call_parser: ToolCalls = None,
+    reasoning: Reasoning = False,
     tokenizer: Annotated[
         str | None,
         typer.Option(help="Folder of the tokenizer; the model's own if left out.", rich_help_panel=options.ENGINE),
@@ -224,24 +205,6 @@ def serve(
     traces = None if otlp_traces_endpoint is None else _endpoint(otlp_traces_endpoint)
     asked = Launch(settings, engine, keys, tokenizer_folder, restart_engine, traces)
     sys.exit(launch(asked))
-
-
-def served_names(given: list[str] | None, own: str) -> tuple[str, ...]:
-    """What clients may call a model: what was given, or its own name. Raises ValueError for an empty name."""
-    if given and not all(given):
-        raise ValueError("--served-model-name is empty: give the name that clients ask for, or leave it out")
-    return tuple(given or [own])
-
-
-def tool_format(given: ToolCallParser | None, tokenizer: str, chat_template: str | None = None) -> str | None:
-    """How the model writes calls: as was given, or as the template does that it is asked with, its own or another."""
-    if given is not None:
-        return TOOL_FORMATS[given]
-    if chat_template is None:
-        folder = Path(tokenizer)
-        templates = read_templates(folder, read_object(folder / "tokenizer_config.json"))
-        chat_template = templates.get("tool_use", templates.get("default", ""))
-    return format_in_template(chat_template)
 
 
 def _priority_keys(given: list[str], keys: list[KeyHash]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata.cli.serve import ToolCallParser, tool_format
+from strata.cli.serve_options import ToolCallParser, tool_format
 from strata.serve.http.errors import ApiError
 from strata.serve.replies.json_reader import MOST_DEPTH, is_json_object
 from strata.serve.replies.reply_parser import (

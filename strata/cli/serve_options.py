@@ -1,0 +1,52 @@
+"""Options that `serve` and `run-batch` share: what requests call the model, and how its answers are read."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from strata.files.json_object import read_object
+from strata.serve.replies.tool_formats import format_in_template
+from strata.text.tokenizer import read_templates
+
+CHAT = "Chat"
+
+
+class ToolCallParser(StrEnum):
+    """How a model writes tool calls, by vLLM's names."""
+
+    HERMES = "hermes"
+    LLAMA3_JSON = "llama3_json"
+
+
+TOOL_FORMATS = {ToolCallParser.HERMES: "hermes", ToolCallParser.LLAMA3_JSON: "llama3"}
+
+ServedModelName = Annotated[
+    list[str] | None, typer.Option(help="What requests may call it; may be repeated. [default: the model's name]")
+]
+ToolCalls = Annotated[
+    ToolCallParser | None,
+    typer.Option(help="How the model calls tools. [default: as its chat template says]", rich_help_panel=CHAT),
+]
+Reasoning = Annotated[bool, typer.Option(help="Tell <think>...</think> apart from the answer.", rich_help_panel=CHAT)]
+
+
+def served_names(given: list[str] | None, own: str) -> tuple[str, ...]:
+    """What clients may call a model: what was given, or its own name. Raises ValueError for an empty name."""
+    if given and not all(given):
+        raise ValueError("--served-model-name is empty: give the name that clients ask for, or leave it out")
+    return tuple(given or [own])
+
+
+def tool_format(given: ToolCallParser | None, tokenizer: str, chat_template: str | None = None) -> str | None:
+    """How the model writes calls: as was given, or as the template does that it is asked with, its own or another."""
+    if given is not None:
+        return TOOL_FORMATS[given]
+    if chat_template is None:
+        folder = Path(tokenizer)
+        templates = read_templates(folder, read_object(folder / "tokenizer_config.json"))
+        chat_template = templates.get("tool_use", templates.get("default", ""))
+    return format_in_template(chat_template)
