@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from strata import LLM
@@ -70,6 +71,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     LlamaForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def broken(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model, but for the embedding of "z", which is NaN."""
+    path = tmp_path_factory.mktemp("broken")
+    for file in folder.iterdir():
+        path.joinpath(file.name).write_bytes(file.read_bytes())
+    weights = load_file(path / "model.safetensors")
+    ids = Tokenizer.from_file(str(path / "tokenizer.json")).encode("z").ids
+    weights["model.embed_tokens.weight"][ids] = torch.nan
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
 

@@ -59,7 +59,7 @@ class Setup:
         return f"{name}-deterministic" if self.deterministic else name
 
 
-def started(setup: Setup, test: workloads.Test) -> LLM:
+def started(setup: Setup, test: workloads.InferenceTest) -> LLM:
     """An engine that has run a short form of the test once."""
     llm = engine(setup.llm_options())
     call(llm, test, WARMUP_TOKENS)
@@ -77,7 +77,7 @@ def engine(llm_options: Mapping[str, Any]) -> LLM:
         raise ValueError(error.with_advice(_ADVICE)) from None
 
 
-def call(llm: LLM, test: workloads.Test, most: int | None = None) -> float:
+def call(llm: LLM, test: workloads.InferenceTest, most: int | None = None) -> float:
     """Seconds of one `generate` with the requests of a test, each cut to `most` output tokens if that is given.
 
     Raises RuntimeError if a request did not yield as many tokens as it was asked for.
@@ -97,7 +97,7 @@ def call(llm: LLM, test: workloads.Test, most: int | None = None) -> float:
     return seconds
 
 
-def floor_on(test: workloads.Test, setup: Setup, product: str) -> float | None:
+def floor_on(test: workloads.InferenceTest, setup: Setup, product: str) -> float | None:
     """The least seconds of a test on a device, by the cost of the model's graph.
 
     None if the device is not in the database.

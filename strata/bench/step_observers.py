@@ -16,7 +16,7 @@ from strata.bench.run import call
 from strata.bench.trace import Interval, TraceTime, read_trace
 
 if TYPE_CHECKING:
-    from strata.bench.workloads import Test
+    from strata.bench.workloads import InferenceTest
     from strata.engine.llm import LLM
     from strata.engine.runner import StepObserver
 
@@ -90,7 +90,7 @@ def _observed(llm: LLM, observer: StepObserver) -> Iterator[None]:
         llm.engine.loop.observe(None)
 
 
-def time_steps(llm: LLM, test: Test) -> StepTimes:
+def time_steps(llm: LLM, test: InferenceTest) -> StepTimes:
     """Run a test once; its steps as the device saw them. The events cost the host a few microseconds a step."""
     events = _StepEvents()
     with _observed(llm, events):
@@ -105,7 +105,7 @@ def time_steps(llm: LLM, test: Test) -> StepTimes:
     )
 
 
-def trace(llm: LLM, test: Test) -> TraceTime:
+def trace(llm: LLM, test: InferenceTest) -> TraceTime:
     """Run a test once under the profiler, which records what runs on the device and nothing of the host.
 
     Raises RuntimeError if the trace lacks steps, which happens when the profiler runs out of buffers.

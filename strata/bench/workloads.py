@@ -15,7 +15,7 @@ MAX_MODEL_LEN = 4096
 
 
 @dataclass(frozen=True)
-class Test:
+class InferenceTest:
     """One test. Every request yields exactly its `outputs` tokens.
 
     prompts: ids of each request. outputs: tokens that each generates. temperature: of the sampling, 0 is greedy.
@@ -55,30 +55,30 @@ def ideal_schedule(prompts: Sequence[int], outputs: Sequence[int]) -> Iterator[W
         yield Workload((1,) * len(lengths), lengths)
 
 
-def offline() -> Test:
+def offline() -> InferenceTest:
     """T1: 256 requests with prompts and outputs of 100 to 1024 tokens (the benchmark of nano-vllm)."""
     draw = random.Random(0)
     prompts = tuple(tuple(draw.randint(0, LARGEST_ID) for _ in range(draw.randint(100, 1024))) for _ in range(256))
     outputs = tuple(draw.randint(100, 1024) for _ in range(256))
-    return Test("T1", prompts, outputs)
+    return InferenceTest("T1", prompts, outputs)
 
 
-def single() -> Test:
+def single() -> InferenceTest:
     """T2: one request, prompt 128, 512 output tokens, greedy."""
-    return Test("T2", random_prompts(1, 128), (512,), temperature=0.0, unit="ms")
+    return InferenceTest("T2", random_prompts(1, 128), (512,), temperature=0.0, unit="ms")
 
 
-def fixed_batch(requests: int) -> Test:
+def fixed_batch(requests: int) -> InferenceTest:
     """T3: so many requests with prompt 512 and 256 output tokens each."""
-    return Test(f"T3-b{requests}", random_prompts(requests, 512), (256,) * requests)
+    return InferenceTest(f"T3-b{requests}", random_prompts(requests, 512), (256,) * requests)
 
 
-def prefill() -> Test:
+def prefill() -> InferenceTest:
     """T4: 16 prompts of 2048 tokens, one output token each."""
-    return Test("T4", random_prompts(16, 2048), (1,) * 16, counted="prompt")
+    return InferenceTest("T4", random_prompts(16, 2048), (1,) * 16, counted="prompt")
 
 
-def named(name: str) -> Test:
+def named(name: str) -> InferenceTest:
     """The test of that name: T1, T2, T3-bN for any N, T4. Raises ValueError for another."""
     requests = name.removeprefix("T3-b")
     if requests.isdecimal() and int(requests) > 0 and requests != name:

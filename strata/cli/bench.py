@@ -124,7 +124,7 @@ def startup(
     report(asdict(result), result.text(), as_json=as_json, save=save)
 
 
-def run(test: workloads.Test, setup: Setup, *, repeat: int, as_json: bool, save: Path | None) -> None:
+def run(test: workloads.InferenceTest, setup: Setup, *, repeat: int, as_json: bool, save: Path | None) -> None:
     """Start an engine, warm it up, and time `repeat` calls of the whole test; on CUDA, one more measures host gaps."""
     llm = started(setup, test)
     values = [test.value(call(llm, test)) for _ in range(repeat)]

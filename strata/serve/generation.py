@@ -17,10 +17,9 @@ from strata.engine.sampling_params import SamplingParams
 from strata.serve.admission import admission_of
 from strata.serve.client import EngineGone, EngineRefused, Stream
 from strata.serve.http.errors import ApiError
-from strata.serve.http.limits import Admission
 from strata.serve.observe.logs import note_generation
 from strata.serve.observe.metrics import Endpoint, RequestRecord
-from strata.serve.state import ServerState, server_of
+from strata.serve.state import server_of
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -48,7 +47,7 @@ class Generation:
     The engine is asked at the first step of the iteration. Leaving the `async with` block before the end aborts the
     request there; that is how a client that has left frees its memory.
 
-    admission: of the request, with places for these samples. prompt: token ids, at least one.
+    request: admitted, with places for these samples; its log line will tell of them. prompt: token ids, at least one.
     endpoint: for the metrics. bad_words: those of `params` as ids. grammar: one that was found to compile.
     priority: lower runs first.
     cached_tokens: how much of the prompt was in the prefix cache. completion_tokens: of all samples so far.
@@ -60,8 +59,7 @@ class Generation:
 
     def __init__(
         self,
-        state: ServerState,
-        admission: Admission,
+        request: Request,
         prompt: list[int],
         params: SamplingParams,
         *,
@@ -70,10 +68,10 @@ class Generation:
         grammar: str | None = None,
         priority: int = 0,
     ) -> None:
-        self._state = state
-        self._admission = admission
+        self._state = server_of(request)
+        self._admission = admission_of(request)
         self._endpoint = endpoint
-        admission.add_prompt(len(prompt))
+        self._admission.add_prompt(len(prompt))
         self._add = Add(
             id=uuid4().hex,
             prompt=prompt,
@@ -81,11 +79,11 @@ class Generation:
             priority=priority,
             # Not of the request's arrival: whoever sends a body slowly would pass those who came meanwhile.
             arrival=time.monotonic(),
-            salt=admission.caller.salt,
+            salt=self._admission.caller.salt,
             bad_words=bad_words,
             grammar=grammar,
         )
-        self._samples = [Sample.of(params, prompt, state.tokenizer) for _ in range(params.n)]
+        self._samples = [Sample.of(params, prompt, self._state.tokenizer) for _ in range(params.n)]
         self._last_times = [0.0] * params.n
         self._running = params.n
         self._stream: Stream | None = None
@@ -95,6 +93,7 @@ class Generation:
         self._reason = "abort"
         self.cached_tokens = 0
         self.record: RequestRecord | None = None
+        note_generation(request.scope, self)
 
     @property
     def prompt_tokens(self) -> int:
@@ -229,31 +228,6 @@ class Generation:
             output_tokens=self.completion_tokens,
         )
         self._state.metrics.finished(self.record)
-
-
-def generation_for(
-    request: Request,
-    prompt: list[int],
-    params: SamplingParams,
-    *,
-    endpoint: Endpoint,
-    bad_words: list[tuple[int, ...]],
-    grammar: str | None = None,
-    priority: int = 0,
-) -> Generation:
-    """A generation for an HTTP request that was admitted; the request's log line will tell of it."""
-    generation = Generation(
-        server_of(request),
-        admission_of(request),
-        prompt,
-        params,
-        endpoint=endpoint,
-        bad_words=bad_words,
-        grammar=grammar,
-        priority=priority,
-    )
-    note_generation(request.scope, generation)
-    return generation
 
 
 def _too_long(prompt: int, output: int | None, limit: int) -> ApiError:

@@ -183,7 +183,7 @@ def test_an_observer_sees_each_step_begin_and_end() -> None:
 
     from strata.models.folder import BUILTIN_FOLDER
 
-    test = workloads.Test("small", workloads.random_prompts(2, 5), (3, 4))
+    test = workloads.InferenceTest("small", workloads.random_prompts(2, 5), (3, 4))
     torch.manual_seed(0)
     llm = started(Setup(str(BUILTIN_FOLDER), None, "auto", "cpu", False), test)
     seen = Seen()

@@ -9,14 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from strata.cli import main
 from strata.cli.main import app
 from strata.engine.faults import EngineFault
-from strata.text.tokenizer import Tokenizer
 
 RUNNER = CliRunner()
 
@@ -37,18 +34,6 @@ def test_generate_json_gives_one_object_a_prompt() -> None:
     assert objects[0]["text"].endswith("tenalp")
     assert objects[1]["text"].endswith("7")
     assert all(one["finish_reason"] == "stop" for one in objects)
-
-
-@pytest.fixture(scope="module")
-def broken(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in which the embedding of "z" is NaN."""
-    path = tmp_path_factory.mktemp("broken")
-    for file in folder.iterdir():
-        path.joinpath(file.name).write_bytes(file.read_bytes())
-    weights = load_file(path / "model.safetensors")
-    weights["model.embed_tokens.weight"][Tokenizer.load(path).encode("z")] = torch.nan
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    return path
 
 
 def test_a_request_that_fails_is_told_and_the_others_are_answered(broken: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from strata.bench.run import Setup, call, started
-from strata.bench.workloads import Test, random_prompts
+from strata.bench.workloads import InferenceTest, random_prompts
 from strata.engine.llm import LLM
 from strata.models.folder import BUILTIN_FOLDER
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 SLEEP = 0.01
 # Both prompts in one step, then a token of each a step.
-TEST, STEPS = Test("small", random_prompts(2, 20), (30, 30)), 30
+TEST, STEPS = InferenceTest("small", random_prompts(2, 20), (30, 30)), 30
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from strata.text.tokenizer import Tokenizer
 from tests.serve.running import LONG, QUESTION, Running, is_alive, running, wait_for
 
 IDLE = (0, 0, 0)
@@ -164,18 +161,6 @@ def test_requests_that_do_not_fit_together_get_the_tokens_that_each_gets_alone()
 
 
 # ---- numbers that are none ----
-
-
-@pytest.fixture(scope="module")
-def broken(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in which the embedding of "z" is NaN."""
-    path = tmp_path_factory.mktemp("broken")
-    for file in folder.iterdir():
-        path.joinpath(file.name).write_bytes(file.read_bytes())
-    weights = load_file(path / "model.safetensors")
-    weights["model.embed_tokens.weight"][Tokenizer.load(path).encode("z")] = torch.nan
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    return path
 
 
 def test_a_row_of_nan_ends_its_request_alone_and_spoils_no_cached_page(broken: Path) -> None:

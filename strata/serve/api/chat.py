@@ -12,7 +12,7 @@ from strata.serve.api.answer_format import answer_grammar
 from strata.serve.api.chat_reply import ChatReply
 from strata.serve.api.chat_stream import ChatStream
 from strata.serve.api.prompts import bad_words_of, chat_text, encode
-from strata.serve.generation import Generation, generation_for
+from strata.serve.generation import Generation
 from strata.serve.http.json_route import api_router
 from strata.serve.http.sse import DONE, EventStream, run_until_disconnect, streams
 from strata.serve.observe.logs import note_prompt
@@ -106,7 +106,7 @@ async def _understand(body: ChatRequest, request: Request) -> _Understood:
     bad_words = await bad_words_of(state, admission, params)
     return _Understood(
         ReplyHead.new("chatcmpl", model),
-        generation_for(
+        Generation(
             request,
             prompt,
             params,

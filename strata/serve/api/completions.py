@@ -14,7 +14,7 @@ from strata.serve.api.answer_format import answer_grammar
 from strata.serve.api.completion_choice import ChoiceText, CompletionPrompt, Part, check_echo, echo_of, merged
 from strata.serve.api.completion_stream import CompletionStream, written_choice, written_completion
 from strata.serve.api.prompts import bad_words_of, encode_all
-from strata.serve.generation import Generation, Piece, generation_for
+from strata.serve.generation import Generation, Piece
 from strata.serve.generations import as_they_come
 from strata.serve.http.json_route import api_router
 from strata.serve.http.limits import Admission
@@ -146,7 +146,7 @@ async def _understand(body: CompletionRequest, request: Request) -> _Completing:
         ReplyHead.new("cmpl", model),
         prompts,
         [
-            generation_for(
+            Generation(
                 request,
                 prompt.ids,
                 params,

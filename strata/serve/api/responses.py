@@ -18,7 +18,7 @@ from strata.serve.api.response_store import StoredResponse
 from strata.serve.api.responses_input import assistant_message, input_messages
 from strata.serve.api.responses_prompt import response_prompt
 from strata.serve.api.responses_stream import EventWriter, ResponseInProgress
-from strata.serve.generation import Generation, generation_for
+from strata.serve.generation import Generation
 from strata.serve.grammar import Grammar, named_schema_grammar
 from strata.serve.http.errors import ApiError
 from strata.serve.http.json_route import api_router
@@ -148,7 +148,7 @@ async def _understand(body: ResponsesRequest, request: Request) -> _Understood:
     bad_words = await bad_words_of(state, admission, params)
     return _Understood(
         ResponseInProgress(_new_body(body, model, params, keep), parser, state.tokenizer),
-        generation_for(
+        Generation(
             request,
             prompt.ids,
             params,
