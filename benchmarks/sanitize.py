@@ -26,10 +26,12 @@ from triton import JITFunction
 import strata.kernels
 from strata.bench.kernels.cases import EPS, angles, draw, full_pages
 from strata.bench.kernels.products import Product
+from strata.kernels.activation import silu_mul_grad  # noqa: F401  registers what is run
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.join import join
+from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.silu_mul import linear_silu_mul
@@ -38,6 +40,7 @@ from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.loss.loss_grad import cross_entropy_gradients
 from strata.kernels.moe.combine import combine
 from strata.kernels.moe.grouped import grouped_product
+from strata.kernels.norm import norm_grad  # noqa: F401  registers what is run
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.optimizer.adamw import adamw
@@ -147,30 +150,31 @@ def _heads(head_dim: int) -> Iterator[Call]:
     yield own(rope, q, *cos_sin)
     yield own(kv_write, k, v, pages, 0)
     for weights in ((None, None), (draw(head_dim), draw(head_dim))):
-        yield own(qk_rope_kv_write, product, HEADS, KV_HEADS, *weights, EPS, *cos_sin, pages, 0)
+        yield own(qk_rope_kv_write, product, *weights, *cos_sin, pages, HeadsSpec(0, HEADS, KV_HEADS, EPS))
 
 
 def _attention(head_dim: int, window: int | None) -> Iterator[Call]:
     lengths = (300, 1, 37)
     held = full_pages(KV_HEADS, head_dim, lengths)
-    scale = head_dim**-0.5
+    spec = AttentionSpec(0, head_dim**-0.5, window)
 
     def drawn(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         return draw(tokens, HEADS, head_dim), draw(tokens, KV_HEADS, head_dim), draw(tokens, KV_HEADS, head_dim)
 
-    def offsets(*new: int) -> Tensor:
-        return torch.tensor((0, *new), dtype=torch.int32).cumsum(0).int()
+    def step(*new: int, pages: PagedKV | None) -> Sequences:
+        return Sequences(torch.tensor((0, *new), dtype=torch.int32).cumsum(0).int(), max(new), pages)
 
-    yield own(attention, *drawn(3), offsets(1, 1, 1), 1, held, 0, scale, window)
-    yield own(attention, *drawn(91), offsets(70, 1, 20), 70, held, 0, scale, window)  # of 300, 1 and 37 tokens
-    yield own(attention, *drawn(91), offsets(70, 1, 20), 70, None, 0, scale, window)
+    yield own(attention, *drawn(3), step(1, 1, 1, pages=held), spec)
+    yield own(attention, *drawn(91), step(70, 1, 20, pages=held), spec)  # of 300, 1 and 37 tokens
+    yield own(attention, *drawn(91), step(70, 1, 20, pages=None), spec)
     ends = torch.tensor(lengths) - 1
     slots = held.tables.gather(1, ends[:, None] // held.page_size)[:, 0] * held.page_size + ends % held.page_size
     written = replace(held, slots=slots.int())
     product = draw(3, (HEADS + 2 * KV_HEADS) * head_dim)
     for weights in ((None, None), (draw(head_dim), draw(head_dim))):
-        unfinished = (product, HEADS, KV_HEADS, *weights, EPS, *angles(3, head_dim))
-        yield own(decode_attention, *unfinished, offsets(1, 1, 1), written, 0, scale, window)
+        heads = HeadsSpec(0, HEADS, KV_HEADS, EPS)
+        decodes = step(1, 1, 1, pages=written)
+        yield own(decode_attention, product, *weights, *angles(3, head_dim), decodes, heads, spec)
     yield f"kv_read of {head_dim}", lambda: kv_read(held, 0, 0, 16, 300)
     yield f"attention_join of {head_dim}", lambda: _joined(held, drawn(37)[0])
 
@@ -233,7 +237,7 @@ def _training(rows: int, width: int) -> Iterator[Call]:
     cos_sin = angles(rows, head_dim)
     product = draw(rows, (HEADS + 2 * KV_HEADS) * head_dim)
     yield with_gradients(rope, draw(rows, HEADS, head_dim), *cos_sin)
-    yield with_gradients(qk_rope_kv_write, product, HEADS, KV_HEADS, None, None, EPS, *cos_sin, None, 0)
+    yield with_gradients(qk_rope_kv_write, product, None, None, *cos_sin, None, HeadsSpec(0, HEADS, KV_HEADS))
     for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
         for per_row in (False, True):
             yield own(quantize, draw(rows, width), kind, per_row)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from strata.graph.capture import operation_of
@@ -25,6 +27,7 @@ def bind(graph: fx.GraphModule, device: str, deterministic: bool = False) -> fx.
         first = bound.candidates[0]
         node.target = first.run if first.supports is None else bound  # without a choice to make, without its cost
     _fetch_directly(graph)
+    _make_once(graph)
     graph.recompile()
     return graph
 
@@ -39,11 +42,26 @@ def _fetch_directly(graph: fx.GraphModule) -> None:
             node.target = names[node.target]
 
 
+def _make_once(graph: fx.GraphModule) -> None:
+    """Let each named tuple of constants be an attribute too: the code of a graph would make it anew in every call."""
+    for node in list(graph.graph.nodes):
+        for index, argument in enumerate(node.args):
+            named = isinstance(argument, tuple) and hasattr(argument, "_fields")
+            if named and not any(isinstance(value, fx.Node) for value in argument):
+                with graph.graph.inserting_before(node):
+                    made = graph.graph.create_node("get_attr", _attribute(graph, node.name, argument))
+                made.meta = {"module": node.meta["module"], "layer": node.meta["layer"]}
+                node.update_arg(index, made)
+
+
 def _plain_attribute(graph: fx.GraphModule, path: str) -> str:
-    """Make what lies at a path an attribute of the graph, under a name that nothing else has (`a.b` may meet `a_b`)."""
     owner, _, last = path.rpartition(".")
-    name = path.replace(".", "_")
+    return _attribute(graph, path.replace(".", "_"), getattr(graph.get_submodule(owner), last))
+
+
+def _attribute(graph: fx.GraphModule, name: str, value: Any) -> str:
+    """Make a value an attribute of the graph, under a name that nothing else has (`a.b` may meet `a_b`)."""
     while hasattr(graph, name):
         name += "_"
-    graph.__dict__[name] = getattr(graph.get_submodule(owner), last)
+    graph.__dict__[name] = value
     return name

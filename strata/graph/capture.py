@@ -62,6 +62,8 @@ class _Tracer(fx.Tracer):
         return attr_val  # a parameter enters the graph where it is used, so its shape stays a constant
 
     def create_arg(self, a: Any) -> Any:
+        if isinstance(a, tuple) and hasattr(a, "_fields"):  # an argument with names, which torch would make a node of
+            return type(a)(*map(self.create_arg, a))
         if not isinstance(a, Tensor):
             return super().create_arg(a)
         name = self._names.get(id(a))

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, fx
 
 from strata.graph.capture import operation_of
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.attention.attention import attention
+from strata.kernels.attention.spec import AttentionSpec, HeadsSpec
 from strata.kernels.moe.experts import expected_experts, experts
 from strata.kernels.op import Operation
 from strata.kernels.state.paged import PagedKV
@@ -124,9 +125,8 @@ def step_costs(graph: fx.GraphModule, head: fx.GraphModule, argument: Any) -> St
     mixtures: Counter[tuple[int, int, int]] = Counter()
     for node, operation, args, result in _walk(graph, argument):
         hidden = result
-        if operation is attention:
-            q, k, *_, window = args
-            kind = (q.shape, q.dtype, k.shape, k.dtype, window)
+        if operation is not None and operation.reads_state:
+            kind = tuple(map(_kind, args))
             kinds[kind] += 1
             examples.setdefault(kind, partial(_cost_of, operation, args))
         elif operation is not None:
@@ -172,7 +172,8 @@ def _walk(graph: fx.GraphModule, argument: Any) -> Iterator[tuple[fx.Node, Opera
         if node.op == "placeholder":
             values[node] = argument
         elif node.op == "get_attr":
-            values[node] = _fetch(graph, node.target).to("meta")
+            value = attrgetter(str(node.target))(graph)
+            values[node] = value.to("meta") if isinstance(value, Tensor) else value
         elif node.op != "output":
             args = fx.map_arg(node.args, values.__getitem__)
             target, operation = node.target, operation_of(node)
@@ -199,12 +200,11 @@ def _work(node: fx.Node) -> str | None:
     return "add" if node.target is operator.add else None
 
 
-def _fetch(graph: fx.GraphModule, path: str) -> Tensor:
-    value: Any = graph
-    for part in path.split("."):
-        value = getattr(value, part)
-    assert isinstance(value, Tensor)
-    return value
+def _kind(argument: Any) -> object:
+    """What of an argument its cost can depend on. One batch goes through all layers, whose pools are alike."""
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.dtype
+    return argument._replace(layer=0) if isinstance(argument, (AttentionSpec, HeadsSpec)) else id(argument)
 
 
 def _cost_of(operation: Operation, args: tuple[Any, ...], workload: Workload) -> Cost:

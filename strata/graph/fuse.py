@@ -14,6 +14,7 @@ from torch import fx
 from strata.graph.capture import must_stay
 from strata.graph.match import Call, Hole, Match, find, match
 from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
@@ -125,15 +126,12 @@ def _fuse_query_key_write(graph: fx.Graph, found: Match) -> None:
             qk_rope_kv_write,
             (
                 found["product"],
-                sizes[0] // head_dim,
-                sizes[1] // head_dim,
                 found.get("q_weight"),
                 found.get("k_weight"),
-                found.get("eps", 0.0),
                 found["cos"],
                 found["sin"],
                 found["pages"],
-                found["layer"],
+                HeadsSpec(found["layer"], sizes[0] // head_dim, sizes[1] // head_dim, found.get("eps", 0.0)),
             ),
         )
     parts = "+".join([*(norm.meta["module"].rpartition(".")[2] for norm in norms), "rope", "kv_write"])

@@ -6,18 +6,18 @@ from operator import getitem
 
 from torch import fx
 
-from strata.graph.capture import must_stay
+from strata.graph.capture import must_stay, operation_of
 from strata.graph.match import Call, Hole, Match, find
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 
-_GIVEN = ("product", "heads", "kv_heads", "q_weight", "k_weight", "eps", "cos", "sin", "pages", "layer")
-_WRITTEN = Call(qk_rope_kv_write, tuple(Hole(name) for name in _GIVEN), "written")
+_GIVEN = ("product", "q_weight", "k_weight", "cos", "sin")
+_PAGES = Call(getattr, (Hole("batch"), "pages"), "pages")
+_WRITTEN = Call(qk_rope_kv_write, (*(Hole(name) for name in _GIVEN), _PAGES, Hole("heads")), "written")
 _RESULTS = tuple(Call(getitem, (_WRITTEN, index), name, read_once=True) for index, name in enumerate("qkv"))
-_STEP = tuple(Hole(name) for name in ("offsets", "longest", "pages", "layer", "scale", "window"))
-_ATTENTION = Call(attention, (*_RESULTS, *_STEP), "attention")
-_TAKEN = (*_GIVEN[:-2], "offsets", "pages", "layer", "scale", "window")
+_ATTENTION = Call(attention, (*_RESULTS, Hole("batch"), Hole("spec")), "attention")
+_TAKEN = (*_GIVEN, "batch", "heads", "spec")
 
 
 def fuse_decode_attention(graph: fx.GraphModule) -> fx.GraphModule:
@@ -27,7 +27,8 @@ def fuse_decode_attention(graph: fx.GraphModule) -> fx.GraphModule:
     has one new token, in pages.
     """
     for found in find(graph, _ATTENTION):
-        if len(found["written"].users) == len(_RESULTS) and not _pages_read_between(found):
+        same_layer = found["heads"].layer == found["spec"].layer
+        if same_layer and len(found["written"].users) == len(_RESULTS) and not _pages_read_between(found):
             _fuse(graph.graph, found)
     graph.graph.eliminate_dead_code(is_impure_node=must_stay)
     graph.recompile()
@@ -36,7 +37,8 @@ def fuse_decode_attention(graph: fx.GraphModule) -> fx.GraphModule:
 
 def _pages_read_between(found: Match) -> bool:
     """Whether something has to find the new keys in the pages before attention: they will be written only by then."""
-    return any(found["written"] < user < found["attention"] for user in found["pages"].users)
+    users = {*found["pages"].users, *(user for user in found["batch"].users if operation_of(user) is not None)}
+    return any(found["written"] < user < found["attention"] for user in users)
 
 
 def _fuse(graph: fx.Graph, found: Match) -> None:

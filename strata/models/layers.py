@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.attention.attention import attention
+from strata.kernels.attention.spec import AttentionSpec
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
 from strata.kernels.norm.norm import rms_norm
@@ -88,10 +89,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, *, qkv_bias: bool, output_bias: bool) -> None:
         super().__init__()
-        self.layer = layer
         self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
-        self.window = config.windows[layer]
+        self.spec = AttentionSpec(layer, config.head_dim**-0.5, config.windows[layer])
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = Linear(config.hidden_size, queries, bias=qkv_bias)
         self.k_proj = Linear(config.hidden_size, keys, bias=qkv_bias)
@@ -109,8 +108,8 @@ class Attention(nn.Module):
         q, k, v = self.heads(x)
         q = rope(q, cos, sin)
         k = rope(k, cos, sin)
-        k, v = kv_write(k, v, batch.pages, self.layer)
-        mixed = attention(q, k, v, batch.offsets, batch.longest, batch.pages, self.layer, self.scale, self.window)
+        k, v = kv_write(k, v, batch.pages, self.spec.layer)
+        mixed = attention(q, k, v, batch, self.spec)
         return self.o_proj(mixed.flatten(-2))
 
 

@@ -108,12 +108,12 @@ def _forward(self: Attention, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor)
     assert batch.whole is not None
     q, k, v = self.heads(x)
     q, k = rope(q, cos, sin), rope(k, cos, sin)
-    offsets, longest = batch.whole.offsets, batch.whole.longest
-    if batch.turns is not None and (self.window is None or self.window >= longest):
-        mixed = ring_attention(q, k, v, batch.turns, batch.axis, self.scale)
+    scale, window = self.spec.scale, self.spec.window
+    if batch.turns is not None and (window is None or window >= batch.whole.longest):
+        mixed = ring_attention(q, k, v, batch.turns, batch.axis, scale)
     elif batch.exchange is None:
-        assert self.window is not None
-        mixed = ring_window_attention(q, k, v, batch.division, batch.axis, self.scale, self.window)
+        assert window is not None
+        mixed = ring_window_attention(q, k, v, batch.division, batch.axis, scale, window)
     else:
-        mixed = ulysses_attention(q, k, v, batch.exchange, offsets, longest, self.layer, self.scale, self.window)
+        mixed = ulysses_attention(q, k, v, batch.exchange, batch.whole, self.spec)
     return self.o_proj(mixed.flatten(-2))

@@ -9,6 +9,7 @@ from strata.comm.collectives import all_to_all
 from strata.comm.mesh import Axis
 from strata.comm.to_device import to_device
 from strata.kernels.attention.attention import attention
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.parallel.zigzag import Zigzag
 
 
@@ -37,25 +38,17 @@ class Exchange:
 
 
 def ulysses_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    exchange: Exchange,
-    offsets: Tensor,
-    longest: int,
-    layer: int,
-    scale: float,
-    window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, whole: PackedBatch, spec: AttentionSpec
 ) -> Tensor:
     """Causal attention inside documents whose tokens the ranks share out.
 
     q: [own tokens, heads, head_dim]; k, v: [own tokens, kv_heads, head_dim], rotated. The ranks divide heads; they
-    divide kv_heads, or are a multiple of them, and then a key head goes to several ranks. offsets, longest: of the
-    whole batch. layer, scale, window: as in `strata.kernels.attention.attention`. Returns q's shape.
+    divide kv_heads, or are a multiple of them, and then a key head goes to several ranks. whole: the batch that
+    is shared out, without pages. Returns q's shape.
     """
     ranks = exchange.axis.size
     if k.shape[1] % ranks:
         k, v = (x.repeat_interleave(ranks // k.shape[1], dim=1) for x in (k, v))
     q, k, v = (exchange.to_heads(x) for x in (q, k, v))
-    mixed: Tensor = attention(q, k, v, offsets, longest, None, layer, scale, window)
+    mixed: Tensor = attention(q, k, v, whole, spec)
     return exchange.to_tokens(mixed)

@@ -108,5 +108,6 @@ def _layer_cost(layer: nn.Module, length: int) -> float:
     matrices = sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() > 1)
     attention = layer.get_submodule("self_attn")
     assert isinstance(attention, Attention)
-    seen = length / 2 if attention.window is None else min(length / 2, attention.window)
+    window = attention.spec.window
+    seen = length / 2 if window is None else min(length / 2, window)
     return matrices + 2 * attention.q_proj.weight.shape[0] * seen

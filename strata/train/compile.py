@@ -13,14 +13,14 @@ from torch import Tensor, fx, nn
 from strata.graph.capture import capture, operation_of
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.merge import merge
-
-# Imported for what they register: gradients of operations on CUDA.
+from strata.kernels.activation import silu_mul_grad  # noqa: F401  registers gradients on CUDA
 from strata.kernels.destination import Destination
 from strata.kernels.linear.fp8 import fits_fp8, linear_fp8, linear_fp8_into, linear_silu_mul_fp8
 from strata.kernels.linear.into import linear_into, linear_silu_mul_fp8_into, linear_silu_mul_into
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.silu_mul import linear_silu_mul
-from strata.kernels.rotary import rope_grad  # noqa: F401
+from strata.kernels.norm import norm_grad  # noqa: F401  registers gradients on CUDA
+from strata.kernels.rotary import rope_grad  # noqa: F401  registers gradients on CUDA
 from strata.models.batch import Batch
 from strata.models.layers import CausalLM
 from strata.parallel.zero import ZeroGradients

@@ -13,6 +13,7 @@ from strata.kernels.attention import parts as attention_parts
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.batch_parts import divide, library_reach
 from strata.kernels.attention.join import join
+from strata.kernels.attention.spec import AttentionSpec, Sequences
 from strata.kernels.state.kv_read import kv_read
 from strata.kernels.state.paged import PagedKV
 
@@ -72,14 +73,15 @@ def arguments(
     parts = divide(cached, new, library_reach(torch.bfloat16, head_dim, (window,), max(totals)))
     parts = replace(parts, starts=parts.starts.cuda())
     paged = PagedKV((keys,), (values,), tables, lengths, torch.cat(slots), parts=parts)
-    return q, k, v, offsets, max(new), paged, 0, head_dim**-0.5, window
+    return q, k, v, Sequences(offsets, max(new), paged), AttentionSpec(0, head_dim**-0.5, window)
 
 
 def exact(arguments: tuple[Any, ...]) -> torch.Tensor:
     """The reference in float64."""
-    q, k, v, offsets, longest, pages, *rest = arguments
-    wide = replace(pages, keys=(pages.keys[0].double(),), values=(pages.values[0].double(),))
-    found: torch.Tensor = attention.reference(q.double(), k.double(), v.double(), offsets, longest, wide, *rest)
+    q, k, v, batch, spec = arguments
+    wide = replace(batch.pages, keys=(batch.pages.keys[0].double(),), values=(batch.pages.values[0].double(),))
+    vectors = (one.double() for one in (q, k, v))
+    found: torch.Tensor = attention.reference(*vectors, batch._replace(pages=wide), spec)
     return found
 
 
@@ -112,7 +114,7 @@ def test_the_library_takes_long_prompts() -> None:
         "after more keys than are read at once": 1536 - 5,
         "only decodes and short prompts": 0,
     }.items():
-        parts = arguments(STEPS[name], (2, 1, 64))[5].parts
+        parts = arguments(STEPS[name], (2, 1, 64))[3].pages.parts
         assert sum(call.sequences * call.rows for call in parts.library) == rows
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.decode_cuda import Unfinished, decode
 from strata.kernels.attention.decode_triton import DecodeTile
+from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.split_counters import arrivals
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
@@ -71,22 +72,30 @@ class Step:
         self.pages = PagedKV((pools[0],), (pools[1],), tables, index(lengths), index(slots))
 
     def finishing(self, pages: PagedKV) -> tuple[Any, ...]:
-        return (self.product, *self.shape, *self.weights, EPS, self.cos, self.sin, pages, 0)
+        """The arguments of `qk_rope_kv_write`."""
+        return (self.product, *self.weights, self.cos, self.sin, pages, HeadsSpec(0, *self.shape, EPS))
+
+    def spec(self, layer: int = 0) -> AttentionSpec:
+        return AttentionSpec(layer, self.scale, self.window)
+
+    def attending(self, pages: PagedKV) -> tuple[Any, ...]:
+        """The arguments of `decode_attention`."""
+        *given, _, heads = self.finishing(pages)
+        return (*given, Sequences(self.offsets, 1, pages), heads, self.spec())
 
     def run(self) -> Tensor:
         """By the operation; nothing is under way that it might take for finished."""
-        *given, pages, layer = self.finishing(self.pages)
-        bound, rest = decode_attention.bind("cuda"), (self.offsets, pages, layer, self.scale, self.window)
-        assert bound.choose(*given, *rest).name == "triton"
+        bound, given = decode_attention.bind("cuda"), self.attending(self.pages)
+        assert bound.choose(*given).name == "triton"
         torch.cuda.synchronize()
-        result: Tensor = bound(*given, *rest)
+        result: Tensor = bound(*given)
         return result
 
     def run_tile(self, tile: DecodeTile) -> Tensor:
         unfinished = Unfinished(*self.weights, EPS, self.cos, self.sin)
         torch.cuda.synchronize()
         heads, head_dim = self.shape[0], self.cos.shape[-1]
-        return decode(self.product, heads, head_dim, self.pages, 0, self.scale, self.window, unfinished, tile)
+        return decode(self.product, heads, head_dim, self.pages, self.spec(), unfinished, tile)
 
     def wanted(self) -> tuple[Tensor, PagedKV]:
         """In float64 from the queries and the pages that `qk_rope_kv_write` leaves; NaN for padding rows."""
@@ -171,11 +180,10 @@ def test_any_tile(window):
 def test_what_does_not_fit_is_composed():
     step = Step([5, 300, 64], 4, 2, 64, torch.float32, normed=True)
     wanted, pages = step.wanted()
-    *given, own, layer = step.finishing(step.pages)
-    bound, rest = decode_attention.bind("cuda"), (step.offsets, own, layer, step.scale, step.window)
-    assert bound.choose(*given, *rest).name == "composed"
-    torch.testing.assert_close(bound(*given, *rest).double(), wanted, rtol=1e-5, atol=1e-5)
-    assert torch.equal(own.keys[0].nan_to_num(), pages.keys[0].nan_to_num())
+    bound, given = decode_attention.bind("cuda"), step.attending(step.pages)
+    assert bound.choose(*given).name == "composed"
+    torch.testing.assert_close(bound(*given).double(), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(step.pages.keys[0].nan_to_num(), pages.keys[0].nan_to_num())
 
 
 @pytest.mark.parametrize("batch", [1, 7, 200])
@@ -205,8 +213,9 @@ def test_launches_that_overlap_in_a_cuda_graph(batch):
         for layer in range(layers):
             if wait:
                 torch.cuda.synchronize()
-            given = (products[layer % 2], *step.shape, *step.weights, EPS, step.cos, step.sin, step.offsets, pages)
-            products[layer % 2] = decode_attention.bind("cuda")(*given, layer, step.scale, None)
+            batch, heads_spec = Sequences(step.offsets, 1, pages), HeadsSpec(layer, *step.shape, EPS)
+            given = (products[layer % 2], *step.weights, step.cos, step.sin, batch, heads_spec, step.spec(layer))
+            products[layer % 2] = decode_attention.bind("cuda")(*given)
             if layer % 2:
                 products = [out.flatten(1) @ weight for out in products]
         return torch.cat(products)

@@ -12,6 +12,7 @@ from strata.graph.bind import bind
 from strata.graph.capture import capture
 from strata.graph.fuse import fuse
 from strata.graph.merge import merge
+from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.rotary.rope import rope, rope_angles
@@ -94,7 +95,7 @@ def compare(product: torch.Tensor, shape: tuple[int, int, int], normed: bool, pa
     positions = torch.randint(0, 5000, (tokens,), device="cuda", dtype=torch.int32)
     angles = run(rope_angles, positions, torch.randn(5000, head_dim, device="cuda"))
     mine, parts = pools(tokens, kv_heads, head_dim, dtype) if paged else (None, None)
-    found = run(qk_rope_kv_write, product, heads, kv_heads, *weights, 1e-6, *angles, mine, 1)
+    found = run(qk_rope_kv_write, product, *weights, *angles, mine, HeadsSpec(1, heads, kv_heads, 1e-6))
     # The squares of a head that is no multiple of 16 wide are summed in another order than alone, which float32 shows.
     tolerance = 1e-6 if normed and head_dim % 16 and dtype == torch.float32 else 0.0
     for one, other in zip(found, chain(product, heads, kv_heads, weights, angles, parts), strict=True):

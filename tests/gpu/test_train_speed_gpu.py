@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from strata.comm.launch import World
+from strata.kernels.activation import silu_mul_grad  # noqa: F401  registers what is tested
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.attention.attention import attention
+from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.loss.loss import linear_cross_entropy
 from strata.kernels.loss.loss_grad import cross_entropy_gradients, summed_cross_entropy
+from strata.kernels.norm import norm_grad  # noqa: F401  registers what is tested
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.optimizer.adamw import adamw
@@ -125,7 +128,7 @@ def test_rotation(head_dim: int) -> None:
     cos, sin = angles(50, head_dim)
     check(rope, "triton with gradients", wanting(draw(50, 6, head_dim)), cos, sin)
     product = wanting(draw(50, 10 * head_dim))
-    check(qk_rope_kv_write, "triton with gradients", product, 6, 2, None, None, 0.0, cos, sin, None, 0)
+    check(qk_rope_kv_write, "triton with gradients", product, None, None, cos, sin, None, HeadsSpec(0, 6, 2))
 
 
 @pytest.mark.parametrize(("sequences", "length", "head_dim"), [(1, 1024, 128), (2, 512, 64), (3, 1024, 64)])
@@ -133,19 +136,21 @@ def test_attention_of_equal_lengths(sequences: int, length: int, head_dim: int) 
     tokens = sequences * length
     offsets = torch.arange(0, tokens + 1, length, dtype=torch.int32, device="cuda")
     q, k, v = (wanting(draw(tokens, heads, head_dim)) for heads in (8, 2, 2))
-    check(attention, "cudnn", q, k, v, offsets, length, None, 0, head_dim**-0.5, None, narrow=2e-2)
+    batch, spec = Sequences(offsets, length), AttentionSpec(0, head_dim**-0.5)
+    check(attention, "cudnn", q, k, v, batch, spec, narrow=2e-2)
 
 
 def test_deterministic_runs_go_without_cudnn() -> None:
     offsets = torch.tensor([0, 512, 1024], dtype=torch.int32, device="cuda")
     q, k, v = (draw(1024, heads, 64) for heads in (8, 2, 2))
+    given = q, k, v, Sequences(offsets, 512), AttentionSpec(0, 0.125)
     bound = attention.bind("cuda", differentiable=True)
     torch.use_deterministic_algorithms(True)
     try:
-        assert bound.choose(q, k, v, offsets, 512, None, 0, 0.125, None).name == "flash"
+        assert bound.choose(*given).name == "flash"
     finally:
         torch.use_deterministic_algorithms(False)
-    assert bound.choose(q, k, v, offsets, 512, None, 0, 0.125, None).name == "cudnn"
+    assert bound.choose(*given).name == "cudnn"
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])

@@ -45,7 +45,7 @@ def test_nodes_know_module_and_layer() -> None:
 def test_each_attribute_and_parameter_is_fetched_once() -> None:
     nodes = capture(Tiny()).graph.nodes
     attributes = [node.args[1] for node in nodes if node.target is getattr]
-    assert sorted(attributes) == ["longest", "offsets", "pages", "tokens"]
+    assert sorted(attributes) == ["pages", "tokens"]
     parameters = [node.target for node in nodes if node.op == "get_attr"]
     assert len(parameters) == len(set(parameters)) == 2 + 9 * LAYERS
 

@@ -138,7 +138,16 @@ def another_result(graph: fx.Graph, written: fx.Node, attended: fx.Node) -> None
 
 
 def pages_read_between(graph: fx.Graph, written: fx.Node, attended: fx.Node) -> None:
-    graph.call_function(getattr, (attended.args[5], "keys"))
+    graph.call_function(getattr, (written.args[5], "keys"))
+
+
+def state_read_between(graph: fx.Graph, written: fx.Node, attended: fx.Node) -> None:
+    graph.call_function(attention, (written.args[0], *attended.args[1:]))
+
+
+def other_layer(graph: fx.Graph, written: fx.Node, attended: fx.Node) -> None:
+    *given, spec = attended.args
+    attended.args = (*given, spec._replace(layer=spec.layer + 1))
 
 
 def other_keys(graph: fx.Graph, written: fx.Node, attended: fx.Node) -> None:
@@ -147,7 +156,15 @@ def other_keys(graph: fx.Graph, written: fx.Node, attended: fx.Node) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [another_reader(0), another_reader(1), another_reader(2), another_result, pages_read_between, other_keys]
+    "change",
+    [
+        *(another_reader(index) for index in range(3)),
+        another_result,
+        pages_read_between,
+        state_read_between,
+        other_layer,
+        other_keys,
+    ],
 )
 def test_what_others_read_stays(change: Callable[[fx.Graph, fx.Node, fx.Node], None]) -> None:
     graph, config = on_meta(dict(FAMILY_CONFIGS)["llama-yarn"])

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.attention.attention import attention
+from strata.kernels.attention.spec import AttentionSpec
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
 from strata.kernels.norm.norm import rms_norm
@@ -64,7 +65,7 @@ class Layer(nn.Module):
         k = self.k_proj(normed).unflatten(-1, (-1, HEAD_DIM))
         v = self.v_proj(normed).unflatten(-1, (-1, HEAD_DIM))
         k, v = kv_write(k, v, batch.pages, self.index)
-        mixed = attention(q, k, v, batch.offsets, batch.longest, batch.pages, self.index, HEAD_DIM**-0.5, None)
+        mixed = attention(q, k, v, batch, AttentionSpec(self.index, HEAD_DIM**-0.5))
         x = x + self.o_proj(mixed.flatten(-2))
         normed = self.after(x)
         return x + self.down_proj(silu_mul(self.gate_proj(normed), self.up_proj(normed)))

@@ -13,6 +13,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.cpu import planned
 from strata.kernels.attention.cpu_plan import PADDING_BYTES, SPAN_MULTIPLE, TILE_BYTES, schedule
+from strata.kernels.attention.spec import AttentionSpec, Sequences
 from strata.kernels.state.paged import PagedKV
 
 PAGE = 16
@@ -36,7 +37,7 @@ class Case:
         return cls(draw(heads), draw(kv_heads), draw(kv_heads))
 
     def batch(self, new, totals=None, consecutive=False, seed=0, layers=1):
-        """Arguments of `attention` up to the scale, with every unused entry of the pools not a number."""
+        """Arguments of `attention` but the spec, with every unused entry of the pools not a number."""
         totals = [len(q) for q in self.q] if totals is None else totals
         pages = [-(-total // PAGE) for total in totals]
         count = sum(pages) + 3
@@ -59,12 +60,12 @@ class Case:
         offsets = torch.tensor([0, *new]).cumsum(0).int()
         lengths = torch.tensor(totals, dtype=torch.int32)
         kv = PagedKV(tuple(keys), tuple(values), tables, lengths, torch.cat(slots).int())
-        return q, k, v, offsets, max(new), kv, layers - 1
+        return q, k, v, Sequences(offsets, max(new), kv)
 
     def packed(self):
         q, k, v = torch.cat(self.q), torch.cat(self.k), torch.cat(self.v)
         lengths = [len(x) for x in self.q]
-        return q, k, v, torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths), None, 0
+        return q, k, v, Sequences(torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths))
 
 
 def by_query(case: Case, sequence: int, position: int, scale: float, window: int | None) -> Tensor:
@@ -89,7 +90,7 @@ NEW = [1, 1, 17, 20, 80]
 def test_every_query_of_a_mixed_batch(implementation, window):
     case = Case.random(LENGTHS, heads=6, kv_heads=2, head_dim=20)
     run = {i.name: i.run for i in attention.implementations if i.device == "cpu"} | {"reference": attention.reference}
-    out = run[implementation](*case.batch(NEW, layers=2), 0.3, window)
+    out = run[implementation](*case.batch(NEW, layers=2), AttentionSpec(1, 0.3, window))
     wanted = [
         by_query(case, s, position, 0.3, window)
         for s, (total, new) in enumerate(zip(LENGTHS, NEW, strict=True))
@@ -103,7 +104,7 @@ def test_every_query_of_a_mixed_batch(implementation, window):
 def test_every_query_of_packed_sequences(implementation, window):
     case = Case.random(LENGTHS, heads=7, kv_heads=1, head_dim=24)
     run = {i.name: i.run for i in attention.implementations if i.device == "cpu"} | {"reference": attention.reference}
-    out = run[implementation](*case.packed(), 0.2, window)
+    out = run[implementation](*case.packed(), AttentionSpec(0, 0.2, window))
     wanted = [by_query(case, s, p, 0.2, window) for s, total in enumerate(LENGTHS) for p in range(total)]
     torch.testing.assert_close(out.double(), torch.stack(wanted), rtol=0, atol=2e-6)
 
@@ -122,37 +123,38 @@ def test_every_query_of_packed_sequences(implementation, window):
 )
 def test_tiled_equals_reference(dtype, consecutive, totals, new, window):
     case = Case.random(totals, heads=8, kv_heads=2, head_dim=32, dtype=dtype)
-    arguments = case.batch(new, consecutive=consecutive)
-    out = attention.bind("cpu")(*arguments, 32**-0.5, window)
+    arguments = *case.batch(new, consecutive=consecutive), AttentionSpec(0, 32**-0.5, window)
+    out = attention.bind("cpu")(*arguments)
     atol = 2e-6 if dtype == torch.float32 else 0.02
-    torch.testing.assert_close(out, attention.reference(*arguments, 32**-0.5, window), rtol=0, atol=atol)
+    torch.testing.assert_close(out, attention.reference(*arguments), rtol=0, atol=atol)
 
 
 def test_views_of_a_merged_projection_are_accepted():
     case = Case.random([30, 12], heads=4, kv_heads=2, head_dim=16)
-    q, k, v, *rest = case.batch([8, 12])
+    q, k, v, batch = case.batch([8, 12])
     merged = torch.cat([x.flatten(1) for x in (q, k, v)], 1)
     views = [x.unflatten(-1, (-1, 16)) for x in merged.split([64, 32, 32], 1)]
     for deterministic in (False, True):
         run = attention.bind("cpu", deterministic=deterministic)
-        assert torch.equal(run(*views, *rest, 0.25, None), run(q, k, v, *rest, 0.25, None))
+        spec = AttentionSpec(0, 0.25)
+        assert torch.equal(run(*views, batch, spec), run(q, k, v, batch, spec))
 
 
 def test_a_plan_made_once_gives_the_same_result():
     case = Case.random([200, 31, 64, 90], heads=4, kv_heads=2, head_dim=16)
-    q, k, v, offsets, longest, pages, layer = case.batch([1, 31, 1, 40])
-    with_plan = planned(pages, offsets, {None, 30})
-    assert set(with_plan.plan.schedules) == {None, 30}
+    q, k, v, batch = case.batch([1, 31, 1, 40])
+    with_plan = batch._replace(pages=planned(batch.pages, batch.offsets, {None, 30}))
+    assert set(with_plan.pages.plan.schedules) == {None, 30}
     run = attention.bind("cpu")
     for window in (None, 30, 50):
-        plain = run(q, k, v, offsets, longest, pages, layer, 0.25, window)
-        assert torch.equal(run(q, k, v, offsets, longest, with_plan, layer, 0.25, window), plain)
+        spec = AttentionSpec(0, 0.25, window)
+        assert torch.equal(run(q, k, v, with_plan, spec), run(q, k, v, batch, spec))
 
 
 def test_padding_rows_are_finite_and_harmless():
     case = Case.random([50, 40], heads=4, kv_heads=2, head_dim=16)
-    q, k, v, offsets, longest, pages, layer = case.batch([1, 1])
-    alone = attention.reference(q, k, v, offsets, longest, pages, layer, 0.25, None)
+    (q, k, v, batch), spec = case.batch([1, 1]), AttentionSpec(0, 0.25)
+    alone, pages = attention.reference(q, k, v, batch, spec), batch.pages
     padded = dataclasses.replace(
         pages,
         lengths=torch.tensor([50, 40, 0, 0], dtype=torch.int32),
@@ -161,24 +163,24 @@ def test_padding_rows_are_finite_and_harmless():
     q, k, v = (torch.cat([x, x]) for x in (q, k, v))
     offsets = torch.arange(5, dtype=torch.int32)
     for run in (attention.reference, attention.bind("cpu"), attention.bind("cpu", deterministic=True)):
-        out = run(q, k, v, offsets, 1, padded, layer, 0.25, None)
+        out = run(q, k, v, Sequences(offsets, 1, padded), spec)
         torch.testing.assert_close(out[:2], alone, rtol=0, atol=1e-6)
         assert out.isfinite().all()
 
 
 def test_gradients_of_packed_sequences():
     case = Case.random([9, 1, 14], heads=4, kv_heads=2, head_dim=8)
-    q, k, v, *rest = case.packed()
+    q, k, v, batch = case.packed()
     for window in (None, 5):
-        grads = []
+        spec, grads = AttentionSpec(0, 0.35, window), []
         for run in (attention.reference, attention.bind("cpu", differentiable=True)):
             leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-            out = run(*leaves, *rest, 0.35, window)
+            out = run(*leaves, batch, spec)
             grads.append(torch.autograd.grad(out.square().sum(), leaves))
         for ours, theirs in zip(*grads, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
         doubles = [x.double().requires_grad_() for x in (q, k, v)]
-        assert torch.autograd.gradcheck(lambda *x, w=window: attention.reference(*x, *rest, 0.35, w), doubles)
+        assert torch.autograd.gradcheck(lambda *x, spec=spec: attention.reference(*x, batch, spec), doubles)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 32), (4, 2, 64), (7, 1, 24), (3, 3, 80)])
@@ -188,17 +190,16 @@ def test_deterministic_bits_do_not_depend_on_batch_chunks_or_pages(heads, kv_hea
     lengths = [300, 1, 45, 129, 17]
     case = Case.random(lengths, heads, kv_heads, head_dim, dtype)
     run = attention.bind("cpu", deterministic=True)
-    scale = head_dim**-0.5
+    spec = AttentionSpec(0, head_dim**-0.5, window)
 
     def paged(new, totals, **how):
-        q, k, v, *rest = case.batch(new, totals, **how)
-        return run(q, k, v, *rest, scale, window).split(new)
+        return run(*case.batch(new, totals, **how), spec).split(new)
 
-    whole = run(*case.packed(), scale, window).split(lengths)
+    whole = run(*case.packed(), spec).split(lengths)
     for ours, theirs in zip(paged(lengths, lengths), whole, strict=True):
         assert torch.equal(ours, theirs)  # from pages as from the batch itself
     alone = Case(case.q[:1], case.k[:1], case.v[:1])
-    assert torch.equal(run(*alone.packed(), scale, window), whole[0])
+    assert torch.equal(run(*alone.packed(), spec), whole[0])
     for sizes in ([1] * 20, [7, 100, 21], [128, 1, 127], [299, 1]):  # any chunks, among company of any size
         done = 0
         for size in sizes:
@@ -238,7 +239,8 @@ def test_cost_is_the_hand_count():
         q = torch.empty(tokens, 8, 16, dtype=torch.bfloat16, device="meta")
         k = torch.empty(tokens, 2, 16, dtype=kv_dtype, device="meta")
         offsets = torch.empty(len(workload.new) + 1, dtype=torch.int32, device="meta")
-        return attention.cost(q, k, k, offsets, max(workload.new), pages, 0, 0.25, window, workload=workload)
+        step = Sequences(offsets, max(workload.new), pages)
+        return attention.cost(q, k, k, step, AttentionSpec(0, 0.25, window), workload=workload)
 
     row = 8 * 16 * 2  # bytes of a token's queries
     key = 2 * 2 * 16 * 2  # bytes of a token's key and value
@@ -264,5 +266,6 @@ def test_cost_is_the_hand_count():
 def test_meta_has_the_shape_of_the_queries():
     q = torch.empty(5, 8, 16, dtype=torch.bfloat16, device="meta")
     k = torch.empty(5, 2, 16, dtype=torch.bfloat16, device="meta")
-    out = attention(q, k, k, torch.empty(2, dtype=torch.int32, device="meta"), 5, None, 0, 0.25, None)
+    offsets = torch.empty(2, dtype=torch.int32, device="meta")
+    out = attention(q, k, k, Sequences(offsets, 5), AttentionSpec(0, 0.25))
     assert (out.shape, out.dtype, out.device.type) == (q.shape, q.dtype, "meta")

@@ -9,6 +9,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.decode_triton import DecodeTile, compile_cases, decode_tile
+from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.compile_case import compile_for
 from strata.kernels.rotary.rope import rope_angles
 from strata.kernels.state.paged import PagedKV
@@ -20,7 +21,7 @@ PAGE, PAGES, LAYERS = 4, 12, 2
 def step(
     lengths: list[int], heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype
 ) -> tuple[tuple[object, ...], PagedKV]:
-    """The arguments up to the offsets, and the pages: full of NaN where no token was written before."""
+    """The arguments but for the last, and their pages: full of NaN where no token was written before."""
     order, at = torch.randperm(PAGES).int(), 0
     tables = torch.zeros(len(lengths), 4, dtype=torch.int32)
     shape = (PAGES, PAGE, kv_heads, head_dim)
@@ -40,12 +41,12 @@ def step(
     weights = [torch.randn(head_dim).to(dtype) if normed else None for _ in "qk"]
     angles = rope_angles((pages.lengths - 1).clamp(min=0), torch.randn(20, head_dim))
     offsets = torch.arange(len(lengths) + 1, dtype=torch.int32)
-    return (product, heads, kv_heads, *weights, 1e-5, *angles, offsets), pages
+    return (product, *weights, *angles, Sequences(offsets, 1, pages), HeadsSpec(1, heads, kv_heads, 1e-5)), pages
 
 
 def twin(given: tuple[object, ...], pages: PagedKV, scale: float, window: int | None) -> list[Tensor | None]:
     """Sequence after sequence and head after head, in float64 once the new keys are rounded; writes into the pages."""
-    product, heads, kv_heads, q_weight, k_weight, eps, cos, sin, _ = given
+    product, q_weight, k_weight, cos, sin, _, (_, heads, kv_heads, eps) = given
     dim, results = cos.shape[-1], []
     for row, (length, slot) in enumerate(zip(pages.lengths.tolist(), pages.slots.tolist(), strict=True)):
         if not length:
@@ -93,7 +94,7 @@ def test_each_sequence_is_what_it_is_alone(
     given, pages = step([1, 9, 4, 0, 5, 16, 0], heads, kv_heads, head_dim, normed, torch.float32)
     alone = copied(pages)
     run = decode_attention.reference if way == "reference" else decode_attention.bind("cpu")
-    found = run(*given, pages, 1, 0.3, window)
+    found = run(*given, AttentionSpec(1, 0.3, window))
     assert found.shape == (7, heads, head_dim)
     assert found.isfinite().all()
     for row, expected in enumerate(twin(given, alone, 0.3, window)):
@@ -106,7 +107,7 @@ def test_each_sequence_is_what_it_is_alone(
 def test_in_bf16_new_keys_are_rounded_before_they_are_scored() -> None:
     given, pages = step([1, 9, 4], 4, 2, 16, True, torch.bfloat16)
     alone = copied(pages)
-    found = decode_attention(*given, pages, 1, 0.3, None)
+    found = decode_attention(*given, AttentionSpec(1, 0.3))
     assert found.dtype == torch.bfloat16
     expected = torch.stack([row for row in twin(given, alone, 0.3, None) if row is not None])
     torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
@@ -126,17 +127,18 @@ def test_cost_is_the_hand_count(normed: bool, window: int | None, seen: int) -> 
         meta(3, dtype=torch.int32),
     )
     pages = PagedKV((meta(9, 16, 2, 16),), (meta(9, 16, 2, 16),), index[:, None], index, index)
-    given = (meta(3, 8 * 16), 4, 2, weight, weight, 1e-5, angles, angles, meta(4, dtype=torch.int32), pages, 0, 1.0)
+    step, heads = Sequences(meta(4, dtype=torch.int32), 1, pages), HeadsSpec(0, 4, 2, 1e-5)
+    given = (meta(3, 8 * 16), weight, weight, angles, angles, step, heads, AttentionSpec(0, 1.0, window))
     token, row = 2 * 2 * 16 * 2, 4 * 16 * 2  # key and value of a token, queries of a token
     weights = 2 * 16 * 2 if normed else 0
-    assert decode_attention.cost(*given, window, workload=Workload((1, 1, 1), (5, 1, 30))) == Cost(
+    assert decode_attention.cost(*given, workload=Workload((1, 1, 1), (5, 1, 30))) == Cost(
         flops=3 * 6 * 16 * (7 if normed else 3) + 4 * 4 * 16 * seen,
         # The product, half of cosines and sines, slots, and the keys and values that earlier steps have left.
         read=3 * (row + token) + 3 * 16 * 4 + 3 * 4 + weights + (seen - 3) * token,
         written=3 * (row + token),
         weights=weights,
     )
-    result = decode_attention.meta(*given, window)
+    result = decode_attention.meta(*given)
     assert result.is_meta
     assert (result.shape, result.dtype) == ((3, 4, 16), torch.bfloat16)
 

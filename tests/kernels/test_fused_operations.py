@@ -10,6 +10,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.compile_case import CompileCase, compile_for
 from strata.kernels.norm import norm as norm_file
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
@@ -65,7 +66,7 @@ def test_qk_rope_kv_write_has_the_bits_of_its_parts(
     cos, sin = rope_angles(torch.randint(0, LENGTH, (tokens,)).int(), torch.randn(LENGTH, head_dim))
     mine, parts = (None if slots is None else pools(kv_heads, head_dim, dtype, slots) for _ in range(2))
     run = qk_rope_kv_write.bind("cpu", **way)
-    found = run(product, heads, kv_heads, *weights, 1e-5, cos, sin, mine, 1)
+    found = run(product, *weights, cos, sin, mine, HeadsSpec(1, heads, kv_heads, 1e-5))
     sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
     q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in product.split(sizes, -1))
     if normed:
@@ -91,7 +92,7 @@ def test_rows_stand_alone(dtype: torch.dtype) -> None:
     def run(chosen: torch.Tensor) -> list[torch.Tensor]:
         cos, sin = rope_angles.bind("cpu", deterministic=True)(chosen.int(), table)
         first = sums(x[chosen], residual[chosen], weight, 1e-5)
-        return [*first, *heads(x[chosen], 4, 2, head_weight, head_weight, 1e-5, cos, sin, None, 0)]
+        return [*first, *heads(x[chosen], head_weight, head_weight, cos, sin, None, HeadsSpec(0, 4, 2, 1e-5))]
 
     together = run(torch.arange(rows))
     for count in (1, 2, 3, 7, 9, 33, 100):
@@ -107,7 +108,8 @@ def test_gradients_are_those_of_finite_differences() -> None:
     cos, sin = rope_angles(torch.tensor([2, 0, 1]), torch.randn(4, 6, dtype=torch.float64))
     assert torch.autograd.gradcheck(lambda x, y, w: add_rms_norm(x, y, w, 1e-5), (some(3, 5), some(3, 5), some(5)))
     assert torch.autograd.gradcheck(
-        lambda x, q, k: qk_rope_kv_write(x, 2, 1, q, k, 1e-5, cos, sin, None, 0), (some(3, 24), some(6), some(6))
+        lambda x, q, k: qk_rope_kv_write(x, q, k, cos, sin, None, HeadsSpec(0, 2, 1, 1e-5)),
+        (some(3, 24), some(6), some(6)),
     )
 
 
@@ -124,7 +126,7 @@ def arguments(*, normed: bool, paged: bool) -> tuple[object, ...]:
     )
     pool = (meta(9, 16, 2, 16),)
     pages = PagedKV(pool, pool, index, index, index) if paged else None
-    return meta(7, 128), 4, 2, weight, weight, 1e-5, angles, angles, pages, 0
+    return meta(7, 128), weight, weight, angles, angles, pages, HeadsSpec(0, 4, 2, 1e-5)
 
 
 ROTATED, VALUES, ANGLES, SLOTS, WEIGHTS = 7 * 6 * 16 * 2, 7 * 2 * 16 * 2, 7 * 16 * 4, 7 * 4, 2 * 16 * 2

@@ -17,6 +17,7 @@ from strata.hardware.roofline import Workload
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.batch_parts import divide, library_reach
 from strata.kernels.attention.decode import decode_attention
+from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
 from strata.models.config import ModelConfig
@@ -43,7 +44,7 @@ def _decode(config: ModelConfig, batch: int, context: int) -> Case:
     def make() -> tuple[Any, ...]:
         q, k, v = draw(batch, heads, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim)
         pages = _decode_pages(config, batch, context)
-        return q, *kv_write(k, v, pages, 0), _offsets(batch), 1, pages, 0, dim**-0.5, None
+        return q, *kv_write(k, v, pages, 0), Sequences(_offsets(batch), 1, pages), AttentionSpec(0, dim**-0.5)
 
     shape = f"decode {heads}/{kv_heads}x{dim} over {context}"
     workload = Workload((1,) * batch, (context,) * batch)
@@ -56,8 +57,9 @@ def _decode_from_product(config: ModelConfig, batch: int, context: int) -> Case:
 
     def make() -> tuple[Any, ...]:
         product = draw(batch, (heads + 2 * kv_heads) * dim)
-        unfinished = (product, heads, kv_heads, *head_weights(config), EPS, *angles(batch, dim))
-        return *unfinished, _offsets(batch), _decode_pages(config, batch, context), 0, dim**-0.5, None
+        step = Sequences(_offsets(batch), 1, _decode_pages(config, batch, context))
+        specs = HeadsSpec(0, heads, kv_heads, EPS), AttentionSpec(0, dim**-0.5)
+        return product, *head_weights(config), *angles(batch, dim), step, *specs
 
     shape = f"{heads}+2*{kv_heads}x{dim} over {context}"
     return Case(decode_attention, shape, batch, make, Workload((1,) * batch, (context,) * batch), "bfloat16")
@@ -82,20 +84,20 @@ def _prefill(config: ModelConfig, cached: int, new: int) -> Case:
         pages = full_pages(kv_heads, dim, (cached + new,))
         parts = divide((cached,), (new,), library_reach(q.dtype, dim, (), cached + new))
         pages = replace(pages, slots=pages.slots[cached:], parts=parts)
-        return q, *kv_write(k, v, pages, 0), offsets, new, pages, 0, dim**-0.5, None
+        return q, *kv_write(k, v, pages, 0), Sequences(offsets, new, pages), AttentionSpec(0, dim**-0.5)
 
     past = f" after {cached}" if cached else ""
     shape = f"prefill {heads}/{kv_heads}x{dim}{past}"
     return Case(attention, shape, new, make, Workload((new,), (cached + new,)), "bfloat16", LIBRARIES)
 
 
-def _dense(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, pages: PagedKV, layer: int, *_: object
-) -> Tensor:
+def _dense(q: Tensor, k: Tensor, v: Tensor, step: Sequences, spec: AttentionSpec) -> Tensor:
     """Sequences of one length over keys one after the other, as torch wants them: it is spared the way by the pages."""
-    sequences = pages.tables.shape[0]
+    assert step.pages is not None
+    sequences = step.pages.tables.shape[0]
     keys, values = (
-        pool[layer].flatten(0, 1).unflatten(0, (sequences, -1)).transpose(1, 2) for pool in (pages.keys, pages.values)
+        pool[spec.layer].flatten(0, 1).unflatten(0, (sequences, -1)).transpose(1, 2)
+        for pool in (step.pages.keys, step.pages.values)
     )
     queries = q.unflatten(0, (sequences, -1)).transpose(1, 2)
     # The one query of a decoding sequence sees all keys.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from strata.hardware.roofline import Workload
 from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
@@ -155,7 +156,8 @@ def _heads_to_pages(config: ModelConfig) -> Iterator[Scalable]:
     def case(rows: int) -> Case:
         def make() -> tuple[Any, ...]:
             pages = full_pages(kv_heads, dim, (rows,))
-            return draw(rows, product), heads, kv_heads, *head_weights(config), EPS, *angles(rows, dim), pages, 0
+            spec = HeadsSpec(0, heads, kv_heads, EPS)
+            return draw(rows, product), *head_weights(config), *angles(rows, dim), pages, spec
 
         return _case(qk_rope_kv_write, f"{heads}+2*{kv_heads}x{dim}", rows, make)
 

@@ -7,7 +7,6 @@ Softmax attention is Vaswani et al. 2017, grouped query heads Ainslie et al. 202
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,30 +18,20 @@ from strata.kernels.attention import exact as attention_exact
 from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.attention import parts as attention_parts
 from strata.kernels.attention import train as attention_train
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.op import operation
-from strata.kernels.state.paged import PagedKV
 from strata.kernels.triton_import import HAS_TRITON
 
 
-def _cost(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
-    workload: Workload,
-) -> Cost:
+def _cost(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, workload: Workload) -> Cost:
+    window, pages = spec.window, batch.pages
     pairs = keys = 0
     for new, total in zip(workload.new, workload.total, strict=True):
         pairs += _visible(total, window) - _visible(total - new, window)
         first = 0 if window is None else max(0, total - new + 1 - window)
         keys += total - first if new else 0
     heads, dim = q.shape[1:]
-    pool = k if pages is None else pages.keys[layer]
+    pool = k if pages is None else pages.keys[spec.layer]
     rows = workload.tokens * heads * dim * q.element_size()
     key_bytes = 2 * keys * pool.shape[-2] * dim * pool.element_size()
     return Cost(flops=4 * heads * dim * pairs, read=rows + key_bytes, written=rows)
@@ -54,49 +43,28 @@ def _visible(length: int, window: int | None) -> int:
     return full * (full + 1) // 2 + (length - full) * (window or 0)
 
 
-def _meta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+def _meta(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
     return torch.empty(q.shape, dtype=q.dtype, device="meta")
 
 
 @operation(_cost, meta=_meta, reads_state=True)
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
     """Each query over the keys of its own sequence at its own position and before.
 
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim] of the same dtype, kv_heads dividing heads; query
     head h reads KV head h // (heads // kv_heads).
-    offsets: [sequences + 1] int32, longest: most tokens of one sequence (both as in `Batch`).
-    pages: None: the keys are k and v, and a sequence's first token has position 0. Otherwise the keys are those in the
-    pools of `layer`, where k and v were written before, and the last token of sequence s has position lengths[s] - 1.
-    scale: multiplies the scores. window: None, or how many positions a query sees, its own included.
-    Returns [tokens, heads, head_dim] in q's dtype; scores and softmax are float32 (float64
-    for float64 input). Rows of a sequence with length 0 are
-    unspecified but finite.
+    batch: without pages the keys are k and v, and a sequence's first token has position 0. Otherwise the keys are those
+    in the pools of `spec.layer`, where k and v were written before, and the last token of sequence s has position
+    lengths[s] - 1.
+    Returns [tokens, heads, head_dim] in q's dtype; scores and softmax are float32 (float64 for float64 input). Rows of
+    a sequence with length 0 are unspecified but finite.
     """
+    pages, layer, window = batch.pages, spec.layer, spec.window
     lengths = None if pages is None else pages.lengths.tolist()
     group = q.shape[1] // k.shape[1]
     precision = torch.promote_types(q.dtype, torch.float32)
     parts = []
-    for sequence, (first, last) in enumerate(pairwise(offsets.tolist())):
+    for sequence, (first, last) in enumerate(pairwise(batch.offsets.tolist())):
         total = last - first if lengths is None else lengths[sequence]
         if total < last - first:
             parts.append(torch.zeros_like(q[first:last]))
@@ -108,7 +76,7 @@ def attention(
             key = pages.keys[layer][used].flatten(0, 1)[:total]
             value = pages.values[layer][used].flatten(0, 1)[:total]
         key, value = (x.to(precision).repeat_interleave(group, dim=1) for x in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", q[first:last].to(precision), key) * scale
+        scores = torch.einsum("qhd,khd->hqk", q[first:last].to(precision), key) * spec.scale
         at = torch.arange(total - (last - first), total, device=q.device)[:, None]
         keys_at = torch.arange(total, device=q.device)
         hidden = keys_at > at
@@ -119,13 +87,12 @@ def attention(
     return torch.cat(parts) if parts else torch.empty_like(q)
 
 
-def _in_pools(*args: Any) -> bool:
-    q, pages, layer = args[0], args[5], args[6]
-    return pages is not None and pages.keys[layer].dtype == q.dtype
+def _in_pools(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
+    return batch.pages is not None and batch.pages.keys[spec.layer].dtype == q.dtype
 
 
-def _packed(*args: Any) -> bool:
-    return args[5] is None
+def _packed(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
+    return batch.pages is None
 
 
 attention.implement("tiled", "cpu", supports=_in_pools)(attention_cpu.paged)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from strata.kernels.attention.cpu_plan import DecodeGroup, PromptChunk, Schedule, plan
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.state.paged import PagedKV
 
 
@@ -24,20 +25,11 @@ def _schedule(pages: PagedKV, offsets: Tensor, window: int | None) -> Schedule:
     return plan(offsets, pages.lengths, pages.tables, pages.keys[0], (window,)).schedules[window]
 
 
-def paged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+def paged(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
     """Queries of a mixed batch against the pools; no more than a tile (or one sequence) is copied at a time."""
+    pages, layer, scale = batch.pages, spec.layer, spec.scale
     assert pages is not None
-    work = _schedule(pages, offsets, window)
+    work = _schedule(pages, batch.offsets, spec.window)
     keys = pages.keys[layer].view(-1, *k.shape[1:])
     values = pages.values[layer].view(-1, *k.shape[1:])
     if not work.chunks and not work.padded and len(work.groups) == 1 and isinstance(work.groups[0].rows, slice):

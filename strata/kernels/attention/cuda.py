@@ -9,28 +9,18 @@ import torch
 from torch import Tensor
 
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.attention.varlen_triton import attention_kernel, head_pad, mixed_tile
-from strata.kernels.state.paged import PagedKV
 
 LOG2_E = 1.4426950408889634
 
 
-def supports(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
-) -> bool:
-    head_dim = q.shape[2]
+def supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
+    head_dim, pages = q.shape[2], batch.pages
     if pages is None:
         sources = (q, k, v)
     else:
-        sources = (q, pages.keys[layer], pages.values[layer])
+        sources = (q, pages.keys[spec.layer], pages.values[spec.layer])
         if not (sources[1].is_contiguous() and sources[2].is_contiguous()):
             return False
     return (
@@ -41,27 +31,18 @@ def supports(
     )
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
     """The fastest kernel for the batch: splits when every sequence decodes."""
+    pages = batch.pages
     if (
         pages is not None
-        and longest == 1
+        and batch.longest == 1
         and q.shape[0] == pages.tables.shape[0]  # none goes without a token
         and decode_attention_cuda.fits(pages, q.shape[1], k.shape[1], q.shape[2])
     ):
-        return decode_attention_cuda.decode(q.flatten(1), q.shape[1], q.shape[2], pages, layer, scale, window)
+        return decode_attention_cuda.decode(q.flatten(1), q.shape[1], q.shape[2], pages, spec)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    prefill(out, q, k, v, offsets, offsets, pages, layer, scale, window)
+    prefill(out, q, k, v, batch.offsets, batch, spec)
     return out
 
 
@@ -71,27 +52,25 @@ def prefill(
     k: Tensor,
     v: Tensor,
     starts: Tensor,
-    offsets: Tensor,
-    pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
+    batch: PackedBatch,
+    spec: AttentionSpec,
 ) -> None:
     """One launch for sequences of any lengths, into out [tokens, heads, head_dim].
 
-    starts: [sequences] int32, from which row of the batch on each sequence's queries are run; `offsets` for all rows,
-    and without pages. The other rows of `out` stay as they are.
+    starts: [sequences] int32, from which row of the batch on each sequence's queries are run; `batch.offsets` for all
+    rows, and without pages. The other rows of `out` stay as they are.
     """
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     if tokens == 0:
         return
+    offsets, pages = batch.offsets, batch.pages
     sequences = offsets.shape[0] - 1
     if pages is None:
         lengths, tables, table_stride, page_size = offsets, offsets, 0, 0
         k_stride, v_stride = k.stride(0), v.stride(0)
     else:
-        k, v, lengths, tables = pages.keys[layer], pages.values[layer], pages.lengths, pages.tables
+        k, v, lengths, tables = pages.keys[spec.layer], pages.values[spec.layer], pages.lengths, pages.tables
         table_stride, page_size = tables.stride(0), pages.page_size
         k_stride = v_stride = kv_heads * head_dim
     group = heads // kv_heads
@@ -108,7 +87,7 @@ def prefill(
         lengths,
         tables,
         sequences,
-        scale * LOG2_E,
+        spec.scale * LOG2_E,
         q.stride(0),
         k_stride,
         v_stride,
@@ -117,7 +96,7 @@ def prefill(
         HEAD_DIM=head_dim,
         HEAD_PAD=head_pad(head_dim),
         PAGE_SIZE=page_size,
-        WINDOW=window or 0,
+        WINDOW=spec.window or 0,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.keys,
         num_warps=tile.warps,

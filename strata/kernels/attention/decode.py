@@ -10,35 +10,32 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.attention import attention
+from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, PackedBatch
 from strata.kernels.op import operation
-from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 from strata.kernels.triton_import import HAS_TRITON
 
 
 def _cost(
     product: Tensor,
-    heads: int,
-    kv_heads: int,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    eps: float,
     cos: Tensor,
     sin: Tensor,
-    offsets: Tensor,
-    pages: PagedKV,
-    layer: int,
-    scale: float,
-    window: int | None,
+    batch: PackedBatch,
+    heads: HeadsSpec,
+    spec: AttentionSpec,
     *,
     workload: Workload,
 ) -> Cost:
-    given = (product, heads, kv_heads, q_weight, k_weight, eps, cos, sin, pages, layer)
+    pages = batch.pages
+    assert pages is not None
+    given = (product, q_weight, k_weight, cos, sin, pages, heads)
     q, k, v = qk_rope_kv_write.meta(*given)
     made = qk_rope_kv_write.cost(*given, workload=workload)
-    read = attention.cost(q, k, v, offsets, 1, pages, layer, scale, window, workload=workload)
+    read = attention.cost(q, k, v, batch, spec, workload=workload)
     # Queries and keys are not written to be read again, nor are the new keys and values read from the pages.
-    new = 2 * k.numel() * pages.keys[layer].element_size()
+    new = 2 * k.numel() * pages.keys[spec.layer].element_size()
     return Cost(
         made.flops + read.flops,
         made.read + read.read - q.nbytes - new,
@@ -49,86 +46,68 @@ def _cost(
 
 def _meta(
     product: Tensor,
-    heads: int,
-    kv_heads: int,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    eps: float,
     cos: Tensor,
     sin: Tensor,
-    offsets: Tensor,
-    pages: PagedKV,
-    layer: int,
-    scale: float,
-    window: int | None,
+    batch: PackedBatch,
+    heads: HeadsSpec,
+    spec: AttentionSpec,
 ) -> Tensor:
-    return product.new_empty((product.shape[0], heads, cos.shape[-1]), device="meta")
+    return product.new_empty((product.shape[0], heads.heads, cos.shape[-1]), device="meta")
 
 
-@operation(_cost, meta=_meta, mutates=("pages",), reads_state=True)
+@operation(_cost, meta=_meta, mutates=("batch",), reads_state=True)
 def decode_attention(
     product: Tensor,
-    heads: int,
-    kv_heads: int,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    eps: float,
     cos: Tensor,
     sin: Tensor,
-    offsets: Tensor,
-    pages: PagedKV,
-    layer: int,
-    scale: float,
-    window: int | None,
+    batch: PackedBatch,
+    heads: HeadsSpec,
+    spec: AttentionSpec,
 ) -> Tensor:
     """Queries, keys and values of one token a sequence are finished and written; each query sees its own sequence.
 
-    product, heads, kv_heads, q_weight, k_weight, eps, cos, sin: as for `qk_rope_kv_write`.
-    offsets, pages, layer, scale, window: as for `attention`; every sequence has exactly one new token, a padding row
-    length 0 and slot -1.
+    product, q_weight, k_weight, cos, sin, heads: as for `qk_rope_kv_write`.
+    batch, spec: as for `attention`; every sequence has exactly one new token, in pages, a padding row length 0 and slot
+    -1.
     Returns [tokens, heads, head_dim] in the product's dtype. Rows of a sequence with length 0 are unspecified but
     finite.
     """
-    given = (product, heads, kv_heads, q_weight, k_weight, eps, cos, sin, pages, layer)
-    q, k, v = qk_rope_kv_write.reference(*given)
-    return attention.reference(q, k, v, offsets, 1, pages, layer, scale, window)  # type: ignore[no-any-return]
+    q, k, v = qk_rope_kv_write.reference(product, q_weight, k_weight, cos, sin, batch.pages, heads)
+    return attention.reference(q, k, v, batch, spec)  # type: ignore[no-any-return]
 
 
 def _triton(
     product: Tensor,
-    heads: int,
-    kv_heads: int,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    eps: float,
     cos: Tensor,
     sin: Tensor,
-    offsets: Tensor,
-    pages: PagedKV,
-    layer: int,
-    scale: float,
-    window: int | None,
+    batch: PackedBatch,
+    heads: HeadsSpec,
+    spec: AttentionSpec,
 ) -> Tensor:
-    unfinished = decode_attention_cuda.Unfinished(q_weight, k_weight, eps, cos, sin)
-    return decode_attention_cuda.decode(product, heads, cos.shape[-1], pages, layer, scale, window, unfinished)
+    assert batch.pages is not None
+    unfinished = decode_attention_cuda.Unfinished(q_weight, k_weight, heads.eps, cos, sin)
+    return decode_attention_cuda.decode(product, heads.heads, cos.shape[-1], batch.pages, spec, unfinished)
 
 
 def _fits(
     product: Tensor,
-    heads: int,
-    kv_heads: int,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    eps: float,
     cos: Tensor,
     sin: Tensor,
-    offsets: Tensor,
-    pages: PagedKV,
-    layer: int,
-    scale: float,
-    window: int | None,
+    batch: PackedBatch,
+    heads: HeadsSpec,
+    spec: AttentionSpec,
 ) -> bool:
-    head_dim, pools = cos.shape[-1], (pages.keys[layer], pages.values[layer])
+    pages = batch.pages
+    assert pages is not None
+    head_dim, pools = cos.shape[-1], (pages.keys[spec.layer], pages.values[spec.layer])
     return (
         product.dtype in (torch.bfloat16, torch.float16)
         and product.stride(-1) == 1
@@ -136,7 +115,7 @@ def _fits(
         and all(angle.dtype == torch.float32 and angle.is_contiguous() for angle in (cos, sin))
         and head_dim >= 64  # rows of at least as many, a multiple of 16, are summed in the order of `rms_norm`
         and head_dim % 16 == 0
-        and decode_attention_cuda.fits(pages, heads, kv_heads, head_dim)
+        and decode_attention_cuda.fits(pages, heads.heads, heads.kv_heads, head_dim)
     )
 
 
@@ -146,21 +125,16 @@ def _composed(device: str) -> Callable[..., Tensor]:
 
     def run(
         product: Tensor,
-        heads: int,
-        kv_heads: int,
         q_weight: Tensor | None,
         k_weight: Tensor | None,
-        eps: float,
         cos: Tensor,
         sin: Tensor,
-        offsets: Tensor,
-        pages: PagedKV,
-        layer: int,
-        scale: float,
-        window: int | None,
+        batch: PackedBatch,
+        heads: HeadsSpec,
+        spec: AttentionSpec,
     ) -> Tensor:
-        q, k, v = finish(product, heads, kv_heads, q_weight, k_weight, eps, cos, sin, pages, layer)
-        result: Tensor = attend(q, k, v, offsets, 1, pages, layer, scale, window)
+        q, k, v = finish(product, q_weight, k_weight, cos, sin, batch.pages, heads)
+        result: Tensor = attend(q, k, v, batch, spec)
         return result
 
     return run

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from strata.kernels.attention.decode_triton import DecodeTile, decode_attention_kernel, decode_tile, shape_constants
+from strata.kernels.attention.spec import AttentionSpec
 from strata.kernels.split_counters import MOST_ARRIVALS, arrivals
 from strata.kernels.state.paged import PagedKV
 
@@ -43,9 +44,7 @@ def decode(
     heads: int,
     head_dim: int,
     pages: PagedKV,
-    layer: int,
-    scale: float,
-    window: int | None,
+    spec: AttentionSpec,
     unfinished: Unfinished | None = None,
     tile: DecodeTile | None = None,
 ) -> Tensor:
@@ -54,7 +53,7 @@ def decode(
     product: [sequences, any], the elements of a row side by side: queries, whose keys are in the pages; or, with what
     is left to do to them, queries, keys and values. tile: None: that of `decode_tile`.
     """
-    keys, values, tables = pages.keys[layer], pages.values[layer], pages.tables
+    keys, values, tables = pages.keys[spec.layer], pages.values[spec.layer], pages.tables
     sequences, kv_heads, group = tables.shape[0], keys.shape[2], heads // keys.shape[2]
     out = torch.empty((sequences, heads, head_dim), dtype=product.dtype, device=product.device)
     if sequences == 0:
@@ -81,7 +80,7 @@ def decode(
         product if todo.q_weight is None else todo.q_weight,
         product if todo.k_weight is None else todo.k_weight,
         todo.eps,
-        scale * log2(e),
+        spec.scale * log2(e),
         head_dim,
         product.stride(0),
         tables.stride(0),
@@ -90,7 +89,7 @@ def decode(
         NORM=todo.q_weight is not None,
         EARLY=early,
         PAGE_SIZE=pages.page_size,
-        WINDOW=window or 0,
+        WINDOW=spec.window or 0,
         **shape_constants(group, head_dim, tile),
         num_warps=tile.warps,
         num_stages=tile.stages,

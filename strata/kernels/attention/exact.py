@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.state.paged import PagedKV
 
 # Keys of a block. Blocks and tiles of queries start at multiples of their size, counted from a sequence's first token.
@@ -55,17 +56,7 @@ def _tiles(offsets: list[int], lengths: list[int], queries: int, window: int | N
     return Tiles(tokens, held, starts, totals, sequences, first, last)
 
 
-def attend_exact(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+def attend_exact(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
     """Softmax in one pass over blocks of keys, in float32 (float64 for float64 input).
 
     A library's product may sum in another order when its shape changes, so every product here is one of
@@ -73,6 +64,7 @@ def attend_exact(
     query has the same row of a tile and the same blocks of keys whatever the batch is. A block of which a row sees
     nothing leaves the row's state as it is, bit for bit.
     """
+    offsets, pages, window = batch.offsets, batch.pages, spec.window
     kv_heads, head_dim = k.shape[1:]
     group = q.shape[1] // kv_heads
     queries = max(1, TILE_ROWS // group)
@@ -82,14 +74,14 @@ def attend_exact(
         keys, values = k, v
     else:
         lengths = pages.lengths.tolist()
-        keys, values = (x[layer].view(-1, kv_heads, head_dim) for x in (pages.keys, pages.values))
+        keys, values = (x[spec.layer].view(-1, kv_heads, head_dim) for x in (pages.keys, pages.values))
     tiles = _tiles(bounds, lengths, queries, window)
     out = q.new_zeros(q.shape)
     most = max(1, STAGED_BYTES // (8 * BLOCK_KEYS * kv_heads * head_dim))
     for low in range(0, len(tiles.last), most):
         part = slice(low, low + most)
         held, tokens = tiles.held[part], tiles.tokens[part]
-        state = _start(q, tokens, kv_heads, scale)
+        state = _start(q, tokens, kv_heads, spec.scale)
         for block in range(min(tiles.first[part]), tiles.last[low] + 1):
             active = sum(last >= block for last in tiles.last[part])
             positions = block * BLOCK_KEYS + torch.arange(BLOCK_KEYS)

@@ -21,47 +21,29 @@ from strata.kernels.attention.fixed_triton import (
     prefill_tile,
     shape_constants,
 )
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.split_counters import MOST_ARRIVALS, arrivals
 from strata.kernels.state.paged import PagedKV
 
 
-def supports(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
-) -> bool:
+def supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
     # The kernels find the largest score before they scale it.
-    return scale > 0 and attention_cuda.supports(q, k, v, offsets, longest, pages, layer, scale, window)
+    return spec.scale > 0 and attention_cuda.supports(q, k, v, batch, spec)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
     """As `attention`. Which of the two kernels takes a sequence does not change its bits."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    offsets, pages = batch.offsets, batch.pages
     decodes, sequences = 0, offsets.shape[0] - 1
     if pages is not None:
-        decodes = _decodes(sequences, longest, pages, k.shape[1])
+        decodes = _decodes(sequences, batch.longest, pages, k.shape[1])
         if decodes:
             held = pages.sequences(0, decodes)
-            _decode(out[:decodes], q[:decodes], offsets[: decodes + 1], held, layer, scale, window)
+            _decode(out[:decodes], q[:decodes], offsets[: decodes + 1], held, spec)
         pages = pages.sequences(decodes, sequences)
     if decodes < len(q):
-        _prefill(out[decodes:], q[decodes:], k, v, offsets[decodes:], pages, layer, scale, window)
+        _prefill(out[decodes:], q[decodes:], k, v, offsets[decodes:], pages, spec)
     return out
 
 
@@ -88,9 +70,7 @@ def _prefill(
     v: Tensor,
     offsets: Tensor,
     pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
+    spec: AttentionSpec,
 ) -> None:
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -98,7 +78,7 @@ def _prefill(
         lengths, tables, table_stride, page_size = offsets, offsets, 0, 0
         k_stride, v_stride = k.stride(0), v.stride(0)
     else:
-        k, v, lengths, tables = pages.keys[layer], pages.values[layer], pages.lengths, pages.tables
+        k, v, lengths, tables = pages.keys[spec.layer], pages.values[spec.layer], pages.lengths, pages.tables
         table_stride, page_size = tables.stride(0), pages.page_size
         k_stride = v_stride = kv_heads * head_dim
     sequences, group = offsets.shape[0] - 1, heads // kv_heads
@@ -112,7 +92,7 @@ def _prefill(
         lengths,
         tables,
         sequences,
-        scale * attention_cuda.LOG2_E,
+        spec.scale * attention_cuda.LOG2_E,
         q.stride(0),
         k_stride,
         v_stride,
@@ -123,15 +103,13 @@ def _prefill(
         BLOCK_N=tile.keys,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **shape_constants(head_dim, window or 0),
+        **shape_constants(head_dim, spec.window or 0),
     )
 
 
-def _decode(
-    out: Tensor, q: Tensor, offsets: Tensor, pages: PagedKV, layer: int, scale: float, window: int | None
-) -> None:
+def _decode(out: Tensor, q: Tensor, offsets: Tensor, pages: PagedKV, spec: AttentionSpec) -> None:
     sequences, heads, head_dim = q.shape
-    keys, values, tables = pages.keys[layer], pages.values[layer], pages.tables
+    keys, values, tables = pages.keys[spec.layer], pages.values[spec.layer], pages.tables
     kv_heads = keys.shape[2]
     parts = _parts(tables.shape[1] * pages.page_size)
     scores = torch.empty((2, sequences, parts, heads), dtype=torch.float32, device=q.device)
@@ -149,7 +127,7 @@ def _decode(
         offsets,
         pages.lengths,
         tables,
-        scale * attention_cuda.LOG2_E,
+        spec.scale * attention_cuda.LOG2_E,
         q.stride(0),
         kv_heads * head_dim,
         kv_heads * head_dim,
@@ -160,6 +138,6 @@ def _decode(
         BLOCK_N=tile.keys,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **shape_constants(head_dim, window or 0),
+        **shape_constants(head_dim, spec.window or 0),
         **join_constants(heads // kv_heads),
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention.batch_parts import LibraryCall
 from strata.kernels.attention.join import join
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch, Sequences
 from strata.kernels.state.kv_read import kv_read
 from strata.kernels.state.paged import PagedKV
 
@@ -15,22 +16,13 @@ from strata.kernels.state.paged import PagedKV
 MOST_KEYS = 8192
 
 
-def supports(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
-) -> bool:
+def supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
+    pages = batch.pages
     return (
         pages is not None
         and pages.parts is not None
-        and longest > 1
-        and attention_cuda.supports(q, k, v, offsets, longest, pages, layer, scale, window)
+        and batch.longest > 1
+        and attention_cuda.supports(q, k, v, batch, spec)
         and (not pages.parts.library or all(_aligned(x) for x in (q, k, v)))
     )
 
@@ -40,42 +32,34 @@ def _aligned(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
     """Decoding sequences with split keys, long prompts by cuDNN, the other rows by the kernel over pages."""
+    pages = batch.pages
     assert pages is not None
     assert pages.parts is not None
     parts = pages.parts
     if len(parts.library) == 1 and not (parts.decodes or parts.left or parts.library[0].cached):
-        return _cudnn(q, k, v, parts.library[0].sequences, scale)
+        return _cudnn(q, k, v, parts.library[0].sequences, spec.scale)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if parts.decodes:
-        rows, ends = slice(0, parts.decodes), offsets[: parts.decodes + 1]
-        held = pages.sequences(0, parts.decodes)
-        out[rows] = attention_cuda.attend(q[rows], k[rows], v[rows], ends, 1, held, layer, scale, window)
+        rows, ends = slice(0, parts.decodes), batch.offsets[: parts.decodes + 1]
+        decodes = Sequences(ends, 1, pages.sequences(0, parts.decodes))
+        out[rows] = attention_cuda.attend(q[rows], k[rows], v[rows], decodes, spec)
     for call in parts.library:
-        _attend_by_library(out, q, k, v, call, pages, layer, scale)
+        _attend_by_library(out, q, k, v, call, pages, spec)
     if parts.left:
-        attention_cuda.prefill(out, q, k, v, parts.starts, offsets, pages, layer, scale, window)
+        attention_cuda.prefill(out, q, k, v, parts.starts, batch, spec)
     return out
 
 
 def _attend_by_library(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, pages: PagedKV, layer: int, scale: float
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, pages: PagedKV, spec: AttentionSpec
 ) -> None:
     """New queries over new keys, with the cached keys that fill no block, and over the blocks before; then joined.
 
     The cached tokens of the first part get queries too, of unspecified content, which makes it plainly causal.
     """
+    layer, scale = spec.layer, spec.scale
     rows = slice(call.row, call.row + call.sequences * call.rows)
     queries, keys, values = q[rows], k[rows], v[rows]
     lead, blocks = call.lead, call.cached - call.lead

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from strata.kernels.state.paged import PagedKV
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 
 
 def _library() -> tuple[Callable[..., Any], dict[str, bool]] | None:
@@ -32,64 +32,36 @@ _LIBRARY = _library() if torch.cuda.is_available() else None
 DENSE_MULTIPLE = 512
 
 
-def supports(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
-) -> bool:
+def supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
     return (
         _LIBRARY is not None
-        and pages is None
+        and batch.pages is None
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] % 8 == 0
         and q.shape[2] <= 256
     )
 
 
-def flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+def flash(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
     """Differentiable. The library counts a window without the query's own position; -1 means none."""
     assert _LIBRARY is not None
     run, grouped = _LIBRARY
-    left = -1 if window is None else window - 1
-    out: Tensor = run(q, k, v, offsets, offsets, longest, longest, scale=scale, window_size=(left, 0), **grouped)
+    offsets, longest = batch.offsets, batch.longest
+    left = -1 if spec.window is None else spec.window - 1
+    out: Tensor = run(q, k, v, offsets, offsets, longest, longest, scale=spec.scale, window_size=(left, 0), **grouped)
     return out
 
 
-def dense_supports(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
-) -> bool:
+def dense_supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
     """Sequences of one length that fill the batch; as many tokens as that cannot be divided otherwise.
 
     cuDNN's backward pass adds queries' gradients up in no fixed order, so deterministic runs go without it.
     """
+    longest = batch.longest
     return (
-        pages is None
-        and (window is None or window >= longest)
-        and (offsets.shape[0] - 1) * longest == q.shape[0] > 0
+        batch.pages is None
+        and (spec.window is None or spec.window >= longest)
+        and (batch.offsets.shape[0] - 1) * longest == q.shape[0] > 0
         and longest % DENSE_MULTIPLE == 0
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] % 8 == 0
@@ -98,37 +70,18 @@ def dense_supports(
     )
 
 
-def dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
     """cuDNN over [sequences, heads, longest, head_dim]. Differentiable."""
-    batched = (x.unflatten(0, (-1, longest)).transpose(1, 2) for x in (q, k, v))
+    batched = (x.unflatten(0, (-1, batch.longest)).transpose(1, 2) for x in (q, k, v))
     out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *batched, None, True, 0.0, True, False, scale=scale
+        *batched, None, True, 0.0, True, False, scale=spec.scale
     )[0]
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    pages: PagedKV | None,
-    layer: int,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+def packed(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
     """Sequences that stand whole in the batch, one library call each. Differentiable, on any device."""
+    offsets, scale, window = batch.offsets, spec.scale, spec.window
     if torch.compiler.is_compiling():  # a compiled graph has no number of calls that depends on what tensors hold
         return _masked(q, k, v, offsets, scale, window)
     parts = []

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.plain_tensor import all_plain
 from strata.kernels.rotary.rope import rope, rotate
+from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 
@@ -142,10 +144,17 @@ class _Rope(torch.autograd.Function):
         return _rope(upstream[0].contiguous(), cos, -sin), None, None
 
 
-def _fits(product: Tensor, heads: int, kv_heads: int, q_weight: Tensor | None, *others: Any) -> bool:
+def _fits(
+    product: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    pages: PagedKV | None,
+    spec: HeadsSpec,
+) -> bool:
     """No norms of heads, no pages. A program holds all heads of a token."""
-    *_, cos, _, pages, _ = others
-    few = (heads + 2 * kv_heads) * cos.shape[-1] <= 16384
+    few = (spec.heads + 2 * spec.kv_heads) * cos.shape[-1] <= 16384
     return q_weight is None and pages is None and few and all_plain(product) and product.stride(-1) == 1
 
 
@@ -158,18 +167,9 @@ if HAS_TRITON:
 
     @qk_rope_kv_write.implement("triton with gradients", "cuda", differentiable=True, supports=_fits)
     def _differentiable_heads(
-        product: Tensor,
-        heads: int,
-        kv_heads: int,
-        q_weight: None,
-        k_weight: None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        pages: None,
-        layer: int,
+        product: Tensor, q_weight: None, k_weight: None, cos: Tensor, sin: Tensor, pages: None, spec: HeadsSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _Heads.apply(product, heads, kv_heads, cos, sin)  # type: ignore[no-any-return]
+        return _Heads.apply(product, spec.heads, spec.kv_heads, cos, sin)  # type: ignore[no-any-return]
 
 
 def compile_cases() -> list[CompileCase]:

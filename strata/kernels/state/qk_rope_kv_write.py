@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.norm.norm import inverse_rms, rms_norm, scaled
 from strata.kernels.op import operation
@@ -17,18 +18,16 @@ from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 
 def _cost(
     product: Tensor,
-    heads: int,
-    kv_heads: int,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    eps: float,
     cos: Tensor,
     sin: Tensor,
     pages: PagedKV | None,
-    layer: int,
+    spec: HeadsSpec,
     *,
     workload: Workload,
 ) -> Cost:
+    heads, kv_heads = spec.heads, spec.kv_heads
     # A rotation takes three operations an element, a norm four. Half of the cosines and sines repeat the other half.
     rotated = product.shape[0] * (heads + kv_heads) * cos.shape[-1]
     cached = 2 * product.shape[0] * kv_heads * cos.shape[-1]
@@ -37,24 +36,21 @@ def _cost(
     read, written = rotated * product.element_size(), rotated * product.element_size()
     if pages is not None:
         read += cached // 2 * product.element_size() + pages.slots.nbytes
-        written += cached * pages.keys[layer].element_size()
+        written += cached * pages.keys[spec.layer].element_size()
     return Cost((3 if q_weight is None else 7) * rotated, read + angles + weights, written, weights)
 
 
 def _meta(
     product: Tensor,
-    heads: int,
-    kv_heads: int,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    eps: float,
     cos: Tensor,
     sin: Tensor,
     pages: PagedKV | None,
-    layer: int,
+    spec: HeadsSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, head_dim = product.shape[0], cos.shape[-1]
-    kinds = (heads, kv_heads, kv_heads)
+    kinds = (spec.heads, spec.kv_heads, spec.kv_heads)
     q, k, v = (product.new_empty((tokens, kind, head_dim), device="meta") for kind in kinds)
     return q, k, v
 
@@ -62,34 +58,32 @@ def _meta(
 @operation(_cost, meta=_meta, mutates=("pages",))
 def qk_rope_kv_write(
     product: Tensor,
-    heads: int,
-    kv_heads: int,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    eps: float,
     cos: Tensor,
     sin: Tensor,
     pages: PagedKV | None,
-    layer: int,
+    spec: HeadsSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys normalized head by head and rotated; keys and values written into the pages of a layer.
 
     product: [tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys, values side by side.
-    q_weight, k_weight: [head_dim] of the `rms_norm` of queries and of keys, with its eps; both None: no norm.
+    q_weight, k_weight: [head_dim] of the `rms_norm` of queries and of keys; both None: no norm.
     cos, sin: of `rope_angles`, [tokens, 1, head_dim].
     pages: as for `kv_write`; None writes nothing.
     Returns queries [tokens, heads, head_dim] and keys [tokens, kv_heads, head_dim], rotated, and the values, a view of
     `product`. The bits are those of `rms_norm`, `rope` and `kv_write` one after the other.
     """
-    q, k, v = _parts(product, heads, kv_heads, cos.shape[-1])
+    q, k, v = _parts(product, spec, cos.shape[-1])
     if q_weight is not None:
-        q, k = rms_norm.reference(q, q_weight, eps), rms_norm.reference(k, k_weight, eps)
-    k, v = kv_write.reference(rope.reference(k, cos, sin), v, pages, layer)
+        q, k = rms_norm.reference(q, q_weight, spec.eps), rms_norm.reference(k, k_weight, spec.eps)
+    k, v = kv_write.reference(rope.reference(k, cos, sin), v, pages, spec.layer)
     return rope.reference(q, cos, sin), k, v
 
 
-def _parts(product: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = product.unflatten(-1, (-1, head_dim)).split_with_sizes((heads, kv_heads, kv_heads), -2)
+def _parts(product: Tensor, spec: HeadsSpec, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = (spec.heads, spec.kv_heads, spec.kv_heads)
+    q, k, v = product.unflatten(-1, (-1, head_dim)).split_with_sizes(sizes, -2)
     return q, k, v
 
 
@@ -102,24 +96,22 @@ _norm, _rope, _kv_write = (
 @qk_rope_kv_write.implement("torch", "cpu", invariant=True)
 def _torch(
     product: Tensor,
-    heads: int,
-    kv_heads: int,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    eps: float,
     cos: Tensor,
     sin: Tensor,
     pages: PagedKV | None,
-    layer: int,
+    spec: HeadsSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    heads, kv_heads, eps = spec.heads, spec.kv_heads, spec.eps
     if q_weight is None:  # neighbours, so one call rotates both
         parts = product.unflatten(-1, (-1, cos.shape[-1]))
         q, k = _rope(parts.narrow(-2, 0, heads + kv_heads), cos, sin).split_with_sizes((heads, kv_heads), -2)
         v = parts.narrow(-2, heads + kv_heads, kv_heads)
     else:
-        q, k, v = _parts(product, heads, kv_heads, cos.shape[-1])
+        q, k, v = _parts(product, spec, cos.shape[-1])
         q, k = _rope(_norm(q, q_weight, eps), cos, sin), _rope(_norm(k, k_weight, eps), cos, sin)
-    _kv_write(k, v, pages, layer)
+    _kv_write(k, v, pages, spec.layer)
     return q, k, v
 
 
@@ -215,16 +207,14 @@ def _tile(head_dim: int) -> dict[str, int]:
 
 def _triton(
     product: Tensor,
-    heads: int,
-    kv_heads: int,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    eps: float,
     cos: Tensor,
     sin: Tensor,
     pages: PagedKV | None,
-    layer: int,
+    spec: HeadsSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    heads, kv_heads = spec.heads, spec.kv_heads
     tokens, head_dim = product.shape[0], cos.shape[-1]
     rotated = torch.empty((tokens, heads + kv_heads, head_dim), dtype=product.dtype, device=product.device)
     if tokens:
@@ -236,14 +226,14 @@ def _triton(
             cos,
             sin,
             rotated,
-            product if pages is None else pages.keys[layer],
-            product if pages is None else pages.values[layer],
+            product if pages is None else pages.keys[spec.layer],
+            product if pages is None else pages.values[spec.layer],
             product if pages is None else pages.slots,
             heads,
             kv_heads,
             head_dim,
             product.stride(0),
-            eps,
+            spec.eps,
             HEAD_DIM=head_dim,
             NORM=q_weight is not None,
             PAGES=pages is not None,
