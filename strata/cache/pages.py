@@ -56,6 +56,10 @@ class PageAllocator:
         """The share of the pages that sequences hold, in [0, 1]."""
         return (self.num_pages - len(self._free) - len(self._idle)) / self.num_pages
 
+    def pages_for(self, tokens: int) -> int:
+        """How many pages hold so many tokens."""
+        return -(-tokens // self.page_size)
+
     def allocate(self, after: int | None = None) -> int:
         """A free page, held once. Raises IndexError if none is free.
 

@@ -30,8 +30,8 @@ class PrefixTree:
     Whoever holds a page of the tree holds all pages above it, and pages are let go deepest first. So the order in which
     pages fell idle (`PageAllocator`) is an eviction order that takes the least recently used leaves first.
 
-    A page may be shared while the step that fills it is under way. It is trusted once a sound draw has read it, and
-    with it all pages above; what a draw that was not sound has read, `distrust` takes out of the tree.
+    A page may be shared while the step that fills it is under way. It is verified once a draw has read it and given an
+    id, and with it all pages above; what a draw that gave none has read, `invalidate` takes out of the tree.
     """
 
     def __init__(self, pages: PageAllocator) -> None:
@@ -42,7 +42,7 @@ class PrefixTree:
         """Forget all pages without letting go of them: the allocator is cleared as well."""
         self._roots: dict[str, _Node] = {}
         self._owners: dict[int, _Node] = {}
-        self._trusted: set[int] = set()
+        self._verified: set[int] = set()
 
     def __len__(self) -> int:
         """Pages in the tree."""
@@ -72,7 +72,7 @@ class PrefixTree:
         if known < len(pages) and (not known or path[-1] == pages[known - 1]):
             self._extend(node, taken, tokens, pages, known)
 
-    def surrender(self, tokens: list[int], pages: list[int], salt: str = "") -> None:
+    def release(self, tokens: list[int], pages: list[int], salt: str = "") -> None:
         """Release all `pages` of a sequence that ends or pauses, and keep in the tree those that `tokens` fill.
 
         Where the tree has a copy already, it keeps that copy and counts it as used now.
@@ -97,7 +97,7 @@ class PrefixTree:
             if page is None:
                 return freed
             node = self._owners.pop(page)
-            self._trusted.discard(page)
+            self._verified.discard(page)
             if node.pages.pop() != page or node.children:
                 raise AssertionError(f"page {page} fell idle before a page below it")
             last = tuple(node.tokens[-self._pages.page_size :])
@@ -107,19 +107,19 @@ class PrefixTree:
                 self._detach(node, last)
         return count
 
-    def trust(self, pages: list[int]) -> None:
-        """A sound draw has read these pages; those that are not in the tree do not matter."""
-        self._trusted.update(page for page in pages if page in self._owners)
+    def verify(self, pages: list[int]) -> None:
+        """A draw has read these pages and given an id; those that are not in the tree do not matter."""
+        self._verified.update(page for page in pages if page in self._owners)
 
-    def distrust(self, tokens: list[int], salt: str = "") -> None:
-        """A draw that read the pages of `tokens` was not sound: its logits held NaN.
+    def invalidate(self, tokens: list[int], salt: str = "") -> None:
+        """A draw that read the pages of `tokens` gave no id: its logits held NaN.
 
-        The first page that no sound draw has read leaves the tree with all that hangs below it. The pages before are
-        not trusted any more: if the fault is theirs, the next failure takes them out.
+        The first page that is not verified leaves the tree with all that hangs below it. The pages before are not
+        verified any more: if the fault is theirs, the next failure takes them out.
         """
         path = self._descend(tokens, len(tokens) // self._pages.page_size, salt)[2]
-        known = next((index for index, page in enumerate(path) if page not in self._trusted), len(path))
-        self._trusted.difference_update(path[:known])
+        known = next((index for index, page in enumerate(path) if page not in self._verified), len(path))
+        self._verified.difference_update(path[:known])
         if known < len(path):
             self._remove_from(path[known])
 
@@ -146,7 +146,7 @@ class PrefixTree:
                     assert key == tuple(child.tokens[:size]), "a child under another key"
                     nodes.append((child, above))
         assert seen == self._owners, "the owners of pages disagree with the tree"
-        assert self._trusted <= self._owners.keys(), "a trusted page that is not in the tree"
+        assert self._verified <= self._owners.keys(), "a verified page that is not in the tree"
 
     def _descend(self, tokens: list[int], count: int, salt: str) -> tuple[_Node, int, list[int]]:
         """Follow the first `count` full pages of `tokens`: the last node reached, how many of its pages agree, and all
@@ -208,7 +208,7 @@ class PrefixTree:
             nodes += node.children.values()
             for page in node.pages:
                 del self._owners[page]
-                self._trusted.discard(page)
+                self._verified.discard(page)
                 self._pages.uncache(page)
 
     def _detach(self, node: _Node, first_page: tuple[int, ...]) -> None:

@@ -207,14 +207,14 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         pool = KVPool(pool_shape, ledger.pages, device)
     windows, mask_ids = frozenset(config.windows), vocabulary(tokenizer, config.vocab_size)
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
-    runner_config = RunnerConfig(asked.max_num_seqs, max_tokens, max_length, windows, seed, mask_ids)
+    runner_config = RunnerConfig(asked.max_num_seqs, max_tokens, max_length, windows, mask_ids)
     runner = Runner(graphs, pool, runner_config, device)
     with clock.phase("CUDA graphs"), memory_explained("recording CUDA graphs of decode steps", ledger):
         for _ in runner.record_decode(buckets) if buckets else ():
             pass
     allocator = PageAllocator(ledger.pages, asked.page_size)
     prefix = PrefixTree(allocator) if asked.enable_prefix_caching else None
-    scheduler = Scheduler(SchedulerConfig(asked.max_num_seqs, max_tokens, max_length), allocator, prefix)
+    scheduler = Scheduler(SchedulerConfig(asked.max_num_seqs, max_tokens, max_length, seed), allocator, prefix)
     # What stands now lives as long as the engine: the collector need not walk it in the middle of a step.
     gc.collect()
     gc.freeze()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from strata.engine.faults import why_no_id
@@ -26,11 +26,15 @@ class _Collected:
 class Collector:
     """The output of one request, as far as it has come. `tokenizer` None gives ids without text.
 
+    clock: tells seconds, as it did when the request arrived.
     finished: all samples have ended. changes: counts what has been added.
     """
 
-    def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, request: Request, prompt: str | None, tokenizer: Tokenizer | None, clock: Callable[[], float]
+    ) -> None:
         self.request = request
+        self._clock = clock
         self._prompt = prompt
         self._tokenizer = tokenizer if request.params.detokenize else None
         self._samples = [
@@ -48,7 +52,7 @@ class Collector:
     def append(self, sequence: Sequence, token: int, finish_reason: str | None) -> str | None:
         """Take a sequence's next id; returns the stop string if the text has now reached one."""
         if self._first_token is None:
-            self._first_token = time.monotonic()
+            self._first_token = self._clock()
             self._cached_tokens = sequence.cached_tokens
         collected = self._samples[sequence.index]
         collected.ids.append(token)
@@ -115,7 +119,7 @@ class Collector:
         if collected.sample.finish_reason is not None:
             self.finished = all(one.sample.finish_reason is not None for one in self._samples)
             if self.finished:
-                self._finished = time.monotonic()
+                self._finished = self._clock()
 
     def _by_id(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         """The likeliest ids and the id itself, likeliest first."""

@@ -6,12 +6,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
-
-from llguidance import LLMatcher
+from typing import TYPE_CHECKING
 
 from strata.engine.collect import Collector
 from strata.engine.logprob_rows import LogprobRows
 from strata.engine.loop import EngineLoop, StepOutput
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 
 class Delivery:
@@ -91,8 +93,8 @@ class Delivery:
 
     def _deliver(self, output: StepOutput) -> None:
         collectors = self._collectors
-        for part in output.prompt_logprobs:
-            collector = collectors.get(part.sequence.request.id)
+        for sequence, part in output.prompt_logprobs:
+            collector = collectors.get(sequence.request.id)
             if collector is not None:
                 collector.append_prompt_logprobs(part.first, LogprobRows(part.tensors))
         rows = LogprobRows(output.logprobs) if output.logprobs is not None else None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    from strata.engine.ledger import Ledger
+    from strata.engine.request import Sequence
 
-from strata.engine.ledger import Ledger
-from strata.engine.request import Sequence
-
-# How PyTorch, the CUDA runtime and cuBLAS say it where they do not raise torch.OutOfMemoryError.
-_PHRASES = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+# How PyTorch (torch.OutOfMemoryError and others), the CUDA runtime and cuBLAS say it.
+_PHRASES = ("OutOfMemory", "out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
 class EngineFault(RuntimeError):
@@ -22,7 +22,8 @@ def out_of_memory(error: BaseException, doing: str, ledger: Ledger) -> EngineFau
     """The fault to raise for an error, or for one that it hides; None if neither is a lack of memory."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, (torch.OutOfMemoryError, MemoryError)) or any(word in str(cause) for word in _PHRASES):
+        told = f"{type(cause).__name__}: {cause}"
+        if isinstance(cause, MemoryError) or any(phrase in told for phrase in _PHRASES):
             return EngineFault(
                 f"out of memory on {ledger.device} while {doing}: lower gpu_memory_utilization, max_num_seqs, "
                 "max_num_batched_tokens or max_model_len, or end what else uses the device\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -203,13 +202,13 @@ class LLM:
             prompt=tuple(ids),
             params=params,
             priority=priority,
-            arrival=time.monotonic(),
+            arrival=engine.loop.clock(),
             eos_ids=engine.eos_ids,
             bad_words=(*engine.bad_words, *own),
             grammar=params.structured_outputs.to_grammar() if params.structured_outputs is not None else None,
         )
         request.check_ids(engine.config.vocab_size)
-        return Collector(request, text, engine.tokenizer)
+        return Collector(request, text, engine.tokenizer, engine.loop.clock)
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from strata.engine.process.messages import TokenLogprobs
-from strata.engine.sampler import LogprobTensors
+
+if TYPE_CHECKING:
+    from strata.engine.sampler import LogprobTensors
 
 
 class LogprobRows:

@@ -1,22 +1,62 @@
-"""Joins scheduler and runner, the host one step ahead of the device."""
+"""Joins scheduler and runner, the host one step ahead of the device. It knows a runner by its messages alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Listed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-
-from llguidance import LLMatcher
+from typing import TYPE_CHECKING, Any, Protocol
 
 from strata.engine.faults import EngineFault, out_of_memory
-from strata.engine.grammars.grammar import takes_end
-from strata.engine.grammars.structured_outputs import explain
-from strata.engine.ledger import Ledger
-from strata.engine.plan import StepPlan, Update
-from strata.engine.request import Request, Sequence
-from strata.engine.runner import Launched, PromptLogprobs, Runner, StepObserver, Undrawn
-from strata.engine.sampler import LogprobTensors
+from strata.engine.grammars.matchers import explain, takes_end
+from strata.engine.plan import StepPlan, UndrawnStep
+from strata.engine.request import Request, Sequence, Update
 from strata.engine.scheduler import Scheduler
+
+if TYPE_CHECKING:  # what a device gives and takes passes through the loop unread
+    from llguidance import LLMatcher
+
+    from strata.engine.ledger import Ledger
+    from strata.engine.runner import PromptLogprobs, StepObserver
+    from strata.engine.sampler import LogprobTensors
+
+
+class LaunchedStep(Protocol):
+    """A step that is under way.
+
+    logprobs: of the plan's draws, where any sequence reports them. masked: some draws obeyed the masks of grammars.
+    """
+
+    @property
+    def plan(self) -> StepPlan: ...
+    @property
+    def logprobs(self) -> LogprobTensors | None: ...
+    @property
+    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]: ...
+    @property
+    def masked(self) -> bool: ...
+
+    def wait(self) -> list[int]:
+        """The ids in the order of the plan's draws, negative where none could be drawn; blocks until they are known."""
+
+
+class Runner(Protocol):
+    """Runs plans in the order of their launch, and needs nothing but them. A step that is launched undrawn gets its
+    masks, and is drawn before the next is launched."""
+
+    observer: StepObserver | None
+
+    def launch(self, plan: StepPlan) -> LaunchedStep | UndrawnStep: ...
+
+    def mask(self, step: Any, matchers: Listed[LLMatcher | None]) -> UndrawnStep:
+        """Begin with the masks of an undrawn step. matchers: of each of its draws, None where any id may come."""
+
+    def draw(self, step: Any) -> LaunchedStep: ...
+
+    def settle(self) -> None:
+        """Wait until nothing of any step is under way."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +65,13 @@ class StepOutput:
 
     updates: each sequence that got an id.
     logprobs: of the step's rows, on the host; `rows` finds a sequence's row in them.
+    prompt_logprobs: by their sequences.
     """
 
     updates: list[Update]
     rows: dict[int, int]
     logprobs: LogprobTensors | None
-    prompt_logprobs: tuple[PromptLogprobs, ...]
+    prompt_logprobs: list[tuple[Sequence, PromptLogprobs]]
 
 
 class EngineLoop:
@@ -44,14 +85,24 @@ class EngineLoop:
     Whatever a call raises while it changes something, Ctrl-C too, all requests end and no page stays cached: half a
     step leaves nothing that a later one could take for a whole. If the device has run out of memory, the error is an
     EngineFault, and from then on `add` raises the same.
+
+    clock: tells seconds to all who note when something happened to a request.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, run_ahead: bool, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        run_ahead: bool,
+        ledger: Ledger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.scheduler = scheduler
+        self.clock = clock
         self._runner = runner
         self._run_ahead = run_ahead
         self._ledger = ledger
-        self._outstanding: Launched | Undrawn | None = None
+        self._outstanding: LaunchedStep | UndrawnStep | None = None
         self._fault: str | None = None
         self._is_torn = False
 
@@ -132,16 +183,20 @@ class EngineLoop:
         self.scheduler.reset()
         self._is_torn = False
 
-    def _launch(self, plan: StepPlan) -> Launched | Undrawn:
+    def _launch(self, plan: StepPlan) -> LaunchedStep | UndrawnStep:
         with self._memory_explained(plan):
             return self._runner.launch(plan)
 
-    def _masked(self, step: Launched | Undrawn) -> Launched | Undrawn:
+    def _masked(self, step: LaunchedStep | UndrawnStep) -> LaunchedStep | UndrawnStep:
         """Begin with the masks of a step that needs some: they are computed while the caller goes on."""
-        return self._runner.mask(step) if isinstance(step, Undrawn) else step
+        if not isinstance(step, UndrawnStep):
+            return step
+        sequences = (self.scheduler.sequence(draw.sequence) for draw in step.plan.draws)
+        matchers = [sequence.matcher if sequence is not None else None for sequence in sequences]
+        return self._runner.mask(step, matchers)
 
-    def _drawn(self, step: Launched | Undrawn) -> Launched:
-        if isinstance(step, Launched):
+    def _drawn(self, step: LaunchedStep | UndrawnStep) -> LaunchedStep:
+        if not isinstance(step, UndrawnStep):
             return step
         with self._memory_explained(step.plan):
             return self._runner.draw(step)
@@ -159,23 +214,25 @@ class EngineLoop:
             self._fault = str(fault)
             raise fault from None
 
-    def _complete(self, launched: Launched) -> StepOutput:
-        ids = launched.wait()
-        failed = self._fail_lost(launched.constrained) if launched.constrained else []
-        updates = failed + self.scheduler.complete(launched.plan, ids)
-        if launched.constrained:
+    def _complete(self, launched: LaunchedStep) -> StepOutput:
+        ids, plan = launched.wait(), launched.plan
+        scored = [(self.scheduler.sequence(part.sequence), part) for part in launched.prompt_logprobs]
+        failed = self._fail_lost(plan) if launched.masked else []
+        updates = failed + self.scheduler.complete(plan, ids)
+        if launched.masked:
             updates = [self._followed(update) for update in updates]
         rows: dict[int, int] = {}
         if launched.logprobs is not None:
-            draws = (draw for chunk in launched.plan.chunks for draw in chunk.draws)
-            rows = {draw.sequence.id: row for row, draw in enumerate(draws)}
-        return StepOutput(updates, rows, launched.logprobs, launched.prompt_logprobs)
+            rows = {draw.sequence: row for row, draw in enumerate(plan.draws)}
+        wanted = [(sequence, part) for sequence, part in scored if sequence is not None]
+        return StepOutput(updates, rows, launched.logprobs, wanted)
 
-    def _fail_lost(self, sequences: tuple[Sequence, ...]) -> list[Update]:
+    def _fail_lost(self, plan: StepPlan) -> list[Update]:
         """End the requests of sequences whose matchers could not tell what may come next."""
         updates = []
-        for sequence in sequences:
-            if sequence.matcher is not None and sequence.matcher.is_error():
+        for draw in plan.draws:
+            sequence = self.scheduler.sequence(draw.sequence)
+            if sequence is not None and sequence.matcher is not None and sequence.matcher.is_error():
                 why = explain(sequence.matcher.get_error())
                 updates += self.scheduler.fail(sequence, f"the output cannot be kept to its grammar: {why}")
         return updates

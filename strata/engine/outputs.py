@@ -20,7 +20,7 @@ class Logprob(NamedTuple):
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of `time.monotonic()`; None for what has not happened."""
+    """When things happened to a request, in seconds of the engine's clock; None for what has not happened."""
 
     arrival_time: float
     first_token_time: float | None = None

@@ -1,33 +1,78 @@
-"""What a step is to do, and what it did: the values that scheduler and runner exchange."""
+"""What a step is to do: the messages by which a scheduler drives whatever runs its steps.
+
+They hold ids and numbers alone, so msgspec encodes them, and the same stream of them drives a device, several ranks, a
+simulation, or the replay of a run that was recorded.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from strata.engine.request import Sequence
+import msgspec
+
+
+class Sampling(NamedTuple):
+    """How ids are chosen; the names of `SamplingParams` mean what they mean there.
+
+    end_ids: may not be drawn as one of the first `min_tokens`.
+    banned_ids: may never be drawn.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    end_ids: tuple[int, ...] = ()
+    banned_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+
+class NewSequence(NamedTuple):
+    """A sequence takes a slot: all that a runner has to know of it. One that was preempted comes as a new one.
+
+    tokens: all its ids so far, of which the first `prompt_length` are the prompt. The ids after them are drawn in the
+        slot, and a runner keeps them by itself.
+    seed: int64, of the noise that its ids are drawn with.
+    constrained: its draws wait for the masks of a grammar.
+    prompt_logprobs: how many of the likeliest ids to report for each prompt token; None reports nothing.
+    """
+
+    id: int
+    slot: int
+    tokens: tuple[int, ...]
+    prompt_length: int
+    seed: int
+    sampling: Sampling = Sampling()
+    constrained: bool = False
+    prompt_logprobs: int | None = None
 
 
 class Draw(NamedTuple):
-    """A sequence that samples a token, and its row of device state."""
+    """The id of a sequence that samples a token, and its slot."""
 
-    sequence: Sequence
+    sequence: int
     slot: int
 
 
 class Chunk(NamedTuple):  # a tuple is made three times as fast as a frozen dataclass, and a step makes hundreds
     """One sequence's share of a step.
 
+    sequence: its id.
     start: tokens whose keys and values are in pages before the step.
-    count: tokens to run now. Where `start + count` exceeds the tokens that the host knows, the last one is on the
-        device, as the id that `slot` sampled last.
+    count: tokens to run now. Beyond the tokens that its `NewSequence` told it is one, the id that `slot` drew last.
     draws: who samples from the chunk's last row: nobody while a prompt is unfinished, its sequence in decode, all
         samples of the request at the end of its prompt.
-    first_page, new_pages: entries of the slot's page table, from `first_page` on, that the slot's chunks have not told
-        yet; all entries at the first chunk in a slot.
+    first_page, new_pages: entries of the slot's block table, from `first_page` on, that have not been sent yet; all
+        entries at the first chunk in a slot.
     """
 
-    sequence: Sequence
+    sequence: int
     slot: int
     start: int
     count: int  # type: ignore[assignment]  # hides the method of tuple, which nobody calls
@@ -36,26 +81,23 @@ class Chunk(NamedTuple):  # a tuple is made three times as fast as a frozen data
     new_pages: tuple[int, ...]
 
 
-class Update(NamedTuple):
-    """A token that a sequence got, None if its request has failed, and why it ended there (None: it goes on)."""
-
-    sequence: Sequence
-    token: int | None
-    finish_reason: str | None
-
-
-@dataclass(frozen=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step of the device.
 
-    chunks: first those of one token and one draw (decodes), then the others, each part in order of rank.
+    ended: slots whose sequences have ended or were preempted since the plan before.
+    new: sequences that take a slot, maybe one that has just ended.
+    chunks: first those of one token and one draw (decodes), then the others, each part in order of priority.
     copies: (from, to) pages, to be copied in this order before the step writes anything.
     tokens: the sum of the chunks' counts.
+    banned: (slot, id) that this draw of the slot may not give, because it would complete a bad word.
     """
 
+    ended: tuple[int, ...]
+    new: tuple[NewSequence, ...]
     chunks: tuple[Chunk, ...]
     copies: tuple[tuple[int, int], ...]
     tokens: int
+    banned: tuple[tuple[int, int], ...] = ()
 
     @property
     def draws(self) -> list[Draw]:
@@ -63,17 +105,28 @@ class StepPlan:
         return [draw for chunk in self.chunks for draw in chunk.draws]
 
 
-@dataclass
-class Draft:
-    """A plan in the making. left: tokens that it may still get."""
+@dataclass(frozen=True)
+class UndrawnStep:
+    """A step whose ids are drawn once the masks of its grammars are known; runners add what they need to go on."""
 
-    left: int
+    plan: StepPlan
+
+
+@dataclass
+class PlanBuilder:
+    """A plan in the making. budget: tokens that it may still get."""
+
+    budget: int
+    new: list[NewSequence] = field(default_factory=list)
     decodes: list[Chunk] = field(default_factory=list)
     others: list[Chunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    banned: list[tuple[int, int]] = field(default_factory=list)
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, ended: list[int]) -> StepPlan | None:
         """None if nothing is to run."""
         chunks = (*self.decodes, *self.others)
+        if not chunks:
+            return None
         tokens = len(self.decodes) + sum(chunk.count for chunk in self.others)
-        return StepPlan(chunks, tuple(self.copies), tokens) if chunks else None
+        return StepPlan(tuple(ended), tuple(self.new), chunks, tuple(self.copies), tokens, tuple(self.banned))

@@ -20,7 +20,7 @@ class Prefixes:
     def __init__(self, pages: PageAllocator, tree: PrefixTree | None) -> None:
         self._pages, self._tree = pages, tree
         self._filled: list[tuple[Sequence, int]] = []  # by the step that is being planned, and up to which page
-        self._coming: set[_PageKey] = set()  # the first page that each of them fills
+        self._pending: set[_PageKey] = set()  # the first page that each of them fills
 
     def publish(self) -> None:
         """Let what the step before fills be found."""
@@ -29,32 +29,32 @@ class Prefixes:
         for sequence, full in self._filled:
             if sequence.status is Status.RUNNING:
                 self._tree.insert(sequence.tokens, sequence.pages[:full], sequence.request.salt)
-                if sequence.sound:
-                    self._tree.trust(sequence.pages[:full])
+                if sequence.verified:
+                    self._tree.verify(sequence.pages[:full])
         self._filled.clear()
-        self._coming.clear()
+        self._pending.clear()
 
-    def are_looked_up(self, sequence: Sequence) -> bool:
+    def uses_cache(self, sequence: Sequence) -> bool:
         """Whether a sequence may begin with cached pages: not if all its prompt has to be computed, to be scored."""
         return self._tree is not None and sequence.request.params.prompt_logprobs is None
 
-    def find(self, sequence: Sequence) -> list[int]:
+    def match(self, sequence: Sequence) -> list[int]:
         """The cached pages that a waiting sequence begins with, each now held once more."""
-        if self._tree is None or not self.are_looked_up(sequence):
+        if self._tree is None or not self.uses_cache(sequence):
             return []
         return self._tree.match(sequence.tokens, sequence.request.salt)
 
     def release(self, found: list[int]) -> None:
-        """Give back what `find` has found."""
+        """Give back what `match` has found."""
         for page in reversed(found):
             self._pages.release(page)
 
-    def are_coming(self, sequence: Sequence, found: list[int]) -> bool:
+    def is_pending(self, sequence: Sequence, found: list[int]) -> bool:
         """Whether the step that is being planned fills more pages that a sequence could begin with than were found."""
-        if not self._coming or not self.are_looked_up(sequence):
+        if not self._pending or not self.uses_cache(sequence):
             return False
         end = (len(found) + 1) * self._pages.page_size  # a token must be left to compute
-        return end < len(sequence.tokens) and self._key(sequence, found) in self._coming
+        return end < len(sequence.tokens) and self._key(sequence, found) in self._pending
 
     def fill(self, sequence: Sequence, start: int) -> None:
         """The step that is being planned computes what a sequence has between the tokens `start` and `computed`."""
@@ -64,14 +64,14 @@ class Prefixes:
         first, full = start // size, sequence.computed // size
         if first < full:
             self._filled.append((sequence, full))
-            self._coming.add(self._key(sequence, sequence.pages[:first]))
+            self._pending.add(self._key(sequence, sequence.pages[:first]))
 
     def evict(self, count: int) -> int:
         """Free up to so many pages that only the tree holds; returns how many were freed."""
         return self._tree.evict(count) if self._tree is not None else 0
 
-    def surrender(self, sequence: Sequence) -> None:
-        """Take all pages of a sequence that ends or pauses; those that its sound draws have read can be found.
+    def free(self, sequence: Sequence) -> None:
+        """Take all pages of a sequence that ends or pauses; those that its draws have verified can be found.
 
         Steps under way may still write there, but only before any later step reads or writes the pages.
         """
@@ -79,24 +79,24 @@ class Prefixes:
             self.release(sequence.pages)
             return
         # The newest id came of the last draw, which read all ids before it.
-        read = sequence.tokens[:-1] if sequence.sound else []
-        self._tree.surrender(read, sequence.pages, sequence.request.salt)
-        self._tree.trust(sequence.pages[: len(read) // self._pages.page_size])
+        read = sequence.tokens[:-1] if sequence.verified else []
+        self._tree.release(read, sequence.pages, sequence.request.salt)
+        self._tree.verify(sequence.pages[: len(read) // self._pages.page_size])
 
-    def trust(self, sequence: Sequence) -> None:
-        """A sound draw has read all tokens of a running sequence."""
+    def verify(self, sequence: Sequence) -> None:
+        """A draw has read all tokens of a running sequence and given an id."""
         if self._tree is not None:
-            self._tree.trust(sequence.pages[: len(sequence.tokens) // self._pages.page_size])
+            self._tree.verify(sequence.pages[: len(sequence.tokens) // self._pages.page_size])
 
-    def distrust(self, sequence: Sequence) -> None:
+    def invalidate(self, sequence: Sequence) -> None:
         """A sequence could draw no id: nothing stays cached that only such draws have read."""
         if self._tree is not None:
-            self._tree.distrust(sequence.tokens, sequence.request.salt)
+            self._tree.invalidate(sequence.tokens, sequence.request.salt)
 
     def clear(self) -> None:
         """Forget everything. The pages must be forgotten as well."""
         self._filled.clear()
-        self._coming.clear()
+        self._pending.clear()
         if self._tree is not None:
             self._tree.clear()
 

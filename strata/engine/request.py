@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING, NamedTuple
 
-from llguidance import LLMatcher
-
+from strata.cache.pages import PageAllocator
+from strata.engine.plan import Draw, NewSequence, Sampling
 from strata.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 
 class Status(Enum):
@@ -53,6 +58,31 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: str | None = None
 
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The ids that end a sample."""
+        return self.params.stop_ids if self.params.ignore_eos else self.eos_ids | self.params.stop_ids
+
+    def max_length(self, longest: int, pages: PageAllocator) -> int:
+        """The most tokens that a sample may have, prompt included, where no sequence has more than `longest`. Raises
+        ValueError if the request can never run."""
+        length, most = len(self.prompt), self.params.max_tokens
+        if not length:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        if length >= longest:
+            raise ValueError(
+                f"the prompt has {length} tokens, but max_model_len is {longest} and at least one must be generated: "
+                f"shorten the prompt to {longest - 1} tokens"
+            )
+        limit = longest if most is None else min(length + most, longest)
+        wanted = pages.pages_for(limit - 1)  # the last token is never read
+        if wanted > pages.num_pages:
+            raise ValueError(
+                f"{length} prompt tokens and {limit - length} output tokens need {wanted} KV pages, but the pool has "
+                f"{pages.num_pages}: lower max_tokens, shorten the prompt, or give the KV cache more memory"
+            )
+        return limit
+
     def check_ids(self, vocab_size: int) -> None:
         """Raises ValueError for an id that the model does not have."""
         check_prompt_ids(self.prompt, vocab_size)
@@ -82,7 +112,7 @@ class Sequence:
 
     id: unique within the scheduler, ascending in order of arrival.
     index: 0 to n - 1 among the samples of its request.
-    limit: the most tokens it may ever have, prompt included.
+    max_length: the most tokens it may ever have, prompt included.
     tokens: ids of the prompt and of the outputs that the host knows.
     pending: ids that launched steps sample but the host does not know yet. Between steps at most 1; the one that the
         next step reads is on the device only, in the row of the sequence's slot.
@@ -100,7 +130,7 @@ class Sequence:
     id: int
     request: Request
     index: int
-    limit: int
+    max_length: int
     tokens: list[int]
     prompt_length: int
     pending: int = 0
@@ -116,18 +146,20 @@ class Sequence:
     matcher: LLMatcher | None = None
     # What follows is the scheduler's own book-keeping.
     rank: tuple[float, int] = field(init=False)
-    stops: frozenset[int] = field(init=False)
-    least: int = field(init=False)
-    announced: int = 0
-    sound: bool = False  # whether an id has been drawn from its pages
+    end_ids: frozenset[int] = field(init=False)
+    min_length: int = field(init=False)
+    long_bad_words: tuple[tuple[int, ...], ...] = field(init=False)  # of more than one id
+    draws: tuple[Draw, ...] = ()  # its own in each decode step
+    sent_pages: int = 0  # entries of its block table that the runner has
+    verified: bool = False  # whether an id has been drawn from its pages
     unforked: list[Sequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         request = self.request
-        eos = frozenset() if request.params.ignore_eos else request.eos_ids
         self.rank = (request.arrival - seconds_ahead(request.priority), self.id)
-        self.stops = eos | request.params.stop_ids
-        self.least = self.prompt_length + request.params.min_tokens
+        self.end_ids = request.end_ids
+        self.min_length = self.prompt_length + request.params.min_tokens
+        self.long_bad_words = tuple(word for word in request.bad_words if len(word) > 1)
 
     @property
     def outputs(self) -> list[int]:
@@ -138,8 +170,62 @@ class Sequence:
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 
+    def completed_bad_words(self) -> set[int]:
+        """Ids that would complete a bad word of several ids; the host has to know all ids of the sequence."""
+        tokens = self.tokens
+        return {word[-1] for word in self.long_bad_words if tuple(tokens[len(tokens) - len(word) + 1 :]) == word[:-1]}
+
     def __repr__(self) -> str:
         return (
             f"Sequence({self.request.id}[{self.index}], {self.status.name}, tokens={len(self.tokens)}+{self.pending}, "
             f"computed={self.computed}, slot={self.slot})"
         )
+
+
+class Update(NamedTuple):
+    """A token that a sequence got, None if its request has failed, and why it ended there (None: it goes on)."""
+
+    sequence: Sequence
+    token: int | None
+    finish_reason: str | None
+
+
+def new_sequence(sequence: Sequence, slot: int, engine_seed: int) -> NewSequence:
+    """What a runner is told of a sequence that takes a slot."""
+    request, known = sequence.request, len(sequence.tokens) > sequence.prompt_length
+    return NewSequence(
+        id=sequence.id,
+        slot=slot,
+        tokens=tuple(sequence.tokens) if known else request.prompt,
+        prompt_length=sequence.prompt_length,
+        seed=_noise_seed(sequence, engine_seed),
+        sampling=_sampling(request),
+        constrained=sequence.matcher is not None,
+        prompt_logprobs=request.params.prompt_logprobs if sequence.index == 0 else None,
+    )
+
+
+def _sampling(request: Request) -> Sampling:
+    params = request.params
+    return Sampling(
+        temperature=float(params.temperature),
+        top_k=max(int(params.top_k), 0),
+        top_p=float(params.top_p),
+        min_p=float(params.min_p),
+        repetition_penalty=float(params.repetition_penalty),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        logit_bias=tuple((int(id), float(bias)) for id, bias in (params.logit_bias or {}).items()),
+        min_tokens=int(params.min_tokens),
+        end_ids=tuple(sorted(request.end_ids)) if params.min_tokens else (),
+        banned_ids=tuple(word[0] for word in request.bad_words if len(word) == 1),
+        logprobs=params.logprobs,
+    )
+
+
+def _noise_seed(sequence: Sequence, engine_seed: int) -> int:
+    """The int64 seed of one sequence: of the request's own seed if it has one, else of the engine's and the request."""
+    request = sequence.request
+    own = f"request {request.params.seed}" if request.params.seed is not None else f"engine {engine_seed} {request.id}"
+    digest = hashlib.blake2b(f"{own} {sequence.index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
+from llguidance import LLMatcher
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,17 +19,8 @@ from strata.cache.tables import StepBuffer, StepShape
 from strata.engine.decode_graphs import DecodeGraphs, draw_inputs, joined_tokens
 from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS
-from strata.engine.plan import StepPlan
-from strata.engine.request import Sequence
-from strata.engine.sampler import (
-    DrawRow,
-    LogprobTensors,
-    Sampler,
-    draw_ids,
-    filters,
-    is_special,
-    sampling_seed,
-)
+from strata.engine.plan import NewSequence, StepPlan, UndrawnStep
+from strata.engine.sampler import DrawRow, LogprobTensors, Sampler, draw_ids, filters, is_special
 from strata.engine.step_graphs import StepGraphs
 from strata.engine.transfer import send
 from strata.kernels.attention.batch_parts import library_reach
@@ -39,21 +31,20 @@ from strata.kernels.sampling.sampling import likeliest, logprobs
 @dataclass(frozen=True)
 class RunnerConfig:
     """max_sequences: slots; max_tokens: tokens of one step; max_length: tokens of one sequence; windows: the different
-    ones of the model's attention layers; seed: of the engine; mask_ids: how many ids a mask of a grammar tells of."""
+    ones of the model's attention layers; mask_ids: how many ids a mask of a grammar tells of."""
 
     max_sequences: int
     max_tokens: int
     max_length: int
     windows: frozenset[int | None]
-    seed: int
     mask_ids: int
 
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Log-probabilities of prompt tokens [first, first + rows) of a sequence, each given those before it."""
+    """Log-probabilities of prompt tokens [first, first + rows) of a sequence, by its id, each given those before it."""
 
-    sequence: Sequence
+    sequence: int
     first: int
     tensors: LogprobTensors
 
@@ -62,8 +53,7 @@ class PromptLogprobs:
 class Launched:
     """A step that is under way. `wait` blocks until the host has its ids and log-probabilities.
 
-    constrained: the sequences that drew under a mask. If a matcher is in its error state, the id of its sequence means
-        nothing.
+    masked: some rows drew under a mask. If a matcher is in its error state, the id of its sequence means nothing.
     """
 
     plan: StepPlan
@@ -71,7 +61,7 @@ class Launched:
     done: torch.cuda.Event | None = None
     logprobs: LogprobTensors | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    constrained: tuple[Sequence, ...] = ()
+    masked: bool = False
 
     def wait(self) -> list[int]:
         """The new ids in the order of the plan's draws."""
@@ -81,21 +71,47 @@ class Launched:
         return ids
 
 
+class PlanArrays:
+    """A plan's chunks as arrays: slot, first token and tokens of each, tokens of its sequence and rows of the step up
+    to its last; and of each draw the slot, the tokens before it, and the row of the step that it samples."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        chunks = plan.chunks
+        slots = [chunk.slot for chunk in chunks]
+        draws = [len(chunk.draws) for chunk in chunks]
+        self.slots = np.array(slots, dtype=np.int32)
+        self.starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
+        self.are_decodes = plan.tokens == len(chunks) == draws.count(1)
+        if self.are_decodes:
+            self.counts = np.ones(len(chunks), dtype=np.int32)
+            self.ends = self.starts + self.counts
+            self.last_rows = np.arange(len(chunks), dtype=np.int32)
+            self.drawn, self.draw_slots = slots, self.slots
+            self.draw_lengths, self.draw_rows = self.ends, self.last_rows
+        else:
+            self.counts = np.array([chunk.count for chunk in chunks], dtype=np.int32)
+            self.ends = self.starts + self.counts
+            self.last_rows = np.cumsum(self.counts, dtype=np.int32) - 1
+            self.drawn = [draw.slot for draw in plan.draws]
+            self.draw_slots = np.array(self.drawn, dtype=np.int32)
+            self.draw_lengths = np.repeat(self.ends, draws)
+            self.draw_rows = np.repeat(self.last_rows, draws)
+
+
 @dataclass(frozen=True)
-class Undrawn:
-    """A step whose logits are under way. Once the matchers of its rows know all ids before it come `Runner.mask` and
-    then `Runner.draw`.
+class Undrawn(UndrawnStep):
+    """A step whose logits are under way.
 
     bucket: whose recorded graph draws from the logits, None if none does; it can where no row is special.
+    complete: for each row, whether its grammar allows nothing but an end; empty without grammars.
     """
 
-    plan: StepPlan
-    rows: list[DrawRow]
+    arrays: PlanArrays
     buffer: StepBuffer
     logits: Tensor
     bucket: int | None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    constrained: tuple[Sequence, ...] = ()
+    complete: tuple[bool, ...] = ()
     masks: MasksUnderWay | None = None
 
 
@@ -108,32 +124,57 @@ class StepObserver(Protocol):
 
 
 class SlotState:
-    """What the host keeps of each slot: its owner and how the owner samples."""
+    """What the host keeps of each slot: the sequence that has it, as the scheduler told, and how that one samples."""
 
     def __init__(self, slots: int) -> None:
-        self.owners: list[Sequence | None] = [None] * slots
+        self.sequences: list[NewSequence | None] = [None] * slots
+        self.known = np.zeros(slots, np.int32)  # ids that the host has
+        self.prompt_lengths = np.zeros(slots, np.int32)
         self.temperatures: NDArray[np.float32] = np.zeros(slots, np.float32)
         self.seeds: NDArray[np.int64] = np.zeros(slots, np.int64)
         self.top_k: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.top_p: NDArray[np.float32] = np.ones(slots, np.float32)
         self.min_p: NDArray[np.float32] = np.zeros(slots, np.float32)
-        self.filtered = [False] * slots
-        self.special = [False] * slots
-        self.constrained = [False] * slots
+        # Slots that do not draw greedily from the logits as they are; `scored`: whose prompts are.
+        self.sampled: set[int] = set()
+        self.filtered: set[int] = set()
+        self.special: set[int] = set()
+        self.constrained: set[int] = set()
+        self.scored: set[int] = set()
 
-    def own(self, slot: int, sequence: Sequence, engine_seed: int) -> None:
-        params = sequence.request.params
-        self.owners[slot] = sequence
-        self.temperatures[slot] = params.temperature
-        self.seeds[slot] = sampling_seed(sequence, engine_seed)
-        self.top_k[slot], self.top_p[slot], self.min_p[slot] = max(params.top_k, 0), params.top_p, params.min_p
-        self.filtered[slot] = filters(params)
-        self.special[slot] = is_special(sequence.request)
-        self.constrained[slot] = sequence.matcher is not None
+    def __getitem__(self, slot: int) -> NewSequence:
+        sequence = self.sequences[slot]
+        assert sequence is not None, f"slot {slot} has no sequence"
+        return sequence
+
+    def start(self, sequence: NewSequence) -> None:
+        slot, sampling = sequence.slot, sequence.sampling
+        self.sequences[slot] = sequence
+        self.known[slot], self.prompt_lengths[slot] = len(sequence.tokens), sequence.prompt_length
+        self.temperatures[slot], self.seeds[slot] = sampling.temperature, sequence.seed
+        self.top_k[slot], self.top_p[slot], self.min_p[slot] = sampling.top_k, sampling.top_p, sampling.min_p
+        for slots, has_it in (
+            (self.sampled, sampling.temperature > 0),
+            (self.filtered, filters(sampling)),
+            (self.special, is_special(sampling)),
+            (self.constrained, sequence.constrained),
+            (self.scored, sequence.prompt_logprobs is not None),
+        ):
+            (slots.add if has_it else slots.discard)(slot)
+
+    def end(self, slot: int) -> None:
+        self.sequences[slot] = None
+        for slots in (self.sampled, self.filtered, self.special, self.constrained, self.scored):
+            slots.discard(slot)
+
+
+def meets(some: set[int], slots: list[int]) -> bool:
+    """Whether any of `slots` is among some, which mostly are none."""
+    return bool(some) and not some.isdisjoint(slots)
 
 
 class Runner:
-    """Owns the KV pool, the block tables and each slot's newest id.
+    """Owns the KV pool, the block tables and each slot's newest id; learns of sequences from plans alone.
 
     On CUDA, steps in which every sequence runs one token replay a CUDA graph once `record_decode` has been called.
     observer: for benchmarks, None while nothing is measured.
@@ -177,21 +218,19 @@ class Runner:
         self._returns.reverse()
         if plan.copies:
             self.pool.copy_pages(plan.copies)
-        each_draws_once = all(chunk.count == 1 and len(chunk.draws) == 1 for chunk in plan.chunks)
-        bucket = self._decode.bucket(len(plan.chunks)) if self._decode is not None and each_draws_once else None
-        rows = self._admit(plan, recorded=bucket is not None)
-        launched = self._launch_eager(plan, rows) if bucket is None else self._launch_recorded(plan, rows, bucket)
+        arrays = PlanArrays(plan)
+        bucket = self._decode.bucket(len(plan.chunks)) if self._decode is not None and arrays.are_decodes else None
+        self._admit(plan, recorded=bucket is not None)
+        launched = self._launch_eager(plan, arrays) if bucket is None else self._launch_recorded(plan, arrays, bucket)
         if self.observer is not None and isinstance(launched, Launched):
             self.observer.end()
         return launched
 
-    def mask(self, step: Undrawn) -> Undrawn:
-        """Begin with the masks of a step; its matchers must be left alone until it is drawn."""
-        sequences = [row.sequence for row in step.rows]
-        matchers = [None if sequence.finished else sequence.matcher for sequence in sequences]
-        held = zip(sequences, matchers, strict=True)
-        constrained = tuple(sequence for sequence, matcher in held if matcher is not None)
-        return replace(step, constrained=constrained, masks=self._masks.start(matchers))
+    def mask(self, step: Undrawn, matchers: Sequence[LLMatcher | None]) -> Undrawn:
+        """Begin with the masks of a step; matchers: of each draw, None where it is free. They must know all ids before
+        it, and be left alone until it is drawn."""
+        complete = tuple(matcher is not None and matcher.is_stopped() for matcher in matchers)
+        return replace(step, complete=complete, masks=self._masks.start(matchers))
 
     @torch.inference_mode()
     def draw(self, step: Undrawn) -> Launched:
@@ -199,7 +238,7 @@ class Runner:
         launched = self._draw(step, step.masks.send(self._device) if step.masks is not None else None)
         if self.observer is not None:
             self.observer.end()
-        return replace(launched, constrained=step.constrained)
+        return replace(launched, masked=step.masks is not None)
 
     def settle(self) -> None:
         """Wait until nothing of any step is under way, so that all buffers may be filled again."""
@@ -213,64 +252,77 @@ class Runner:
         self._tables.send()
         buffer.send()
 
-    def _launch_recorded(self, plan: StepPlan, rows: list[DrawRow], bucket: int) -> Launched | Undrawn:
+    def _launch_recorded(self, plan: StepPlan, arrays: PlanArrays, bucket: int) -> Launched | Undrawn:
         assert self._decode is not None
         buffer = self._decode.buffer(bucket, self._staging[0])
-        self._fill(buffer, plan, rows)
+        self._fill(buffer, plan, arrays)
         self._send(buffer)
         logits = self._decode.run(bucket)
-        special = any(self._slots.special[row.slot] for row in rows)
-        undrawn = Undrawn(plan, rows, buffer, logits[: len(rows)], None if special else bucket)
-        return undrawn if any(self._slots.constrained[row.slot] for row in rows) else self._draw(undrawn)
+        by_graph = None if self._special(plan, arrays) else bucket
+        undrawn = Undrawn(plan, arrays, buffer, logits[: len(plan.chunks)], by_graph)
+        return undrawn if meets(self._slots.constrained, arrays.drawn) else self._draw(undrawn)
 
-    def _launch_eager(self, plan: StepPlan, rows: list[DrawRow]) -> Launched | Undrawn:
-        shape = StepShape(plan.tokens, len(plan.chunks), len(rows))
+    def _launch_eager(self, plan: StepPlan, arrays: PlanArrays) -> Launched | Undrawn:
+        draws = len(arrays.drawn)
+        shape = StepShape(plan.tokens, len(plan.chunks), draws)
         buffer = StepBuffer(shape, self._staging[0], self._staging[0].target(shape.size))
-        missing = self._fill(buffer, plan, rows)
+        missing = self._fill(buffer, plan, arrays)
         parts = None
         if self._device.type == "cuda":
-            chunks = plan.chunks
-            parts = buffer.divide([chunk.start for chunk in chunks], [chunk.count for chunk in chunks], self._reach)
+            parts = buffer.divide(arrays.starts.tolist(), arrays.counts.tolist(), self._reach)
         self._send(buffer)
-        longest = max(chunk.count for chunk in plan.chunks)
         tokens = joined_tokens(buffer, self._newest) if missing else buffer.tensors["tokens"]
-        most = max(chunk.start + chunk.count for chunk in plan.chunks)
-        tables = self._tables.of(buffer.tensors["table_rows"], -(-most // self.pool.shape.page_size))
+        tables = self._tables.of(buffer.tensors["table_rows"], -(-int(arrays.ends.max()) // self.pool.shape.page_size))
+        longest = 1 if arrays.are_decodes else int(arrays.counts.max())
         batch = buffer.batch(self.pool, tables, tokens, longest, self._config.windows, parts)
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-        if any(chunk.sequence.request.params.prompt_logprobs is not None for chunk in plan.chunks):
+        if meets(self._slots.scored, arrays.slots.tolist()):
             hidden = self._graphs.hidden(batch)
             prompt_logprobs = tuple(self._prompt_logprobs(plan, hidden))
             logits = self._graphs.head(hidden.index_select(0, buffer.tensors["rows"]))
         else:
             logits = self._graphs.logits(batch, buffer.tensors["rows"])
-        if not rows:
+        if not draws:
             none = torch.empty(0, dtype=torch.int32, device=self._device)
             return self._finish(plan, none, None, prompt_logprobs)
-        undrawn = Undrawn(plan, rows, buffer, logits, None, prompt_logprobs)
-        return undrawn if any(self._slots.constrained[row.slot] for row in rows) else self._draw(undrawn)
+        undrawn = Undrawn(plan, arrays, buffer, logits, None, prompt_logprobs)
+        return undrawn if meets(self._slots.constrained, arrays.drawn) else self._draw(undrawn)
+
+    def _special(self, plan: StepPlan, arrays: PlanArrays) -> bool:
+        """Whether any row of a step takes the long way of sampling."""
+        return bool(plan.banned) or meets(self._slots.special, arrays.drawn)
 
     def _draw(self, step: Undrawn, masks: tuple[Tensor, Tensor] | None = None) -> Launched:
         """Sample a step's rows; masks: see `apply_bitmask`."""
-        rows, buffer, logits = step.rows, step.buffer, step.logits
+        plan, buffer, logits, slots = step.plan, step.buffer, step.logits, step.arrays.drawn
+        draws = len(slots)
         reported = None
-        special = step.bucket is None and any(self._slots.special[row.slot] for row in rows)
+        special = step.bucket is None and self._special(plan, step.arrays)
         if masks is not None and not special:
             apply_bitmask(logits, *masks)
         if step.bucket is not None:
             assert self._decode is not None
-            return self._finish(step.plan, self._decode.draw(step.bucket)[: len(rows)])
-        if not special and self._device.type == "cpu" and all(row.params.greedy for row in rows):
+            return self._finish(plan, self._decode.draw(step.bucket)[:draws])
+        if not special and self._device.type == "cpu" and not meets(self._slots.sampled, slots):
             ids = likeliest(logits)
         else:
-            inputs = draw_inputs(buffer, len(rows))
-            filtered = any(self._slots.filtered[row.slot] for row in rows)
+            inputs = draw_inputs(buffer, draws)
+            filtered = meets(self._slots.filtered, slots)
             if special:
-                ids, reported = self._sampler.draw(logits, rows, inputs, filtered, masks)
+                ids, reported = self._sampler.draw(logits, self._rows(step), inputs, filtered, masks)
             else:
                 ids = draw_ids(logits, inputs, filtered)
-        self._newest[buffer.tensors["draw_slots"][: len(rows)]] = ids
-        return self._finish(step.plan, ids, reported, step.prompt_logprobs)
+        self._newest[buffer.tensors["draw_slots"][:draws]] = ids
+        return self._finish(plan, ids, reported, step.prompt_logprobs)
+
+    def _rows(self, step: Undrawn) -> list[DrawRow]:
+        banned: dict[int, tuple[int, ...]] = {}
+        for slot, id in step.plan.banned:
+            banned[slot] = (*banned.get(slot, ()), id)
+        slots, lengths = step.arrays.drawn, step.arrays.draw_lengths.tolist()
+        complete = step.complete or (False,) * len(slots)
+        drawn = zip(slots, lengths, complete, strict=True)
+        return [DrawRow(self._slots[slot], length, banned.get(slot, ()), ends) for slot, length, ends in drawn]
 
     def _finish(
         self,
@@ -289,65 +341,58 @@ class Runner:
         done.record()
         return Launched(plan, host, done, reported, prompt_logprobs)
 
-    def _admit(self, plan: StepPlan, recorded: bool) -> list[DrawRow]:
-        """Bring tables and slots up to the plan; returns who draws, in the plan's order."""
-        rows: list[DrawRow] = []
+    def _admit(self, plan: StepPlan, recorded: bool) -> None:
+        """Bring slots and block tables up to the plan."""
+        for slot in plan.ended:
+            self._slots.end(slot)
+        for sequence in plan.new:
+            self._slots.start(sequence)
+            self._sampler.admit(sequence)
         for chunk in plan.chunks:
             if chunk.new_pages:
                 entered = chunk.start // self.pool.shape.page_size if recorded else None
                 self._tables.update(chunk.slot, chunk.first_page, chunk.new_pages, entered)
-            for draw in chunk.draws:
-                if self._slots.owners[draw.slot] is not draw.sequence:
-                    self._slots.own(draw.slot, draw.sequence, self._config.seed)
-                    self._sampler.admit(draw.sequence, draw.slot)
-                rows.append(DrawRow(draw.sequence, draw.slot, chunk.start + chunk.count))
-        return rows
 
-    def _fill(self, buffer: StepBuffer, plan: StepPlan, rows: list[DrawRow]) -> bool:
+    def _fill(self, buffer: StepBuffer, plan: StepPlan, arrays: PlanArrays) -> bool:
         """Write what the step runs and draws; returns whether ids are missing that only the device knows."""
-        chunks, host = plan.chunks, buffer.host
-        slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
-        starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
-        counts = np.array([chunk.count for chunk in chunks], dtype=np.int32)
-        buffer.place(self._tables, self.pool.shape.page_size, slots, starts, counts)
-        tokens: list[int] = []
-        drawn_rows: list[int] = []
-        missing: list[tuple[int, int]] = []
-        for chunk in chunks:
-            known = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
-            tokens += known
-            if len(known) < chunk.count:  # the newest id has not reached the host yet
-                missing.append((len(tokens), chunk.slot))
-                tokens.append(0)
-            drawn_rows += [len(tokens) - 1] * len(chunk.draws)
-        host["tokens"][: len(tokens)] = tokens
-        host["sources"][: len(tokens)] = -1
-        for at, slot in missing:
-            host["sources"][at] = slot
-        drawn = len(rows)
-        draw_slots = np.array([row.slot for row in rows], dtype=np.int32)
-        host["rows"][:drawn] = drawn_rows
+        host, state, slots, tokens = buffer.host, self._slots, arrays.slots, plan.tokens
+        buffer.place(self._tables, self.pool.shape.page_size, slots, arrays.starts, arrays.counts)
+        drawn_here = arrays.starts >= state.known[slots]  # its one token is what its slot drew last
+        host["tokens"][:tokens] = 0
+        if all_drawn_here := arrays.are_decodes and bool(drawn_here.all()):
+            host["sources"][:tokens] = slots
+        else:
+            host["sources"][:tokens] = -1
+            host["sources"][arrays.last_rows[drawn_here]] = slots[drawn_here]
+            for index in np.flatnonzero(~drawn_here).tolist():
+                chunk, end = plan.chunks[index], int(arrays.last_rows[index]) + 1
+                ids = state[chunk.slot].tokens[chunk.start : chunk.start + chunk.count]
+                host["tokens"][end - chunk.count : end] = ids
+        draw_slots = arrays.draw_slots
+        drawn = len(arrays.drawn)
+        host["rows"][:drawn] = arrays.draw_rows
         host["draw_slots"][:drawn] = draw_slots
         for name in ("temperatures", "top_k", "top_p", "min_p"):
-            host[name][:drawn] = getattr(self._slots, name)[draw_slots].view(np.int32)
-        host["seeds"][: 2 * drawn] = self._slots.seeds[draw_slots].view(np.int32)
-        host["steps"][:drawn] = [row.drawn for row in rows]
+            host[name][:drawn] = getattr(state, name)[draw_slots].view(np.int32)
+        host["seeds"][: 2 * drawn] = state.seeds[draw_slots].view(np.int32)
+        host["steps"][:drawn] = arrays.draw_lengths - state.prompt_lengths[draw_slots]
         if drawn < buffer.shape.draws:
             buffer.pad_draws(drawn, self._config.max_sequences)
-        return bool(missing)
+        return all_drawn_here or bool(drawn_here.any())
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> Iterator[PromptLogprobs]:
         at = 0
         for chunk in plan.chunks:
-            sequence, most = chunk.sequence, chunk.sequence.request.params.prompt_logprobs
+            sequence = self._slots[chunk.slot]
+            most = sequence.prompt_logprobs
             # Row i of the chunk predicts token start + i + 1; the prompt's last row predicts output.
             rows = min(chunk.count, sequence.prompt_length - 1 - chunk.start)
-            if most is not None and rows > 0 and sequence.index == 0:
+            if most is not None and rows > 0:
                 for first in range(0, rows, PROMPT_LOGPROB_ROWS):
                     count = min(PROMPT_LOGPROB_ROWS, rows - first)
                     token = chunk.start + first + 1
                     targets = np.array(sequence.tokens[token : token + count], dtype=np.int32)
                     logits = self._graphs.head(hidden[at + first : at + first + count]).float()
                     reported = logprobs(logits, send(self._device, ids=targets)["ids"], most)
-                    yield PromptLogprobs(sequence, token, LogprobTensors(*reported))
+                    yield PromptLogprobs(sequence.id, token, LogprobTensors(*reported))
             at += chunk.count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,29 +11,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from strata.engine.request import Request, Sequence
-from strata.engine.sampling_params import SamplingParams
+from strata.engine.plan import NewSequence, Sampling
 from strata.engine.transfer import fetch, send
 from strata.kernels.sampling.bitmask import apply_bitmask
 from strata.kernels.sampling.filters import filter_bounds
 from strata.kernels.sampling.sampling import gumbel_sample, logprobs, penalize
 
 
-@dataclass(frozen=True)
-class DrawRow:
-    """One row of logits to sample: the sequence, its slot, and how many tokens it has before this draw."""
+class DrawRow(NamedTuple):
+    """One row of logits to sample with all that sampling can do.
 
-    sequence: Sequence
-    slot: int
+    length: tokens that the sequence has before this draw.
+    banned: ids that this draw may not give, besides those that the sequence may never draw.
+    is_complete: its grammar allows nothing but an end.
+    """
+
+    sequence: NewSequence
     length: int
+    banned: tuple[int, ...] = ()
+    is_complete: bool = False
 
     @property
-    def params(self) -> SamplingParams:
-        return self.sequence.request.params
-
-    @property
-    def drawn(self) -> int:
-        return self.length - self.sequence.prompt_length
+    def sampling(self) -> Sampling:
+        return self.sequence.sampling
 
 
 @dataclass(frozen=True)
@@ -54,31 +53,22 @@ class LogprobTensors:
         return LogprobTensors(*(fetch(tensor) for tensor in (self.chosen, self.ranks, self.top_ids, self.top)))
 
 
-def sampling_seed(sequence: Sequence, engine_seed: int) -> int:
-    """The int64 seed of one sequence: of the request's own seed if it has one, else of the engine's and the request."""
-    request = sequence.request
-    own = f"request {request.params.seed}" if request.params.seed is not None else f"engine {engine_seed} {request.id}"
-    digest = hashlib.blake2b(f"{own} {sequence.index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+def filters(sampling: Sampling) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
 
-def filters(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+def penalizes(sampling: Sampling) -> bool:
+    return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
 
 
-def penalizes(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-
-
-def is_special(request: Request) -> bool:
-    """Whether a row takes the long way: penalties, biased or forbidden ids, or log-probabilities to report."""
-    params = request.params
+def is_special(sampling: Sampling) -> bool:
+    """Whether a row takes the long way: penalties, biased or banned ids, or log-probabilities to report."""
     return bool(
-        penalizes(params)
-        or params.logit_bias
-        or params.min_tokens > 0
-        or request.bad_words
-        or params.logprobs is not None
+        penalizes(sampling)
+        or sampling.logit_bias
+        or sampling.min_tokens > 0
+        or sampling.banned_ids
+        or sampling.logprobs is not None
     )
 
 
@@ -119,15 +109,15 @@ class Sampler:
         self._slots, self._max_length, self._device = slots, max_length, device
         self._history: Tensor | None = None
 
-    def admit(self, sequence: Sequence, slot: int) -> None:
-        """The slot now belongs to `sequence`: take over its ids if they will be counted."""
-        if not penalizes(sequence.request.params):
+    def admit(self, sequence: NewSequence) -> None:
+        """Take over the ids of a sequence that takes a slot, if they will be counted."""
+        if not penalizes(sequence.sampling):
             return
         if self._history is None:
             shape = (self._slots, self._max_length + 1)
             self._history = torch.zeros(shape, dtype=torch.int64, device=self._device)
         ids = send(self._device, ids=np.array(sequence.tokens, dtype=np.int32))["ids"]
-        self._history[slot, : len(ids)] = ids
+        self._history[sequence.slot, : len(ids)] = ids
 
     def draw(
         self,
@@ -143,7 +133,7 @@ class Sampler:
         bias and forbidden ids, penalties, temperature, min-p, top-k, top-p.
         """
         raw = logits.float()
-        penalized = [(index, row) for index, row in enumerate(rows) if penalizes(row.params)]
+        penalized = [(index, row) for index, row in enumerate(rows) if penalizes(row.sampling)]
         sent = send(self._device, **_edits(rows), **_penalties(penalized))
         edited = raw if masks is None else apply_bitmask(raw.clone(), *masks)
         if len(sent["edited_ids"]):
@@ -157,7 +147,7 @@ class Sampler:
             assert self._history is not None
             place = (sent["slots"].long(), sent["lengths"].long())
             self._history.index_put_(place, known[sent["penalized"].long()])
-        most = max((row.params.logprobs for row in rows if row.params.logprobs is not None), default=None)
+        most = max((row.sampling.logprobs for row in rows if row.sampling.logprobs is not None), default=None)
         return ids, None if most is None else LogprobTensors(*logprobs(raw, known, most))
 
     def _penalized(self, logits: Tensor, sent: dict[str, Tensor], longest: int) -> Tensor:
@@ -184,7 +174,7 @@ def _edits(rows: Rows[DrawRow]) -> dict[str, NDArray[Any]]:
     edits = [
         (index, token, added)
         for index, row in enumerate(rows)
-        for token, added in (*(row.params.logit_bias or {}).items(), *((id, -np.inf) for id in forbidden(row)))
+        for token, added in (*row.sampling.logit_bias, *((id, -np.inf) for id in forbidden(row)))
     ]
     return {
         "edited_rows": np.array([edit[0] for edit in edits], dtype=np.int32),
@@ -198,29 +188,19 @@ def _penalties(rows: Rows[tuple[int, DrawRow]]) -> dict[str, NDArray[Any]]:
     held = [row for _, row in rows]
     return {
         "penalized": np.array([index for index, _ in rows], dtype=np.int32),
-        "slots": np.array([row.slot for row in held], dtype=np.int32),
+        "slots": np.array([row.sequence.slot for row in held], dtype=np.int32),
         "lengths": np.array([row.length for row in held], dtype=np.int32),
         "prompt_lengths": np.array([row.sequence.prompt_length for row in held], dtype=np.int32),
-        "repetition": np.array([row.params.repetition_penalty for row in held], dtype=np.float32),
-        "presence": np.array([row.params.presence_penalty for row in held], dtype=np.float32),
-        "frequency": np.array([row.params.frequency_penalty for row in held], dtype=np.float32),
+        "repetition": np.array([row.sampling.repetition_penalty for row in held], dtype=np.float32),
+        "presence": np.array([row.sampling.presence_penalty for row in held], dtype=np.float32),
+        "frequency": np.array([row.sampling.frequency_penalty for row in held], dtype=np.float32),
     }
 
 
 def forbidden(row: DrawRow) -> set[int]:
-    """Ids that the row may not draw now: ends before `min_tokens`, and last ids of bad words that would be completed.
-
-    A bad word of several ids can only be judged when all ids of the sequence are known to the host. Where a grammar
-    allows nothing but an end, the end is not too early.
-    """
-    banned: set[int] = set()
-    matcher = row.sequence.matcher
-    if row.drawn < row.params.min_tokens and not (matcher is not None and matcher.is_stopped()):
-        banned |= row.params.stop_ids
-        if not row.params.ignore_eos:
-            banned |= row.sequence.request.eos_ids
-    for word in row.sequence.request.bad_words:
-        before = word[:-1]
-        if not before or tuple(row.sequence.tokens[row.length - len(before) : row.length]) == before:
-            banned.add(word[-1])
-    return banned
+    """Ids that the row may not draw now: ends before `min_tokens`, unless nothing else is allowed, and bad words."""
+    sampling = row.sampling
+    ids = {*sampling.banned_ids, *row.banned}
+    if row.length - row.sequence.prompt_length < sampling.min_tokens and not row.is_complete:
+        ids.update(sampling.end_ids)
+    return ids

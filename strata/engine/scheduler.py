@@ -11,19 +11,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
-
-from llguidance import LLMatcher
+from typing import TYPE_CHECKING
 
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
-from strata.engine.plan import Chunk, Draft, Draw, StepPlan, Update
+from strata.engine.plan import Chunk, Draw, PlanBuilder, StepPlan
 from strata.engine.prefixes import Prefixes
-from strata.engine.request import Request, Sequence, Status
+from strata.engine.request import Request, Sequence, Status, Update, new_sequence
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """max_sequences: slots; max_tokens: tokens of one step; max_length: tokens of one sequence, prompt and output.
+    """max_sequences: slots; max_tokens: tokens of one step; max_length: tokens of one sequence, prompt and output;
+    seed: of the requests that bring none.
 
     No more sequences run at once than a step has tokens, so that each of them gets on at every step.
     """
@@ -31,11 +34,12 @@ class SchedulerConfig:
     max_sequences: int
     max_tokens: int
     max_length: int
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name in ("max_sequences", "max_tokens", "max_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass
@@ -68,10 +72,12 @@ class Scheduler:
         self._pages = pages
         self._prefixes = Prefixes(pages, prefix)
         self._requests: dict[str, list[Sequence]] = {}
+        self._sequences: dict[int, Sequence] = {}  # all that are unfinished, by id
         self._waiting: list[Sequence] = []  # both lists are sorted by rank
         self._running: list[Sequence] = []
         self._num_slots = min(config.max_sequences, config.max_tokens)
         self._slots = list(range(self._num_slots))  # a heap of those that are free
+        self._ended_slots: list[int] = []  # of which no plan has told yet
         self._next_id = 0
         self._refusal: tuple[Sequence, int] | None = None
 
@@ -93,7 +99,11 @@ class Scheduler:
     @property
     def needs_known_ids(self) -> bool:
         """Whether a running sequence must have all its ids on the host before its next step is planned."""
-        return any(len(word) > 1 for sequence in self._running for word in sequence.request.bad_words)
+        return any(sequence.long_bad_words for sequence in self._running)
+
+    def sequence(self, id: int) -> Sequence | None:
+        """An unfinished sequence; None once it has ended."""
+        return self._sequences.get(id)
 
     def add(self, request: Request, matcher: LLMatcher | None = None) -> list[Sequence]:
         """Queue a request and return its samples. Raises ValueError if it can never run or its id is in use. Whatever
@@ -101,15 +111,18 @@ class Scheduler:
 
         matcher: of the request's grammar, at its beginning.
         """
-        limit = self._limit(request)
+        if request.id in self._requests:
+            raise ValueError(f"request id {request.id!r} is in use by an unfinished request: choose another")
+        max_length = request.max_length(self.config.max_length, self._pages)
         sequences = []
         for index in range(request.params.n):
             prompt = list(request.prompt)
-            sequence = Sequence(self._next_id, request, index, limit, prompt, len(prompt))
+            sequence = Sequence(self._next_id, request, index, max_length, prompt, len(prompt))
             sequence.matcher = matcher.deep_copy() if matcher is not None else None
             sequences.append(sequence)
             self._next_id += 1
         self._requests[request.id] = list(sequences)
+        self._sequences.update((sequence.id, sequence) for sequence in sequences)
         sequences[0].unforked = sequences[1:]
         self._enqueue(sequences[0])
         return sequences
@@ -117,12 +130,15 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step; None if nothing can run before an outstanding plan is completed."""
         self._prefixes.publish()
-        draft = Draft(self.config.max_tokens)
-        for sequence in self._decode(draft):
-            if draft.left:
-                self._prefill(sequence, draft)
-        self._admit_waiting(draft)
-        return draft.plan()
+        builder = PlanBuilder(self.config.max_tokens)
+        for sequence in self._decode(builder):
+            if builder.budget:
+                self._prefill(sequence, builder)
+        self._admit_waiting(builder)
+        plan = builder.plan(self._ended_slots)
+        if plan is not None:
+            self._ended_slots = []
+        return plan
 
     def complete(self, plan: StepPlan, ids: Iterable[int]) -> list[Update]:
         """Take the sampled ids, in the order of the plan's draws, and end the sequences that they end.
@@ -132,27 +148,29 @@ class Scheduler:
         """
         updates: list[Update] = []
         failed: list[Sequence] = []
-        for (sequence, _), token in zip(plan.draws, ids, strict=True):
-            if sequence.status is Status.FINISHED:
+        unfinished = self._sequences
+        for (id, _), token in zip(plan.draws, ids, strict=True):
+            sequence = unfinished.get(id)
+            if sequence is None:
                 continue
             if token < 0:
                 failed.append(sequence)
                 continue
-            if not sequence.sound:
-                self._trust(sequence)
+            if not sequence.verified:
+                self._verify(sequence)
             tokens = sequence.tokens
             tokens.append(token)
             sequence.pending -= 1
             reason = None
-            if token in sequence.stops and len(tokens) >= sequence.least:
+            if token in sequence.end_ids and len(tokens) >= sequence.min_length:
                 reason = "stop"
                 self._end(sequence, reason, token if token in sequence.request.params.stop_ids else None)
-            elif len(tokens) >= sequence.limit:
+            elif len(tokens) >= sequence.max_length:
                 reason = "length"
                 self._end(sequence, reason, None)
             updates.append(Update(sequence, token, reason))
-        for sequence in failed:  # last, because what a sound draw of this step has read is sound
-            self._distrust(sequence)
+        for sequence in failed:  # last, because what another draw of this step could read is valid
+            self._invalidate(sequence)
             updates += self.fail(sequence)
         return updates
 
@@ -184,8 +202,8 @@ class Scheduler:
         for sequence in (*unfinished, *self._running, *self._waiting):
             sequence.status, sequence.finish_reason = Status.FINISHED, "abort"
             sequence.slot, sequence.pages, sequence.unforked = None, [], []
-        self._requests, self._waiting, self._running = {}, [], []
-        self._slots = list(range(self._num_slots))
+        self._requests, self._sequences, self._waiting, self._running = {}, {}, [], []
+        self._slots, self._ended_slots = list(range(self._num_slots)), []
         self._refusal = None
         self._pages.clear()
         self._prefixes.clear()
@@ -208,46 +226,22 @@ class Scheduler:
         known = [sequence for sequences in self._requests.values() for sequence in sequences]
         listed = [*self._running, *self._waiting, *(sample for sample in unforked if not sample.finished)]
         assert sorted(known, key=_rank) == sorted(listed, key=_rank), "a sequence is lost or listed twice"
+        assert self._sequences == {sequence.id: sequence for sequence in known}, "a sequence that ended is found by id"
         self._prefixes.check(self._running)
 
-    def _trust(self, sequence: Sequence) -> None:
+    def _verify(self, sequence: Sequence) -> None:
         """A sequence has drawn its first id since it started; if it still runs, its pages are those that were read."""
         if sequence.status is Status.RUNNING:
-            sequence.sound = True
-            self._prefixes.trust(sequence)
+            sequence.verified = True
+            self._prefixes.verify(sequence)
 
-    def _distrust(self, sequence: Sequence) -> None:
+    def _invalidate(self, sequence: Sequence) -> None:
         """Nothing stays cached that only the draws of a request have read, of which one could draw no id."""
-        self._prefixes.distrust(sequence)
+        self._prefixes.invalidate(sequence)
         for sample in self._requests.get(sequence.request.id, ()):
-            sample.sound = False  # its pages must not come back as sound ones
+            sample.verified = False  # its pages must not come back as verified ones
 
-    def _limit(self, request: Request) -> int:
-        """The most tokens that a sample of the request may have."""
-        length, longest = len(request.prompt), self.config.max_length
-        if request.id in self._requests:
-            raise ValueError(f"request id {request.id!r} is in use by an unfinished request: choose another")
-        if not length:
-            raise ValueError("the prompt is empty: it needs at least one token")
-        if length >= longest:
-            raise ValueError(
-                f"the prompt has {length} tokens, but max_model_len is {longest} and at least one must be generated: "
-                f"shorten the prompt to {longest - 1} tokens"
-            )
-        most = request.params.max_tokens
-        limit = longest if most is None else min(length + most, longest)
-        wanted = self._pages_for(limit - 1)  # the last token is never read
-        if wanted > self._pages.num_pages:
-            raise ValueError(
-                f"{length} prompt tokens and {limit - length} output tokens need {wanted} KV pages, but the pool has "
-                f"{self._pages.num_pages}: lower max_tokens, shorten the prompt, or give the KV cache more memory"
-            )
-        return limit
-
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self._pages.page_size)
-
-    def _decode(self, draft: Draft) -> list[Sequence]:
+    def _decode(self, builder: PlanBuilder) -> list[Sequence]:
         """Plan a token for each running sequence that samples; returns those that still prefill."""
         prefilling = []
         running, size, is_shared = self._running, self._pages.page_size, self._pages.is_shared
@@ -260,25 +254,27 @@ class Scheduler:
             if start < total - 1 or start < sequence.prompt_length:
                 prefilling.append(sequence)
                 continue
-            if total >= sequence.limit:
+            if total >= sequence.max_length:
                 continue  # its last id is on the way
             pages = sequence.pages
-            if (start == len(pages) * size or is_shared(pages[-1])) and not self._grow(sequence, draft):
+            if (start == len(pages) * size or is_shared(pages[-1])) and not self._grow(sequence, builder):
                 continue
-            announced = sequence.announced
-            fresh: tuple[int, ...] = ()
-            if announced < len(pages):
-                fresh = tuple(pages[announced:])
-                sequence.announced = len(pages)
+            sent = sequence.sent_pages
+            unsent: tuple[int, ...] = ()
+            if sent < len(pages):
+                unsent = tuple(pages[sent:])
+                sequence.sent_pages = len(pages)
             slot = sequence.slot
             assert slot is not None
-            draft.decodes.append(Chunk(sequence, slot, start, 1, (Draw(sequence, slot),), announced, fresh))
+            builder.decodes.append(Chunk(sequence.id, slot, start, 1, sequence.draws, sent, unsent))
+            if sequence.long_bad_words:
+                builder.banned += ((slot, token) for token in sequence.completed_bad_words())
             sequence.computed = start + 1
             sequence.pending += 1
-        draft.left -= len(draft.decodes)
+        builder.budget -= len(builder.decodes)
         return prefilling
 
-    def _grow(self, sequence: Sequence, draft: Draft) -> bool:
+    def _grow(self, sequence: Sequence, builder: PlanBuilder) -> bool:
         """Give a sequence a page of its own to write its next token in; False if it was preempted for want of one."""
         pages = sequence.pages
         full = sequence.computed == len(pages) * self._pages.page_size
@@ -293,105 +289,108 @@ class Scheduler:
         if full:
             pages.append(page)
             return True
-        draft.copies.append((pages[-1], page))
+        builder.copies.append((pages[-1], page))
         self._pages.release(pages[-1])
         pages[-1] = page
-        sequence.announced = min(sequence.announced, len(pages) - 1)
+        sequence.sent_pages = min(sequence.sent_pages, len(pages) - 1)
         return True
 
-    def _prefill(self, sequence: Sequence, draft: Draft) -> None:
+    def _prefill(self, sequence: Sequence, builder: PlanBuilder) -> None:
         """Plan as much of what a sequence has not computed as the budget allows."""
         start, total, slot = sequence.computed, len(sequence.tokens), sequence.slot
         assert slot is not None
-        count = min(total - start, draft.left)
-        draft.left -= count
+        count = min(total - start, builder.budget)
+        builder.budget -= count
         sequence.computed = start + count
         draws: tuple[Draw, ...] = ()
         if sequence.computed == total:
             sequence.pending = 1
-            draws = (Draw(sequence, slot), *self._fork(sequence))
-        fresh = tuple(sequence.pages[sequence.announced :])
-        chunk = Chunk(sequence, slot, start, count, draws, sequence.announced, fresh)
-        sequence.announced = len(sequence.pages)
-        (draft.decodes if count == 1 and len(draws) == 1 else draft.others).append(chunk)
+            draws = sequence.draws + self._fork(sequence, builder)
+            banned = sequence.completed_bad_words() if sequence.long_bad_words else ()
+            builder.banned += ((draw.slot, token) for draw in draws for token in banned)
+        unsent = tuple(sequence.pages[sequence.sent_pages :])
+        chunk = Chunk(sequence.id, slot, start, count, draws, sequence.sent_pages, unsent)
+        sequence.sent_pages = len(sequence.pages)
+        (builder.decodes if count == 1 and len(draws) == 1 else builder.others).append(chunk)
         self._prefixes.fill(sequence, start)
 
-    def _fork(self, sequence: Sequence) -> list[Draw]:
+    def _fork(self, sequence: Sequence, builder: PlanBuilder) -> tuple[Draw, ...]:
         """Let the other samples of the request go on from its prompt; those that find no slot queue up instead."""
-        draws = []
+        draws: tuple[Draw, ...] = ()
         for sample in sequence.unforked:
             if sample.finished:
                 continue
             if not self._slots:
                 self._enqueue(sample)
                 continue
-            self._start(sample, list(sequence.pages))
+            self._start(sample, list(sequence.pages), builder)
             for page in sample.pages:
                 self._pages.share(page)
             sample.computed, sample.pending, sample.cached_tokens = sequence.computed, 1, sequence.cached_tokens
-            assert sample.slot is not None
-            draws.append(Draw(sample, sample.slot))
+            draws += sample.draws
         sequence.unforked = []
         return draws
 
-    def _admit_waiting(self, draft: Draft) -> None:
+    def _admit_waiting(self, builder: PlanBuilder) -> None:
         """Admit by rank, until a sequence must wait for pages or an id and all behind it with it.
 
-        Those that wait for what this step fills are put off instead. Slots and pages are kept for them, and those
+        Those that wait for what this step fills are deferred instead. Slots and pages are reserved for them, and those
         behind them have to fit into this step whole, so that the next step is theirs.
         """
         waiting, size = self._waiting, self._pages.page_size
-        put_off = kept = 0
-        while put_off < len(waiting) and put_off < len(self._slots) and draft.left:
-            sequence = waiting[put_off]
-            found = self._find(sequence, kept)
+        deferred = reserved = 0
+        while deferred < len(waiting) and deferred < len(self._slots) and builder.budget:
+            sequence = waiting[deferred]
+            found = self._find(sequence, reserved)
             if found is None:
                 break
-            wanted = self._pages_for(len(sequence.tokens)) - len(found)
-            if self._prefixes.are_coming(sequence, found):
+            wanted = self._pages.pages_for(len(sequence.tokens)) - len(found)
+            if self._prefixes.is_pending(sequence, found):
                 self._prefixes.release(found)
-                put_off, kept = put_off + 1, kept + wanted
+                deferred, reserved = deferred + 1, reserved + wanted
                 continue
-            is_whole = len(sequence.tokens) - len(found) * size <= draft.left
-            if put_off and not (is_whole and len(sequence.unforked) < len(self._slots) - put_off):
+            is_whole = len(sequence.tokens) - len(found) * size <= builder.budget
+            if deferred and not (is_whole and len(sequence.unforked) < len(self._slots) - deferred):
                 self._prefixes.release(found)
                 break
-            del waiting[put_off]
-            self._admit(sequence, found, wanted)
-            self._prefill(sequence, draft)
+            del waiting[deferred]
+            self._admit(sequence, found, wanted, builder)
+            self._prefill(sequence, builder)
 
-    def _find(self, sequence: Sequence, kept: int) -> list[int] | None:
-        """The cached pages that a waiting sequence begins with, now its own; None if it must wait. kept: pages that it
-        has to leave to others."""
+    def _find(self, sequence: Sequence, reserved: int) -> list[int] | None:
+        """The cached pages that a waiting sequence begins with, now its own; None if it must wait. reserved: pages that
+        it has to leave to others."""
         # A page is left for each running sequence: what is admitted must not be preempted at once.
-        kept += len(self._running)
-        room = self._pages.free + self._pages.idle - kept
+        reserved += len(self._running)
+        room = self._pages.free + self._pages.idle - reserved
         # An id that is under way (the sequence was preempted just now) is on the device in its former slot only.
         if sequence.pending or self._refusal == (sequence, room):
             return None
-        found = self._prefixes.find(sequence)
-        if self._pages_for(len(sequence.tokens)) - len(found) > self._pages.free + self._pages.idle - kept:
+        found = self._prefixes.match(sequence)
+        if self._pages.pages_for(len(sequence.tokens)) - len(found) > self._pages.free + self._pages.idle - reserved:
             self._prefixes.release(found)
             self._refusal = (sequence, room)
             return None
         self._refusal = None
         return found
 
-    def _admit(self, sequence: Sequence, pages: list[int], wanted: int) -> None:
+    def _admit(self, sequence: Sequence, pages: list[int], wanted: int, builder: PlanBuilder) -> None:
         """Give a sequence a slot and, behind the pages that were found for it, those that it wants."""
         cached = len(pages) * self._pages.page_size
         self._prefixes.evict(max(0, wanted - self._pages.free))
         for _ in range(wanted):
             pages.append(self._pages.allocate(after=pages[-1] if pages else None))
-        self._start(sequence, pages)
+        self._start(sequence, pages, builder)
         sequence.computed = cached
-        if self._prefixes.are_looked_up(sequence) and not sequence.preemptions:
+        if self._prefixes.uses_cache(sequence) and not sequence.preemptions:
             sequence.cached_tokens = cached
             self.statistics.prefix_queries += sequence.prompt_length
             self.statistics.prefix_hits += cached
 
-    def _start(self, sequence: Sequence, pages: list[int]) -> None:
-        sequence.slot = heappop(self._slots)
+    def _start(self, sequence: Sequence, pages: list[int], builder: PlanBuilder) -> None:
+        slot = sequence.slot = heappop(self._slots)
+        sequence.draws = (Draw(sequence.id, slot),)
+        builder.new.append(new_sequence(sequence, slot, self.config.seed))
         sequence.pages = pages
         sequence.status = Status.RUNNING
         insort(self._running, sequence, key=_rank)
@@ -408,9 +407,10 @@ class Scheduler:
         assert sequence.slot is not None
         _remove(self._running, sequence)
         heappush(self._slots, sequence.slot)
-        self._prefixes.surrender(sequence)
-        sequence.slot, sequence.pages, sequence.computed, sequence.announced = None, [], 0, 0
-        sequence.sound = False
+        self._ended_slots.append(sequence.slot)
+        self._prefixes.free(sequence)
+        sequence.slot, sequence.pages, sequence.computed, sequence.sent_pages = None, [], 0, 0
+        sequence.verified = False
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
@@ -425,6 +425,7 @@ class Scheduler:
         else:
             _remove(self._waiting, sequence)
         sequence.status = Status.FINISHED
+        del self._sequences[sequence.id]
         for sample in sequence.unforked:
             if not sample.finished:
                 self._enqueue(sample)

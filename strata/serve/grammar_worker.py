@@ -11,7 +11,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from strata.engine.grammars.structured_outputs import LIMITS, explain
+from strata.engine.grammars.limits import LIMITS
+from strata.engine.grammars.matchers import explain
 from strata.text.killable_worker import serve_answers
 
 MEMORY_BYTES = 768 * 2**20

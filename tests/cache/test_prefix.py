@@ -16,7 +16,7 @@ Key = tuple[str, tuple[int, ...]]
 
 
 class Tree(RuleBasedStateMachine):
-    """Sequences match, compute, insert and surrender; `table` maps each cached prefix (salt, tokens) to its page."""
+    """Sequences match, compute, insert and release; `table` maps each cached prefix (salt, tokens) to its page."""
 
     @initialize(pages=st.integers(4, 24), size=st.integers(1, 3))
     def start(self, pages: int, size: int) -> None:
@@ -26,7 +26,7 @@ class Tree(RuleBasedStateMachine):
         self.table: dict[Key, int] = {}
         self.used: dict[int, int] = {}  # when the page of the tree was last let go of or asked for
         self.running: list[tuple[list[int], list[int], str]] = []
-        self.trusted: set[int] = set()
+        self.verified: set[int] = set()
         self.now = 0
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14), salt=st.sampled_from(["", "", "salt"]))
@@ -56,11 +56,11 @@ class Tree(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 100), known=st.floats(0.5, 1))
-    def surrender(self, which: int, known: float) -> None:
+    def release(self, which: int, known: float) -> None:
         tokens, pages, salt = self.running.pop(which % len(self.running))
         tokens = tokens[: round(len(tokens) * known)]
         others = {page for _, held, _ in self.running for page in held}
-        self.tree.surrender(tokens, pages, salt)
+        self.tree.release(tokens, pages, salt)
         self.now += 1
         copied = False
         for index in range(len(tokens) // self.size):
@@ -93,30 +93,30 @@ class Tree(RuleBasedStateMachine):
             ]
             if leaves:
                 least = min(leaves, key=lambda key: (self.used[self.table[key]], -len(key[1])))
-                self.trusted.discard(self.table.pop(least))
+                self.verified.discard(self.table.pop(least))
                 expected += 1
         assert self.tree.evict(count) == expected
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 100))
-    def trust(self, which: int) -> None:
+    def verify(self, which: int) -> None:
         _, pages, _ = self.running[which % len(self.running)]
-        self.tree.trust(pages)
-        self.trusted |= set(pages) & set(self.table.values())
+        self.tree.verify(pages)
+        self.verified |= set(pages) & set(self.table.values())
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 100))
-    def distrust(self, which: int) -> None:
+    def invalidate(self, which: int) -> None:
         tokens, _, salt = self.running[which % len(self.running)]
-        self.tree.distrust(tokens, salt)
+        self.tree.invalidate(tokens, salt)
         for index in range(len(tokens) // self.size):
             key = self._key(tokens, index, salt)
             page = self.table.get(key)
-            if page not in self.trusted:
+            if page not in self.verified:
                 gone = [other for other in self.table if other == key or self._below(other, key)]
-                self.trusted -= {self.table.pop(other) for other in gone}
+                self.verified -= {self.table.pop(other) for other in gone}
                 break
-            self.trusted.discard(page)
+            self.verified.discard(page)
 
     @invariant()
     def agree(self) -> None:
@@ -143,7 +143,7 @@ def cached(tree: PrefixTree, pages: PageAllocator, tokens: list[int], salt: str 
     own = tree.match(tokens, salt)
     while len(own) * pages.page_size < len(tokens):
         own.append(pages.allocate())
-    tree.surrender(tokens, own, salt)
+    tree.release(tokens, own, salt)
     return own
 
 
@@ -209,7 +209,7 @@ def test_a_copy_computed_by_another_sequence_is_released_and_the_trees_kept() ->
     own = [pages.allocate() for _ in range(3)]
     copy = [pages.allocate() for _ in range(4)]
     tree.insert([0, 0, 1, 1, 2, 2], own)
-    tree.surrender([0, 0, 1, 1, 2, 2, 3, 3], copy)
+    tree.release([0, 0, 1, 1, 2, 2, 3, 3], copy)
     assert sorted(tree) == sorted([*own, copy[3]])
     assert pages.free == 8 - 4
     pages.check(own, tree)
@@ -219,17 +219,17 @@ def test_a_failure_takes_out_what_no_sound_draw_has_read_and_the_next_one_the_re
     pages = PageAllocator(16, 2)
     tree = PrefixTree(pages)
     good = cached(tree, pages, [0, 0, 1, 1])
-    tree.trust(good)
+    tree.verify(good)
     broken = tree.match([0, 0, 1, 1, 9, 9, 8])
     broken.append(pages.allocate())
     tree.insert([0, 0, 1, 1, 9, 9], broken)
     sharer = tree.match([0, 0, 1, 1, 9, 9, 7])
-    tree.distrust([0, 0, 1, 1, 9, 9, 8])
+    tree.invalidate([0, 0, 1, 1, 9, 9, 8])
     assert sorted(tree) == sorted(good)
     for held in (broken, sharer):
-        tree.surrender([], held)
+        tree.release([], held)
     assert pages.free == 14  # the page between went only when both had let go of it
-    tree.distrust([0, 0, 1, 1])
+    tree.invalidate([0, 0, 1, 1])
     assert (len(tree), pages.free) == (0, 16)
     tree.check()
 
@@ -267,11 +267,11 @@ def test_pages_of_a_running_fork_are_not_hung_below_a_copy_it_does_not_hold() ->
     tree = PrefixTree(pages)
     own = [pages.allocate()]
     forked = [pages.allocate() for _ in range(3)]
-    tree.surrender([0, 0], own)
+    tree.release([0, 0], own)
     for page in forked:
         pages.share(page)
-    tree.surrender([0, 0, 1, 1, 2, 2], forked)
+    tree.release([0, 0, 1, 1, 2, 2], forked)
     assert tree.evict(8) == 1  # the copy is free to go, because nothing of the other fork hangs below it
-    tree.surrender([0, 0, 1, 1, 2, 2], forked)
+    tree.release([0, 0, 1, 1, 2, 2], forked)
     assert list(tree) == forked
     tree.check()

@@ -166,7 +166,7 @@ def test_a_cached_page_that_breaks_fails_who_shares_it_and_is_computed_anew(fold
     assert tree is not None
     held = tree.match([*PREFIX, 1])
     poison(llm, held[1])
-    tree.surrender([], held)
+    tree.release([], held)
     lost, too, sound = run(llm, prompts)
     assert_failed(lost)
     assert_failed(too)

@@ -18,7 +18,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from strata import LLM, SamplingParams, StructuredOutputsParams
-from strata.engine.grammars.grammar import GrammarCompiler, Masks, takes_end
+from strata.engine.grammars.grammar import GrammarCompiler, Masks
+from strata.engine.grammars.matchers import takes_end
 from strata.engine.grammars.structured_outputs import json_grammar
 from strata.engine.outputs import RequestOutput
 from strata.text.special_tokens import SpecialTokens

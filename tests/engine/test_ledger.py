@@ -15,7 +15,7 @@ from strata.engine import ledger as ledger_module
 from strata.engine import sampler as sampler_module
 from strata.engine.build import decode_buckets
 from strata.engine.ledger import SAMPLING_BYTES, activation_bytes, plan_memory, sequence_bytes
-from strata.engine.request import Request, Sequence
+from strata.engine.request import Request, Sequence, new_sequence
 from strata.engine.sampler import DrawRow, Sampler
 from strata.engine.sampling_params import SamplingParams
 from strata.models.config import config_from_dict
@@ -78,7 +78,7 @@ def test_what_is_kept_for_sequences_by_hand() -> None:
     assert plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED).sequences == sequence_bytes(CONFIG, 4, 128, 16)
     sampler = Sampler(256, 40960, torch.device("cpu"))
     params = SamplingParams(repetition_penalty=1.3)
-    sampler.admit(Sequence(0, Request("0", (1, 2), params), 0, 9, [1, 2], 2), 3)
+    sampler.admit(new_sequence(Sequence(0, Request("0", (1, 2), params), 0, 9, [1, 2], 2), 3, 0))
     assert sampler._history is not None
     assert sampler._history.nbytes == 256 * history
 
@@ -124,12 +124,12 @@ def test_activations_cover_what_sampling_holds(monkeypatch: pytest.MonkeyPatch) 
     )
     prompt = tuple(range(30))
     sequences = [Sequence(i, Request(str(i), prompt, params), 0, 40, list(prompt), 30) for i in range(rows)]
+    held = [DrawRow(new_sequence(sequence, slot, 0), 30) for slot, sequence in enumerate(sequences)]
     sampler = Sampler(rows, 64, torch.device("cpu"))
-    for slot, sequence in enumerate(sequences):
-        sampler.admit(sequence, slot)
+    for row in held:
+        sampler.admit(row.sequence)
     masks = torch.full((rows, vocabulary // 32), -1, dtype=torch.int32), torch.arange(rows, dtype=torch.int32)
     logits = torch.randn(rows, vocabulary).to(torch.bfloat16)
-    held = [DrawRow(sequence, slot, 30) for slot, sequence in enumerate(sequences)]
     inputs: Any = None
     with torch.inference_mode(), LiveBytes() as live:
         sampler.draw(logits, held, inputs, True, masks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,11 +17,24 @@ from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduler import Scheduler, SchedulerConfig
 
 
+class NamingScheduler(Scheduler):
+    """Remembers to which request each id of a sequence belongs, since plans hold ids alone."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.names: dict[int, str] = {}
+
+    def add(self, request: Request, matcher: Any = None) -> list[Sequence]:
+        added = super().add(request, matcher)
+        self.names.update((sequence.id, request.id) for sequence in added)
+        return added
+
+
 def scheduler(
     pages: int = 100, page_size: int = 4, slots: int = 8, budget: int = 64, longest: int = 100, caching: bool = True
-) -> Scheduler:
-    allocator = PageAllocator(pages, page_size)
-    return Scheduler(SchedulerConfig(slots, budget, longest), allocator, PrefixTree(allocator) if caching else None)
+) -> NamingScheduler:
+    config, allocator = SchedulerConfig(slots, budget, longest), PageAllocator(pages, page_size)
+    return NamingScheduler(config, allocator, PrefixTree(allocator) if caching else None)
 
 
 def request(
@@ -32,9 +46,9 @@ def request(
     return Request(id, ids, SamplingParams(**params), priority, arrival, eos_ids=frozenset([0]))  # type: ignore[arg-type]
 
 
-def shares(plan: StepPlan | None) -> list[tuple[str, int, int]]:
+def shares(of: NamingScheduler, plan: StepPlan | None) -> list[tuple[str, int, int]]:
     assert plan is not None
-    return [(chunk.sequence.request.id, chunk.start, chunk.count) for chunk in plan.chunks]
+    return [(of.names[chunk.sequence], chunk.start, chunk.count) for chunk in plan.chunks]
 
 
 def step(of: Scheduler, token: int = 7) -> StepPlan | None:
@@ -94,13 +108,13 @@ class TestOrder:
         of = scheduler(slots=1, budget=100)
         for id, arrival in (("c", 3.0), ("a", 1.0), ("b", 2.0)):
             of.add(request(id, 5, arrival=arrival, max_tokens=1))
-        assert [shares(plan)[0][0] for plan in finish(of)] == ["a", "b", "c"]
+        assert [shares(of, plan)[0][0] for plan in finish(of)] == ["a", "b", "c"]
 
     def test_a_lower_priority_number_starts_first(self) -> None:
         of = scheduler(slots=1)
         for arrival, (id, priority) in enumerate((("late", 1), ("first", -1), ("second", 0))):
             of.add(request(id, 5, arrival=float(arrival), priority=priority, max_tokens=1))
-        assert [shares(plan)[0][0] for plan in finish(of)] == ["first", "second", "late"]
+        assert [shares(of, plan)[0][0] for plan in finish(of)] == ["first", "second", "late"]
 
     def test_nobody_is_passed_by_whoever_comes_long_after(self) -> None:
         """However urgent those are: a stream of them does not keep one waiting for ever."""
@@ -125,7 +139,7 @@ class TestOrder:
         of = scheduler(slots=1)
         for number, (arrival, priority) in enumerate(asked):
             of.add(request(f"{number}", [number + 1], arrival=arrival, priority=priority, max_tokens=1))
-        order = [int(shares(plan)[0][0]) for plan in finish(of)]
+        order = [int(shares(of, plan)[0][0]) for plan in finish(of)]
         for place, first in enumerate(order):
             for then in order[place + 1 :]:
                 assert asked[first][0] <= asked[then][0] + 2 * MOST_AHEAD
@@ -138,7 +152,7 @@ class TestOrder:
         step(of)
         of.add(request("large", 28, arrival=1.0, max_tokens=4))
         of.add(request("small", 2, arrival=2.0, max_tokens=4))
-        started = [share[0] for plan in finish(of) for share in shares(plan)]
+        started = [share[0] for plan in finish(of) for share in shares(of, plan)]
         assert started.index("large") < started.index("small")
 
     def test_what_would_be_preempted_at_once_is_not_admitted(self) -> None:
@@ -164,13 +178,13 @@ class TestBudget:
         of.add(request("a", 5, max_tokens=9))
         of.add(request("b", 20, arrival=1.0, max_tokens=9))
         plan = step(of)
-        assert shares(plan) == [("a", 0, 5), ("b", 0, 3)]
+        assert shares(of, plan) == [("a", 0, 5), ("b", 0, 3)]
         assert plan is not None
         assert [len(chunk.draws) for chunk in plan.chunks] == [1, 0]
-        assert shares(step(of)) == [("a", 5, 1), ("b", 3, 7)]
-        assert shares(step(of)) == [("a", 6, 1), ("b", 10, 7)]
-        assert shares(step(of)) == [("a", 7, 1), ("b", 17, 3)]
-        assert shares(step(of)) == [("a", 8, 1), ("b", 20, 1)]
+        assert shares(of, step(of)) == [("a", 5, 1), ("b", 3, 7)]
+        assert shares(of, step(of)) == [("a", 6, 1), ("b", 10, 7)]
+        assert shares(of, step(of)) == [("a", 7, 1), ("b", 17, 3)]
+        assert shares(of, step(of)) == [("a", 8, 1), ("b", 20, 1)]
 
     def test_a_long_prompt_does_not_hold_up_decodes_of_later_requests(self) -> None:
         of = scheduler(budget=8, slots=4)
@@ -178,7 +192,7 @@ class TestBudget:
         step(of)
         of.add(request("b", 60, priority=-1, max_tokens=30))
         for _ in range(4):
-            assert shares(step(of))[0][0] == "a"
+            assert shares(of, step(of))[0][0] == "a"
 
     def test_no_more_run_than_a_step_has_tokens(self) -> None:
         of = scheduler(budget=3, slots=8)
@@ -202,7 +216,7 @@ class TestRunAhead:
         (sequence,) = of.add(request("a", 5, max_tokens=3))
         first = of.schedule()
         second = of.schedule()
-        assert (shares(first), shares(second)) == ([("a", 0, 5)], [("a", 5, 1)])
+        assert (shares(of, first), shares(of, second)) == ([("a", 0, 5)], [("a", 5, 1)])
         assert (len(sequence.tokens), sequence.pending) == (5, 2)
         assert first is not None
         assert of.complete(first, [7]) == [(sequence, 7, None)]
@@ -240,7 +254,7 @@ class TestRunAhead:
         of.complete(first, [7, 8])
         third = of.schedule()  # "b" needs a page and there is none
         assert third is not None
-        assert shares(third) == [("a", 7, 1)]
+        assert shares(of, third) == [("a", 7, 1)]
         assert (young.status, young.pending, young.preemptions) == (Status.WAITING, 1, 1)
         of.complete(second, [7, 9])
         assert young.outputs == [8, 9]
@@ -261,7 +275,7 @@ class TestRunAhead:
             of.complete(before, [7, 7])
         assert (young.status, young.preemptions) == (Status.RUNNING, 0)
         after = of.schedule()
-        assert shares(after) == [("a", 13, 1)]
+        assert shares(of, after) == [("a", 13, 1)]
         assert (young.status, young.pending, young.preemptions) == (Status.WAITING, 1, 1)
         assert plan is not None
         assert after is not None
@@ -352,7 +366,7 @@ class TestSamples:
     def prompt_end(self, of: Scheduler, sequences: list[Sequence]) -> StepPlan:
         plan = step(of)
         assert plan is not None
-        assert [draw.sequence for draw in plan.draws] == sequences
+        assert [draw.sequence for draw in plan.draws] == [sequence.id for sequence in sequences]
         return plan
 
     def test_samples_share_the_prompt_and_copy_a_page_only_to_write_in_it(self) -> None:
@@ -385,7 +399,7 @@ class TestSamples:
         self.prompt_end(of, [first, second])
         plan = step(of)
         assert plan is not None
-        assert (shares(plan), plan.copies) == ([("a", 18, 1)], ())
+        assert (shares(of, plan), plan.copies) == ([("a", 18, 1)], ())
         assert (first.preemptions, second.preemptions) == (0, 1)
         list(finish(of))
         assert len(first.outputs) == len(second.outputs) == 3
@@ -414,8 +428,8 @@ class TestPrefix:
         of = scheduler(page_size=4, budget=64)
         (first,) = of.add(request("a", range(100, 121), max_tokens=4))
         (second,) = of.add(request("b", [*range(100, 117), 5, 5], arrival=1.0, max_tokens=4))
-        assert shares(of.schedule()) == [("a", 0, 21)]
-        assert shares(of.schedule()) == [("a", 21, 1), ("b", 16, 3)]
+        assert shares(of, of.schedule()) == [("a", 0, 21)]
+        assert shares(of, of.schedule()) == [("a", 21, 1), ("b", 16, 3)]
         assert second.pages[:4] == first.pages[:4]
         assert (first.cached_tokens, second.cached_tokens) == (0, 16)
         assert (of.statistics.prefix_queries, of.statistics.prefix_hits) == (40, 16)
@@ -424,22 +438,22 @@ class TestPrefix:
         of = scheduler(page_size=4, budget=64)
         of.add(request("a", [*range(100, 116), 1], max_tokens=4))
         of.add(request("b", [*range(100, 116), 2], arrival=1.0, max_tokens=4))
-        assert shares(of.schedule()) == [("a", 0, 17)]
-        assert shares(of.schedule()) == [("a", 17, 1), ("b", 16, 1)]
+        assert shares(of, of.schedule()) == [("a", 0, 17)]
+        assert shares(of, of.schedule()) == [("a", 17, 1), ("b", 16, 1)]
 
     def test_who_would_find_less_than_a_page_does_not_wait(self) -> None:
         of = scheduler(page_size=4, budget=64)
         of.add(request("a", range(100, 110), max_tokens=4))
         of.add(request("b", [*range(100, 103), 5, 5], arrival=1.0, max_tokens=4))
         of.add(request("c", range(100, 104), arrival=2.0, max_tokens=4))  # a token must be left to compute
-        assert shares(of.schedule()) == [("a", 0, 10), ("b", 0, 5), ("c", 0, 4)]
+        assert shares(of, of.schedule()) == [("a", 0, 10), ("b", 0, 5), ("c", 0, 4)]
 
     def test_others_go_before_those_that_wait_for_a_step_and_every_prompt_is_computed_once(self) -> None:
         of = scheduler(page_size=4, budget=64)
         for place, id in enumerate(("a1", "a2", "b1", "a3", "b2")):
             of.add(request(id, [*range(1000 * ord(id[0]), 1000 * ord(id[0]) + 8), place], arrival=float(place)))
-        assert shares(of.schedule()) == [("a1", 0, 9), ("b1", 0, 9)]
-        assert shares(of.schedule()) == [("a1", 9, 1), ("b1", 9, 1), ("a2", 8, 1), ("a3", 8, 1), ("b2", 8, 1)]
+        assert shares(of, of.schedule()) == [("a1", 0, 9), ("b1", 0, 9)]
+        assert shares(of, of.schedule()) == [("a1", 9, 1), ("b1", 9, 1), ("a2", 8, 1), ("a3", 8, 1), ("b2", 8, 1)]
 
     @pytest.mark.parametrize(
         ("options", "later"),
@@ -457,8 +471,8 @@ class TestPrefix:
         of.add(request("a", [*range(100, 108), 1], max_tokens=4))
         (second,) = of.add(request("b", [*range(100, 108), 2], arrival=1.0, max_tokens=4))
         of.add(request("c", **later, arrival=2.0, max_tokens=4))
-        assert shares(of.schedule()) == [("a", 0, 9)]
-        assert ("b", 8, 1) in shares(of.schedule())
+        assert shares(of, of.schedule()) == [("a", 0, 9)]
+        assert ("b", 8, 1) in shares(of, of.schedule())
         assert second.cached_tokens == 8
 
     def test_a_step_that_came_to_nothing_leaves_nothing_to_find(self) -> None:
@@ -575,7 +589,7 @@ class TestFailure:
             plan, outstanding = outstanding, of.schedule()
             assert plan is not None
             assert outstanding is not None
-            ids = [-1 if draw.sequence is young and young.preemptions else 7 for draw in plan.draws]
+            ids = [-1 if draw.sequence == young.id and young.preemptions else 7 for draw in plan.draws]
             of.complete(plan, ids)
         assert young.finish_reason == "error"
         of.check()
@@ -595,7 +609,7 @@ class TestPreemption:
         assert urgent.preemptions == 0
         assert young.preemptions >= 1
         assert of.statistics.preemptions == old.preemptions + young.preemptions
-        last = {share[0]: place for place, plan in enumerate(plans) for share in shares(plan)}
+        last = {share[0]: place for place, plan in enumerate(plans) for share in shares(of, plan)}
         assert last["a"] < last["b"] < last["c"]
         assert [len(sequence.outputs) for sequence in (urgent, old, young)] == [12, 12, 12]
         of.check()
@@ -605,7 +619,7 @@ class TestPreemption:
         (old,) = of.add(request("a", 14, max_tokens=8))
         (young,) = of.add(request("b", 14, arrival=1.0, max_tokens=6))
         computed = [
-            (chunk.start, chunk.count) for plan in finish(of) for chunk in plan.chunks if chunk.sequence is young
+            (chunk.start, chunk.count) for plan in finish(of) for chunk in plan.chunks if chunk.sequence == young.id
         ]
         assert (old.preemptions, young.preemptions) == (0, 1)
         # It lost four full pages, of which the other sequence needed one: the deepest.
@@ -618,6 +632,6 @@ class TestPreemption:
         done = []
         for plan in finish(of):
             first = next(id for id in map(str, range(12)) if id not in done)
-            assert first in [share[0] for share in shares(plan)]
-            done += [chunk.sequence.request.id for chunk in plan.chunks if chunk.sequence.finished]
+            assert first in [share[0] for share in shares(of, plan)]
+            done += [of.names[chunk.sequence] for chunk in plan.chunks if of.sequence(chunk.sequence) is None]
         assert done == [str(place) for place in range(12)]

@@ -1,15 +1,11 @@
-"""Random loads on the scheduler, executed by a stand-in for the device that knows what each page holds.
-
-Its "model" is a function of all tokens before, so a stream of ids is right only if every step read what it should.
-"""
+"""Random loads on the scheduler, executed by a stand-in for the device that knows what each page holds."""
 
 from __future__ import annotations
 
 import random
-import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -21,95 +17,7 @@ from strata.engine.plan import StepPlan
 from strata.engine.request import Request, Sequence
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduler import Scheduler, SchedulerConfig
-
-VOCABULARY = 23
-EOS = 0
-STOP_ID = 1
-STOP_TEXT = 2  # ends the sequence as a stop string would: found by the host after `complete`
-POISON = VOCABULARY  # from this prompt token on all keys and values are NaN, and no id can be drawn
-
-
-def next_token(tokens: list[int], index: int) -> int:
-    return zlib.crc32(bytes([index, *tokens])) % VOCABULARY
-
-
-def uncrowded(request: Request, index: int, longest: int) -> tuple[list[int], str, int | str | None]:
-    """Outputs, finish reason and stop reason of one sample, from the definitions alone."""
-    params, tokens, outputs = request.params, list(request.prompt), []
-    if POISON in tokens:
-        return [], "error", None
-    while True:
-        token = next_token(tokens, index)
-        tokens.append(token)
-        outputs.append(token)
-        if len(outputs) >= params.min_tokens:
-            if token == EOS and not params.ignore_eos:
-                return outputs, "stop", None
-            if token in (params.stop_token_ids or ()):
-                return outputs, "stop", token
-            if token == STOP_TEXT and params.detokenize:
-                return outputs, "stop", "text"
-        if len(outputs) == params.max_tokens or len(tokens) == longest:
-            return outputs, "length", None
-
-
-class Device:
-    """Executes plans in the order of their launch, as a stream does."""
-
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
-        self.tables: dict[int, dict[int, int]] = {}
-        self.newest: dict[int, int] = {}
-        self.pages: dict[int, dict[int, tuple[int, int, str]]] = {}
-        self.truth: dict[int, list[int]] = {}
-
-    def launch(self, plan: StepPlan) -> list[int]:
-        assert plan.tokens == sum(chunk.count for chunk in plan.chunks)
-        slots = [chunk.slot for chunk in plan.chunks]
-        assert len(set(slots)) == len(slots), "two chunks in a slot"
-        kinds = [chunk.count == 1 and len(chunk.draws) == 1 for chunk in plan.chunks]
-        assert kinds == sorted(kinds, reverse=True), "a decode after other chunks"
-        for source, target in plan.copies:
-            self.pages[target] = dict(self.pages[source])
-        written: set[tuple[int, int]] = set()
-        writers: dict[int, int] = {}
-        for chunk in plan.chunks:
-            table = {} if chunk.first_page == 0 and chunk.new_pages else self.tables[chunk.slot]
-            table.update(enumerate(chunk.new_pages, chunk.first_page))
-            self.tables[chunk.slot] = table
-            for position in range(chunk.start, chunk.start + chunk.count):
-                known = chunk.sequence.tokens
-                token = known[position] if position < len(known) else self.newest[chunk.slot]
-                place = (table[position // self.page_size], position % self.page_size)
-                assert place not in written, "two tokens in one place"
-                written.add(place)
-                self.pages.setdefault(place[0], {})[place[1]] = (token, position, chunk.sequence.request.salt)
-                assert writers.setdefault(place[0], chunk.slot) == chunk.slot, "two chunks write in a page"
-        ids = []
-        for chunk in plan.chunks:
-            pages = [self.tables[chunk.slot][page] for page in range(-(-(chunk.start + chunk.count) // self.page_size))]
-            assert all(writers.get(page, chunk.slot) == chunk.slot for page in pages), (
-                "a chunk reads what another one of its step writes"
-            )
-            truth = self.truth.setdefault(chunk.sequence.id, list(chunk.sequence.request.prompt))
-            end = chunk.start + chunk.count
-            read = [
-                self.pages[self.tables[chunk.slot][position // self.page_size]][position % self.page_size]
-                for position in range(end)
-            ]
-            salt = chunk.sequence.request.salt
-            assert read == [(token, position, salt) for position, token in enumerate(truth[:end])]
-            assert not chunk.draws or end == len(truth), "a draw before the last token, or beyond it"
-            for sequence, slot in chunk.draws:
-                token = -1 if POISON in truth[:end] else next_token(truth[:end], sequence.index)
-                self.newest[slot] = max(token, 0)
-                ids.append(token)
-        for sequence, slot in plan.draws:
-            self.truth.setdefault(sequence.id, list(sequence.request.prompt)).append(self.newest[slot])
-        return ids
-
-    def poisoned(self, pages: Iterable[int]) -> list[int]:
-        return [page for page in pages if any(token == POISON for token, *_ in self.pages[page].values())]
+from tests.engine.simulated import EOS, POISON, STOP_ID, STOP_TEXT, VOCABULARY, Device, uncrowded
 
 
 @dataclass
@@ -128,7 +36,6 @@ class Engine:
         self.device = Device(page_size)
         self.ahead = ahead
         self.outstanding: Outstanding | None = None
-        self.first_run: list[Sequence] = []
 
     def step(self) -> None:
         if not self.ahead:
@@ -140,8 +47,9 @@ class Engine:
             self.outstanding = None
         else:
             assert 0 < plan.tokens <= self.scheduler.config.max_tokens
-            self.first_run += [chunk.sequence for chunk in plan.chunks if chunk.sequence not in self.first_run]
-            self.outstanding = Outstanding(plan, self.device.launch(plan))
+            sent = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
+            assert sent == plan
+            self.outstanding = Outstanding(plan, self.device.launch(sent))
         self._take(before)
 
     def complete(self) -> None:
@@ -243,6 +151,7 @@ class Load(RuleBasedStateMachine):
         added = self.engine.scheduler.add(request)
         assert [sequence.index for sequence in added] == list(range(n))
         self.sequences += added
+        self.engine.device.asked.update((sequence.id, (sequence.index, salt)) for sequence in added)
 
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:

@@ -23,7 +23,6 @@ from strata.engine.grammars.grammar import GrammarCompiler
 from strata.engine.grammars.structured_outputs import json_grammar
 from strata.engine.loop import StepOutput
 from strata.engine.outputs import Logprob
-from strata.engine.plan import Update
 from strata.engine.process.messages import (
     Abort,
     Add,
@@ -42,7 +41,7 @@ from strata.engine.process.messages import (
     TokenLogprobs,
 )
 from strata.engine.process.service import Service
-from strata.engine.request import Request, Sequence, Status
+from strata.engine.request import Request, Sequence, Status, Update
 from tests.engine.test_failed_requests import NAN_TOKEN, break_embedding
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -539,7 +538,7 @@ def test_the_host_time_of_a_step_is_small() -> None:
     sequences = [Sequence(i, replace(request, id=f"{i}"), 0, 100, [1], 1) for i in range(256)]
     for sequence in sequences:
         sequence.status = Status.RUNNING
-    output = StepOutput([Update(sequence, 77, None) for sequence in sequences], {}, None, ())
+    output = StepOutput([Update(sequence, 77, None) for sequence in sequences], {}, None, [])
     scheduler = SimpleNamespace(
         running=256,
         waiting=0,
@@ -547,7 +546,13 @@ def test_the_host_time_of_a_step_is_small() -> None:
         config=SimpleNamespace(max_sequences=256),
     )
     waiting = iter(sequences)
-    loop = SimpleNamespace(idle=False, scheduler=scheduler, step=lambda: output, add=lambda *_: [next(waiting)])
+    loop = SimpleNamespace(
+        idle=False,
+        clock=time.monotonic,
+        scheduler=scheduler,
+        step=lambda: output,
+        add=lambda *_: [next(waiting)],
+    )
     sizes = SimpleNamespace(vocab_size=4096, hidden_size=8)
     engine = SimpleNamespace(
         loop=loop,

@@ -366,7 +366,8 @@ class TestTheEnd:
     def test_of_an_engine_that_breaks_down_is_told_to_all(self, tmp_path: Path, error: str, told: str) -> None:
         script = (
             "import sys\n"
-            "from strata.engine import loop, worker\n"
+            "from strata.engine import loop\n"
+            "from strata.engine.process import worker\n"
             "from strata.engine.faults import EngineFault\n"
             "step = loop.EngineLoop.step\n"
             "def breaks(self):\n"

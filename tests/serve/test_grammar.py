@@ -14,7 +14,8 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from strata.engine.grammars.grammar import GrammarCompiler, Masks, takes_end
+from strata.engine.grammars.grammar import GrammarCompiler, Masks
+from strata.engine.grammars.matchers import takes_end
 from strata.serve.grammar import Grammar, GrammarChecker, response_grammar, tool_call_grammar
 from strata.serve.grammar_worker import what_is_wrong
 from strata.serve.http.errors import ApiError

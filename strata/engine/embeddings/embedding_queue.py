@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 
 from torch import Tensor
@@ -26,7 +25,7 @@ class EmbeddingQueue:
     many wait here, generations go on at three quarters of their speed. `clock` tells seconds.
     """
 
-    def __init__(self, pooler: Pooler, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pooler: Pooler, clock: Callable[[], float]) -> None:
         self._pooler = pooler
         self._clock = clock
         self._began = 0.0

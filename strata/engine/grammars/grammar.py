@@ -15,7 +15,8 @@ import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from torch import Tensor
 
-from strata.engine.grammars.structured_outputs import LIMITS, explain
+from strata.engine.grammars.limits import LIMITS
+from strata.engine.grammars.matchers import explain
 from strata.kernels.sampling.bitmask import WORD
 from strata.text.tokenizer import Tokenizer
 
@@ -30,14 +31,6 @@ _SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_TEXT}{{1,{length}}}" for length in (1, 
 def vocabulary(tokenizer: Tokenizer | None, rows: int) -> int:
     """Ids that a mask tells of, for a model with so many rows of logits; a tokenizer may have more."""
     return max(rows, tokenizer.vocab_size if tokenizer is not None else 0)
-
-
-def takes_end(matcher: LLMatcher, token: int) -> bool:
-    """Take the next id of an output. Whether it was an end-of-sequence id, so that the output is complete."""
-    if matcher.is_stopped():  # only such ids were allowed
-        return True
-    matcher.consume_token(token)
-    return bool(matcher.stop_reason() == "EndOfSentence")
 
 
 class GrammarCompiler:

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
-
-from llguidance import LLMatcher, LLParserLimits
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from strata.engine.grammars.closed_objects import with_closed_objects
 from strata.engine.grammars.number_bounds import with_inner_bounds
 
 # JSON is written as Python's json.dumps writes it: where blanks are free, a model can spend its tokens on them.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-# A state of the lexer takes 1 to 2 kB, and a hostile pattern makes as many as it may: 40 MB a request at most.
-LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 
 _MOST_ERROR_CHARACTERS = 500
 
@@ -48,18 +41,6 @@ def join_parts(*parts: Mapping[str, Any]) -> str:
 def json_grammar(schema: Mapping[str, Any]) -> str:
     """The text of a grammar of JSON that a schema describes."""
     return join_parts(json_part("json", schema))
-
-
-def explain(error: str) -> str:
-    """What llguidance says is wrong, in one line and without the state of its parser."""
-    if error.startswith("NoExtension"):
-        return "nothing satisfies it"
-    if unsupported := re.match(r'Unimplemented keys: \["(.*)"\]', error):  # a list in Rust's notation
-        return "these keywords of JSON Schema cannot be enforced: " + unsupported[1].replace('", "', ", ")
-    line = error.partition("\n")[0]
-    if reason := re.search(r"^error: (.*)$", error, re.MULTILINE):  # of a regular expression, after a drawing of where
-        line = f"{line} {reason[1]}"
-    return line[:_MOST_ERROR_CHARACTERS]
 
 
 @dataclass(frozen=True)
@@ -99,6 +80,8 @@ class StructuredOutputsParams:
         if self.json_object:
             return json_part("json", {"type": "object"})
         if self.regex is not None:
+            from llguidance import LLMatcher  # here, because what schedules requests does without it
+
             rule: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(self.regex))["grammars"][0]
             return {"name": "regex", "lark_grammar": rule["lark_grammar"]}
         if self.choice is not None:
@@ -110,6 +93,8 @@ class StructuredOutputsParams:
 def _lark(grammar: str) -> str:
     if "::=" not in grammar:
         return grammar
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
     try:
         return gbnf_to_lark(grammar)
     except Exception as error:  # the library raises bare Exception, and RecursionError for what is nested deep

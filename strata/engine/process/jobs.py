@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from strata.engine.faults import why_no_id
-from strata.engine.plan import Update
 from strata.engine.process.messages import Delta, TokenLogprobs
-from strata.engine.request import Request, Sequence
+from strata.engine.request import Request, Sequence, Update
 
 
 @dataclass(slots=True, eq=False)

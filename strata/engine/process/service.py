@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import time
 import traceback
 from collections.abc import Callable
 
@@ -61,7 +60,7 @@ class Service:
         self._engine = engine
         self._loop = engine.loop
         self._send_frame = send
-        self._clock = time.monotonic
+        self._clock = engine.loop.clock
         self._log = log
         self._check = check
         self._ready = _ready(engine, model)
@@ -69,7 +68,7 @@ class Service:
         self._jobs: dict[str, Job] = {}  # by the id of their request in the scheduler
         self._unscheduled: list[Job] = []
         self._grammars = _compiler(engine, log)
-        self._embeddings = EmbeddingQueue(engine.pooler)
+        self._embeddings = EmbeddingQueue(engine.pooler, engine.loop.clock)
         self._numbers = itertools.count()
         self._steps = self._failed = 0
         self._settled = True
@@ -263,8 +262,8 @@ class Service:
         self._unscheduled = still
 
     def _tell(self, output: StepOutput) -> None:
-        for part in output.prompt_logprobs:
-            self._tell_prompt(part)
+        for sequence, part in output.prompt_logprobs:
+            self._tell_prompt(sequence.request.id, part)
         rows = LogprobRows(output.logprobs) if output.logprobs is not None else None
         told: list[Client] = []
         for update in output.updates:
@@ -287,9 +286,9 @@ class Service:
             for client in told:
                 self._send_step(client, statistics, now)
 
-    def _tell_prompt(self, part: PromptLogprobTensors) -> None:
+    def _tell_prompt(self, request_id: str, part: PromptLogprobTensors) -> None:
         """Log-probabilities of a part of a prompt, without what was told before a preemption."""
-        job = self._jobs.get(part.sequence.request.id)
+        job = self._jobs.get(request_id)
         rows = LogprobRows(part.tensors)
         if job is None or part.first + len(rows) <= job.prompt_told:
             return
