@@ -14,7 +14,7 @@ from strata.cache.staging import Staging
 from strata.cache.tables import StepBuffer, StepShape
 from strata.engine.sampler import DrawInputs, draw_ids
 from strata.engine.step_graphs import StepGraphs
-from strata.graph.cudagraph import CudaGraphs, borrowed
+from strata.graph.cudagraph import CudaGraphs, non_owning_view
 from strata.kernels.state.newest_tokens import newest_tokens
 
 
@@ -104,4 +104,4 @@ class DecodeGraphs:
         self._recordings.record((bucket, "run"), run)
         self._recordings.record((bucket, "draw"), draw)
         logits, ids = made
-        self._outputs[bucket] = Recorded(ids, borrowed(logits))
+        self._outputs[bucket] = Recorded(ids, non_owning_view(logits))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def borrowed(tensor: Tensor) -> Tensor:
+def non_owning_view(tensor: Tensor) -> Tensor:
     """The same memory of a contiguous CUDA tensor, without keeping it: for what the next recording may overwrite.
 
     Dozens of recordings would otherwise each keep their own largest results.
@@ -19,7 +19,7 @@ def borrowed(tensor: Tensor) -> Tensor:
     # The interface knows no bfloat16, so the elements go through it as integers of their size.
     described = {"shape": tuple(tensor.shape), "typestr": f"<i{tensor.element_size()}", "version": 3}
     described["data"] = (tensor.data_ptr(), False)
-    lent: Any = type("Borrowed", (), {"__cuda_array_interface__": described})()
+    lent: Any = type("NonOwningView", (), {"__cuda_array_interface__": described})()
     return torch.as_tensor(lent, device=tensor.device).view(tensor.dtype)
 
 

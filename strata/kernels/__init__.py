@@ -1,1 +1,3 @@
-"""One operation per file: what it computes, its reference, its cost, its fast kernels. Imports only `hardware`."""
+"""Operations by subject, `op` the registry. A file has one, or a few that share their mathematics: what it computes,
+its reference, its cost, its kernels; long kernels and those with gradients stand beside it. Imports only `hardware`.
+"""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from strata.comm.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
-from strata.kernels.destination import Place
+from strata.kernels.gradient_target import Memory
 from strata.parallel.data_parallel import GradientAxes, Part
 
 # Elements that the part of a rank is a multiple of, so that vector loads of any kernel are aligned.
@@ -87,7 +87,7 @@ class Bucket:
                 master = nn.Parameter(self.master[held])
                 yield Part(slot.name, slot.parameter.shape, first - slot.first, self.own_weights[held], master)
 
-    def place(self, names: Sequence[str]) -> Place:
+    def memory(self, names: Sequence[str]) -> Memory:
         """Flat memory for the gradient of a parameter, or of several that lie side by side, and whether it holds one
         of this step already. Counts as taken from now on.
         """
@@ -101,7 +101,7 @@ class Bucket:
 
     def take(self, names: Sequence[str], gradient: Tensor) -> None:
         """Add to the gradient of a parameter, or of several that lie side by side, given as one."""
-        place, is_held = self.place(names)
+        place, is_held = self.memory(names)
         if is_held:
             place.add_(gradient.flatten())
         else:

@@ -54,7 +54,7 @@ class DispatchedExperts(nn.Module):
         numbers.masked_fill_((numbers < 0) | (numbers >= own), -1)
         made = experts(rows, scales, numbers, self.gate_up_proj, self.down_proj, sum(products))
         # From here on nothing is saved for the backward pass, so that a layer that is computed again ends above.
-        return summed(all_to_all(made, self.axis, received, sent), order.source, order.place)
+        return summed(all_to_all(made, self.axis, received, sent), order.source, order.inverse)
 
 
 def shard_experts(model: nn.Module, axis: Axis) -> None:

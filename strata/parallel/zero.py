@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from strata.comm.mesh import Axis
-from strata.kernels.destination import Place
+from strata.kernels.gradient_target import Memory
 from strata.parallel.buckets import Bucket, divide_into_buckets
 from strata.parallel.data_parallel import GradientAxes, Part, global_norm
 
@@ -83,17 +83,17 @@ class ZeroGradients:
         leaf.grad = None
         self._have(names)
 
-    def destination(self, leaf: Tensor) -> LeafDestination:
+    def target(self, leaf: Tensor) -> LeafGradientTarget:
         """For the gradient of a watched tensor that a backward pass writes itself (`strata.kernels.linear.into`)."""
-        return LeafDestination(self, leaf)
+        return LeafGradientTarget(self, leaf)
 
-    def place(self, leaf: Tensor) -> Place:
+    def memory(self, leaf: Tensor) -> Memory:
         """Memory for the gradient of a watched tensor, in its shape, and whether it holds one already."""
         names = self._leaves[leaf]
-        place, is_held = self._open_bucket(names).place(names)
+        place, is_held = self._open_bucket(names).memory(names)
         return place.view(leaf.shape), is_held
 
-    def filled(self, leaf: Tensor) -> None:
+    def written(self, leaf: Tensor) -> None:
         """The gradient of this pass is in that memory."""
         self._have(self._leaves[leaf])
 
@@ -210,17 +210,17 @@ class ZeroGradients:
 
 
 @dataclass(frozen=True, eq=False)
-class LeafDestination:
-    """Where `ZeroGradients` want the gradient of a tensor that they watch; a `Destination` of `linear_into`."""
+class LeafGradientTarget:
+    """Where `ZeroGradients` want the gradient of a tensor that they watch; a `GradientTarget` of `linear_into`."""
 
     gradients: ZeroGradients
     leaf: Tensor
 
-    def place(self) -> Place:
-        return self.gradients.place(self.leaf)
+    def memory(self) -> Memory:
+        return self.gradients.memory(self.leaf)
 
-    def filled(self) -> None:
-        self.gradients.filled(self.leaf)
+    def written(self) -> None:
+        self.gradients.written(self.leaf)
 
 
 def leave_meta(model: nn.Module, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from strata.graph.capture import capture, operation_of
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.merge import merge
 from strata.kernels.activation import silu_mul_grad  # noqa: F401  registers gradients on CUDA
-from strata.kernels.destination import Destination
+from strata.kernels.gradient_target import GradientTarget
 from strata.kernels.linear.fp8 import fits_fp8, linear_fp8, linear_fp8_into, linear_silu_mul_fp8
 from strata.kernels.linear.into import linear_into, linear_silu_mul_fp8_into, linear_silu_mul_into
 from strata.kernels.linear.linear import linear
@@ -81,7 +81,7 @@ def _exchange(graph: fx.GraphModule, gradients: ZeroGradients | None) -> None:
         weight = node.args[1]
         # A second reader's gradient could come after the first was sent.
         if weight.op == "get_attr" and len(weight.users) == 1:
-            into = _Into(gradients.destination(attrgetter(str(weight.target))(graph)))
+            into = _Into(gradients.target(attrgetter(str(weight.target))(graph)))
             node.target = getattr(into, operation.name)
     graph.recompile()
 
@@ -91,19 +91,19 @@ class _Into:
     """What takes the place of each product of a training graph, by its name, for one weight, whose gradient goes to a
     place."""
 
-    destination: Destination
+    target: GradientTarget
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return linear_into(x, weight, bias, self.destination)
+        return linear_into(x, weight, bias, self.target)
 
     def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return linear_silu_mul_into(x, weight, bias, self.destination)
+        return linear_silu_mul_into(x, weight, bias, self.target)
 
     def linear_fp8(self, x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) -> Tensor:
-        return linear_fp8_into(x, weight, bias, per_row, self.destination)
+        return linear_fp8_into(x, weight, bias, per_row, self.target)
 
     def linear_silu_mul_fp8(self, x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) -> Tensor:
-        return linear_silu_mul_fp8_into(x, weight, bias, per_row, self.destination)
+        return linear_silu_mul_fp8_into(x, weight, bias, per_row, self.target)
 
 
 def _use_fp8(graph: fx.GraphModule, per_row: bool) -> None:

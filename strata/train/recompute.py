@@ -121,7 +121,7 @@ def recompute_modules(model: nn.Module, recompute: str) -> None:
 
 def _last_products(graph: fx.GraphModule, sums: Sequence[fx.Node]) -> frozenset[Sizes]:
     """Of the matrices whose products are only added up: nothing in a backward pass needs their results, and torch stops
-    to compute a layer again where the last tensor that is needed is there (see `strata.kernels.stand_in`). Not if
+    to compute a layer again where the last tensor that is needed is there (see `kernels/custom_gradient.py`). Not if
     other products have matrices of these sizes: selective checkpoints see sizes alone, and would not keep theirs.
     """
     operations = ((node, operation_of(node)) for node in graph.graph.nodes)

@@ -12,7 +12,7 @@ from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.fixed_triton import PART_KEYS, PARTS
 from strata.kernels.attention.spec import AttentionSpec, Sequences
-from strata.kernels.split_counters import arrivals
+from strata.kernels.split_counters import split_counters
 from strata.kernels.state.paged import PagedKV
 from tests.gpu.test_attention_gpu import TOLERANCE, Case, cumulative
 
@@ -64,7 +64,7 @@ def test_decoding_has_the_bits_of_prefill_at_the_edges_of_parts(heads, kv_heads,
     for page_size in (16, 64):
         found = decoded(every, totals, window, page_size=page_size)
         assert_same(found, whole[torch.tensor(totals, device="cuda") - 1], f"pages of {page_size}")
-    assert not arrivals(found.device).any()
+    assert not split_counters(found.device).any()
 
 
 @pytest.mark.parametrize(SHAPES, CONFIGURATIONS)
@@ -107,7 +107,7 @@ def test_many_runs_leave_the_same_bits():
     torch.testing.assert_close(first.double(), case.wanted([1] * len(totals)), rtol=0, atol=TOLERANCE[torch.bfloat16])
     for _ in range(100):
         assert_same(attend(arguments, case.spec()), first, "again")
-    assert not arrivals(first.device).any()
+    assert not split_counters(first.device).any()
 
 
 def test_more_sequences_than_there_are_counters():
@@ -142,4 +142,4 @@ def test_decoding_replays_in_a_cuda_graph():
         q.copy_(torch.stack([case.q[s][n - 1] for s, n in enumerate(totals)]))
         graph.replay()
         assert_same(out, decoded(case, totals, None), f"lengths {totals}")
-    assert not arrivals(out.device).any()
+    assert not split_counters(out.device).any()

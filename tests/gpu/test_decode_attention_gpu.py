@@ -13,7 +13,7 @@ from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.decode_cuda import Unfinished, decode
 from strata.kernels.attention.decode_triton import DecodeTile
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
-from strata.kernels.split_counters import arrivals
+from strata.kernels.split_counters import split_counters
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 
@@ -125,7 +125,7 @@ class Step:
             live = pages.lengths > 0
             tolerance = TOLERANCE[out.dtype]
             torch.testing.assert_close(out[live].double(), wanted[live], rtol=tolerance, atol=tolerance)
-            assert not arrivals(out.device).any()
+            assert not split_counters(out.device).any()
             assert torch.equal(out, run())
             for found, expected in ((self.pages.keys, pages.keys), (self.pages.values, pages.values)):
                 assert torch.equal(found[0].view(torch.int16), expected[0].view(torch.int16))
@@ -236,4 +236,4 @@ def test_launches_that_overlap_in_a_cuda_graph(batch):
         assert torch.equal(result, wanted), by
     for found, wanted in zip((*recorded.keys, *recorded.values), (*one_by_one.keys, *one_by_one.values), strict=True):
         assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
-    assert not arrivals(result.device).any()
+    assert not split_counters(result.device).any()

@@ -21,7 +21,7 @@ from strata.kernels.linear.skinny_tiles import (
     tuned_tile,
     untuned_tile,
 )
-from strata.kernels.split_counters import arrivals
+from strata.kernels.split_counters import split_counters
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -56,7 +56,7 @@ def test_every_tile_in_every_bucket(out: int, width: int) -> None:
             x = draw(rows, width)
             for tile in candidates("linear", bucket, out, width):
                 assert_right(skinny_linear(x, weight, bias, tile), x, weight, bias)
-    assert not arrivals(weight.device).any()
+    assert not split_counters(weight.device).any()
 
 
 @pytest.mark.parametrize("out", [1, 15, 16, 17, 63, 129, 1000])
@@ -127,7 +127,7 @@ def test_a_chain_of_early_launches_in_a_graph_reads_what_the_launch_before_wrote
                 time_replayed([chain], repeats=20)
                 for result in (early[0], early[-1]):  # run eagerly, and as the last replay left it
                     assert torch.equal(result, plain), f"{tile} read too soon"
-    assert not arrivals(x.device).any()
+    assert not split_counters(x.device).any()
 
 
 def test_what_the_kernels_cannot_load_is_refused() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from strata.kernels.activation import silu_mul_grad as activation_grad  # noqa: F401  registers what is tested
 from strata.kernels.linear.fp8 import linear_fp8, linear_fp8_into
 from strata.kernels.linear.into import linear_into, linear_silu_mul_into
-from tests.kernels.test_linear_into import Place, plain_gated, plain_linear
+from tests.kernels.test_linear_into import Target, plain_gated, plain_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -18,8 +18,8 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda").bfloat16()
 
 
-def place_of(weight: Tensor, adds: bool) -> Place:
-    return Place(weight.float(), torch.randn(weight.shape, device="cuda") if adds else None)
+def target_of(weight: Tensor, adds: bool) -> Target:
+    return Target(weight.float(), torch.randn(weight.shape, device="cuda") if adds else None)
 
 
 def assert_near(found: Tensor | None, exact: Tensor, tolerance: float) -> None:
@@ -33,10 +33,10 @@ def assert_near(found: Tensor | None, exact: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize(("rows", "width", "out"), [(1, 8, 16), (333, 72, 80), (4096, 512, 1024)])
 def test_gradients_against_float64(rows: int, width: int, out: int, with_bias: bool, gated: bool, adds: bool) -> None:
     x, weight, bias = draw(rows, width).requires_grad_(), draw(out, width).requires_grad_(), draw(out).requires_grad_()
-    place = place_of(weight, adds)
-    held = place.memory.double() if adds else 0
+    target = target_of(weight, adds)
+    held = target.gradient.double() if adds else 0
     into, plain = (linear_silu_mul_into, plain_gated) if gated else (linear_into, plain_linear)
-    result = into(x, weight, bias if with_bias else None, place)
+    result = into(x, weight, bias if with_bias else None, target)
     slope = draw(*result.shape)
     result.backward(slope)
     exact = [one.detach().double().requires_grad_() for one in (x, weight, bias)]
@@ -45,7 +45,7 @@ def test_gradients_against_float64(rows: int, width: int, out: int, with_bias: b
     assert weight.grad is None
     assert_near(result, wanted.detach(), 1e-2)
     # Where nothing is rounded on the way, float32 sums show.
-    assert_near(place.memory, exact[1].grad + held, 1e-2 if gated else 1e-5)
+    assert_near(target.gradient, exact[1].grad + held, 1e-2 if gated else 1e-5)
     assert_near(x.grad, exact[0].grad, 1e-2)
     if with_bias:
         assert_near(bias.grad, exact[2].grad, 1e-2)
@@ -56,11 +56,11 @@ def test_gradients_against_float64(rows: int, width: int, out: int, with_bias: b
 @pytest.mark.parametrize(("rows", "width", "out"), [(16, 32, 16), (352, 80, 64), (4096, 512, 1024)])
 def test_gradients_in_eight_bits(rows: int, width: int, out: int, per_row: bool, adds: bool) -> None:
     x, weight, slope = draw(rows, width), draw(out, width).requires_grad_(), draw(rows, out)
-    place = place_of(weight, adds)
-    held = place.memory.clone() if adds else 0
+    target = target_of(weight, adds)
+    held = target.gradient.clone() if adds else 0
     linear_fp8(x, weight, None, per_row).backward(slope)
     wanted, weight.grad = weight.grad, None
-    linear_fp8_into(x, weight, None, per_row, place).backward(slope)
+    linear_fp8_into(x, weight, None, per_row, target).backward(slope)
     assert weight.grad is None
     # The layer's gradient is rounded to bfloat16, this one need not be.
-    assert_near(place.memory, (held + wanted).double(), 4e-3)
+    assert_near(target.gradient, (held + wanted).double(), 4e-3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from strata.graph.cudagraph import borrowed
+from strata.graph.cudagraph import non_owning_view
 from strata.kernels.state.newest_tokens import newest_tokens
 
 pytestmark = pytest.mark.gpu
@@ -20,9 +20,9 @@ def test_the_kernel_reads_what_the_reference_reads(count: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_borrowed_memory_is_the_same_and_does_not_live_on(dtype: torch.dtype) -> None:
+def test_a_non_owning_view_is_the_same_memory_and_does_not_keep_it(dtype: torch.dtype) -> None:
     owner = torch.randn(5, 33, device="cuda").to(dtype)
-    lent = borrowed(owner)
+    lent = non_owning_view(owner)
     assert lent.data_ptr() == owner.data_ptr()
     assert torch.equal(lent, owner)
     owner.fill_(2)

@@ -16,7 +16,7 @@ from strata.kernels.linear.prenorm import linear_add, scaled_linear, scaled_line
 from strata.kernels.linear.skinny import SkinnyProduct, multiply
 from strata.kernels.linear.skinny_candidates import candidates, variants
 from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, SkinnyTile
-from strata.kernels.split_counters import arrivals
+from strata.kernels.split_counters import split_counters
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -94,7 +94,7 @@ def test_linear_add_in_every_tile(out: int, width: int, bucket: int) -> None:
     for tile in candidates("linear_add", bucket, out, width):
         for rows in sizes_of(bucket):
             check_add(rows, out - 16, width, None, tile)
-    assert not arrivals(torch.device("cuda", torch.cuda.current_device())).any()
+    assert not split_counters(torch.device("cuda", torch.cuda.current_device())).any()
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
@@ -103,7 +103,7 @@ def test_scaled_linear_in_every_tile(out: int, width: int, bucket: int) -> None:
     for tile in candidates("scaled_linear", bucket, out, width):
         for rows in sizes_of(bucket):
             check_scaled(rows, out - 16, width, None, tile, blocks=width // (4 if rows <= 2 else 64))
-    assert not arrivals(torch.device("cuda", torch.cuda.current_device())).any()
+    assert not split_counters(torch.device("cuda", torch.cuda.current_device())).any()
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
@@ -112,7 +112,7 @@ def test_gated_product_in_every_tile(inner: int, width: int, bucket: int) -> Non
     for tile in candidates("scaled_linear_silu_mul", bucket, 2 * inner, width):
         for rows in sizes_of(bucket):
             check_gated(rows, 2 * inner - 32, width, None, tile, blocks=width // (4 if rows <= 2 else 64))
-    assert not arrivals(torch.device("cuda", torch.cuda.current_device())).any()
+    assert not split_counters(torch.device("cuda", torch.cuda.current_device())).any()
 
 
 @pytest.mark.parametrize("out", [1, 17, 995])
@@ -215,7 +215,7 @@ def test_early_launches_in_a_graph_read_what_the_launch_before_wrote(
             plain = run_layers(x, weights, late)
             for result in (results[0], results[-1]):  # run eagerly, and as the last replay left it
                 assert torch.equal(result, plain), f"candidate {at}, variant {variant} read too soon"
-    assert not arrivals(x.device).any()
+    assert not split_counters(x.device).any()
 
 
 def test_fused_layers_are_as_exact_as_separate_ones() -> None:

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.fixed_triton import PART_KEYS, PARTS, decode_tile, part_at, part_start, prefill_tile
-from strata.kernels.split_counters import MOST_ARRIVALS
+from strata.kernels.split_counters import MOST_COUNTERS
 from strata.kernels.state.paged import PagedKV
 
 TYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -64,6 +64,6 @@ def test_sequences_with_one_token_decode() -> None:
     assert decodes(5, 1, None) == 5
     assert decodes(5, 9, BatchParts(3, (), 16, index)) == 3
     assert decodes(5, 9, None) == 0
-    most = MOST_ARRIVALS // 8
+    most = MOST_COUNTERS // 8
     assert decodes(most, 1, None) == most
     assert decodes(most + 1, 1, None) == 0, "as many counters as there are"

@@ -8,22 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.destination import Destination
+from strata.kernels.gradient_target import GradientTarget
 from strata.kernels.linear.fp8 import linear_fp8, linear_fp8_into
 from strata.kernels.linear.into import linear_into, linear_silu_mul_into
 
 
-class Place:
-    """A `Destination` of one weight: poisoned memory, or what it holds already."""
+class Target:
+    """A `GradientTarget` of one weight: poisoned memory, or what it holds already."""
 
     def __init__(self, weight: Tensor, held: Tensor | None = None) -> None:
-        self.memory = torch.full_like(weight, float("nan"), requires_grad=False) if held is None else held.clone()
+        self.gradient = torch.full_like(weight, float("nan"), requires_grad=False) if held is None else held.clone()
         self.adds, self.times = held is not None, 0
 
-    def place(self) -> tuple[Tensor, bool]:
-        return self.memory, self.adds or self.times > 0
+    def memory(self) -> tuple[Tensor, bool]:
+        return self.gradient, self.adds or self.times > 0
 
-    def filled(self) -> None:
+    def written(self) -> None:
         self.times += 1
 
 
@@ -36,7 +36,7 @@ def plain_gated(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
-Into = Callable[[Tensor, Tensor, Tensor | None, Destination], Tensor]
+Into = Callable[[Tensor, Tensor, Tensor | None, GradientTarget], Tensor]
 
 
 @pytest.mark.parametrize(("into", "plain"), [(linear_into, plain_linear), (linear_silu_mul_into, plain_gated)])
@@ -55,13 +55,13 @@ def test_gradients_equal_those_of_autograd(
     slope = torch.randn(result.shape, dtype=torch.float64, generator=draw)
     wanted = torch.autograd.grad(result, leaves, slope)
     held = torch.randn(out, width, dtype=torch.float64, generator=draw) if adds else None
-    place = Place(weight, held)
-    made = into(x, weight, bias if with_bias else None, place)
+    target = Target(weight, held)
+    made = into(x, weight, bias if with_bias else None, target)
     torch.testing.assert_close(made, result, rtol=1e-12, atol=1e-12)
     made.backward(slope)
-    assert place.times == 1
+    assert target.times == 1
     assert weight.grad is None
-    torch.testing.assert_close(place.memory, wanted[1] + (held if held is not None else 0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(target.gradient, wanted[1] + (held if held is not None else 0), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(x.grad, wanted[0], rtol=1e-12, atol=1e-12)
     if with_bias:
         torch.testing.assert_close(bias.grad, wanted[2], rtol=1e-12, atol=1e-12)
@@ -69,9 +69,9 @@ def test_gradients_equal_those_of_autograd(
 
 def test_two_uses_of_a_weight_add_up() -> None:
     x, weight = torch.randn(4, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-    place = Place(weight)
-    (linear_into(x, weight, None, place).sum() + linear_into(2 * x, weight, None, place).sum()).backward()
-    torch.testing.assert_close(place.memory, 3 * x.sum(0).expand(2, 3))
+    target = Target(weight)
+    (linear_into(x, weight, None, target).sum() + linear_into(2 * x, weight, None, target).sum()).backward()
+    torch.testing.assert_close(target.gradient, 3 * x.sum(0).expand(2, 3))
 
 
 @pytest.mark.parametrize("per_row", [False, True])
@@ -82,10 +82,10 @@ def test_gradients_in_eight_bits_are_those_of_the_layer(per_row: bool, adds: boo
     weight.requires_grad_()
     linear_fp8(one, weight, None, per_row).backward(slope)
     held = torch.randn(16, 48) if adds else None
-    place = Place(weight, held)
+    target = Target(weight, held)
     wanted, weight.grad = weight.grad, None
-    linear_fp8_into(other, weight, None, per_row, place).backward(slope)
+    linear_fp8_into(other, weight, None, per_row, target).backward(slope)
     assert weight.grad is None
-    assert place.times == 1
-    assert torch.equal(place.memory, wanted if held is None else wanted + held)
+    assert target.times == 1
+    assert torch.equal(target.gradient, wanted if held is None else wanted + held)
     assert torch.equal(one.grad, other.grad)

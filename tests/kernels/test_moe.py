@@ -182,7 +182,7 @@ def test_slots_without_an_expert_have_no_place() -> None:
     order = Order.of(chosen, 5, empty=True).with_rows(4)
     assert order.ends.tolist() == [1, 1, 2, 4, 4]
     assert order.source.tolist() == [4, 7, 0, 5]
-    assert order.place.tolist() == [[2, -1], [-1, -1], [0, 3], [-1, 1]]
+    assert order.inverse.tolist() == [[2, -1], [-1, -1], [0, 3], [-1, 1]]
     x = torch.randn(4, 3, requires_grad=True)
     rows = take_rows(x, order)
     assert torch.equal(rows, x[[2, 3, 0, 2]])

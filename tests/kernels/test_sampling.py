@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from strata.kernels.sampling.filters import filter_bounds
-from strata.kernels.sampling.integer_probabilities import masses
+from strata.kernels.sampling.integer_probabilities import integer_probabilities
 from strata.kernels.sampling.sampling import (
     NO_ID,
     gumbel_noise,
@@ -96,13 +96,13 @@ def test_filters_see_logits_divided_by_the_temperature() -> None:
     assert (found > -math.inf).tolist() == [[True, True], [False, True], [True, True]]
 
 
-def test_masses_are_exponentials_and_sum_without_rounding() -> None:
+def test_integer_probabilities_are_exponentials_and_sum_without_rounding() -> None:
     below = -torch.rand(10000) * 30
     below[0] = 0
-    found = masses(below)
+    found = integer_probabilities(below)
     assert found[0] == 2**40
     torch.testing.assert_close(found.double() / 2**40, below.double().exp(), rtol=4e-6, atol=2.0**-40)
-    assert masses(torch.tensor([-28.0, -1e30, -math.inf])).tolist() == [0, 0, 0]
+    assert integer_probabilities(torch.tensor([-28.0, -1e30, -math.inf])).tolist() == [0, 0, 0]
 
 
 @settings(max_examples=100, deadline=None)

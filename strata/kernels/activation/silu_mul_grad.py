@@ -32,9 +32,9 @@ def silu_mul_backward_kernel(
     value = tl.load(up + row * up_stride + column, mask=held, other=0.0).to(tl.float32)
     share = 1 / (1 + tl.exp(-opening))
     slope = given * value * share * (1 + opening * (1 - share))
-    place = row * result_stride + column
-    tl.store(of_gate + place, slope.to(of_gate.dtype.element_ty), mask=held)
-    tl.store(of_up + place, (given * opening * share).to(of_up.dtype.element_ty), mask=held)
+    offset = row * result_stride + column
+    tl.store(of_gate + offset, slope.to(of_gate.dtype.element_ty), mask=held)
+    tl.store(of_up + offset, (given * opening * share).to(of_up.dtype.element_ty), mask=held)
 
 
 _COLUMNS = 1024

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from strata.kernels.attention.decode_triton import DecodeTile, decode_attention_kernel, decode_tile, shape_constants
 from strata.kernels.attention.spec import AttentionSpec
-from strata.kernels.split_counters import MOST_ARRIVALS, arrivals
+from strata.kernels.split_counters import MOST_COUNTERS, split_counters
 from strata.kernels.state.paged import PagedKV
 
 
 def fits(pages: PagedKV, heads: int, kv_heads: int, head_dim: int) -> bool:
     """Whether registers hold the tiles, and each KV head of each sequence has a counter."""
-    return head_dim <= 256 and heads // kv_heads <= 32 and pages.tables.shape[0] * kv_heads <= MOST_ARRIVALS
+    return head_dim <= 256 and heads // kv_heads <= 32 and pages.tables.shape[0] * kv_heads <= MOST_COUNTERS
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def decode(
         out,
         results,
         scales,
-        arrivals(product.device),
+        split_counters(product.device),
         pages.lengths,
         pages.slots,
         tables,

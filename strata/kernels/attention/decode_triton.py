@@ -17,7 +17,7 @@ from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, t
 
 
 @jit
-def _places(table, start, end, token_stride, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def _offsets(table, start, end, token_stride, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Where the tokens at positions [start, start + BLOCK_N) lie in the pools; past `end` the last one again."""
     position = tl.maximum(tl.minimum(start + tl.arange(0, BLOCK_N), end - 1), 0)
     page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
@@ -25,10 +25,10 @@ def _places(table, start, end, token_stride, PAGE_SIZE: tl.constexpr, BLOCK_N: t
 
 
 @jit
-def _load_block(keys, values, places, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """The keys and the values of one head at `places` [BLOCK_N], each [BLOCK_N, HEAD_PAD]."""
+def _load_block(keys, values, offsets, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
+    """The keys and the values of one head at `offsets` [BLOCK_N], each [BLOCK_N, HEAD_PAD]."""
     columns = tl.arange(0, HEAD_PAD)[None, :]
-    elements = places[:, None] + columns
+    elements = offsets[:, None] + columns
     if HEAD_PAD == HEAD_DIM:
         return tl.load(keys + elements), tl.load(values + elements)
     held = columns < HEAD_DIM
@@ -36,9 +36,9 @@ def _load_block(keys, values, places, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.const
 
 
 @jit
-def _prefetch(pool, places, HEAD_PAD: tl.constexpr):
-    """What lies at `places` of a pool, of two bytes an element, starts on its way into the L2 cache."""
-    lines = pool + places[:, None] + tl.arange(0, (HEAD_PAD + 63) // 64)[None, :] * 64
+def _prefetch(pool, offsets, HEAD_PAD: tl.constexpr):
+    """What lies at `offsets` of a pool, of two bytes an element, starts on its way into the L2 cache."""
+    lines = pool + offsets[:, None] + tl.arange(0, (HEAD_PAD + 63) // 64)[None, :] * 64
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines.to(tl.int64)], tl.int32, is_pure=False, pack=1
     )
@@ -136,7 +136,7 @@ def decode_attention_kernel(
     out,
     results,
     scales,
-    arrived,
+    counters,
     lengths,
     slots,
     tables,
@@ -198,10 +198,10 @@ def decode_attention_kernel(
     table = tables + sequence * table_stride
     token_stride = kv_heads * HEAD_DIM
     # Earlier steps have written these keys: they are on their way before the kernel ahead has ended.
-    places = _places(table, start, end, token_stride, PAGE_SIZE, BLOCK_N)
+    offsets = _offsets(table, start, end, token_stride, PAGE_SIZE, BLOCK_N)
     if EARLY:
-        _prefetch(keys, places, HEAD_PAD)
-        _prefetch(values, places, HEAD_PAD)
+        _prefetch(keys, offsets, HEAD_PAD)
+        _prefetch(values, offsets, HEAD_PAD)
 
     row = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, HEAD_PAD)[None, :]
@@ -251,9 +251,9 @@ def decode_attention_kernel(
 
     if start < end:  # a loop that is known to run takes fewer registers: without this the compiler spills
         for block in range(start, end, BLOCK_N):
-            block_keys, block_values = _load_block(keys, values, places, HEAD_DIM, HEAD_PAD)
+            block_keys, block_values = _load_block(keys, values, offsets, HEAD_DIM, HEAD_PAD)
             # Looked up a block ahead: loads that wait for a lookup could not be pipelined.
-            places = _places(table, block + BLOCK_N, end, token_stride, PAGE_SIZE, BLOCK_N)
+            offsets = _offsets(table, block + BLOCK_N, end, token_stride, PAGE_SIZE, BLOCK_N)
             maximum, weight, result = _attend(
                 queries, maximum, weight, result, block_keys, block_values, block, end, lowest, scale, WINDOW, BLOCK_N
             )
@@ -271,7 +271,7 @@ def decode_attention_kernel(
         tl.store(results + part * HEAD_DIM + columns, result, mask=held)
         tl.store(scales + part, (maximum + tl.log2(weight))[:, None], mask=row < GROUP)
         tl.debug_barrier()
-        counter = arrived + sequence * kv_heads + kv_head
+        counter = counters + sequence * kv_heads + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
             member = tl.arange(0, GROUP_PAD)
             head = kv_head * GROUP + member
@@ -378,7 +378,7 @@ def _case(
     types = dict.fromkeys(("product", "keys", "values", "out", "cos", "sin", "q_weight", "k_weight"), f"*{kind}:16")
     if fused:
         types |= dict.fromkeys(("cos", "sin"), "*fp32:16")
-    types |= dict.fromkeys(("results", "scales"), "*fp32:16") | {"arrived": "*i32:16"}
+    types |= dict.fromkeys(("results", "scales"), "*fp32:16") | {"counters": "*i32:16"}
     types |= dict.fromkeys(("lengths", "slots", "tables"), "*i32") | dict.fromkeys(("eps", "scale"), "fp32")
     types |= dict.fromkeys(("width", "product_stride"), "i32:16") | dict.fromkeys(("table_stride", "least_keys"), "i32")
     tile = decode_tile(group, head_dim, dtype, sequences, 4096)

@@ -22,7 +22,7 @@ from strata.kernels.attention.fixed_triton import (
     shape_constants,
 )
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
-from strata.kernels.split_counters import MOST_ARRIVALS, arrivals
+from strata.kernels.split_counters import MOST_COUNTERS, split_counters
 from strata.kernels.state.paged import PagedKV
 
 
@@ -50,7 +50,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionS
 def _decodes(sequences: int, longest: int, pages: PagedKV, kv_heads: int) -> int:
     """How many sequences at the start of the batch are known to have one token each, and get programs for each part."""
     known = sequences if longest == 1 else 0 if pages.parts is None else pages.parts.decodes
-    return known if known * kv_heads <= MOST_ARRIVALS else 0
+    return known if known * kv_heads <= MOST_COUNTERS else 0
 
 
 def _parts(most_keys: int) -> int:
@@ -123,7 +123,7 @@ def _decode(out: Tensor, q: Tensor, offsets: Tensor, pages: PagedKV, spec: Atten
         scores[0],
         scores[1],
         results,
-        arrivals(q.device),
+        split_counters(q.device),
         offsets,
         pages.lengths,
         tables,

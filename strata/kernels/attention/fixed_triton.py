@@ -238,7 +238,7 @@ def fixed_decode_kernel(
     maxima,
     weights,
     results,
-    arrived,
+    counters,
     offsets,
     lengths,
     tables,
@@ -262,7 +262,7 @@ def fixed_decode_kernel(
     """Programs [kv_heads, parts, sequences]: one query over the keys of one part.
 
     maxima, weights [sequences, parts, heads] and results [sequences, parts, heads, HEAD_DIM] float32: where the parts
-    of a sequence wait for the last of its programs, which joins them. arrived: of `arrivals`.
+    of a sequence wait for the last of its programs, which joins them. counters: of `split_counters`.
     """
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
@@ -309,7 +309,7 @@ def fixed_decode_kernel(
     tl.store(weights + target, weight, mask=held)
     tl.store(results + (target * HEAD_DIM)[:, None] + columns[None, :], result, mask=mask)
     tl.debug_barrier()  # all threads have stored before one of them says so
-    counter = arrived + sequence * tl.num_programs(0) + kv_head
+    counter = counters + sequence * tl.num_programs(0) + kv_head
     if tl.atomic_add(counter, 1, sem="acq_rel") < last_part - first_part:
         return
     tl.store(counter, 0)
@@ -364,7 +364,7 @@ def compile_cases() -> list[CompileCase]:
 def _cases(dtype: torch.dtype, head_dim: int, group: int, page_size: int, window: int) -> list[CompileCase]:
     kind = "fp32" if dtype == torch.float32 else "bf16"
     types = dict.fromkeys(("q", "k", "v", "out"), f"*{kind}:16")
-    types |= dict.fromkeys(("maxima", "weights", "results"), "*fp32:16") | {"arrived": "*i32:16"}
+    types |= dict.fromkeys(("maxima", "weights", "results"), "*fp32:16") | {"counters": "*i32:16"}
     types |= dict.fromkeys(("offsets", "lengths", "tables"), "*i32")
     types |= dict.fromkeys(("sequences", "table_stride"), "i32")
     types |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16") | {"scale": "fp32"}

@@ -45,11 +45,11 @@ def attention_join_kernel(
     second = tl.exp(second - largest)
     total = first + second
     column = tl.arange(0, HEAD_PAD)[None, :]
-    place = (row.to(tl.int64)[:, None] * heads + head) * HEAD_DIM + column
+    offset = (row.to(tl.int64)[:, None] * heads + head) * HEAD_DIM + column
     within = held[:, None] & (column < HEAD_DIM)
-    result = tl.load(one + place, mask=within, other=0.0).to(tl.float32) * (first / total)[:, None]
-    result += tl.load(other + place, mask=within, other=0.0).to(tl.float32) * (second / total)[:, None]
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=within)
+    result = tl.load(one + offset, mask=within, other=0.0).to(tl.float32) * (first / total)[:, None]
+    result += tl.load(other + offset, mask=within, other=0.0).to(tl.float32) * (second / total)[:, None]
+    tl.store(out + offset, result.to(out.dtype.element_ty), mask=within)
     tl.store(sums + head * rows + row, largest + tl.log(total), mask=held)
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul
-from strata.kernels.destination import Destination
+from strata.kernels.custom_gradient import placeholder, with_gradients_of
+from strata.kernels.gradient_target import GradientTarget
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.op import operation
 from strata.kernels.quant.fp8 import ALIGNMENT, put_scaled_product, quantize, scaled_product
-from strata.kernels.stand_in import stand_in, with_gradients_of
 
 FORWARD = torch.float8_e4m3fn
 
@@ -55,10 +55,10 @@ def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) ->
 
 
 def linear_fp8_into(
-    x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool, destination: Destination | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool, target: GradientTarget | None
 ) -> Tensor:
-    """`linear_fp8` whose backward pass puts the weight's gradient into `destination`, if there is one."""
-    gradients, values, scale, w_values, w_scale = _LinearFp8.apply(x, weight, per_row, destination)
+    """`linear_fp8` whose backward pass puts the weight's gradient into `target`, if there is one."""
+    gradients, values, scale, w_values, w_scale = _LinearFp8.apply(x, weight, per_row, target)
     with torch.no_grad():
         product = scaled_product(values, scale, w_values, w_scale, x.dtype, True)
     product = with_gradients_of(gradients, product)
@@ -70,16 +70,16 @@ class _LinearFp8(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, per_row: bool, destination: Destination | None
+        ctx: Any, x: Tensor, weight: Tensor, per_row: bool, target: GradientTarget | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """A stand-in for the product; its operands, each with its scales."""
+        """A placeholder for the product; its operands, each with its scales."""
         values, turned, scale, turned_scale = quantize(x, FORWARD, per_row)
         w_values, w_turned, w_scale, w_turned_scale = quantize(weight, FORWARD, per_row)
         ctx.save_for_backward(turned, turned_scale, w_turned, w_turned_scale)
-        ctx.per_row, ctx.destination = per_row, destination
+        ctx.per_row, ctx.target = per_row, target
         ctx.mark_non_differentiable(values, scale, w_values, w_scale)
         ctx.set_materialize_grads(False)
-        return stand_in(x, x.shape[0], weight.shape[0]), values, scale, w_values, w_scale
+        return placeholder(x, x.shape[0], weight.shape[0]), values, scale, w_values, w_scale
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
@@ -88,14 +88,14 @@ class _LinearFp8(torch.autograd.Function):
         values, g_turned, scale, g_scale = quantize(upstream[0], gradient_type(ctx.per_row), ctx.per_row)
         of_x = scaled_product(values, scale, w_turned, w_turned_scale, dtype, False)
         operands = g_turned, g_scale, turned, turned_scale, dtype
-        if ctx.destination is None:
+        if ctx.target is None:
             return of_x, scaled_product(*operands, False), None, None
-        place, adds = ctx.destination.place()
+        memory, adds = ctx.target.memory()
         if adds:
-            place.add_(scaled_product(*operands, False))
+            memory.add_(scaled_product(*operands, False))
         else:
-            put_scaled_product(place, *operands)
-        ctx.destination.filled()
+            put_scaled_product(memory, *operands)
+        ctx.target.written()
         return of_x, None, None, None
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from strata.kernels.linear.skinny_kernels import dot_kernel, gemv_kernel
 from strata.kernels.linear.skinny_tiles import PREFETCHED, SkinnyTile, aligned
-from strata.kernels.split_counters import arrivals
+from strata.kernels.split_counters import split_counters
 from strata.kernels.triton_import import triton
 
 
@@ -106,7 +106,7 @@ def launch(product: SkinnyProduct, tile: SkinnyTile) -> Launch:
     parts = counters = None
     if tile.splits > 1:
         parts = torch.empty((math.prod(grid), tile.columns, rows), dtype=torch.float32, device=x.device)
-        counters = arrivals(x.device)
+        counters = split_counters(x.device)
     prefetch = min(tile.prefetch, 1 << (width // tile.splits).bit_length() - 1)
     options |= {"BLOCK_M": rows, "STAGES": tile.stages, "SPLITS": tile.splits, "PIECES": prefetch // PREFETCHED}
     return Launch(dot_kernel, grid, (*tensors, *outputs, parts, counters, *sizes), options, tuple(results))

@@ -34,8 +34,8 @@ def weight_rows(tile, out, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
     With GATED, half of them are rows of the gate and half the rows of `up` for the same columns, `out` rows further.
     """
     COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    place = tl.arange(0, BLOCK_N)
-    row = tl.minimum(tile * COLUMNS + place % COLUMNS, out - 1) + place // COLUMNS * out
+    offset = tl.arange(0, BLOCK_N)
+    row = tl.minimum(tile * COLUMNS + offset % COLUMNS, out - 1) + offset // COLUMNS * out
     return row, tile * COLUMNS + tl.arange(0, COLUMNS)
 
 
@@ -86,17 +86,17 @@ def store_product(
         gate, up = tl.split(tl.permute(halves, (1, 2, 0)))
         total = gate / (1 + tl.exp(-gate)) * up
     held = (column < out)[:, None] & (row < rows)[None, :]
-    place = row.to(tl.int64)[None, :] * out + column[:, None]
+    offset = row.to(tl.int64)[None, :] * out + column[:, None]
     kind: tl.constexpr = result.dtype.element_ty
     if residual is not None:
         total += residual.to(tl.float32)
     if factor is not None:
         # As rounded: the norm is of what is stored.
         total = tl.where(held, total.to(kind).to(tl.float32), 0.0)
-        tl.store(weighted + place, (total * factor.to(tl.float32)[:, None]).to(kind), mask=held)
+        tl.store(weighted + offset, (total * factor.to(tl.float32)[:, None]).to(kind), mask=held)
         block = row * tl.num_programs(0) + tl.program_id(0)
         tl.store(squares + block, tl.sum(total * total, 0), mask=row < rows)
-    tl.store(result + place, total.to(kind), mask=held)
+    tl.store(result + offset, total.to(kind), mask=held)
 
 
 @jit
@@ -262,12 +262,12 @@ def dot_kernel(
         x_tile += BLOCK_K
     last = True
     if SPLITS > 1:
-        place = tl.program_id(2) * tl.num_programs(0) + tile
+        offset = tl.program_id(2) * tl.num_programs(0) + tile
         element = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        first = parts + place.to(tl.int64) * (SPLITS * BLOCK_N * BLOCK_M) + element
+        first = parts + offset.to(tl.int64) * (SPLITS * BLOCK_N * BLOCK_M) + element
         tl.store(first + split * (BLOCK_N * BLOCK_M), total)
         tl.debug_barrier()  # all of a program's sums are there before it arrives
-        last = tl.atomic_add(counters + place, 1, sem="acq_rel") == SPLITS - 1
+        last = tl.atomic_add(counters + offset, 1, sem="acq_rel") == SPLITS - 1
     if last:
         own_squares, own_residual = None, None
         if row_squares is not None:
@@ -279,7 +279,7 @@ def dot_kernel(
             total = tl.load(first, cache_modifier=".cg")
             for other in tl.static_range(1, SPLITS):
                 total += tl.load(first + other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
-            tl.store(counters + place, 0)
+            tl.store(counters + offset, 0)
         store_product(
             total,
             bias,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from strata.kernels import tuned
-from strata.kernels.split_counters import MOST_ARRIVALS
+from strata.kernels.split_counters import MOST_COUNTERS
 from strata.kernels.triton_import import HAS_TRITON
 
 MOST_ROWS = 256
@@ -62,7 +62,7 @@ class SkinnyTile:
         if self.kernel == "gemv":
             return rows <= GEMV_ROWS and (width <= self.width or width % self.width == 0)
         whole = width % (self.splits * self.width) == 0
-        counted = self.splits == 1 or -(-out // self.columns) * -(-rows // self.rows) <= MOST_ARRIVALS
+        counted = self.splits == 1 or -(-out // self.columns) * -(-rows // self.rows) <= MOST_COUNTERS
         return rows <= MOST_ROWS and whole and counted
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
-from strata.kernels.destination import Place
 from strata.kernels.device_limits import implementations_for
+from strata.kernels.gradient_target import Memory
 from strata.kernels.linear.into import put_product
 from strata.kernels.loss.loss import IGNORED, linear_cross_entropy
 from strata.kernels.op import operation
@@ -30,45 +30,45 @@ def _cost(
     targets: Tensor,
     scale: Tensor,
     logits_bytes: int,
-    place: Place | None = None,
+    into: Memory | None = None,
     *,
     workload: Workload,
 ) -> Cost:
     forward = linear_cross_entropy.cost(hidden, weight, targets, workload=workload)
     # Two more products, and for every logit a division by the sum and the scale.
     flops = forward.flops + 4 * hidden.shape[0] * weight.numel() + 2 * hidden.shape[0] * weight.shape[0]
-    read, written = forward.read, 4 + hidden.nbytes + (weight if place is None else place[0]).nbytes
-    if place is not None and place[1]:
-        flops, read = flops + weight.numel(), read + place[0].nbytes
+    read, written = forward.read, 4 + hidden.nbytes + (weight if into is None else into[0]).nbytes
+    if into is not None and into[1]:
+        flops, read = flops + weight.numel(), read + into[0].nbytes
     return Cost(flops, read, written, forward.weights)
 
 
 def _meta(
-    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int, place: Place | None = None
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int, into: Memory | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32), device="meta")
-    of_weight = weight.new_empty(weight.shape, device="meta") if place is None else place[0]
+    of_weight = weight.new_empty(weight.shape, device="meta") if into is None else into[0]
     return loss, hidden.new_empty(hidden.shape, device="meta"), of_weight
 
 
 @operation(_cost, meta=_meta)
 def cross_entropy_gradients(
-    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int, place: Place | None = None
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int, into: Memory | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`scale` times the sum of `linear_cross_entropy`, and its gradients with respect to `hidden` and `weight`.
 
     hidden [tokens, width] and weight [vocab, width] of one dtype, targets [tokens] int32 or int64, -100 where a token
-    has no loss; scale [] float32. logits_bytes: what the logits that exist at once may take. place: memory like weight,
+    has no loss; scale [] float32. logits_bytes: what the logits that exist at once may take. into: memory like weight,
     or wider, for the weight's gradient, and whether to add to what it holds.
     Returns the loss [] float32 (float64 for float64 input) and gradients like hidden and weight; the latter in its
-    place, if it has one.
+    `into`, if it is given.
     """
     with torch.enable_grad():
         leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
         loss = linear_cross_entropy.reference(*leaves, targets).sum() * scale
         of_hidden, of_weight = torch.autograd.grad(loss, leaves)
-    if place is not None:
-        memory, adds = place
+    if into is not None:
+        memory, adds = into
         of_weight = memory.add_(of_weight) if adds else memory.copy_(of_weight)
     return loss.detach(), of_hidden, of_weight
 
@@ -114,22 +114,22 @@ _WARPS = 32
 
 
 def _supports(
-    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int, place: Place | None = None
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int, into: Memory | None = None
 ) -> bool:
     return hidden.dtype == weight.dtype == torch.bfloat16  # float16 has no room for gradients of a mean over tokens
 
 
 def _triton(
-    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int, place: Place | None = None
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int, into: Memory | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, vocab = targets.numel(), weight.shape[0]
     losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
     of_hidden = torch.empty_like(hidden)
     targets = targets.contiguous()
     chunks = list(_row_chunks(tokens, logits_bytes // (vocab * hidden.element_size())))
-    of_weight, adds = place or (torch.empty_like(weight), False)
+    of_weight, adds = into or (torch.empty_like(weight), False)
     # Sums over chunks are kept wide: the weight's gradient is a sum over all tokens.
-    sums = torch.empty_like(weight, dtype=torch.float32) if place is None and len(chunks) > 1 else of_weight
+    sums = torch.empty_like(weight, dtype=torch.float32) if into is None and len(chunks) > 1 else of_weight
     if not chunks and not adds:
         sums.zero_()
     for rows in chunks:

@@ -17,31 +17,31 @@ from strata.kernels.plain_tensor import all_plain
 from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 
 
-def _cost(rows: Tensor, source: Tensor, place: Tensor, weights: Tensor | None, *, workload: Workload) -> Cost:
-    tokens, hidden = place.shape[0], rows.shape[1]
-    read = rows.nbytes + place.nbytes + (0 if weights is None else weights.nbytes)
+def _cost(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tensor | None, *, workload: Workload) -> Cost:
+    tokens, hidden = inverse.shape[0], rows.shape[1]
+    read = rows.nbytes + inverse.nbytes + (0 if weights is None else weights.nbytes)
     return Cost((1 if weights is None else 2) * rows.numel(), read, tokens * hidden * rows.itemsize)
 
 
-def _meta(rows: Tensor, source: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
-    return rows.new_empty((place.shape[0], rows.shape[1]), device="meta")
+def _meta(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
+    return rows.new_empty((inverse.shape[0], rows.shape[1]), device="meta")
 
 
 @operation(_cost, meta=_meta)
-def combine(rows: Tensor, source: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
-    """For each token the sum over its places p of `weight * rows[p]`; zeros for a token without a row.
+def combine(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
+    """For each token the sum over its slots of `weight * rows[inverse]`; zeros for a token without a row.
 
-    rows: [rows, hidden]. place: [tokens, per_token] int64, each row once, and -1 where there is none; source: [rows]
+    rows: [rows, hidden]. inverse: [tokens, per_token] int64, each row once, and -1 where there is none; source: [rows]
     int64, its inverse, by which gradients go back without being added up. weights: [tokens, per_token] of the dtype of
     rows or wider, whose dtype the sum has; None for ones. Returns [tokens, hidden] in the dtype of rows.
     """
-    own = permuted(rows, place.flatten(), source).unflatten(0, place.shape)
+    own = permuted(rows, inverse.flatten(), source).unflatten(0, inverse.shape)
     return (own if weights is None else own * weights[..., None]).sum(1).to(rows.dtype)
 
 
-def summed(rows: Tensor, source: Tensor, place: Tensor) -> Tensor:
+def summed(rows: Tensor, source: Tensor, inverse: Tensor) -> Tensor:
     """`combine` without weights, whose backward pass needs no saved tensor."""
-    return _Sum.apply(rows, source, place)
+    return _Sum.apply(rows, source, inverse)
 
 
 def permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -54,11 +54,11 @@ def permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, source: Tensor, place: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, source: Tensor, inverse: Tensor) -> Tensor:
         # Not by save_for_backward: a layer is computed again until all saved tensors are there. So it ends before what
         # this adds up, and rows that come from other ranks do not travel again. int32, because it is kept all along.
-        ctx.token = (source // place.shape[1]).int()
-        return combine(rows, source, place, None)
+        ctx.token = (source // inverse.shape[1]).int()
+        return combine(rows, source, inverse, None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -82,15 +82,23 @@ class _Permute(torch.autograd.Function):
 
 @jit
 def combine_kernel(
-    rows, place, weights, out, hidden, K: tl.constexpr, WEIGHTED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr
+    rows,
+    inverse,
+    weights,
+    out,
+    hidden,
+    K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    FULL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Programs [tokens, hidden / BLOCK]. K: places of a token. FULL: whether each holds a row."""
+    """Programs [tokens, hidden / BLOCK]. K: slots of a token. FULL: whether each holds a row."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = column < hidden
     total = tl.zeros((BLOCK,), tl.float32)
     for one in tl.static_range(K):
-        at = tl.load(place + token * K + one)
+        at = tl.load(inverse + token * K + one)
         there = held if FULL else held & (at >= 0)
         row = tl.load(rows + at * hidden + column, mask=there, other=0.0).to(tl.float32)
         if WEIGHTED:
@@ -103,7 +111,7 @@ def combine_kernel(
 def combine_backward_kernel(
     upstream,
     rows,
-    place,
+    inverse,
     weights,
     of_rows,
     of_weights,
@@ -112,9 +120,9 @@ def combine_backward_kernel(
     FULL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs [tokens * K], one for each place of a token. FULL: whether each holds a row."""
+    """Programs [tokens * K], one for each slot of a token. FULL: whether each holds a row."""
     number = tl.program_id(0).to(tl.int64)
-    at = tl.load(place + number)
+    at = tl.load(inverse + number)
     if not FULL and at < 0:
         tl.store(of_weights + number, 0.0)
         return
@@ -134,19 +142,19 @@ _BLOCK = 1024
 _WARPS = 4
 
 
-def _triton(rows: Tensor, source: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
-    (tokens, per_token), hidden = place.shape, rows.shape[1]
+def _triton(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
+    (tokens, per_token), hidden = inverse.shape, rows.shape[1]
     out = torch.empty((tokens, hidden), dtype=rows.dtype, device=rows.device)
     if out.numel():
         combine_kernel[(tokens, triton.cdiv(hidden, _BLOCK))](
             rows,
-            place,
+            inverse,
             weights,
             out,
             hidden,
             K=per_token,
             WEIGHTED=weights is not None,
-            FULL=len(rows) == place.numel(),
+            FULL=len(rows) == inverse.numel(),
             BLOCK=_BLOCK,
             num_warps=_WARPS,
         )
@@ -155,52 +163,52 @@ def _triton(rows: Tensor, source: Tensor, place: Tensor, weights: Tensor | None)
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, source: Tensor, place: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, place, weights)
-        return _triton(rows, source, place, weights)
+    def forward(ctx: Any, rows: Tensor, source: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, inverse, weights)
+        return _triton(rows, source, inverse, weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, Tensor]:
-        rows, place, weights = ctx.saved_tensors
+        rows, inverse, weights = ctx.saved_tensors
         upstream, of_rows, of_weights = grads[0].contiguous(), torch.empty_like(rows), torch.empty_like(weights)
-        if place.numel():
-            combine_backward_kernel[(place.numel(),)](
+        if inverse.numel():
+            combine_backward_kernel[(inverse.numel(),)](
                 upstream,
                 rows,
-                place,
+                inverse,
                 weights,
                 of_rows,
                 of_weights,
                 rows.shape[1],
-                K=place.shape[1],
-                FULL=len(rows) == place.numel(),
+                K=inverse.shape[1],
+                FULL=len(rows) == inverse.numel(),
                 BLOCK=_BLOCK,
                 num_warps=_WARPS,
             )
         return of_rows, None, None, of_weights
 
 
-def _fits(rows: Tensor, source: Tensor, place: Tensor, weights: Tensor | None) -> bool:
-    given = [rows, place] if weights is None else [rows, place, weights]
+def _fits(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tensor | None) -> bool:
+    given = [rows, inverse] if weights is None else [rows, inverse, weights]
     wide = weights is None or weights.dtype == torch.float32
     return wide and all_plain(*given) and all(one.is_contiguous() for one in given)
 
 
-def _weighted_fits(rows: Tensor, source: Tensor, place: Tensor, weights: Tensor | None) -> bool:
-    return weights is not None and _fits(rows, source, place, weights)
+def _weighted_fits(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tensor | None) -> bool:
+    return weights is not None and _fits(rows, source, inverse, weights)
 
 
 if HAS_TRITON:
     combine.implement("triton", "cuda", invariant=True, supports=_fits)(_triton)
 
     @combine.implement("triton with gradients", "cuda", differentiable=True, supports=_weighted_fits)
-    def _differentiable(rows: Tensor, source: Tensor, place: Tensor, weights: Tensor) -> Tensor:
-        return _Combine.apply(rows, source, place, weights)
+    def _differentiable(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
+        return _Combine.apply(rows, source, inverse, weights)
 
 
 def compile_cases() -> list[CompileCase]:
     rows = dict.fromkeys(("rows", "out", "upstream", "of_rows"), "*bf16:16")
-    signature = rows | {"place": "*i64:16", "weights": "*fp32:16", "of_weights": "*fp32:16", "hidden": "i32:16"}
+    signature = rows | {"inverse": "*i64:16", "weights": "*fp32:16", "of_weights": "*fp32:16", "hidden": "i32:16"}
     kernels: tuple[tuple[str, Any, dict[str, object]], ...] = (
         ("weighted sum", combine_kernel, {"WEIGHTED": True}),
         ("sum", combine_kernel, {"WEIGHTED": False}),

@@ -77,12 +77,12 @@ def experts(
 class Order:
     """Rows, one for each token and expert of it, sorted by expert; some of a token's slots may have no row.
 
-    source: [rows] which slot, counted token by token, each row is of. place: [tokens, per_token] the inverse: which row
-    a slot has, -1 for none. ends: [experts] int32, where the rows of each expert end.
+    source: [rows] which slot, counted token by token, each row is of. inverse: [tokens, per_token], which row a
+    slot has, -1 for none. ends: [experts] int32, where the rows of each expert end.
     """
 
     source: Tensor
-    place: Tensor
+    inverse: Tensor
     ends: Tensor
 
     @staticmethod
@@ -93,12 +93,12 @@ class Order:
         numbers = chosen.flatten()
         # Slots without a row come last.
         expert, source = (numbers.where(numbers >= 0, count) if empty else numbers).sort(stable=True)
-        place = torch.empty_like(source).scatter_(0, source, torch.arange(len(source), device=source.device))
+        inverse = torch.empty_like(source).scatter_(0, source, torch.arange(len(source), device=source.device))
         if empty:
-            place.masked_fill_(numbers < 0, -1)
+            inverse.masked_fill_(numbers < 0, -1)
         bounds = torch.arange(count, dtype=expert.dtype, device=expert.device)
         ends = torch.searchsorted(expert, bounds, right=True, out_int32=True)
-        return Order(source, place.view(chosen.shape), ends)
+        return Order(source, inverse.view(chosen.shape), ends)
 
     def with_rows(self, rows: int) -> Order:
         """The same of as many rows as there are, which only the device knew."""
@@ -110,30 +110,30 @@ def _order(chosen: Tensor, count: int, filled: int | None) -> Order:
 
 
 def take_rows(x: Tensor, order: Order) -> Tensor:
-    """x [tokens, hidden] -> at each place the row of its token, [rows, hidden]; gradients are added in fixed order."""
-    if len(order.source) == len(order.place) and order.place.shape[1] == 1:
-        return permuted(x, order.source, order.place.flatten())
-    return _TakeRows.apply(x, order.source, order.place)
+    """x [tokens, hidden] -> in each slot the row of its token, [rows, hidden]; gradients are added in fixed order."""
+    if len(order.source) == len(order.inverse) and order.inverse.shape[1] == 1:
+        return permuted(x, order.source, order.inverse.flatten())
+    return _TakeRows.apply(x, order.source, order.inverse)
 
 
 def give_back(rows: Tensor, order: Order, weights: Tensor | None) -> Tensor:
-    """rows [places, hidden] and weights [tokens, per_token] -> weighted sums [tokens, hidden] in the dtype of rows.
+    """rows [slots, hidden] and weights [tokens, per_token] -> weighted sums [tokens, hidden] in the dtype of rows.
 
     weights: None if a token has one row, which it gets back as it is; otherwise that is a ValueError.
     """
     if weights is None:
-        per_token = order.place.shape[1]
+        per_token = order.inverse.shape[1]
         if per_token != 1:
             raise ValueError(f"tokens with {per_token} experts each need weights: None is for one of weight 1")
-        return permuted(rows, order.place.flatten(), order.source)
-    return combine(rows, order.source, order.place, weights)
+        return permuted(rows, order.inverse.flatten(), order.source)
+    return combine(rows, order.source, order.inverse, weights)
 
 
 class _TakeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(source, place)
-        return x.index_select(0, source // place.shape[1])
+    def forward(ctx: Any, x: Tensor, source: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(source, inverse)
+        return x.index_select(0, source // inverse.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

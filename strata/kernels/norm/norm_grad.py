@@ -41,16 +41,16 @@ def rms_norm_backward_kernel(
     for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
         held = (row < rows) & (column < width)
-        place = row * width + column
-        values = tl.load(x + place, mask=held, other=0.0)
-        given = tl.load(upstream + place, mask=held, other=0.0).to(tl.float32)
+        offset = row * width + column
+        values = tl.load(x + offset, mask=held, other=0.0)
+        given = tl.load(upstream + offset, mask=held, other=0.0).to(tl.float32)
         scale = inverse_rms(values, width, eps)
         normed = values.to(tl.float32) * scale
         weighted = given * factor
         slope = scale * (weighted - normed * (tl.sum(weighted * normed, 1) / width)[:, None])
         if HAS_THROUGH:
-            slope += tl.load(through + place, mask=held, other=0.0).to(tl.float32)
-        tl.store(of_x + place, slope.to(of_x.dtype.element_ty), mask=held)
+            slope += tl.load(through + offset, mask=held, other=0.0).to(tl.float32)
+        tl.store(of_x + offset, slope.to(of_x.dtype.element_ty), mask=held)
         # The forward pass multiplies the weight by the rounded value.
         total += given * normed.to(values.dtype).to(tl.float32)
     column = tl.arange(0, WIDTH)

@@ -82,23 +82,23 @@ def adamw_kernel(
     SEPARATE: tl.constexpr,
 ):
     """SEPARATE: whether `weight` is other memory than `master`."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     rate, factor = tl.load(step), tl.load(step + 3)
     correction1, correction2 = tl.load(step + 1), tl.load(step + 2)
     # A step that is skipped neither reads nor writes.
-    held = (place < count) & (factor != 0)
-    given = tl.load(gradient + place, mask=held).to(tl.float32) * factor
-    value = tl.load(master + place, mask=held)
-    mean = tl.load(first + place, mask=held)
-    square = tl.load(second + place, mask=held)
+    held = (offset < count) & (factor != 0)
+    given = tl.load(gradient + offset, mask=held).to(tl.float32) * factor
+    value = tl.load(master + offset, mask=held)
+    mean = tl.load(first + offset, mask=held)
+    square = tl.load(second + offset, mask=held)
     mean += (given - mean) * (1 - beta1)
     square = square * beta2 + given * given * (1 - beta2)
     value = value * (1 - rate * decay) - rate / correction1 * mean / (tl.sqrt(square / correction2) + eps)
-    tl.store(first + place, mean, mask=held)
-    tl.store(second + place, square, mask=held)
-    tl.store(master + place, value, mask=held)
+    tl.store(first + offset, mean, mask=held)
+    tl.store(second + offset, square, mask=held)
+    tl.store(master + offset, value, mask=held)
     if SEPARATE:
-        tl.store(weight + place, value.to(weight.dtype.element_ty), mask=held)
+        tl.store(weight + offset, value.to(weight.dtype.element_ty), mask=held)
 
 
 _BLOCK = 1024

@@ -61,16 +61,16 @@ def muon_update(weight: Tensor, master: Tensor, direction: Tensor, step: Tensor,
 
 @jit
 def muon_momentum_kernel(result, momentum, gradient, step, count, beta, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    held = place < count
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    held = offset < count
     factor = tl.load(step + 1)
     applied = held & (factor != 0)
-    given = tl.load(gradient + place, mask=applied, other=0.0).to(tl.float32) * factor
-    mean = tl.load(momentum + place, mask=applied, other=0.0)
+    given = tl.load(gradient + offset, mask=applied, other=0.0).to(tl.float32) * factor
+    mean = tl.load(momentum + offset, mask=applied, other=0.0)
     mean += (given - mean) * (1 - beta)
     given += (mean - given) * beta
-    tl.store(momentum + place, mean, mask=applied)
-    tl.store(result + place, given.to(result.dtype.element_ty), mask=held)
+    tl.store(momentum + offset, mean, mask=applied)
+    tl.store(result + offset, given.to(result.dtype.element_ty), mask=held)
 
 
 @jit
@@ -78,14 +78,14 @@ def muon_update_kernel(
     weight, master, direction, step, count, size, decay, BLOCK: tl.constexpr, SEPARATE: tl.constexpr
 ):
     """SEPARATE: whether `weight` is other memory than `master`."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     rate = tl.load(step)
-    held = (place < count) & (tl.load(step + 1) != 0)
-    value = tl.load(master + place, mask=held)
-    value = value * (1 - rate * decay) - rate * size * tl.load(direction + place, mask=held).to(tl.float32)
-    tl.store(master + place, value, mask=held)
+    held = (offset < count) & (tl.load(step + 1) != 0)
+    value = tl.load(master + offset, mask=held)
+    value = value * (1 - rate * decay) - rate * size * tl.load(direction + offset, mask=held).to(tl.float32)
+    tl.store(master + offset, value, mask=held)
     if SEPARATE:
-        tl.store(weight + place, value.to(weight.dtype.element_ty), mask=held)
+        tl.store(weight + offset, value.to(weight.dtype.element_ty), mask=held)
 
 
 _BLOCK = 1024

@@ -71,8 +71,8 @@ def largest_kernel(x, of_rows, of_columns, rows, columns, stride, PER_ROW: tl.co
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     held = (row < rows)[:, None] & (column < columns)[None, :]
-    place = row.to(tl.int64)[:, None] * stride + column[None, :]
-    size = tl.abs(tl.load(x + place, mask=held, other=0.0).to(tl.float32))
+    offset = row.to(tl.int64)[:, None] * stride + column[None, :]
+    size = tl.abs(tl.load(x + offset, mask=held, other=0.0).to(tl.float32))
     if PER_ROW:
         tl.atomic_max(of_rows + row, tl.max(size, 1), mask=row < rows, sem="relaxed")
         tl.atomic_max(of_columns + column, tl.max(size, 0), mask=column < columns, sem="relaxed")
@@ -127,9 +127,9 @@ def quantize_kernel(
     other = tl.clamp(other, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
     kind = values.dtype.element_ty
     tl.store(values + wide_row[:, None] * columns + column[None, :], straight.to(kind), mask=held)
-    place = column.to(tl.int64)[:, None] * turned_stride + row[None, :]
+    offset = column.to(tl.int64)[:, None] * turned_stride + row[None, :]
     kept = (column < columns)[:, None] & (row < turned_stride)[None, :]
-    tl.store(turned + place, tl.trans(other.to(kind)), mask=kept)
+    tl.store(turned + offset, tl.trans(other.to(kind)), mask=kept)
 
 
 _TILE = 128
@@ -200,16 +200,16 @@ def _cublas(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch
 
 
 def put_scaled_product(
-    place: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype
+    memory: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype
 ) -> None:
     """`scaled_product`, every sum in float32, into contiguous memory [rows, columns] of float32 or of `dtype`.
 
     What the library cannot write as float32 (scales of rows) is rounded to `dtype` on the way.
     """
-    if place.is_cuda and a_scale.numel() == b_scale.numel() == 1:
-        torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=place.dtype, out=place)
+    if memory.is_cuda and a_scale.numel() == b_scale.numel() == 1:
+        torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=memory.dtype, out=memory)
     else:
-        place.copy_(scaled_product(a, a_scale, b, b_scale, dtype, False))
+        memory.copy_(scaled_product(a, a_scale, b, b_scale, dtype, False))
 
 
 def compile_cases() -> list[CompileCase]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.op import operation
 from strata.kernels.sampling.filters_triton import search_bounds
-from strata.kernels.sampling.integer_probabilities import masses
+from strata.kernels.sampling.integer_probabilities import integer_probabilities
 from strata.kernels.sampling.sampling import scaled
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -43,8 +43,8 @@ def filter_bounds(
 
     min-p (Nguyen et al. 2024) removes ids whose logit is more than -log(min_p) under the largest. top-k keeps the k
     largest logits and all that equal the k-th. top-p (Holtzman et al. 2020) keeps the fewest of the remaining ids,
-    likeliest first and lower ids first among equals, whose masses (`masses`) reach `top_p` of their sum. The bounds of
-    a row with NaN or infinity are unspecified.
+    likeliest first and lower ids first among equals, whose `integer_probabilities` reach `top_p` of their sum. The
+    bounds of a row with NaN or infinity are unspecified.
     """
     scores = scaled(logits, temperatures)
     largest = scores.amax(-1, keepdim=True)
@@ -53,7 +53,7 @@ def filter_bounds(
     vocab = scores.shape[1]
     last_kept = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab).long()[:, None] - 1
     kept = (values >= values.gather(1, last_kept)) & (values > -torch.inf)
-    mass = masses(values - largest) * kept
+    mass = integer_probabilities(values - largest) * kept
     through = mass.cumsum(-1)
     wanted = (top_p.double() * through[:, -1].double()).ceil().long()
     kept &= (through - mass < wanted[:, None]) | (top_p >= 1)[:, None]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strata.kernels.compile_case import CompileCase
-from strata.kernels.sampling.integer_probabilities import LOG2_E, NO_MASS_BELOW, POWER
+from strata.kernels.sampling.integer_probabilities import LOG2_E, POWER, ZERO_BELOW
 from strata.kernels.triton_import import jit, tl
 
 # Ids that are looked at together; no more of them are kept aside for the end of a search.
@@ -24,7 +24,7 @@ _MOST_PASSES = 16
 _CONSTANTS: dict[str, object] = {
     "POWER": POWER,
     "LOG2_E": LOG2_E,
-    "NO_MASS_BELOW": NO_MASS_BELOW,
+    "ZERO_BELOW": ZERO_BELOW,
     "MOST_PASSES": _MOST_PASSES,
     "BLOCK": _BLOCK,
 }
@@ -51,8 +51,8 @@ def _scores(source, at, length, temperature):
 
 
 @jit
-def _mass(below, POWER: tl.constexpr, LOG2_E: tl.constexpr):
-    """The arithmetic of `masses`; the kernel is compiled without fusing products and sums."""
+def _probability(below, POWER: tl.constexpr, LOG2_E: tl.constexpr):
+    """The arithmetic of `integer_probabilities`; the kernel is compiled without fusing products and sums."""
     power = tl.maximum(below, -64.0) * LOG2_E
     whole = tl.floor(power)
     part = power - whole
@@ -71,7 +71,7 @@ def _weigh(
     source, length, temperature, top, a, b, c,
     MASS: tl.constexpr, POWER: tl.constexpr, LOG2_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How many scores reach each of the pivots a <= b <= c; then their masses if MASS, else the same counts again."""
+    """How many scores reach each of the pivots a <= b <= c; then their probability if MASS, else these counts again."""
     lane = tl.arange(0, BLOCK)
     count_a = tl.zeros((BLOCK,), tl.int32)
     count_b = tl.zeros((BLOCK,), tl.int32)
@@ -85,7 +85,7 @@ def _weigh(
         count_b += (score >= b).to(tl.int32)
         count_c += (score >= c).to(tl.int32)
         if MASS:
-            mass = _mass(score - top, POWER, LOG2_E)
+            mass = _probability(score - top, POWER, LOG2_E)
             mass_a += tl.where(score >= a, mass, 0)
             mass_b += tl.where(score >= b, mass, 0)
             mass_c += tl.where(score >= c, mass, 0)
@@ -195,8 +195,8 @@ def _gather(source, length, temperature, low, high, target, BLOCK: tl.constexpr)
         inside = (score >= low) & (score < high)
         count = tl.sum(inside.to(tl.int32), 0)
         if count > 0:
-            place = found + tl.cumsum(inside.to(tl.int32), 0) - 1
-            tl.store(target + place, score, mask=inside & (place < BLOCK))
+            index = found + tl.cumsum(inside.to(tl.int32), 0) - 1
+            tl.store(target + index, score, mask=inside & (index < BLOCK))
         found += count
     tl.debug_barrier()
     return found
@@ -212,8 +212,8 @@ def _id_of_equal(source, length, temperature, value, number, BLOCK: tl.constexpr
         equal = _scores(source, first + lane, length, temperature) == value
         count = tl.sum(equal.to(tl.int32), 0)
         if (seen < number) & (number <= seen + count):
-            place = seen + tl.cumsum(equal.to(tl.int32), 0)
-            result = tl.max(tl.where(equal & (place == number), first + lane, 0), 0)
+            index = seen + tl.cumsum(equal.to(tl.int32), 0)
+            result = tl.max(tl.where(equal & (index == number), first + lane, 0), 0)
         seen += count
     return result
 
@@ -247,7 +247,7 @@ def filter_bounds_kernel(
     row_stride,
     POWER: tl.constexpr,
     LOG2_E: tl.constexpr,
-    NO_MASS_BELOW: tl.constexpr,
+    ZERO_BELOW: tl.constexpr,
     MOST_PASSES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -292,7 +292,7 @@ def filter_bounds_kernel(
             border = _search(logits, vocab, temperature, top, low, high, wanted, beyond, False, POWER, LOG2_E, BLOCK)
 
     if p < 1:
-        low = tl.maximum(border, top - NO_MASS_BELOW)
+        low = tl.maximum(border, top - ZERO_BELOW)
         if held <= BLOCK:
             _, _, _, total, _, _ = _weigh(aside, held, one, top, low, low, low, True, POWER, LOG2_E, BLOCK)
             wanted = tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
@@ -320,7 +320,7 @@ def filter_bounds_kernel(
             reach, above, _, _, over, _ = _weigh(
                 logits, vocab, temperature, top, border, after, after, True, POWER, LOG2_E, BLOCK
             )
-        each = _mass(border - top, POWER, LOG2_E)
+        each = _probability(border - top, POWER, LOG2_E)
         equals = (wanted - over + each - 1) // each
         if equals < reach - above:
             limit = _id_of_equal(logits, vocab, temperature, border, equals.to(tl.int32), BLOCK)

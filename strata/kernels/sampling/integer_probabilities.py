@@ -14,12 +14,12 @@ POWER = (
     0.00021612923592329025,
 )
 LOG2_E = 1.4426950216293335
-# The likeliest id of a row has this many bits of mass, so one more than 28 below it has none.
-MASS_BITS = 40
-NO_MASS_BELOW = 28.0
+# The probability of a row's likeliest id has this many bits, so that of an id more than 28 below it is 0.
+PROBABILITY_BITS = 40
+ZERO_BELOW = 28.0
 
 
-def masses(below: Tensor) -> Tensor:
+def integer_probabilities(below: Tensor) -> Tensor:
     """How likely ids are beside the likeliest of their row, as whole numbers: e^below * 2^40, int64.
 
     below: float32, at most 0: how far each logit lies under the largest. Sums of whole numbers are exact, and every
@@ -31,4 +31,4 @@ def masses(below: Tensor) -> Tensor:
     value = fraction * POWER[5] + POWER[4]
     for coefficient in (*POWER[3::-1], 1.0):
         value = value * fraction + coefficient
-    return ((value * 2.0**23).long() << (MASS_BITS - 23)) >> (-whole).long().clamp(0, 62)
+    return ((value * 2.0**23).long() << (PROBABILITY_BITS - 23)) >> (-whole).long().clamp(0, 62)

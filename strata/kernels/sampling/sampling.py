@@ -211,10 +211,10 @@ def gumbel_blocks_kernel(
         exponential = tl.where(uniform < 2**-8, series, _LN2 * -tl.log2(1.0 - uniform))
         score -= _LN2 * tl.log2(exponential)
     score = tl.where(score != score, float("inf"), score)
-    value, place = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+    value, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
     at = row * tl.num_programs(1) + block
     tl.store(best + at, value)
-    tl.store(best_id + at, block * BLOCK + place)
+    tl.store(best_id + at, block * BLOCK + index)
 
 
 @jit
@@ -223,9 +223,9 @@ def gumbel_reduce_kernel(best, best_id, result, blocks, BLOCKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     values = tl.load(best + row * blocks + block, mask=block < blocks, other=-float("inf"))
-    value, place = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
+    value, index = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
     finite = (value > -float("inf")) & (value < float("inf"))
-    tl.store(result + row, tl.where(finite, tl.load(best_id + row * blocks + place), -1))
+    tl.store(result + row, tl.where(finite, tl.load(best_id + row * blocks + index), -1))
 
 
 def _gumbel_triton(

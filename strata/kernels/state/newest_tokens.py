@@ -38,12 +38,12 @@ _BLOCK = 256
 # The inputs of a step are views of one buffer, at any address.
 @partial(jit, unspecialized=("tokens", "sources", "count"))
 def newest_tokens_kernel(tokens, sources, newest, result, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    held = place < count
-    source = tl.load(sources + place, mask=held, other=-1)
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    held = offset < count
+    source = tl.load(sources + offset, mask=held, other=-1)
     drawn = tl.load(newest + source, mask=source >= 0, other=0)
-    token = tl.load(tokens + place, mask=held & (source < 0), other=0)
-    tl.store(result + place, tl.where(source >= 0, tl.maximum(drawn, 0), token), mask=held)
+    token = tl.load(tokens + offset, mask=held & (source < 0), other=0)
+    tl.store(result + offset, tl.where(source >= 0, tl.maximum(drawn, 0), token), mask=held)
 
 
 def _triton(tokens: Tensor, sources: Tensor, newest: Tensor) -> Tensor:

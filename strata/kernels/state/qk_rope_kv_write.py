@@ -163,9 +163,9 @@ def qk_rope_kv_write_kernel(
     last_key = heads + kv_heads
     within = column < HEAD_DIM
     held = (head < last_key + kv_heads) & within
-    place = head * head_dim + column
+    offset = head * head_dim + column
     product += token * token_stride
-    given = tl.load(product + place, mask=held, other=0.0)
+    given = tl.load(product + offset, mask=held, other=0.0)
     row = given
     if NORM:
         scale = inverse_rms(given, head_dim, eps)
@@ -185,14 +185,14 @@ def qk_rope_kv_write_kernel(
     c = tl.load(cos + angle, mask=within, other=0.0)
     s = tl.load(sin + angle, mask=within, other=0.0)
     turned = tl.fma(wide, c, other * tl.where(column < HALF, -s, s)).to(given.dtype)
-    tl.store(rotated + token * last_key * head_dim + place, turned, mask=held & (head < last_key))
+    tl.store(rotated + token * last_key * head_dim + offset, turned, mask=held & (head < last_key))
     if PAGES:
         slot = tl.load(slots + token).to(tl.int64)
         stored = held & (head >= heads) & (slot >= 0)
         keys += (slot * kv_heads - heads) * head_dim
         values += (slot * kv_heads - last_key) * head_dim
-        tl.store(keys + place, turned.to(keys.dtype.element_ty), mask=stored & (head < last_key))
-        tl.store(values + place, given.to(values.dtype.element_ty), mask=stored & (head >= last_key))
+        tl.store(keys + offset, turned.to(keys.dtype.element_ty), mask=stored & (head < last_key))
+        tl.store(values + offset, given.to(values.dtype.element_ty), mask=stored & (head >= last_key))
 
 
 # Elements of a tile, and its warps: enough that a cosine serves several heads and that many loads are under way.

@@ -58,10 +58,10 @@ class OneDeviceGradients:
             assert before.data_ptr() + before.nbytes == after.data_ptr()
         self._leaves[leaf] = [name for parameter in parameters for name in self._leaves[parameter]]
 
-    def place(self, leaf: Tensor) -> None:
+    def memory(self, leaf: Tensor) -> None:
         """There are no messages: gradients stay with autograd until the pass has ended."""
 
-    def filled(self, leaf: Tensor) -> None:
+    def written(self, leaf: Tensor) -> None:
         """Nothing waits for this gradient."""
 
     def announce_last(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from strata.comm.mesh import Axis
-from strata.kernels.destination import Place
+from strata.kernels.gradient_target import Memory
 from strata.kernels.loss.loss_grad import CHUNK_BYTES, cross_entropy_gradients, summed_cross_entropy
 from strata.models.batch import Batch
 from strata.models.layers import CausalLM
@@ -41,10 +41,10 @@ class WatchedGradients(Gradients, Protocol):
     def watch(self, leaf: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         """Take the gradient of `leaf`, of which the parameters are views that lie side by side, as theirs."""
 
-    def place(self, leaf: Tensor) -> Place | None:
+    def memory(self, leaf: Tensor) -> Memory | None:
         """Where the gradient of `leaf` belongs, if not into `leaf.grad`."""
 
-    def filled(self, leaf: Tensor) -> None:
+    def written(self, leaf: Tensor) -> None:
         """It is there, and complete for this pass."""
 
     def forget(self) -> None:
@@ -128,7 +128,7 @@ class GraphPasses:
         self._gradients.wait()  # for the head, which is not in the graph
         counted = hidden if rows is None else hidden.index_select(0, rows)
         head = head_weight(self._model)
-        place = self._gradients.place(head)
+        place = self._gradients.memory(head)
         logits_bytes = LOGITS_BYTES if place is None else CHUNK_BYTES
         loss: Tensor
         loss, of_counted, of_head = cross_entropy_gradients(
@@ -137,7 +137,7 @@ class GraphPasses:
         if place is None:
             head.grad = of_head
         elif self._model.lm_head is not None:  # the backward pass adds to that of a tied one
-            self._gradients.filled(head)
+            self._gradients.written(head)
         counted.backward(of_counted)
         self._gradients.accumulate()
         return loss

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from strata.kernels.linear import fp8 as linear_fp8
 from strata.kernels.linear import into as linear_into
-from tests.kernels.test_linear_into import Place
+from tests.kernels.test_linear_into import Target
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -31,16 +31,16 @@ def test_a_last_product_is_not_computed_again(eight_bits: bool, monkeypatch: pyt
         monkeypatch.setattr(module, "with_gradients_of", counting)
     found = []
     for recompute in (False, True):
-        place, given, trained = Place(weight), x.clone().requires_grad_(), weight.clone().requires_grad_()
+        target, given, trained = Target(weight), x.clone().requires_grad_(), weight.clone().requires_grad_()
 
-        def layer(given: Tensor, trained: Tensor = trained, place: Place = place) -> Tensor:
+        def layer(given: Tensor, trained: Tensor = trained, target: Target = target) -> Tensor:
             if eight_bits:
-                return given + linear_fp8.linear_fp8_into(given.exp(), trained, None, True, place)
-            return given + linear_into.linear_into(given.exp(), trained, None, place)
+                return given + linear_fp8.linear_fp8_into(given.exp(), trained, None, True, target)
+            return given + linear_into.linear_into(given.exp(), trained, None, target)
 
         result = checkpoint(layer, given, use_reentrant=False) if recompute else layer(given)
         result.square().sum().backward()
-        found.append((result, given.grad, place.memory))
+        found.append((result, given.grad, target.gradient))
     assert len(made) == 2
     assert all(map(torch.equal, *found))
     if not eight_bits:

@@ -7,14 +7,14 @@ from typing import Protocol
 from torch import Tensor
 
 # Contiguous memory of a weight's shape, in its dtype or float32, and whether to add to what it holds.
-Place = tuple[Tensor, bool]
+Memory = tuple[Tensor, bool]
 
 
-class Destination(Protocol):
-    """Takes the gradient of one weight: a backward pass asks for the place, writes there and says so."""
+class GradientTarget(Protocol):
+    """Takes the gradient of one weight: a backward pass asks for its memory, writes there and says so."""
 
-    def place(self) -> Place:
+    def memory(self) -> Memory:
         """Where the gradient of this pass belongs."""
 
-    def filled(self) -> None:
+    def written(self) -> None:
         """It is there."""
