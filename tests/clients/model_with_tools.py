@@ -6,34 +6,23 @@ model that does as it is told.
 
 from __future__ import annotations
 
-import asyncio
 import re
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
-import uvicorn
 from llguidance import LLMatcher
 
 import strata
 from strata.engine.process.messages import Add
-from strata.serve.api.response_store import ResponseStore
-from strata.serve.grammar import GrammarChecker
 from strata.serve.grammar_worker import TOKENIZER
-from strata.serve.http.app import build_app
-from strata.serve.http.gate import Gate
 from strata.serve.http.keys import KeyRing
-from strata.serve.http.limits import Limits
-from strata.serve.observe.metrics import Metrics
-from strata.serve.processes.drain import Drain
 from strata.serve.settings import ServeSettings
-from strata.serve.state import ServerState
 from strata.text.tokenizer import Tokenizer
-from tests.serve.scripted import EOS, NAME, ScriptedEngine, ScriptedStream, delta
+from tests.serve.live import in_thread
+from tests.serve.scripted import EOS, NAME, ScriptedEngine, ScriptedStream, delta, served
 
 BUILTIN = Path(strata.__file__).parent / "models" / "builtin"
 TEMPLATE = """\
@@ -93,40 +82,10 @@ class RuleEngine(ScriptedEngine):
 def rule_server(**settings: Any) -> Iterator[str]:
     """Where it listens. settings: of ServeSettings."""
     asked = ServeSettings("unused", (NAME,), tool_format="hermes", **settings)
-    stop: list[uvicorn.Server] = []
-
-    async def serve() -> None:
-        with Tokenizer.load(BUILTIN, chat_template=TEMPLATE) as tokenizer:
-            engine = RuleEngine(tokenizer)
-            state = ServerState(
-                settings=asked,
-                client=engine,  # type: ignore[arg-type]
-                tokenizer=tokenizer,
-                limits=Limits(asked, engine.ready.max_sequences),
-                metrics=Metrics(NAME),
-                grammars=GrammarChecker(),
-                responses=ResponseStore(),
-            )
-
-            async def connect() -> ServerState:
-                return state
-
-            gate = Gate(
-                build_app(asked, connect), asked, KeyRing(()), Drain(), state.limits.enter, state.metrics.rejected
-            )
-            stop.append(uvicorn.Server(uvicorn.Config(gate, log_level="warning", lifespan="on")))
-            await stop[0].serve([listener])
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        thread = threading.Thread(target=lambda: asyncio.run(serve()))
-        thread.start()
-        try:
-            assert httpx.get(f"{url}/ready", timeout=60).status_code == 200
+    with Tokenizer.load(BUILTIN, chat_template=TEMPLATE) as tokenizer:
+        gate, _ = served(RuleEngine(tokenizer), tokenizer, asked, KeyRing(()))
+        with in_thread(gate) as url:
             yield url
-        finally:
-            stop[0].should_exit = True
-            thread.join()
 
 
 if __name__ == "__main__":

@@ -101,27 +101,29 @@ def _serving(settings: ServeSettings, address: str, keys: Sequence[KeyHash]) -> 
         )
         return states[0]
 
-    async def serve() -> None:
-        gate = Gate(
-            build_app(settings, connect),
-            settings,
-            KeyRing(keys),
-            Drain(),
-            lambda caller: states[0].limits.enter(caller),
-            lambda why: states[0].metrics.rejected(why),
-        )
-        server = uvicorn.Server(uvicorn.Config(gate, log_level="warning", lifespan="on"))
-        stop.append(lambda: setattr(server, "should_exit", True))
-        await server.serve([listener])
+    gate = Gate(
+        build_app(settings, connect),
+        settings,
+        KeyRing(keys),
+        Drain(),
+        lambda caller: states[0].limits.enter(caller),
+        lambda why: states[0].metrics.rejected(why),
+    )
+    with in_thread(gate) as url:
+        yield url, states[0]
 
-    stop: list[Callable[[], None]] = []
+
+@contextmanager
+def in_thread(application: Gate) -> Iterator[str]:
+    """Where an application listens, once it is ready."""
+    server = uvicorn.Server(uvicorn.Config(application, log_level="warning", lifespan="on"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
         thread.start()
         try:
             assert httpx.get(f"{url}/ready", timeout=60).status_code == 200
-            yield url, states[0]
+            yield url
         finally:
-            stop[0]()
+            server.should_exit = True
             thread.join()

@@ -150,12 +150,10 @@ def events(text: str) -> list[Any]:
     return [one if one == "[DONE]" else json.loads(one) for one in data]
 
 
-@contextmanager
-def scripted_server(tokenizer: Tokenizer, script: Sequence[Batch], **options: Any) -> Iterator[Scripted]:
-    """options: of ScriptedEngine; `settings`: those of ServeSettings; `keys`: of the server."""
-    settings = ServeSettings("unused", (NAME,), **options.pop("settings", {}))
-    keys = KeyRing(options.pop("keys", ()))
-    engine = ScriptedEngine(tokenizer, script, **options)
+def served(
+    engine: ScriptedEngine, tokenizer: Tokenizer, settings: ServeSettings, keys: KeyRing
+) -> tuple[Gate, ServerState]:
+    """The application over an engine, and what its handlers share."""
     state = ServerState(
         settings=settings,
         client=engine,  # type: ignore[arg-type]
@@ -170,6 +168,15 @@ def scripted_server(tokenizer: Tokenizer, script: Sequence[Batch], **options: An
         return state
 
     app = build_app(settings, connect)
-    gate = Gate(app, settings, keys, Drain(), state.limits.enter, state.metrics.rejected)
+    return Gate(app, settings, keys, Drain(), state.limits.enter, state.metrics.rejected), state
+
+
+@contextmanager
+def scripted_server(tokenizer: Tokenizer, script: Sequence[Batch], **options: Any) -> Iterator[Scripted]:
+    """options: of ScriptedEngine; `settings`: those of ServeSettings; `keys`: of the server."""
+    settings = ServeSettings("unused", (NAME,), **options.pop("settings", {}))
+    keys = KeyRing(options.pop("keys", ()))
+    engine = ScriptedEngine(tokenizer, script, **options)
+    gate, state = served(engine, tokenizer, settings, keys)
     with TestClient(gate, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
         yield Scripted(client, engine, state)

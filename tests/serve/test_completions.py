@@ -125,7 +125,7 @@ def test_openai_spelled_out_nulls_and_ones(live: LiveServer) -> None:
 
 
 def test_a_prompt_that_fills_the_model(live: LiveServer) -> None:
-    reply = complete(live, [5] * 1023, max_tokens=1)
+    reply = complete(live, [6] * 1023, max_tokens=1)
     assert reply["usage"] == {
         "prompt_tokens": 1023,
         "completion_tokens": 1,
