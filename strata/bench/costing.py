@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
 
+from strata.engine.sampler import DrawInputs
+from strata.engine.step_graphs import DrawStep, StepGraphs, StepInputs, step_graphs
 from strata.files.json_object import read_existing_object
-from strata.graph.capture import capture, capture_head
-from strata.graph.cost import StepCosts, meta_indices, meta_pages, operation_counts, step_costs
-from strata.graph.fuse import fuse
-from strata.graph.merge import merge
+from strata.graph.cost import NodeCost, StepCosts, meta_indices, meta_pages, node_costs, step_costs
 from strata.hardware.roofline import Workload
+from strata.hardware.specs import Device
+from strata.kernels.attention.batch_parts import divide, library_reach
+from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.models.families import build
@@ -37,20 +40,34 @@ def find_config(model: str) -> ModelConfig:
 
 
 @dataclass(frozen=True)
-class MetaModel:
-    """A model without weights: its merged and fused graph and that of its head, in `dtype`.
+class StepNodes:
+    """What the nodes of one step cost, and what runs them.
 
-    captured: how many nodes of each operation the graph had before it was merged and fused.
+    graph: the one of `StepGraphs` that computes the logits. inputs, model, draw: in the order in which they run.
     """
+
+    graph: str
+    inputs: list[NodeCost]
+    model: list[NodeCost]
+    draw: list[NodeCost]
+
+    @property
+    def kernels(self) -> list[str]:
+        """The kernels of the step in order: those of Strata by name, a library's by the library."""
+        return [kernel for node in (*self.inputs, *self.model, *self.draw) for kernel in node.kernels]
+
+
+@dataclass(frozen=True)
+class MetaModel:
+    """A model without weights, in `dtype`: the graphs of its steps on a device that need not be here."""
 
     config: ModelConfig
     dtype: torch.dtype
-    graph: fx.GraphModule
-    head: fx.GraphModule
-    captured: dict[str, int]
+    limits: DeviceLimits
+    graphs: StepGraphs
 
     def batch(self, workload: Workload, page_size: int = 16) -> Batch:
-        """What the graph is called with in a step of that workload."""
+        """What the graphs are called with in a step of that workload, one-token sequences first."""
         config = self.config
         pages = meta_pages(
             workload,
@@ -60,22 +77,58 @@ class MetaModel:
             dtype=self.dtype,
             page_size=page_size,
         )
+        if max(workload.new) > 1 and workload.tokens < 1 << 31:  # as many as the device can count
+            reach = library_reach(self.dtype, config.head_dim, config.windows, config.longest, self.limits.capability)
+            cached = [total - new for new, total in zip(workload.new, workload.total, strict=True)]
+            pages = replace(pages, parts=divide(cached, workload.new, reach))
         tokens = meta_indices(workload.tokens)
         return Batch(tokens, tokens, meta_indices(len(workload.new) + 1), max(workload.new), pages)
 
+    def step(self, workload: Workload) -> StepNodes:
+        """A step that samples a row of each sequence; in prompts without filters, as most are."""
+        batch, rows, graphs = self.batch(workload), meta_indices(len(workload.new)), self.graphs
+        assert batch.pages is not None
+        decodes = workload.new.count(1)
+        recorded = graphs.decode(decodes) if decodes == len(workload.new) else None
+        model = graphs.logits if recorded is None else recorded
+        inputs = graphs.decode_inputs if recorded else graphs.mixed_inputs if decodes else graphs.prompt_inputs
+        tables = StepInputs(
+            batch.pages.tables, rows, batch.positions, batch.pages.slots, batch.pages.page_size,
+            batch.tokens, batch.tokens, rows,
+        )  # fmt: skip
+        floats = rows.new_empty(rows.shape, dtype=torch.float32)
+        sampled = DrawInputs(floats, rows.new_empty(rows.shape, dtype=torch.int64), rows, rows, floats, floats)
+        logits = torch.empty(len(rows), self.config.vocab_size, dtype=self.dtype, device="meta")
+        name = next(field.name for field in fields(graphs) if getattr(graphs, field.name) is model)
+
+        def cost(graph: fx.GraphModule, argument: Any) -> list[NodeCost]:
+            return node_costs(graph, argument, workload, self.limits)
+
+        return StepNodes(
+            name,
+            cost(inputs, tables),
+            cost(model, batch if recorded else (batch, rows)),
+            cost(graphs.draw_filtered if recorded else graphs.draw, DrawStep(logits, sampled, rows, rows)),
+        )
+
     def step_costs(self) -> StepCosts:
         """The least that steps of this model cost."""
-        return step_costs(self.graph, self.head, self.batch(Workload((1,), (1,))))
+        ones = {count: Workload((1,) * count, (1,) * count) for count in (1, 2)}
+        return step_costs(self.graphs.logits, lambda tokens, rows: (self.batch(ones[tokens]), meta_indices(rows)))
 
 
-def meta_model(config: ModelConfig, dtype: torch.dtype | None = None) -> MetaModel:
-    """Build, capture, merge and fuse a model; `dtype` is the checkpoint's by default, bfloat16 if that says nothing."""
+def meta_model(
+    config: ModelConfig, device: Device, dtype: torch.dtype | None = None, deterministic: bool = False
+) -> MetaModel:
+    """The graphs with which the engine runs a model on a device.
+
+    dtype: the checkpoint's by default, bfloat16 if that says nothing.
+    """
     dtype = dtype or config.dtype or torch.bfloat16
+    limits = DeviceLimits(device.product, device.capability, device.shared_bytes)
     with torch.device("meta"):
         model = build(config).to(dtype)
-    graph = capture(model)
-    captured = dict(operation_counts(graph))
-    return MetaModel(config, dtype, fuse(merge(graph)), capture_head(model), captured)
+    return MetaModel(config, dtype, limits, step_graphs(model, implementations_for(limits), deterministic))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -108,7 +108,7 @@ def floor_on(test: workloads.InferenceTest, setup: Setup, product: str) -> float
     device = recognize(product)
     if device is None:
         return None
-    model = meta_model(find_config(setup.source), DTYPES.get(setup.dtype))
+    model = meta_model(find_config(setup.source), device, DTYPES.get(setup.dtype), setup.deterministic)
     return test.floor(model.step_costs().step, device, dtype_name(model.dtype))
 
 

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from strata.cache.staging import Staging
-from strata.kernels.state.gather_tables import gather_tables
 
 # Entries that travel to the device at once.
 MOST_CHANGES = 4096
@@ -20,8 +18,9 @@ class BlockTables:
     """Row = slot, column = page of the slot's sequence: [slots + 1, most_pages] int32.
 
     The last row is of zeros, for padding rows of a CUDA graph. `rows` is the host's side, `on_device` the device's,
-    which follows in the order of the work that the device is given: with `gather`, which enters the page of each
-    sequence's new token, and with `send` for all else. On a CPU both are one.
+    which follows in the order of the work that the device is given: recorded steps enter the page of each sequence's
+    new token themselves, with `gather_tables`, because `send` between two replays would slow those after it
+    (docs/log.md); `send` brings all else. On a CPU both are one.
     """
 
     def __init__(self, slots: int, most_pages: int, device: torch.device) -> None:
@@ -41,7 +40,7 @@ class BlockTables:
     def update(self, slot: int, first: int, pages: Sequence[int], entered: int | None = None) -> None:
         """Entries [first, first + len(pages)) of a sequence's table have changed.
 
-        entered: the column that the step enters itself, with `gather`.
+        entered: the column that the step enters itself.
         """
         self.rows[slot, first : first + len(pages)] = pages
         if not self._shared:
@@ -68,15 +67,3 @@ class BlockTables:
             sent = staging.target(3 * count)
             staging.send(sent)
             entries.scatter_(0, sent[: 2 * count].view(torch.int64), sent[2 * count :])
-
-    def of(self, rows: Tensor, width: int) -> Tensor:
-        """The first `width` columns of some rows [sequences] int32, gathered on the device: [sequences, width]."""
-        return self.on_device[:, :width].index_select(0, rows)
-
-    def gather(self, rows: Tensor, positions: Tensor, slots: Tensor, page_size: int) -> Tensor:
-        """The tables of sequences that run one token each, with the page of each token: see `gather_tables`.
-
-        Recorded steps enter their pages so: `send` between two replays would slow those after it (docs/log.md).
-        """
-        tables: Tensor = gather_tables(self.on_device, rows, positions, slots, page_size)
-        return tables

@@ -151,7 +151,7 @@ class StepBuffer:
     ) -> Batch:
         """The device's side as a model's argument.
 
-        tables: the rows of this step's sequences (`BlockTables.of`). tokens: the ids, joined with those that only the
+        tables: the block tables of this step's sequences. tokens: the ids, joined with those that only the
         device knows. windows: those of the model's attention layers, for which a CPU plans its attention once for all
         layers. parts: see `PagedKV`.
         """

@@ -1,20 +1,22 @@
-"""`strata graph`: what one step of a model costs, operation by operation, and the least time a device needs for it."""
+"""`strata graph`: what one step of a model runs on a device, what that costs, and the least time it needs there."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strata.hardware.roofline import Workload, floor
+from strata.hardware.roofline import Floor, Workload, floor
 from strata.hardware.specs import Device, device
 from strata.models.folder import folder_shape_or_file
 
 if TYPE_CHECKING:
-    from strata.bench.costing import MetaModel
+    from strata.bench.costing import MetaModel, StepNodes
     from strata.graph.cost import NodeCost
+    from strata.graph.draw import Row
 
 # Beyond these, sizes of tensors no longer fit into 64 bits, or lengths of sequences into the memory.
 _MOST_TOKENS, _MOST_SEQUENCES = 10**8, 10**5
@@ -29,79 +31,90 @@ def graph(
         int, typer.Option(min=0, max=_MOST_TOKENS, help="Tokens of each sequence that are cached already.")
     ] = 0,
     sequences: Annotated[int, typer.Option(min=1, max=_MOST_SEQUENCES, help="Sequences in this step.")] = 1,
-    on: Annotated[str, typer.Option("--device", help="Device whose floor is shown.")] = "h200",
+    prompt: Annotated[
+        int, typer.Option(min=0, max=_MOST_TOKENS, help="Tokens of a new prompt beside them; 0 for none.")
+    ] = 0,
+    on: Annotated[str, typer.Option("--device", help="Device whose kernels and floors are shown.")] = "h200",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
-    """Show what a step costs, by operation and by part of the model, without weights or device.
+    """Show what a step runs and costs, by operation and by part of the model, without weights or device.
 
-    Merged projections are joined by & (gate_proj&up_proj), fused operations by + (input_layernorm+add). The head runs
-    on a row a sequence.
+    The graph is the one that the engine runs for such a step on that device; a row of each sequence is sampled.
+    Merged projections are joined by & (gate_proj&up_proj), fused operations by + (input_layernorm+add).
 
     Example, a decode step: strata graph 8B --context 1000 --sequences 32
     """
     from strata.bench.costing import find_config, meta_model
 
     spec, config = device(on), find_config(folder_shape_or_file(model))
-    priced = price(meta_model(config), Workload((tokens,) * sequences, (tokens + context,) * sequences), spec)
-    step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences}
+    beside = (prompt,) * bool(prompt)
+    workload = Workload((tokens,) * sequences + beside, (tokens + context,) * sequences + beside)
+    priced = price(meta_model(config, spec), workload, spec)
+    step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences, "prompt": prompt}
     if as_json:
         print(json.dumps(step | priced.to_dict()))
     else:
-        priced.draw(f"{model}: {sequences} x {tokens} new tokens, {context} cached each")
+        title = f"{model}: {sequences} x {tokens} new tokens, {context} cached each"
+        priced.draw(title + f"; a new prompt of {prompt}" * bool(prompt))
 
 
 @dataclasses.dataclass(frozen=True)
 class PricedStep:
-    """A step of a model: what its nodes cost and their floors on a device.
+    """A step of a model on a device: what its nodes cost, and their floors.
 
-    captured, run: how many nodes of each operation its graph has as captured, and after the passes.
+    step_floor: of the model; sampling and the making of inputs stand beside it. captured: how many nodes of each
+    operation the model has before the passes.
     """
 
-    forward: list[NodeCost]
-    head: list[NodeCost]
+    step: StepNodes
     device: Device
     dtype: str
     tokens: int
-    step_floor: float
+    step_floor: Floor
     captured: dict[str, int]
-    run: dict[str, int]
 
     @property
-    def rows(self) -> dict[str, list[Any]]:
+    def run(self) -> dict[str, int]:
+        """How many nodes of each operation the graph has that runs."""
+        return dict(Counter(node.operation for node in self.step.model))
+
+    @property
+    def nodes(self) -> list[NodeCost]:
+        return [*self.step.inputs, *self.step.model, *self.step.draw]
+
+    @property
+    def rows(self) -> dict[str, list[Row]]:
         from strata.graph.draw import rows_by
 
-        heads = {id(node) for node in self.head}
+        parts = {id(node): "inputs" for node in self.step.inputs} | {id(node): "sampling" for node in self.step.draw}
+        parts[id(self.step.model[-1])] = "head"
 
-        def operation_of(node: NodeCost) -> tuple[str, str]:
+        def operation_of(node: NodeCost) -> tuple[str, str, str]:
             part = node.module.rpartition(".")[2]
-            return node.operation, part if node.parameters or "+" in part else ""
+            return node.operation, part if node.parameters or "+" in part else "", node.implementation
 
-        def part_of(node: NodeCost) -> tuple[str, str]:
-            if id(node) in heads:
-                return "", "head"
-            if node.layer is not None:
-                return "", "layers"
-            return "", "embedding" if node.operation in ("embedding", "rope_angles") else "final norm"
+        def part_of(node: NodeCost) -> tuple[str, str, str]:
+            first = "embedding" if node.operation in ("embedding", "rope_angles") else "final norm"
+            return "", parts.get(id(node), first if node.layer is None else "layers"), ""
 
-        nodes = self.forward + self.head
+        counted = ((self.step.inputs, ""), (self.step.model, self.step_floor.bound), (self.step.draw, ""))
         return {
-            "operations": rows_by(nodes, operation_of, self.device, self.dtype),
-            "parts": rows_by(nodes, part_of, self.device, self.dtype),
+            name: [row for nodes, bound in counted for row in rows_by(nodes, kind, self.device, self.dtype, bound)]
+            for name, kind in (("operations", operation_of), ("parts", part_of))
         }
 
     def totals(self) -> dict[str, Any]:
         """Counts, bytes and seconds of the whole step."""
         from strata.graph.cost import parameter_count, total
 
-        nodes = self.forward + self.head
-        cost = total(nodes)
+        cost = total(self.nodes)
         return {
-            "parameters": parameter_count(nodes),
+            "parameters": parameter_count(self.nodes),
             "flops": cost.flops,
             "flops_per_token": cost.flops / self.tokens,
             "bytes": cost.bytes,
-            "nodes_floor_s": sum(floor(node.cost, self.device, self.dtype).seconds for node in nodes),
-            "step_floor_s": self.step_floor,
+            "nodes_floor_s": sum(floor(node.cost, self.device, self.dtype).seconds for node in self.nodes),
+            "step_floor_s": self.step_floor.seconds,
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,7 +123,8 @@ class PricedStep:
             for name, rows in self.rows.items()
         }
         counts = {"graph": {"captured": self.captured, "run": self.run}}
-        return {"device": self.device.key, "dtype": self.dtype} | self.totals() | counts | tables
+        ran = {"runs": self.step.graph, "kernels": self.step.kernels}
+        return {"device": self.device.key, "dtype": self.dtype} | self.totals() | ran | counts | tables
 
     def draw(self, title: str) -> None:
         from rich.console import Console
@@ -118,18 +132,20 @@ class PricedStep:
         from strata.graph.draw import counts_table, duration, quantity, table
 
         console, totals, rows = Console(highlight=False), self.totals(), self.rows
-        whole = totals["nodes_floor_s"]
+        whole = totals["step_floor_s"]
         captured, run = (sum(counts.values()) for counts in (self.captured, self.run))
-        console.print(f"{captured:,} operations, {run:,} after merging and fusion")
+        console.print(f"{captured:,} operations, {run:,} after merging and fusion: {self.step.graph}")
+        console.print(f"{len(self.step.kernels):,} kernels with inputs and sampling")
         console.print(counts_table(self.captured, self.run))
         console.print(table(title, rows["operations"], whole=whole))
         console.print(table("By part of the model", rows["parts"], whole=whole))
         compute, bandwidth = self.device.ceiling("compute", self.dtype), self.device.ceiling("bandwidth")
+        summed = duration(totals["nodes_floor_s"])
         console.print(f"parameters        {totals['parameters']:,}")
         console.print(f"FLOPs per token   {quantity(totals['flops_per_token'])}")
         console.print(f"bytes             {quantity(totals['bytes'])}B")
-        console.print(f"floor, summed     {duration(whole)}: every operation at its own floor, one after the other")
-        console.print(f"floor of the step {duration(self.step_floor)}: weights and cached keys and values read once")
+        console.print(f"floor, summed     {summed}: every operation at its own floor, one after the other")
+        console.print(f"floor of the step {duration(whole)}: weights and cached keys and values moved once")
         for figure in (compute, bandwidth):
             kind = "measured" if figure.measured else "promised"
             what = f"{self.dtype}, dense" if figure.quantity == "compute" else "memory, read + written"
@@ -139,16 +155,10 @@ class PricedStep:
 
 
 def price(model: MetaModel, workload: Workload, spec: Device) -> PricedStep:
-    """Cost every node of a step, the head for one row a sequence."""
-    import torch
-
+    """Cost every node of a step that samples one row a sequence."""
     from strata.bench.costing import dtype_name
-    from strata.graph.cost import node_costs, operation_counts
+    from strata.graph.cost import total
 
-    name, rows = dtype_name(model.dtype), len(workload.new)
-    forward = node_costs(model.graph, model.batch(workload), workload)
-    hidden = torch.empty(rows, model.config.hidden_size, dtype=model.dtype, device="meta")
-    head = node_costs(model.head, hidden, workload)
-    least = floor(model.step_costs().step(workload, rows), spec, name).seconds
-    run = dict(operation_counts(model.graph))
-    return PricedStep(forward, head, spec, name, workload.tokens, least, model.captured, run)
+    step, dtype = model.step(workload), dtype_name(model.dtype)
+    whole = floor(total(step.model).least, spec, dtype)
+    return PricedStep(step, spec, dtype, workload.tokens, whole, dict(model.graphs.captured))

@@ -222,7 +222,7 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     engine = Engine(
         loop=EngineLoop(scheduler, runner, run_ahead=device.type == "cuda", ledger=ledger),
         pages=allocator,
-        pooler=Pooler(graphs.hidden, max_tokens, max_length, config.vocab_size, device, ledger),
+        pooler=Pooler(graphs.hidden.forward, max_tokens, max_length, config.vocab_size, device, ledger),
         model=model,
         config=config,
         tokenizer=tokenizer,

@@ -12,16 +12,16 @@ from strata.cache.block_tables import BlockTables
 from strata.cache.pool import KVPool
 from strata.cache.staging import Staging
 from strata.cache.tables import StepBuffer, StepShape
-from strata.engine.sampler import DrawInputs, draw_ids
-from strata.engine.step_graphs import StepGraphs
+from strata.engine.sampler import DrawInputs
+from strata.engine.step_graphs import DrawStep, StepGraphs, StepInputs
 from strata.graph.cudagraph import CudaGraphs, non_owning_view
-from strata.kernels.state.newest_tokens import newest_tokens
 
 
-def joined_tokens(buffer: StepBuffer, newest: Tensor) -> Tensor:
-    """The ids of a step [tokens]: those the host sent, and those that only the device knows yet."""
-    result: Tensor = newest_tokens(buffer.tensors["tokens"], buffer.tensors["sources"], newest)
-    return result
+def step_inputs(buffer: StepBuffer, tables: Tensor, page_size: int, newest: Tensor) -> StepInputs:
+    """What a step's buffer holds, beside the block tables and the newest id of each slot."""
+    names = ("table_rows", "positions", "slots", "tokens", "sources")
+    rows, positions, slots, tokens, sources = (buffer.tensors[name] for name in names)
+    return StepInputs(tables, rows, positions, slots, page_size, tokens, sources, newest)
 
 
 def draw_inputs(buffer: StepBuffer, draws: int) -> DrawInputs:
@@ -89,17 +89,18 @@ class DecodeGraphs:
         buffer.place(self._tables, self._pool.shape.page_size, nothing, nothing, nothing)
         buffer.pad_draws(0, len(self._newest) - 1)
         buffer.send()
-        model, page_size, tensors = self._graphs.decode(bucket), self._pool.shape.page_size, buffer.tensors
+        graphs, model, newest = self._graphs, self._graphs.decode(bucket), self._newest
+        assert model is not None
+        inputs = step_inputs(buffer, self._tables.on_device, self._pool.shape.page_size, newest)
         made: list[Tensor] = []
 
         def run() -> None:
-            tables = self._tables.gather(tensors["table_rows"], tensors["positions"], tensors["slots"], page_size)
-            made[:] = [model(buffer.batch(self._pool, tables, joined_tokens(buffer, self._newest), 1, ()))]
+            tokens, tables = graphs.decode_inputs.forward(inputs)
+            made[:] = [model.forward(buffer.batch(self._pool, tables, tokens, 1, ()))]
 
         def draw() -> None:
-            ids = draw_ids(made[0], draw_inputs(buffer, bucket), filtered=True)
-            self._newest[buffer.tensors["draw_slots"]] = ids
-            made[1:] = [ids]
+            step = DrawStep(made[0], draw_inputs(buffer, bucket), newest, buffer.tensors["draw_slots"])
+            made[1:] = [graphs.draw_filtered.forward(step)[0]]
 
         self._recordings.record((bucket, "run"), run)
         self._recordings.record((bucket, "draw"), draw)

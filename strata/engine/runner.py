@@ -16,12 +16,12 @@ from strata.cache.block_tables import BlockTables
 from strata.cache.pool import KVPool
 from strata.cache.staging import Staging
 from strata.cache.tables import StepBuffer, StepShape
-from strata.engine.decode_graphs import DecodeGraphs, draw_inputs, joined_tokens
+from strata.engine.decode_graphs import DecodeGraphs, draw_inputs, step_inputs
 from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS
 from strata.engine.plan import NewSequence, StepPlan, UndrawnStep
-from strata.engine.sampler import DrawRow, LogprobTensors, Sampler, draw_ids, filters, is_special
-from strata.engine.step_graphs import StepGraphs
+from strata.engine.sampler import DrawRow, LogprobTensors, Sampler, filters, is_special
+from strata.engine.step_graphs import DrawStep, StepGraphs
 from strata.engine.transfer import send
 from strata.kernels.attention.batch_parts import library_reach
 from strata.kernels.sampling.bitmask import apply_bitmask
@@ -271,17 +271,19 @@ class Runner:
         if self._device.type == "cuda":
             parts = buffer.divide(arrays.starts.tolist(), arrays.counts.tolist(), self._reach)
         self._send(buffer)
-        tokens = joined_tokens(buffer, self._newest) if missing else buffer.tensors["tokens"]
-        tables = self._tables.of(buffer.tensors["table_rows"], -(-int(arrays.ends.max()) // self.pool.shape.page_size))
+        inputs = self._graphs.mixed_inputs if missing else self._graphs.prompt_inputs
+        page_size = self.pool.shape.page_size
+        columns = self._tables.on_device[:, : -(-int(arrays.ends.max()) // page_size)]
+        tokens, tables = inputs.forward(step_inputs(buffer, columns, page_size, self._newest))
         longest = 1 if arrays.are_decodes else int(arrays.counts.max())
         batch = buffer.batch(self.pool, tables, tokens, longest, self._config.windows, parts)
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
         if meets(self._slots.scored, arrays.slots.tolist()):
-            hidden = self._graphs.hidden(batch)
+            hidden = self._graphs.hidden.forward(batch)
             prompt_logprobs = tuple(self._prompt_logprobs(plan, hidden))
-            logits = self._graphs.head(hidden.index_select(0, buffer.tensors["rows"]))
+            logits = self._graphs.head.forward(hidden.index_select(0, buffer.tensors["rows"]))
         else:
-            logits = self._graphs.logits(batch, buffer.tensors["rows"])
+            logits = self._graphs.logits.forward(batch, buffer.tensors["rows"])
         if not draws:
             none = torch.empty(0, dtype=torch.int32, device=self._device)
             return self._finish(plan, none, None, prompt_logprobs)
@@ -303,16 +305,19 @@ class Runner:
         if step.bucket is not None:
             assert self._decode is not None
             return self._finish(plan, self._decode.draw(step.bucket)[:draws])
+        targets = buffer.tensors["draw_slots"][:draws]
         if not special and self._device.type == "cpu" and not meets(self._slots.sampled, slots):
             ids = likeliest(logits)
+            self._newest[targets] = ids
         else:
             inputs = draw_inputs(buffer, draws)
             filtered = meets(self._slots.filtered, slots)
             if special:
                 ids, reported = self._sampler.draw(logits, self._rows(step), inputs, filtered, masks)
+                self._newest[targets] = ids
             else:
-                ids = draw_ids(logits, inputs, filtered)
-        self._newest[buffer.tensors["draw_slots"][:draws]] = ids
+                graph = self._graphs.draw_filtered if filtered else self._graphs.draw
+                ids, _ = graph.forward(DrawStep(logits, inputs, self._newest, targets))
         return self._finish(plan, ids, reported, step.prompt_logprobs)
 
     def _rows(self, step: Undrawn) -> list[DrawRow]:
@@ -392,7 +397,7 @@ class Runner:
                     count = min(PROMPT_LOGPROB_ROWS, rows - first)
                     token = chunk.start + first + 1
                     targets = np.array(sequence.tokens[token : token + count], dtype=np.int32)
-                    logits = self._graphs.head(hidden[at + first : at + first + count]).float()
+                    logits = self._graphs.head.forward(hidden[at + first : at + first + count]).float()
                     reported = logprobs(logits, send(self._device, ids=targets)["ids"], most)
                     yield PromptLogprobs(sequence.id, token, LogprobTensors(*reported))
             at += chunk.count

@@ -1,21 +1,29 @@
-"""The graphs of one model that the steps of an engine run: each kind of step has the one that suits it."""
+"""The graphs of one model that the steps of an engine run: each kind of step has the one that suits it.
+
+They are also what a step is costed and drawn by (`strata.bench.costing`), of a model on the meta device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, fx, nn
 
+from strata.engine.sampler import DrawInputs, draw_ids
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
+from strata.graph.cost import operation_counts
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.fuse_attention import fuse_decode_attention
 from strata.graph.fuse_products import fuse_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
-from strata.models.batch import Batch
+from strata.kernels.state.gather_tables import gather_tables
+from strata.kernels.state.newest_tokens import newest_tokens
 
 # Up to so many rows, products that take up norms, gating and residuals are faster than the library's with kernels
 # between them: as whole steps of the 0.6B and the 8B shape show on an H200 (docs/log.md).
@@ -24,25 +32,79 @@ MOST_FUSED_ROWS = 128
 
 @dataclass(frozen=True)
 class StepGraphs:
-    """One model bound to one device.
+    """One model captured, rewritten by the passes, and bound for one kind of device. Steps call `forward` of a graph.
 
     hidden: Batch to hidden [tokens, hidden]; head: hidden [rows, hidden] to logits [rows, vocabulary].
-    logits: Batch and rows [rows] int32 to the logits of these tokens alone.
-    few, many: for batches in which every sequence has one new token, Batch to logits [tokens, vocabulary]; `few` for
-        up to MOST_FUSED_ROWS of them. None where no steps are recorded.
+    logits: Batch and rows [rows] int32 to the logits of these tokens alone; for any step.
+    decode_small_batch, decode_large_batch: for batches in which every sequence has one new token, Batch to logits
+        [tokens, vocabulary]; the first for up to MOST_FUSED_ROWS of them. None where no steps are recorded.
+    decode_inputs, mixed_inputs, prompt_inputs: StepInputs to tokens and block tables: of recorded steps; of others in
+        which ids are missing that only the device knows; and in which none are.
+    draw, draw_filtered: DrawStep to ids [rows] int32, which are also written where later steps read them.
+    captured: how many nodes of each operation the model and its head had before the passes.
     """
 
-    hidden: Callable[[Batch], Tensor]
-    head: Callable[[Tensor], Tensor]
-    logits: Callable[[Batch, Tensor], Tensor]
-    few: Callable[[Batch], Tensor] | None = None
-    many: Callable[[Batch], Tensor] | None = None
+    hidden: fx.GraphModule
+    head: fx.GraphModule
+    logits: fx.GraphModule
+    decode_small_batch: fx.GraphModule | None
+    decode_large_batch: fx.GraphModule | None
+    decode_inputs: fx.GraphModule
+    mixed_inputs: fx.GraphModule
+    prompt_inputs: fx.GraphModule
+    draw: fx.GraphModule
+    draw_filtered: fx.GraphModule
+    captured: Mapping[str, int]
 
-    def decode(self, sequences: int) -> Callable[[Batch], Tensor]:
-        """The graph for decode steps of so many sequences."""
-        graph = self.few if sequences <= MOST_FUSED_ROWS else self.many
-        assert graph is not None
-        return graph
+    def decode(self, sequences: int) -> fx.GraphModule | None:
+        """The graph for decode steps of so many sequences; None where none are recorded."""
+        return self.decode_small_batch if sequences <= MOST_FUSED_ROWS else self.decode_large_batch
+
+
+class StepInputs(NamedTuple):
+    """What the device makes the inputs of a step of: see `gather_tables` and `newest_tokens`."""
+
+    tables: Tensor
+    rows: Tensor
+    positions: Tensor
+    slots: Tensor
+    page_size: int
+    tokens: Tensor
+    sources: Tensor
+    newest: Tensor
+
+
+class DrawStep(NamedTuple):
+    """Logits [rows, vocabulary], how they are sampled, and where the ids go: slots [rows] of newest [slots] int32."""
+
+    logits: Tensor
+    inputs: DrawInputs
+    newest: Tensor
+    slots: Tensor
+
+
+class _Inputs(nn.Module):
+    """recorded: the step enters the page of each new token itself. missing: there are ids that the host lacks."""
+
+    def __init__(self, *, recorded: bool, missing: bool) -> None:
+        super().__init__()
+        self._recorded, self._missing = recorded, missing
+
+    def forward(self, step: StepInputs) -> tuple[Tensor, Tensor]:
+        tokens = newest_tokens(step.tokens, step.sources, step.newest) if self._missing else step.tokens
+        if self._recorded:
+            return tokens, gather_tables(step.tables, step.rows, step.positions, step.slots, step.page_size)
+        return tokens, torch.index_select(step.tables, 0, step.rows)
+
+
+class _Draw(nn.Module):
+    def __init__(self, *, filtered: bool) -> None:
+        super().__init__()
+        self._filtered = filtered
+
+    def forward(self, step: DrawStep) -> tuple[Tensor, Tensor]:
+        ids = draw_ids(step.logits, step.inputs, self._filtered)
+        return ids, step.newest.index_put_((step.slots,), ids)
 
 
 def step_graphs(model: nn.Module, kind: str, deterministic: bool) -> StepGraphs:
@@ -52,6 +114,7 @@ def step_graphs(model: nn.Module, kind: str, deterministic: bool) -> StepGraphs:
     are there implementations for which the passes pay that look at the number of rows.
     """
     captured, head = capture(model), capture_head(model)
+    counts = operation_counts(captured) + operation_counts(head)
     by_rows = kind == "cuda" and not deterministic
 
     def whole() -> fx.GraphModule:
@@ -60,13 +123,22 @@ def step_graphs(model: nn.Module, kind: str, deterministic: bool) -> StepGraphs:
     def bound(graph: fx.GraphModule) -> fx.GraphModule:
         return bind(graph, kind, deterministic)
 
-    # The methods themselves: calling a module costs a Python frame or two on the way, every step.
-    few = many = None
+    small = large = None
     if by_rows:
-        few = bound(fuse_products(fuse_decode_attention(whole()))).forward
-        many = bound(fuse_decode_attention(whole())).forward
+        small = bound(fuse_products(fuse_decode_attention(whole())))
+        large = bound(fuse_decode_attention(whole()))
     elif kind == "cuda":
-        few = many = bound(whole()).forward
-    logits = bound(gather_after_attention(fuse_gated_products(whole()) if by_rows else whole()))
-    hidden, head = bound(fuse(merge(captured))), bound(head)
-    return StepGraphs(hidden.forward, head.forward, logits.forward, few, many)
+        small = large = bound(whole())
+    return StepGraphs(
+        logits=bound(gather_after_attention(fuse_gated_products(whole()) if by_rows else whole())),
+        hidden=bound(fuse(merge(captured))),
+        head=bound(head),
+        decode_small_batch=small,
+        decode_large_batch=large,
+        decode_inputs=bound(capture(_Inputs(recorded=True, missing=True))),
+        mixed_inputs=bound(capture(_Inputs(recorded=False, missing=True))),
+        prompt_inputs=bound(capture(_Inputs(recorded=False, missing=False))),
+        draw=bound(capture(_Draw(filtered=False))),
+        draw_filtered=bound(capture(_Draw(filtered=True))),
+        captured=counts,
+    )

@@ -23,7 +23,7 @@ def bind(graph: fx.GraphModule, device: str, deterministic: bool = False) -> fx.
         if not bound.candidates:
             kind = "batch-invariant " if deterministic else ""
             raise NotImplementedError(f"operation {operation.name} has no {kind}implementation for {device}")
-        node.meta["operation"] = operation
+        node.meta["bound"] = bound
         first = bound.candidates[0]
         node.target = first.run if first.supports is None else bound  # without a choice to make, without its cost
     _fetch_directly(graph)

@@ -2,7 +2,8 @@
 
 Every node carries `meta["module"]` (the path of the module it belongs to, by its parameter where it has one) and
 `meta["layer"]` (the first number in that path, or None); nodes that fetch parameters carry `meta["parameters"]`, their
-names in the checkpoint. In a bound graph (`strata.graph.bind`), `meta["operation"]` is what the node was before.
+names in the checkpoint. In a bound graph (`strata.graph.bind`), `meta["bound"]` is the operation as it
+was bound.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ def capture_head(model: nn.Module) -> fx.GraphModule:
 
 def operation_of(node: fx.Node) -> Operation | None:
     """The operation that a node calls, in a bound graph too; None for any other node."""
-    found = node.meta.get("operation", node.target)
-    return found if isinstance(found, Operation) else None
+    bound = node.meta.get("bound")
+    if bound is not None:
+        return bound.operation  # type: ignore[no-any-return]
+    return node.target if isinstance(node.target, Operation) else None
 
 
 class _Tracer(fx.Tracer):

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from strata.graph.capture import operation_of
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.attention.spec import AttentionSpec, HeadsSpec
+from strata.kernels.device_limits import DeviceLimits, as_if_on
 from strata.kernels.moe.experts import expected_experts, experts
-from strata.kernels.op import Operation
+from strata.kernels.op import ATEN, Operation
 from strata.kernels.state.paged import PagedKV
 
 # They only change how the same memory is looked at.
@@ -26,7 +26,11 @@ _VIEWS = {getattr, operator.getitem, "split_with_sizes", "narrow", "unflatten", 
 
 @dataclass(frozen=True)
 class NodeCost:
-    """One node that does work. `shape` is its result's; `parameters` maps the names it reads to their sizes."""
+    """One node that does work. `shape` is its result's; `parameters` maps the names it reads to their sizes.
+
+    implementation, kernels: what runs it on the device that was asked about, and what that launches (see
+        `Implementation`); empty if none was.
+    """
 
     name: str
     operation: str
@@ -35,38 +39,56 @@ class NodeCost:
     cost: Cost
     shape: tuple[int, ...]
     parameters: dict[str, int] = field(default_factory=dict)
+    implementation: str = ""
+    kernels: tuple[str, ...] = ()
 
 
-def node_costs(graph: fx.GraphModule, argument: Any, workload: Workload) -> list[NodeCost]:
+def node_costs(
+    graph: fx.GraphModule, argument: Any, workload: Workload, limits: DeviceLimits | None = None
+) -> list[NodeCost]:
     """The cost of each node of a captured graph (merged and bound or not) for one step, in order.
 
-    argument: what the graph is called with, its tensors on the meta device (a Batch, or hidden states for a head).
-    workload: the sequences of that step, which shapes alone cannot tell. Nodes that only view memory are left out.
-    Raises NotImplementedError, naming it, for a function whose cost is not known.
+    argument: what the graph is called with, its tensors on the meta device (a Batch, or hidden states for a head); a
+    plain tuple holds several. workload: the sequences of that step, which shapes alone cannot tell. limits: a device,
+    which need not be here, whose kernels are told; for a graph that is bound for its kind.
+    Nodes that only view memory are left out. Raises NotImplementedError, naming it, for a function whose cost is not
+    known.
     """
     found = []
-    for node, operation, args, result in _walk(graph, argument):
+    for called in _walk(graph, argument):
+        node, result = called.node, called.result
         name = _work(node)
         if name is None:
             continue
-        cost = operation.cost(*args, workload=workload) if operation is not None else _elementwise(args, result)
         first = result[0] if isinstance(result, tuple) else result
+        implementation, kernels = ("", ()) if limits is None else _run_by(node, called.args, limits)
         found.append(
             NodeCost(
                 node.name,
                 name,
                 node.meta["layer"],
                 node.meta["module"],
-                cost,
+                called.cost(workload),
                 tuple(first.shape),
                 _parameter_sizes(graph, node),
+                implementation,
+                kernels,
             )
         )
     return found
 
 
+def _run_by(node: fx.Node, args: tuple[Any, ...], limits: DeviceLimits) -> tuple[str, tuple[str, ...]]:
+    """The name of the implementation that runs a node of a bound graph on a device, and the kernels it launches."""
+    if operation_of(node) is None:
+        return "torch", (ATEN,)
+    placed = [as_if_on(limits, argument) if isinstance(argument, Tensor) else argument for argument in args]
+    chosen = node.meta["bound"].choose(*placed)
+    return chosen.name, chosen.launches(*placed)
+
+
 def operation_counts(graph: fx.GraphModule) -> Counter[str]:
-    """How many nodes of each operation a graph has; residual additions are "add", views are not counted."""
+    """How many nodes of each operation a graph has; those of torch by their name, views are not counted."""
     return Counter(name for node in graph.graph.nodes if (name := _work(node)) is not None)
 
 
@@ -87,62 +109,76 @@ def parameter_count(nodes: Iterable[NodeCost]) -> int:
 class StepCosts:
     """The least that any step of a model costs, from one look at its graph.
 
-    Outside attention the cost follows from the number of tokens; attention is asked for its own. Activations can stay
-    on the chip in principle, so the bytes of a step are the weights and the keys and values that it reads, once each.
-    Of the experts of a mixture it reads those that its tokens are expected to go to.
+    Outside attention the cost follows from the numbers of tokens and of rows whose logits are wanted; attention is
+    asked for its own. Activations can stay on the chip in principle, so the bytes of a step are the weights and the
+    keys and values that it reads, once each. Of the experts of a mixture it reads those that its tokens are expected
+    to go to.
 
-    token_flops: of a token outside attention. row_flops: of a row of the head. weights: bytes of the parameters that
-    every step reads. attentions: each distinct attention as a function of the workload, and in how many layers it
-    stands. mixtures: the bytes of experts that so many tokens read, likewise.
+    token_flops, row_flops: of a token, and of a row behind the last attention. token_weights: bytes of the embedding's
+    row. weights: bytes of the parameters that every step reads. attentions: each distinct attention as a function of
+    the workload, and in how many layers it stands. mixtures: the bytes of experts that so many tokens read, whether
+    only rows go to them, and in how many layers.
     """
 
     token_flops: int
     row_flops: int
+    token_weights: int
     weights: int
     attentions: tuple[tuple[Callable[[Workload], Cost], int], ...]
-    mixtures: tuple[tuple[Callable[[int], int], int], ...]
+    mixtures: tuple[tuple[Callable[[int], int], bool, int], ...]
 
     def step(self, workload: Workload, rows: int) -> Cost:
         """A step that runs `workload` and projects `rows` hidden states onto the vocabulary."""
-        flops = self.token_flops * workload.tokens + self.row_flops * rows
-        keys_and_values = 0
+        tokens = workload.tokens
+        flops, cached = self.token_flops * tokens + self.row_flops * rows, 0
         for attention_cost, layers in self.attentions:
             cost = attention_cost(workload)
             flops += layers * cost.flops
-            # Attention reads as many bytes of queries as it writes; the rest of what it reads are keys and values.
-            keys_and_values += layers * (cost.read - cost.written)
-        weights = self.weights + sum(layers * read(workload.tokens) for read, layers in self.mixtures)
-        return Cost(flops=flops, read=weights + keys_and_values, weights=weights)
+            cached += layers * cost.cached
+        weights = self.weights + self.token_weights * tokens
+        weights += sum(layers * read(rows if of_rows else tokens) for read, of_rows, layers in self.mixtures)
+        return Cost(flops=flops, weights=weights, cached=cached).least
 
 
-def step_costs(graph: fx.GraphModule, head: fx.GraphModule, argument: Any) -> StepCosts:
-    """What steps of a model cost, from its captured graphs; `argument`: a meta batch of one token with pages."""
-    workload = Workload((1,), (1,))
-    hidden: Any = None
-    flops = weights = 0
-    kinds: Counter[tuple[object, ...]] = Counter()
-    examples: dict[tuple[object, ...], Callable[[Workload], Cost]] = {}
-    mixtures: Counter[tuple[int, int, int]] = Counter()
-    for node, operation, args, result in _walk(graph, argument):
-        hidden = result
-        if operation is not None and operation.reads_state:
-            kind = tuple(map(_kind, args))
-            kinds[kind] += 1
-            examples.setdefault(kind, partial(_cost_of, operation, args))
-        elif operation is not None:
-            cost = operation.cost(*args, workload=workload)
-            flops += cost.flops
-            if operation is experts:
-                _, _, chosen, gate_up, down, *_ = args
-                mixtures[chosen.shape[1], len(down), gate_up[0].nbytes + down[0].nbytes] += 1
-            else:
-                weights += cost.weights
-        elif node.target is operator.add:
-            flops += _elementwise(args, result).flops
-    row = total(node_costs(head, hidden, workload))
-    attentions = tuple((examples[kind], layers) for kind, layers in kinds.items())
-    of_experts = tuple((partial(_expert_bytes, *kind), layers) for kind, layers in mixtures.items())
-    return StepCosts(flops, row.flops, weights + row.weights, attentions, of_experts)
+# The second tells one window of attention from another.
+_SHORT, _LONG = Workload((1,), (1,)), Workload((1,), (1 << 40,))
+
+
+def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> StepCosts:
+    """What steps of a model cost, from the graph that returns the logits of some rows (`gather_after_attention`).
+
+    argument: what the graph is called with for so many sequences of one token each, of which so many rows are wanted.
+    """
+    flops: Counter[str] = Counter()
+    weights: Counter[str] = Counter()
+    attentions: Counter[Cost] = Counter()
+    examples: dict[Cost, Callable[[Workload], Cost]] = {}
+    mixtures: Counter[tuple[int, int, int, bool]] = Counter()
+    for one, two in zip(_walk(graph, argument(1, 1)), _walk(graph, argument(2, 1)), strict=True):
+        if _work(one.node) is None:
+            continue
+        cost = one.cost(_SHORT)
+        if one.operation is not None and one.operation.reads_state:
+            kind = one.cost(_LONG)
+            attentions[kind] += 1
+            examples.setdefault(kind, one.cost)
+            continue
+        # With twice the tokens and as many rows: what has grown goes by tokens.
+        grown = two.cost(_SHORT)
+        flops.update(token=grown.flops - cost.flops, row=2 * cost.flops - grown.flops)
+        if one.operation is experts:
+            (_, _, chosen, gate_up, down, *_), rows = one.args, len(two.args[2])
+            mixtures[chosen.shape[1], len(down), gate_up[0].nbytes + down[0].nbytes, rows == 1] += 1
+        else:
+            weights.update(token=grown.weights - cost.weights, step=2 * cost.weights - grown.weights)
+    return StepCosts(
+        flops["token"],
+        flops["row"],
+        weights["token"],
+        weights["step"],
+        tuple((examples[kind], layers) for kind, layers in attentions.items()),
+        tuple((partial(_expert_bytes, *kind), of_rows, layers) for (*kind, of_rows), layers in mixtures.items()),
+    )
 
 
 def meta_pages(
@@ -165,12 +201,27 @@ def meta_indices(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int32, device="meta")
 
 
-def _walk(graph: fx.GraphModule, argument: Any) -> Iterator[tuple[fx.Node, Operation | None, tuple[Any, ...], Any]]:
-    """Run the graph on shapes: each node that calls something, its operation if it is one, arguments and result."""
+class _Called(NamedTuple):
+    """A node that calls something, its operation if it is one, and what it was called with and returned."""
+
+    node: fx.Node
+    operation: Operation | None
+    args: tuple[Any, ...]
+    result: Any
+
+    def cost(self, workload: Workload) -> Cost:
+        if self.operation is not None:
+            return self.operation.cost(*self.args, workload=workload)
+        return _FUNCTIONS[self.node.target].cost(*self.args)
+
+
+def _walk(graph: fx.GraphModule, argument: Any) -> Iterator[_Called]:
+    """Run the graph on shapes."""
     values: dict[fx.Node, Any] = {}
+    given = iter(argument if type(argument) is tuple else (argument,))
     for node in graph.graph.nodes:
         if node.op == "placeholder":
-            values[node] = argument
+            values[node] = next(given)
         elif node.op == "get_attr":
             value = attrgetter(str(node.target))(graph)
             values[node] = value.to("meta") if isinstance(value, Tensor) else value
@@ -179,8 +230,8 @@ def _walk(graph: fx.GraphModule, argument: Any) -> Iterator[tuple[fx.Node, Opera
             target, operation = node.target, operation_of(node)
             if operation is not None:
                 values[node] = operation.meta(*args)
-            elif target is operator.add:
-                values[node] = _sum(*args)
+            elif target in _FUNCTIONS:
+                values[node] = _FUNCTIONS[target].meta(*args)
             elif target in _VIEWS:
                 view = getattr(Tensor, target) if isinstance(target, str) else target
                 values[node] = view(*args)
@@ -189,7 +240,7 @@ def _walk(graph: fx.GraphModule, argument: Any) -> Iterator[tuple[fx.Node, Opera
                 raise NotImplementedError(
                     f"the cost of {name!r} (in {node.meta['module'] or 'the model'}) is not known"
                 )
-            yield node, operation, args, values[node]
+            yield _Called(node, operation, args, values[node])
 
 
 def _work(node: fx.Node) -> str | None:
@@ -197,18 +248,7 @@ def _work(node: fx.Node) -> str | None:
     operation = operation_of(node)
     if operation is not None:
         return operation.name
-    return "add" if node.target is operator.add else None
-
-
-def _kind(argument: Any) -> object:
-    """What of an argument its cost can depend on. One batch goes through all layers, whose pools are alike."""
-    if isinstance(argument, Tensor):
-        return argument.shape, argument.dtype
-    return argument._replace(layer=0) if isinstance(argument, (AttentionSpec, HeadsSpec)) else id(argument)
-
-
-def _cost_of(operation: Operation, args: tuple[Any, ...], workload: Workload) -> Cost:
-    return operation.cost(*args, workload=workload)
+    return _FUNCTIONS[node.target].name if node.target in _FUNCTIONS else None
 
 
 def _expert_bytes(per_token: int, count: int, size: int, tokens: int) -> int:
@@ -216,15 +256,43 @@ def _expert_bytes(per_token: int, count: int, size: int, tokens: int) -> int:
     return round(expected_experts(tokens, per_token * tokens, count) * size)
 
 
+class _Function(NamedTuple):
+    """A function of torch in a graph. Calling it on the meta device itself would import a second's worth of torch."""
+
+    name: str
+    meta: Callable[..., Tensor]
+    cost: Callable[..., Cost]
+
+
 def _sum(left: Tensor, right: Tensor) -> Tensor:
-    """The shape of left + right; adding on the meta device itself would import a second's worth of torch."""
     shape = torch.broadcast_shapes(left.shape, right.shape)
     return torch.empty(shape, dtype=torch.promote_types(left.dtype, right.dtype), device="meta")
 
 
-def _elementwise(args: tuple[Any, ...], result: Tensor) -> Cost:
+def _sum_cost(*args: Any) -> Cost:
+    result = _sum(*args)
     read = sum(argument.nbytes for argument in args if isinstance(argument, Tensor))
     return Cost(flops=result.numel(), read=read, written=result.nbytes)
+
+
+def _rows(source: Tensor, dim: int, rows: Tensor) -> Tensor:
+    return source.new_empty((len(rows), *source.shape[1:]), device="meta")
+
+
+def _rows_cost(source: Tensor, dim: int, rows: Tensor) -> Cost:
+    gathered = _rows(source, dim, rows).nbytes
+    return Cost(read=rows.nbytes + gathered, written=gathered)
+
+
+def _put_cost(target: Tensor, places: tuple[Tensor], values: Tensor) -> Cost:
+    return Cost(read=values.nbytes + places[0].nbytes, written=values.nbytes)
+
+
+_FUNCTIONS: dict[Any, _Function] = {
+    operator.add: _Function("add", _sum, _sum_cost),
+    torch.index_select: _Function("index_select", _rows, _rows_cost),
+    "index_put_": _Function("index_put_", lambda target, *_: target, _put_cost),
+}
 
 
 def _parameter_sizes(graph: fx.GraphModule, node: fx.Node) -> dict[str, int]:

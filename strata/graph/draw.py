@@ -17,35 +17,47 @@ from strata.hardware.specs import Device
 class Row:
     """Nodes of a kind: an operation, and the part of the model that it serves if that is known by name.
 
-    `seconds` adds up the floor of each node; `bound` is what sets most of that time.
+    kernels: of all nodes, a library's as far as they are known. seconds: the floor of each node, added up; `bound` is
+    what sets most of that time. step_seconds: the part in the floor of the whole step.
     """
 
     operation: str
     part: str
+    implementation: str
     count: int
+    kernels: int
     parameters: int
     cost: Cost
     seconds: float
     bound: str
+    step_seconds: float
+
+
+NodeKind = tuple[str, str, str]  # an operation, a part of the model, an implementation; each may be empty
 
 
 def rows_by(
-    nodes: Iterable[NodeCost], kind: Callable[[NodeCost], tuple[str, str]], device: Device, dtype: str
+    nodes: Iterable[NodeCost], kind: Callable[[NodeCost], NodeKind], device: Device, dtype: str, bound: str = ""
 ) -> list[Row]:
-    """A row for each (operation, part) that `kind` gives, in the order in which they first occur."""
-    groups: dict[tuple[str, str], list[NodeCost]] = {}
+    """A row for each (operation, part, implementation) that `kind` gives, in the order in which they first occur.
+
+    bound: what sets the floor of the step, "compute" or "memory"; empty for what is not counted in it.
+    """
+    groups: dict[NodeKind, list[NodeCost]] = {}
     for node in nodes:
         groups.setdefault(kind(node), []).append(node)
-    return [_row(*names, group, device, dtype) for names, group in groups.items()]
+    return [_row(names, group, device, dtype, bound) for names, group in groups.items()]
 
 
-def _row(operation: str, part: str, nodes: list[NodeCost], device: Device, dtype: str) -> Row:
+def _row(names: NodeKind, nodes: list[NodeCost], device: Device, dtype: str, step_bound: str) -> Row:
     seconds = {"compute": 0.0, "memory": 0.0}
     for node in nodes:
         least = floor(node.cost, device, dtype)
         seconds[least.bound] += least.seconds
     bound = max(seconds, key=seconds.__getitem__)
-    return Row(operation, part, len(nodes), parameter_count(nodes), total(nodes), sum(seconds.values()), bound)
+    kernels, parameters, cost = sum(len(node.kernels) for node in nodes), parameter_count(nodes), total(nodes)
+    in_step = getattr(floor(cost.least, device, dtype), step_bound) if step_bound else 0.0
+    return Row(*names, len(nodes), kernels, parameters, cost, sum(seconds.values()), bound, in_step)
 
 
 def counts_table(before: Mapping[str, int], after: Mapping[str, int]) -> Table:
@@ -60,22 +72,23 @@ def counts_table(before: Mapping[str, int], after: Mapping[str, int]) -> Table:
 
 
 def table(title: str, rows: list[Row], *, whole: float) -> Table:
-    """Rows as a table; `whole` is the time, in seconds, that shares refer to."""
+    """Rows as a table; `whole` is the floor of the step, in seconds, that shares refer to."""
     drawn = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     drawn.add_column("", overflow="fold")
-    for name in ("count", "params", "FLOPs", "bytes", "floor", "share"):
+    for name in ("count", "kernels", "FLOPs", "bytes", "floor"):
         drawn.add_column(name, justify="right", no_wrap=True)
     drawn.add_column("bound", no_wrap=True)
+    drawn.add_column("of step", justify="right", no_wrap=True)
     for row in rows:
         drawn.add_row(
             row.part or row.operation,
             f"{row.count:,}",
-            quantity(row.parameters) if row.parameters else "",
+            f"{row.kernels:,} {row.implementation}",
             quantity(row.cost.flops),
             f"{quantity(row.cost.bytes)}B",
             duration(row.seconds),
-            f"{row.seconds / whole:.1%}" if whole else "",
             row.bound if row.seconds else "",
+            f"{row.step_seconds / whole:.1%}" if row.step_seconds else "",
         )
     return drawn
 

@@ -14,17 +14,23 @@ class Cost:
 
     `flops` are floating-point operations (a multiply-add is two). `read` and `written` are the fewest bytes the
     operation must move through device memory: each input read once, each output written once. `weights` is the part of
-    `read` that is parameters.
+    `read` that is parameters; `cached` the part of `bytes` that is keys and values of the sequences, each once.
     """
 
     flops: int = 0
     read: int = 0
     written: int = 0
     weights: int = 0
+    cached: int = 0
 
     @property
     def bytes(self) -> int:
         return self.read + self.written
+
+    @property
+    def least(self) -> Cost:
+        """What is left of it in a step whose activations stay on the chip: weights and cached keys and values."""
+        return Cost(self.flops, self.weights + self.cached, 0, self.weights, self.cached)
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -32,6 +38,7 @@ class Cost:
             self.read + other.read,
             self.written + other.written,
             self.weights + other.weights,
+            self.cached + other.cached,
         )
 
 

@@ -35,10 +35,15 @@ class Figure:
 
 @dataclass(frozen=True)
 class Device:
-    """A device and all that is known of it. `key` is its name here, `product` what drivers call it."""
+    """A device and all that is known of it. `key` is its name here, `product` what drivers call it.
+
+    capability: its compute capability, (major, minor). shared_bytes: the most shared memory of one thread block.
+    """
 
     key: str
     product: str
+    capability: tuple[int, int]
+    shared_bytes: int
     figures: tuple[Figure, ...]
 
     def ceiling(self, quantity: str, dtype: str | None = None, *, measured: bool = True) -> Figure:
@@ -99,6 +104,8 @@ DEVICES: dict[str, Device] = {
         Device(
             "h200",
             "NVIDIA H200",
+            (9, 0),
+            227 * 1024,
             (
                 *_datasheet(
                     "NVIDIA H200 Tensor Core GPU datasheet (SXM)",
@@ -120,6 +127,8 @@ DEVICES: dict[str, Device] = {
         Device(
             "h100",
             "NVIDIA H100 80GB HBM3",
+            (9, 0),
+            227 * 1024,
             _datasheet(
                 "NVIDIA H100 Tensor Core GPU datasheet (SXM5)",
                 "2023-09",
@@ -134,6 +143,8 @@ DEVICES: dict[str, Device] = {
         Device(
             "a100",
             "NVIDIA A100-SXM4-80GB",
+            (8, 0),
+            163 * 1024,
             _datasheet(
                 "NVIDIA A100 Tensor Core GPU datasheet (SXM4 80 GB)",
                 "2021-06",
@@ -148,6 +159,8 @@ DEVICES: dict[str, Device] = {
         Device(
             "b200",
             "NVIDIA B200",
+            (10, 0),
+            227 * 1024,
             _datasheet(
                 "NVIDIA Blackwell Architecture Technical Brief (HGX B200, 1000 W); memory: DGX B200 datasheet",
                 "2024-03",
@@ -169,6 +182,8 @@ DEVICES: dict[str, Device] = {
         Device(
             "l40s",
             "NVIDIA L40S",
+            (8, 9),
+            99 * 1024,
             _datasheet(
                 "NVIDIA L40S datasheet",
                 "2023-08",
@@ -183,6 +198,8 @@ DEVICES: dict[str, Device] = {
         Device(
             "rtx4090",
             "NVIDIA GeForce RTX 4090",
+            (8, 9),
+            99 * 1024,
             _datasheet(
                 "NVIDIA Ada GPU Architecture whitepaper, appendix A (accumulation in float32)",
                 "2023-03",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -23,11 +24,33 @@ class DeviceLimits:
     capability: tuple[int, int]
     shared_bytes: int
 
-    @classmethod
-    def of(cls, device: torch.device) -> DeviceLimits:
-        properties = torch.cuda.get_device_properties(device)
-        shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in the stubs
-        return cls(properties.name, (properties.major, properties.minor), shared)
+    @staticmethod
+    def of(device: torch.device | DeviceLimits) -> DeviceLimits:
+        """Those of a CUDA device; of a tensor that is `as_if_on` a device, its own."""
+        return device if isinstance(device, DeviceLimits) else _limits(device)
+
+
+@cache
+def _limits(device: torch.device) -> DeviceLimits:
+    properties = torch.cuda.get_device_properties(device)
+    shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in the stubs
+    return DeviceLimits(properties.name, (properties.major, properties.minor), shared)
+
+
+class _AsIfOn(Tensor):
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    limits: DeviceLimits
+
+    @property
+    def device(self) -> DeviceLimits:  # type: ignore[override]
+        return self.limits
+
+
+def as_if_on(limits: DeviceLimits, tensor: Tensor) -> Tensor:
+    """A tensor on the meta device for an implementation to be chosen by: its `device` is what another one can do."""
+    placed = tensor.as_subclass(_AsIfOn)
+    placed.limits = limits
+    return placed
 
 
 def why_not(limits: DeviceLimits, has_triton: bool = HAS_TRITON) -> str | None:
@@ -46,8 +69,9 @@ def why_not(limits: DeviceLimits, has_triton: bool = HAS_TRITON) -> str | None:
 
 
 @cache
-def implementations_for(device: torch.device) -> str:
+def implementations_for(device: torch.device | DeviceLimits) -> str:
     """For what `Operation.bind` is to bind on a device: its type, or "reference" where the own kernels cannot run."""
-    if device.type == "cuda" and HAS_TRITON and why_not(DeviceLimits.of(device)) is not None:
+    kind = "cuda" if isinstance(device, DeviceLimits) else device.type
+    if kind == "cuda" and HAS_TRITON and why_not(DeviceLimits.of(device)) is not None:
         return "reference"
-    return device.type
+    return kind

@@ -18,6 +18,10 @@ from torch.fx import Proxy
 from strata.hardware.roofline import Cost
 from strata.kernels.device_limits import implementations_for
 
+# Instead of the names of a library's kernels, which are for it to choose; one may stand for several in a row.
+ATEN, CUBLAS, CUDNN = "(ATen)", "(cuBLAS)", "(cuDNN)"
+Kernels = tuple[Any, ...] | Callable[..., tuple[Any, ...]]  # a kernel of Triton, or the name of a library
+
 
 @dataclass(frozen=True)
 class Implementation:
@@ -26,6 +30,8 @@ class Implementation:
     `invariant`: a row of the result has the same bits whatever the other rows are and however many there are.
     `differentiable`: autograd passes through it.
     `supports`: whether it can run these arguments; None means always.
+    `kernels`: what it launches on CUDA, in order: Triton kernels and libraries; or a function of the arguments that
+    tells. `supports` and such a function are also asked with arguments that are `as_if_on` a device.
     """
 
     name: str
@@ -34,6 +40,12 @@ class Implementation:
     invariant: bool = False
     differentiable: bool = False
     supports: Callable[..., bool] | None = None
+    kernels: Kernels = (ATEN,)
+
+    def launches(self, *args: Any) -> tuple[str, ...]:
+        """The names of the kernels that these arguments make it launch, as a profiler shows them, or of libraries."""
+        kernels = self.kernels if isinstance(self.kernels, tuple) else self.kernels(*args)
+        return tuple(kernel if isinstance(kernel, str) else kernel.__name__ for kernel in kernels)
 
 
 @dataclass(eq=False)
@@ -72,11 +84,13 @@ class Operation:
         invariant: bool = False,
         differentiable: bool = False,
         supports: Callable[..., bool] | None = None,
+        kernels: Kernels = (ATEN,),
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register the decorated function; among those that fit, the one registered first is preferred."""
 
         def register(run: Callable[..., Any]) -> Callable[..., Any]:
-            self.implementations.append(Implementation(name, run, device, invariant, differentiable, supports))
+            made = Implementation(name, run, device, invariant, differentiable, supports, kernels)
+            self.implementations.append(made)
             return run
 
         return register
@@ -132,6 +146,10 @@ class Bound:
                 return candidate
         names = ", ".join(candidate.name for candidate in self.candidates) or "none registered"
         raise NotImplementedError(f"no implementation of {self.operation.name} fits these arguments (tried: {names})")
+
+    def launches(self, *args: Any) -> tuple[str, ...]:
+        """The kernels that these arguments launch; see `Implementation.launches`."""
+        return self.choose(*args).launches(*args)
 
     def __call__(self, *args: Any) -> Any:
         return self.choose(*args).run(*args)

@@ -13,6 +13,7 @@ from strata.bench.costing import find_config, meta_model
 from strata.cli.bench import bench
 from strata.cli.bench_kernels import HEADINGS, Row
 from strata.graph.capture import operation_of
+from strata.hardware.specs import device
 from strata.kernels.linear.linear import linear
 
 pytest.importorskip("triton")
@@ -24,10 +25,10 @@ from strata.bench.kernels.tuning import BUCKETS
 @pytest.mark.parametrize("model", ["8B", "0.6B"])
 def test_the_products_are_those_of_the_merged_graph(model: str) -> None:
     config = find_config(model)
-    built = meta_model(config)
+    built = meta_model(config, device("h200")).graphs
     wanted = {
         tuple(attrgetter(str(node.args[1].target))(graph).shape)
-        for graph in (built.graph, built.head)
+        for graph in (built.hidden, built.head)
         for node in graph.graph.nodes
         if operation_of(node) is linear
     }

@@ -29,6 +29,8 @@ FLOORS = {
     ("0.6B", "T3-b128"): 46_299,
     ("0.6B", "T4"): 716_951,
 }
+# Weights of a layer's output projection and MLP.
+BEHIND_ATTENTION = {"8B": 4096 * 4096 + 3 * 4096 * 14336, "0.6B": 2048 * 1024 + 3 * 1024 * 3072}
 TESTS = {
     test.name: test
     for test in (
@@ -43,9 +45,12 @@ TESTS = {
 @pytest.mark.parametrize(("model", "name"), FLOORS)
 def test_floors_on_the_h200_agree_with_the_published_ones(model: str, name: str) -> None:
     setup = Setup(model, None, "bfloat16", "auto", False)
-    seconds = floor_on(TESTS[name], setup, "NVIDIA H200")
+    test = TESTS[name]
+    seconds = floor_on(test, setup, "NVIDIA H200")
     assert seconds is not None
-    assert TESTS[name].value(seconds) == pytest.approx(FLOORS[model, name], rel=0.01)
+    # Those take all tokens of the prompts through all layers. Behind the last attention only sampled rows are run.
+    saved = 2 * BEHIND_ATTENTION[model] * (sum(test.prompt_lengths) - len(test.prompts)) / 800e12
+    assert test.value(seconds + saved) == pytest.approx(FLOORS[model, name], rel=0.01)
 
 
 def test_no_floor_on_a_device_that_is_not_in_the_database() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from strata.bench.costing import find_config, meta_model
-from strata.graph.cost import StepCosts, node_costs, total
+from strata.graph.cost import StepCosts, total
 from strata.hardware.roofline import Workload
+from strata.hardware.specs import device
 
 HIDDEN, LAYERS, EXPERTS, PER_TOKEN = 2048, 48, 128, 8
 EXPERT_BYTES = 2 * 3 * 768 * HIDDEN
@@ -14,7 +15,7 @@ EXPERT_BYTES = 2 * 3 * 768 * HIDDEN
 
 @pytest.fixture(scope="module")
 def costs() -> StepCosts:
-    return meta_model(find_config("30B-A3B")).step_costs()
+    return meta_model(find_config("30B-A3B"), device("h200")).step_costs()
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 16, 256])
@@ -23,7 +24,7 @@ def test_a_step_reads_the_experts_that_its_tokens_go_to(sequences: int, costs: S
     attention = HIDDEN * 128 * (32 + 4 + 4 + 32)
     norms = 2 * HIDDEN + 2 * 128
     router = EXPERTS * HIDDEN
-    embedding, final, head = HIDDEN, HIDDEN, 151936 * HIDDEN
+    embedding, final, head = sequences * HIDDEN, HIDDEN, 151936 * HIDDEN
     dense = 2 * (LAYERS * (attention + norms + router) + embedding + final + head)
     missed = (1 - PER_TOKEN / EXPERTS) ** sequences
     sparse = LAYERS * EXPERTS * (1 - missed) * EXPERT_BYTES
@@ -38,10 +39,10 @@ def test_256_decodes_read_all_of_the_model_and_not_a_tenth(costs: StepCosts) -> 
 
 
 def test_nodes_and_steps_count_the_same_flops_and_experts(costs: StepCosts) -> None:
-    model, workload = meta_model(find_config("30B-A3B")), Workload((1,) * 16, (20,) * 16)
-    nodes = node_costs(model.graph, model.batch(workload), workload)
+    workload = Workload((1,) * 16, (20,) * 16)
+    nodes = meta_model(find_config("30B-A3B"), device("h200")).step(workload).model
     experts = [node for node in nodes if node.operation == "experts"]
     assert len(experts) == LAYERS
     step, alone = (costs.step(Workload((1,) * n, (20,) * n), rows=n) for n in (16, 1))
-    grown = total(experts).weights - LAYERS * PER_TOKEN * EXPERT_BYTES
+    grown = total(experts).weights - LAYERS * PER_TOKEN * EXPERT_BYTES + 15 * 2 * HIDDEN  # and rows of the embedding
     assert step.weights - alone.weights == grown

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from strata import LLM, SamplingParams
-from strata.cache.block_tables import BlockTables
 from strata.cache.staging import Staging
 from strata.cache.tables import StepBuffer
 
@@ -72,8 +71,8 @@ def fall_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Stream:
 
     def late_logits(batch: Any, rows: Tensor) -> Tensor:
         if len(rows):
-            return graphs.logits(batch(), rows)
-        stream.add(lambda: graphs.logits(batch(), rows))
+            return graphs.logits.forward(batch(), rows)
+        stream.add(lambda: graphs.logits.forward(batch(), rows))
         return torch.empty(0, 307)
 
     def send_and_draw(buffer: StepBuffer) -> None:
@@ -82,12 +81,15 @@ def fall_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Stream:
             stream.catch_up()
 
     def late_batch(buffer: StepBuffer, pool: Any, tables: Any, *given: Any) -> Callable[[], Any]:
-        return lambda: build(buffer, pool, tables(), *given)
+        return lambda: build(buffer, pool, tables() if callable(tables) else tables, *given)
 
-    gather = BlockTables.of
-    monkeypatch.setattr(BlockTables, "of", lambda *given: partial(gather, *given))
+    def late_inputs(step: Any) -> tuple[Tensor, Callable[[], Tensor]]:
+        return step.tokens, lambda: graphs.prompt_inputs.forward(step)[1]
+
+    late: Any = {"logits": late_logits, "prompt_inputs": late_inputs}
+    late = {name: SimpleNamespace(forward=run) for name, run in late.items()}
     monkeypatch.setattr(StepBuffer, "batch", late_batch)
-    monkeypatch.setattr(runner, "_graphs", replace(graphs, logits=late_logits))
+    monkeypatch.setattr(runner, "_graphs", replace(graphs, **late))
     monkeypatch.setattr(runner, "_send", send_and_draw)
     return stream
 

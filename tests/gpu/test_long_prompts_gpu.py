@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,12 +72,12 @@ class Subject:
         graphs = runner._graphs
 
         def kept(batch: Any, rows: Tensor) -> Tensor:
-            logits: Tensor = graphs.logits(batch, rows)
+            logits: Tensor = graphs.logits.forward(batch, rows)
             if len(rows) and batch.longest > 1:
                 self._logits = logits[-1].clone()  # prompts come behind the decodes of a step
             return logits
 
-        runner._graphs = replace(graphs, logits=kept)
+        runner._graphs = replace(graphs, logits=SimpleNamespace(forward=kept))
 
     def prompt(self, length: int) -> list[int]:
         if length not in self._prompts:

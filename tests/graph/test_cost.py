@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
+from strata.graph.compose import compose
 from strata.graph.cost import meta_indices, meta_pages, node_costs, parameter_count, step_costs, total
 from strata.graph.draw import duration, quantity, rows_by
+from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
-from strata.hardware.roofline import Workload
+from strata.hardware.roofline import Workload, floor
 from strata.hardware.specs import device
 from strata.models.batch import Batch
 
@@ -93,14 +95,27 @@ def test_bound_and_unbound_graphs_cost_the_same() -> None:
 def test_any_step_follows_from_one_look_at_the_graph(workload: Workload) -> None:
     with torch.device("meta"):
         model = Tiny()
-    graph, head = merge(capture(model)), capture_head(model)
-    step = step_costs(graph, head, meta_batch(Workload((1,), (1,)))).step(workload, rows=len(workload.new))
-    nodes = node_costs(graph, meta_batch(workload), workload)
-    rows = torch.empty(len(workload.new), HIDDEN, device="meta")
-    assert step.flops == total(nodes + node_costs(head, rows, workload)).flops
-    weights = LINEARS * LAYERS + HIDDEN * (2 * LAYERS + 1) + VOCABULARY * HIDDEN + HIDDEN  # one row of the embedding
+    graph = gather_after_attention(merge(compose(capture(model), capture_head(model))))
+
+    def ones(tokens: int, rows: int) -> tuple[Batch, Tensor]:
+        return meta_batch(Workload((1,) * tokens, (1,) * tokens)), meta_indices(rows)
+
+    rows, tokens = len(workload.new), workload.tokens
+    step = step_costs(graph, ones).step(workload, rows)
+    nodes = node_costs(graph, (meta_batch(workload), meta_indices(rows)), workload)
+    assert step == total(nodes).least
+    # Behind the last attention only the sampled rows are computed: its output projection and MLP, two additions and the
+    # last norm, and the head.
+    behind = HEADS * HEAD_DIM * HIDDEN + 3 * HIDDEN * INNER
+    linears = 2 * tokens * (LAYERS * LINEARS - behind) + 2 * rows * (behind + VOCABULARY * HIDDEN)
+    assert sum(node.cost.flops for node in nodes if node.operation == "linear") == linears
+    weights = LINEARS * LAYERS + HIDDEN * (2 * LAYERS + 1) + VOCABULARY * HIDDEN + tokens * HIDDEN
     cached = 2 * sum(workload.total) * KV_HEADS * HEAD_DIM * LAYERS
     assert step.bytes == BYTES * (weights + cached)
+    gathered = [node for node in nodes if node.operation == "index_select"]
+    assert [node.cost.bytes for node in gathered] == [
+        4 * rows + 2 * BYTES * rows * n for n in (HEADS * HEAD_DIM, HIDDEN)
+    ]
 
 
 def test_an_uncosted_function_is_named() -> None:
@@ -114,10 +129,12 @@ def test_an_uncosted_function_is_named() -> None:
 
 def test_rows_add_up_and_name_merged_parts() -> None:
     nodes = costs()
-    rows = rows_by(nodes, lambda node: (node.operation, node.module.rpartition(".")[2]), device("h200"), "float32")
+    h200 = device("h200")
+    rows = rows_by(nodes, lambda node: (node.operation, node.module.rpartition(".")[2], ""), h200, "float32", "memory")
     assert sum(row.count for row in rows) == len(nodes)
     assert sum(row.cost.flops for row in rows) == total(nodes).flops
     merged = next(row for row in rows if row.part == "gate_proj&up_proj")
+    assert sum(row.step_seconds for row in rows) == pytest.approx(floor(total(nodes).least, h200, "float32").memory)
     assert (merged.count, merged.parameters, merged.bound) == (LAYERS, 2 * INNER * HIDDEN * LAYERS, "memory")
 
 

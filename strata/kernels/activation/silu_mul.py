@@ -79,7 +79,13 @@ def _triton(gate: Tensor, up: Tensor) -> Tensor:
 
 
 if HAS_TRITON:
-    silu_mul.implement("triton", "cuda", invariant=True, supports=lambda gate, up: gate.dtype != torch.float64)(_triton)
+    silu_mul.implement(
+        "triton",
+        "cuda",
+        invariant=True,
+        supports=lambda gate, up: gate.dtype != torch.float64,
+        kernels=(silu_mul_kernel,),
+    )(_triton)
 
 
 def compile_cases() -> list[CompileCase]:

@@ -34,7 +34,7 @@ def _cost(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSp
     pool = k if pages is None else pages.keys[spec.layer]
     rows = workload.tokens * heads * dim * q.element_size()
     key_bytes = 2 * keys * pool.shape[-2] * dim * pool.element_size()
-    return Cost(flops=4 * heads * dim * pairs, read=rows + key_bytes, written=rows)
+    return Cost(flops=4 * heads * dim * pairs, read=rows + key_bytes, written=rows, cached=key_bytes)
 
 
 def _visible(length: int, window: int | None) -> int:
@@ -99,11 +99,15 @@ attention.implement("tiled", "cpu", supports=_in_pools)(attention_cpu.paged)
 attention.implement("packed", "cpu", differentiable=True, supports=_packed)(attention_train.packed)
 attention.implement("fixed tiles", "cpu", invariant=True)(attention_exact.attend_exact)
 if HAS_TRITON:
-    attention.implement("parts", "cuda", supports=attention_parts.supports)(attention_parts.attend)
-    attention.implement("triton", "cuda", supports=attention_cuda.supports)(attention_cuda.attend)
-    attention.implement("triton fixed", "cuda", invariant=True, supports=attention_fixed.supports)(
-        attention_fixed.attend
+    attention.implement("parts", "cuda", supports=attention_parts.supports, kernels=attention_parts.kernels)(
+        attention_parts.attend
     )
+    attention.implement("triton", "cuda", supports=attention_cuda.supports, kernels=attention_cuda.kernels)(
+        attention_cuda.attend
+    )
+    attention.implement(
+        "triton fixed", "cuda", invariant=True, supports=attention_fixed.supports, kernels=attention_fixed.kernels
+    )(attention_fixed.attend)
 attention.implement("cudnn", "cuda", differentiable=True, supports=attention_train.dense_supports)(
     attention_train.dense
 )

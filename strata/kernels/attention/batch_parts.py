@@ -56,20 +56,22 @@ class BatchParts:
     starts: Tensor
 
 
-def library_reach(dtype: torch.dtype, head_dim: int, windows: Iterable[int | None], longest: int) -> int:
+def library_reach(
+    dtype: torch.dtype,
+    head_dim: int,
+    windows: Iterable[int | None],
+    longest: int,
+    capability: tuple[int, int] | None = None,
+) -> int:
     """How long a sequence may be, cached tokens included, that cuDNN attends over; 0 if it cannot.
 
     dtype, head_dim: of the pools. windows: of the model's layers, which cuDNN does not know. longest: tokens that a
-    sequence can have.
+    sequence can have. capability: of the device; None: of the one that is here.
     """
-    if (
-        dtype not in (torch.bfloat16, torch.float16)
-        or head_dim % 8
-        or head_dim > MOST_HEAD_DIM
-        or not torch.cuda.is_available()
-        or torch.cuda.get_device_capability() < (8, 0)
-        or not torch.backends.cudnn.is_available()
-    ):
+    if capability is None:
+        here = torch.cuda.is_available() and torch.backends.cudnn.is_available()
+        capability = torch.cuda.get_device_capability() if here else (0, 0)
+    if dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > MOST_HEAD_DIM or capability < (8, 0):
         return 0
     return min((window for window in windows if window is not None), default=longest)
 

@@ -5,10 +5,13 @@ Grids follow from shapes alone, so that a step can be recorded in a CUDA graph.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
+from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.attention.varlen_triton import attention_kernel, head_pad, mixed_tile
 
@@ -31,16 +34,24 @@ def supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: Attentio
     )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
-    """The fastest kernel for the batch: splits when every sequence decodes."""
+def _all_decode(q: Tensor, k: Tensor, batch: PackedBatch) -> bool:
     pages = batch.pages
-    if (
+    return (
         pages is not None
         and batch.longest == 1
         and q.shape[0] == pages.tables.shape[0]  # none goes without a token
         and decode_attention_cuda.fits(pages, q.shape[1], k.shape[1], q.shape[2])
-    ):
-        return decode_attention_cuda.decode(q.flatten(1), q.shape[1], q.shape[2], pages, spec)
+    )
+
+
+def kernels(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> tuple[Any, ...]:
+    return (decode_attention_kernel if _all_decode(q, k, batch) else attention_kernel,)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+    """The fastest kernel for the batch: splits when every sequence decodes."""
+    if batch.pages is not None and _all_decode(q, k, batch):
+        return decode_attention_cuda.decode(q.flatten(1), q.shape[1], q.shape[2], batch.pages, spec)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     prefill(out, q, k, v, batch.offsets, batch, spec)
     return out

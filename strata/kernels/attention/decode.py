@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.attention import attention
+from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, PackedBatch
 from strata.kernels.op import operation
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
@@ -41,6 +43,7 @@ def _cost(
         made.read + read.read - q.nbytes - new,
         made.written + read.written - q.nbytes - k.nbytes,
         made.weights,
+        read.cached,  # the new ones are written, the others read
     )
 
 
@@ -140,7 +143,14 @@ def _composed(device: str) -> Callable[..., Tensor]:
     return run
 
 
+def _composed_kernels(*args: Any) -> tuple[str, ...]:
+    *given, batch, heads, spec = args
+    q, k, v = qk_rope_kv_write.meta(*given, batch.pages, heads)
+    finish, attend = qk_rope_kv_write.bind("cuda"), attention.bind("cuda")
+    return finish.launches(*given, batch.pages, heads) + attend.launches(q, k, v, batch, spec)
+
+
 decode_attention.implement("composed", "cpu")(_composed("cpu"))
 if HAS_TRITON:
-    decode_attention.implement("triton", "cuda", supports=_fits)(_triton)
-decode_attention.implement("composed", "cuda")(_composed("cuda"))
+    decode_attention.implement("triton", "cuda", supports=_fits, kernels=(decode_attention_kernel,))(_triton)
+decode_attention.implement("composed", "cuda", kernels=_composed_kernels)(_composed("cuda"))

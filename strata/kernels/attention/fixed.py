@@ -6,6 +6,8 @@ grids follow from shapes alone, so that a step can be recorded in a CUDA graph.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,12 @@ from strata.kernels.state.paged import PagedKV
 def supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
     # The kernels find the largest score before they scale it.
     return spec.scale > 0 and attention_cuda.supports(q, k, v, batch, spec)
+
+
+def kernels(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> tuple[Any, ...]:
+    pages = batch.pages
+    decodes = 0 if pages is None else _decodes(batch.offsets.shape[0] - 1, batch.longest, pages, k.shape[1])
+    return (fixed_decode_kernel,) * (decodes > 0) + (fixed_prefill_kernel,) * (decodes < len(q))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:

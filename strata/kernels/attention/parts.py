@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention.batch_parts import LibraryCall
-from strata.kernels.attention.join import join
+from strata.kernels.attention.decode_triton import decode_attention_kernel
+from strata.kernels.attention.join import attention_join_kernel, join
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch, Sequences
-from strata.kernels.state.kv_read import kv_read
+from strata.kernels.attention.varlen_triton import attention_kernel
+from strata.kernels.op import ATEN, CUDNN
+from strata.kernels.state.kv_read import kv_read, kv_read_kernel
 from strata.kernels.state.paged import PagedKV
 
 # Cached keys that are read out of the pages at once, a multiple of the block of `batch_parts`: it bounds the memory.
@@ -25,6 +30,19 @@ def supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: Attentio
         and attention_cuda.supports(q, k, v, batch, spec)
         and (not pages.parts.library or all(_aligned(x) for x in (q, k, v)))
     )
+
+
+def kernels(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> tuple[Any, ...]:
+    """Rows that lie side by side are moved by a copy, which is no kernel."""
+    assert batch.pages is not None
+    assert batch.pages.parts is not None
+    parts = batch.pages.parts
+    found: list[Any] = [decode_attention_kernel] * (parts.decodes > 0)
+    for call in parts.library:
+        found += [ATEN, kv_read_kernel, CUDNN] if call.lead else [CUDNN]
+        rounds = -(-(call.cached - call.lead) // MOST_KEYS)
+        found += [kv_read_kernel, CUDNN, attention_join_kernel] * rounds
+    return (*found, *[attention_kernel] * (parts.left > 0))
 
 
 def _aligned(x: Tensor) -> bool:

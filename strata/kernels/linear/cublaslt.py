@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strata.kernels.device_limits import DeviceLimits
+
 IMPLEMENTATION = "cublaslt"
 
 # As it was measured. With none at all, few rows took three times as long.
@@ -213,8 +215,9 @@ _product = lru_cache(_MOST_PRODUCTS)(Product)
 
 
 @cache
-def _available(device: torch.device) -> bool:
-    return _library() is not None and torch.cuda.get_device_capability(device) == _HOPPER
+def _available(device: torch.device | DeviceLimits) -> bool:
+    here = isinstance(device, DeviceLimits) or _library() is not None
+    return here and DeviceLimits.of(device).capability == _HOPPER
 
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:

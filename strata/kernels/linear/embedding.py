@@ -72,7 +72,7 @@ def _fits(tokens: Tensor, weight: Tensor) -> bool:
 
 
 if HAS_TRITON:
-    embedding.implement("triton", "cuda", invariant=True, supports=_fits)(_triton)
+    embedding.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(embedding_kernel,))(_triton)
 
 
 @embedding.implement("gather", "cuda", invariant=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.linear import cublaslt, fixed, skinny, skinny_tiles
-from strata.kernels.op import operation
+from strata.kernels.op import CUBLAS, operation
 from strata.kernels.triton_import import HAS_TRITON
 
 
@@ -41,14 +43,24 @@ def _tuned(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     return skinny_tiles.tuned_tile(linear.name, x, weight) is not None
 
 
-@linear.implement(skinny_tiles.IMPLEMENTATION, "cuda", supports=_tuned)
+def _tuned_kernels(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
+    tile = skinny_tiles.tuned_tile(linear.name, x, weight)
+    assert tile is not None
+    return (skinny.kernel_of(tile),)
+
+
+@linear.implement(skinny_tiles.IMPLEMENTATION, "cuda", supports=_tuned, kernels=_tuned_kernels)
 def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     tile = skinny_tiles.tuned_tile(linear.name, x, weight)
     assert tile is not None
     return skinny.skinny_linear(x, weight, bias, tile)
 
 
-linear.implement("cublas", "cuda", differentiable=True)(F.linear)
-linear.implement(cublaslt.IMPLEMENTATION, "cuda", invariant=True, supports=cublaslt.supports)(cublaslt.cublaslt_linear)
+linear.implement("cublas", "cuda", differentiable=True, kernels=(CUBLAS,))(F.linear)
+linear.implement(cublaslt.IMPLEMENTATION, "cuda", invariant=True, supports=cublaslt.supports, kernels=(CUBLAS,))(
+    cublaslt.cublaslt_linear
+)
 if HAS_TRITON:
-    linear.implement("triton", "cuda", invariant=True, supports=fixed.fits)(fixed.triton_linear)
+    linear.implement("triton", "cuda", invariant=True, supports=fixed.fits, kernels=(fixed.linear_kernel,))(
+        fixed.triton_linear
+    )

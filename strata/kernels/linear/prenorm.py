@@ -8,6 +8,7 @@ the row is made, `linear_add`; the scale is applied where the row is read, to th
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.skinny import SkinnyProduct, multiply
+from strata.kernels.linear.skinny import SkinnyProduct, kernel_of, multiply
 from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, any_tile
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON
@@ -146,8 +147,22 @@ def _scales_skinny(
     return result.view(*weighted.shape[:-1], result.shape[-1])
 
 
+def _kernels(operation: str, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
+    tile = any_tile(operation, x, weight)
+    assert tile is not None
+    return (kernel_of(tile),)
+
+
+def _add_kernels(x: Tensor, weight: Tensor, *_: Any) -> tuple[Any, ...]:
+    return _kernels(linear_add.name, x, weight)
+
+
+def _scale_kernels(operation: str, weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, *_: Any) -> Any:
+    return _kernels(operation, weighted, weight)
+
+
 if HAS_TRITON:
-    linear_add.implement(IMPLEMENTATION, "cuda", supports=_adds)(_adds_skinny)
+    linear_add.implement(IMPLEMENTATION, "cuda", supports=_adds, kernels=_add_kernels)(_adds_skinny)
     for _made in (scaled_linear, scaled_linear_silu_mul):
-        _run = partial(_scales_skinny, _made.name)
-        _made.implement(IMPLEMENTATION, "cuda", supports=partial(_scales, _made.name))(_run)
+        _run, _fits = partial(_scales_skinny, _made.name), partial(_scales, _made.name)
+        _made.implement(IMPLEMENTATION, "cuda", supports=_fits, kernels=partial(_scale_kernels, _made.name))(_run)

@@ -15,6 +15,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.linear import linear
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
@@ -53,6 +54,11 @@ def _one_after_the_other(x: Tensor, weight: Tensor, bias: Tensor | None = None) 
     gate, up = _linear(x, weight, bias).chunk(2, -1)
     result: Tensor = _silu_mul(gate, up)
     return result
+
+
+def _kernels_of_both(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[str, ...]:
+    half = _meta(x, weight, bias)
+    return _linear.launches(x, weight, bias) + _silu_mul.launches(half, half)
 
 
 @jit
@@ -121,9 +127,7 @@ LEAST_ROWS = 4096
 
 @cache
 def _processors(device: torch.device) -> int:
-    """How many multiprocessors a device has that has a copy engine for tiles (Hopper and later); 0 if it has none."""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count if properties.major >= 9 else 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
@@ -135,7 +139,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         and x.dtype in (torch.bfloat16, torch.float16)
         and weight.shape[0] % 16 == 0
         and all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, weight))
-        and _processors(x.device) > 0
+        and DeviceLimits.of(x.device).capability >= (9, 0)  # with a copy engine for tiles
     )
 
 
@@ -160,8 +164,8 @@ def _triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 if HAS_TRITON:
-    linear_silu_mul.implement("triton", "cuda", supports=_fits)(_triton)
-linear_silu_mul.implement("linear, silu_mul", "cuda")(_one_after_the_other)
+    linear_silu_mul.implement("triton", "cuda", supports=_fits, kernels=(linear_silu_mul_kernel,))(_triton)
+linear_silu_mul.implement("linear, silu_mul", "cuda", kernels=_kernels_of_both)(_one_after_the_other)
 
 
 def compile_cases() -> list[CompileCase]:

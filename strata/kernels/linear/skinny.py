@@ -123,6 +123,11 @@ def multiply(product: SkinnyProduct, tile: SkinnyTile) -> tuple[Tensor, ...]:
     return launch(product, tile).run()
 
 
+def kernel_of(tile: SkinnyTile) -> Any:
+    """The kernel that multiplies with a tile."""
+    return gemv_kernel if tile.kernel == "gemv" else dot_kernel
+
+
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: SkinnyTile) -> Tensor:
     """`linear` with a tile: x [..., width], weight [out, width], bias [out] or None -> [..., out]."""
     (result,) = multiply(SkinnyProduct(x.reshape(-1, x.shape[-1]), weight, bias), tile)

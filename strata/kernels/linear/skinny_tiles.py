@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from strata.kernels import tuned
+from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.split_counters import MOST_COUNTERS
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -112,9 +113,9 @@ def choose_tile(operation: str, rows: int, out: int, width: int, dtype: torch.dt
 
 
 @cache
-def device_tiles(device: torch.device) -> Tiles:
+def device_tiles(device: torch.device | DeviceLimits) -> Tiles:
     """The tiles in the package's table for that CUDA device; none without Triton or without a table."""
-    return tiles_of(tuned.read(torch.cuda.get_device_name(device))) if HAS_TRITON else MappingProxyType({})
+    return tiles_of(tuned.read(DeviceLimits.of(device).product)) if HAS_TRITON else MappingProxyType({})
 
 
 def tuned_tile(operation: str, x: Tensor, weight: Tensor) -> SkinnyTile | None:
@@ -134,7 +135,7 @@ def any_tile(operation: str, x: Tensor, weight: Tensor) -> SkinnyTile | None:
         return found
     out, width = weight.shape
     rows = x.numel() // width
-    major, _ = torch.cuda.get_device_capability(x.device)
+    major, _ = DeviceLimits.of(x.device).capability
     if not 0 < rows <= MOST_ROWS or major < 8 or not aligned(x, weight):
         return None
     return untuned_tile(rows, out, width, early=major >= 9)

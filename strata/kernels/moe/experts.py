@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.activation.silu_mul import silu_mul, silu_mul_kernel
 from strata.kernels.linear.linear import linear
-from strata.kernels.moe.combine import combine, permuted
-from strata.kernels.moe.grouped import grouped_product
-from strata.kernels.op import operation
+from strata.kernels.moe.combine import combine, combine_kernel, permuted
+from strata.kernels.moe.grouped import grouped_kernel, grouped_product
+from strata.kernels.op import ATEN, operation
 from strata.kernels.triton_import import HAS_TRITON
 
 
@@ -187,7 +187,11 @@ def _grouped_supports(
     return x.dtype == torch.bfloat16 and aligned and capable and gate_up.is_contiguous() and down.is_contiguous()
 
 
-@experts.implement("grouped", "cuda", differentiable=True, supports=_grouped_supports)
+_LIBRARY_KERNELS = (ATEN, silu_mul_kernel, ATEN, combine_kernel)
+_TILE_KERNELS = (ATEN, grouped_kernel, silu_mul_kernel, grouped_kernel, combine_kernel)
+
+
+@experts.implement("grouped", "cuda", differentiable=True, supports=_grouped_supports, kernels=_LIBRARY_KERNELS)
 def grouped(
     x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
 ) -> Tensor:
@@ -221,4 +225,4 @@ def by_tiles(
 
 
 if HAS_TRITON:
-    experts.implement("triton", "cuda", supports=_tiles_support)(by_tiles)
+    experts.implement("triton", "cuda", supports=_tiles_support, kernels=_TILE_KERNELS)(by_tiles)

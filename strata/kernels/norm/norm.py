@@ -193,8 +193,10 @@ def _sum_fits(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> bool:
 
 
 if HAS_TRITON:
-    rms_norm.implement("triton", "cuda", invariant=True, supports=_fits)(_triton)
-    add_rms_norm.implement("triton", "cuda", invariant=True, supports=_sum_fits)(_sum_triton)
+    rms_norm.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(rms_norm_kernel,))(_triton)
+    add_rms_norm.implement("triton", "cuda", invariant=True, supports=_sum_fits, kernels=(add_rms_norm_kernel,))(
+        _sum_triton
+    )
 
 
 def compile_cases() -> list[CompileCase]:

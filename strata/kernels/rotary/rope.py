@@ -127,10 +127,16 @@ def _tile(heads: int, half: int) -> dict[str, int]:
 
 
 if HAS_TRITON:
-    rope_angles.implement("triton", "cuda", invariant=True, supports=lambda _, table: table.dtype == torch.float32)(
-        _angles_triton
-    )
-    rope.implement("triton", "cuda", invariant=True, supports=lambda x, *_: x.dtype != torch.float64)(_triton)
+    rope_angles.implement(
+        "triton",
+        "cuda",
+        invariant=True,
+        supports=lambda _, table: table.dtype == torch.float32,
+        kernels=(rope_angles_kernel,),
+    )(_angles_triton)
+    rope.implement(
+        "triton", "cuda", invariant=True, supports=lambda x, *_: x.dtype != torch.float64, kernels=(rope_kernel,)
+    )(_triton)
 
 
 def compile_cases() -> list[CompileCase]:

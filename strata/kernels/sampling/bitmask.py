@@ -65,7 +65,7 @@ def _triton(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
 
 
 if HAS_TRITON:
-    apply_bitmask.implement("triton", "cuda", invariant=True)(_triton)
+    apply_bitmask.implement("triton", "cuda", invariant=True, kernels=(apply_bitmask_kernel,))(_triton)
 
 
 def compile_cases() -> list[CompileCase]:

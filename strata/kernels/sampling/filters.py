@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.op import operation
-from strata.kernels.sampling.filters_triton import search_bounds
+from strata.kernels.sampling.filters_triton import filter_bounds_kernel, search_bounds
 from strata.kernels.sampling.integer_probabilities import integer_probabilities
 from strata.kernels.sampling.sampling import scaled
 from strata.kernels.triton_import import HAS_TRITON
@@ -78,4 +78,4 @@ def _bounds_cpu(
 
 
 if HAS_TRITON:
-    filter_bounds.implement("triton", "cuda", invariant=True)(search_bounds)
+    filter_bounds.implement("triton", "cuda", invariant=True, kernels=(filter_bounds_kernel,))(search_bounds)

@@ -263,7 +263,9 @@ def _gumbel_triton(
 
 
 if HAS_TRITON:
-    gumbel_sample.implement("triton", "cuda", invariant=True)(_gumbel_triton)
+    gumbel_sample.implement("triton", "cuda", invariant=True, kernels=(gumbel_blocks_kernel, gumbel_reduce_kernel))(
+        _gumbel_triton
+    )
 
 
 def _token_cost(logits: Tensor, ids: Tensor, *, workload: Workload) -> Cost:
@@ -321,7 +323,7 @@ def _token_triton(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 if HAS_TRITON:
-    token_logprobs.implement("triton", "cuda", invariant=True)(_token_triton)
+    token_logprobs.implement("triton", "cuda", invariant=True, kernels=(token_logprobs_kernel,))(_token_triton)
 
 
 def logprobs(logits: Tensor, ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

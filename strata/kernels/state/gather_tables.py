@@ -76,7 +76,7 @@ def _triton(tables: Tensor, rows: Tensor, positions: Tensor, slots: Tensor, page
 
 
 if HAS_TRITON:
-    gather_tables.implement("triton", "cuda", invariant=True)(_triton)
+    gather_tables.implement("triton", "cuda", invariant=True, kernels=(gather_tables_kernel,))(_triton)
 
 
 def compile_cases() -> list[CompileCase]:

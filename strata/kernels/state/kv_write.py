@@ -122,7 +122,7 @@ def _triton(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Te
 
 
 if HAS_TRITON:
-    kv_write.implement("triton", "cuda", invariant=True)(_triton)
+    kv_write.implement("triton", "cuda", invariant=True, kernels=(kv_write_kernel,))(_triton)
 
 
 def compile_cases() -> list[CompileCase]:

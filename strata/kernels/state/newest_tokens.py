@@ -55,7 +55,7 @@ def _triton(tokens: Tensor, sources: Tensor, newest: Tensor) -> Tensor:
 
 
 if HAS_TRITON:
-    newest_tokens.implement("triton", "cuda", invariant=True)(_triton)
+    newest_tokens.implement("triton", "cuda", invariant=True, kernels=(newest_tokens_kernel,))(_triton)
 
 
 def compile_cases() -> list[CompileCase]:

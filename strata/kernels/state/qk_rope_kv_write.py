@@ -249,7 +249,9 @@ def _fits(product: Tensor, *others: object) -> bool:
 
 
 if HAS_TRITON:
-    qk_rope_kv_write.implement("triton", "cuda", invariant=True, supports=_fits)(_triton)
+    qk_rope_kv_write.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(qk_rope_kv_write_kernel,))(
+        _triton
+    )
 
 
 def compile_cases() -> list[CompileCase]:
