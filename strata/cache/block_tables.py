@@ -53,11 +53,11 @@ class BlockTables:
         """Bring the device's side up to the host's: a copy and a kernel, if anything has changed."""
         if not self._changed:
             return
-        places = np.concatenate(self._changed)
+        indices = np.concatenate(self._changed)
         self._changed.clear()
         entries = self.on_device.view(-1)
-        for start in range(0, len(places), MOST_CHANGES):
-            part = places[start : start + MOST_CHANGES]
+        for start in range(0, len(indices), MOST_CHANGES):
+            part = indices[start : start + MOST_CHANGES]
             self._staging.reverse()
             staging, count = self._staging[0], len(part)
             staging.wait()

@@ -30,10 +30,10 @@ class PageAllocator:
         self._references = [0] * num_pages
         self._cached = bytearray(num_pages)
         self._idle: OrderedDict[int, None] = OrderedDict()
-        # `_free` in any order, `_places[page]` where in it a free page stands: one is taken from the middle by moving
-        # the last one into its place. Reversed, so that a fresh pool is handed out in ascending order.
+        # `_free` in any order, `_index[page]` where in it a free page stands: one is taken from the middle by moving
+        # the last one there. Reversed, so that a fresh pool is handed out in ascending order.
         self._free = list(range(num_pages - 1, -1, -1))
-        self._places = list(range(num_pages - 1, -1, -1))
+        self._index = list(range(num_pages - 1, -1, -1))
         # Aligned runs of `RUN` pages: how many of each are free, and a stack with every run that is free as a whole.
         # A run may be in the stack (`_stacked`) that no longer is; it is dropped when it comes up.
         runs = num_pages // RUN
@@ -65,14 +65,14 @@ class PageAllocator:
 
         It is the page that follows `after` if that is free, else the first of a run of free pages, else any.
         """
-        free, places = self._free, self._places
+        free, index = self._free, self._index
         page = -1 if after is None else after + 1
         if not 0 < page < self.num_pages or self._references[page]:
             page = self._run_start()
         last = free.pop()
         if last != page:
-            free[places[page]] = last
-            places[last] = places[page]
+            free[index[page]] = last
+            index[last] = index[page]
         self._references[page] = 1
         self._free_in_run[page // RUN] -= 1
         return page
@@ -138,8 +138,8 @@ class PageAllocator:
             assert references == holders[page] + (page in in_tree), f"page {page}: {references} references"
             assert self._cached[page] == (page in in_tree), f"page {page}: cached flag"
             assert (page in self._idle) == (page in in_tree and not holders[page]), f"page {page}: idle"
-            place = self._places[page]
-            listed = place < len(self._free) and self._free[place] == page
+            at = self._index[page]
+            listed = at < len(self._free) and self._free[at] == page
             assert listed == (references == 0), f"page {page}: {references} references, free {listed}"
         assert len(set(self._free)) == len(self._free), "a page is free twice"
         free_in_run = Counter(page // RUN for page in self._free)
@@ -158,7 +158,7 @@ class PageAllocator:
         return self._free[-1]
 
     def _add_free(self, page: int) -> None:
-        self._places[page] = len(self._free)
+        self._index[page] = len(self._free)
         self._free.append(page)
         run = page // RUN
         self._free_in_run[run] += 1

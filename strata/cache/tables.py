@@ -106,8 +106,8 @@ class StepBuffer:
             owner = np.repeat(np.arange(sequences), counts)
             position = np.arange(tokens, dtype=np.int32) - (offsets[:sequences] - starts)[owner]
         host["positions"][:tokens] = position
-        page, place = np.divmod(position, page_size)
-        host["slots"][:tokens] = tables.rows[slots[owner], page] * page_size + place
+        page, offset = np.divmod(position, page_size)
+        host["slots"][:tokens] = tables.rows[slots[owner], page] * page_size + offset
         self._padded = tokens < self.shape.tokens
         if self._padded:
             host["table_rows"][sequences:] = tables.padding

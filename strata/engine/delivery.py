@@ -27,11 +27,11 @@ class Delivery:
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
         self._collectors: dict[str, Collector] = {}
-        self._left: deque[str] = deque()
+        self._abandoned: deque[str] = deque()
         self._lock = Lock()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Use the engine while nobody else does. Raises RuntimeError if somebody does."""
         if self._lock.locked():
             raise RuntimeError(
@@ -43,21 +43,21 @@ class Delivery:
 
     def add(self, collectors: Sequence[Collector], matchers: Iterable[LLMatcher | None]) -> None:
         """Queue all requests or none. Raises ValueError for one that can never run."""
-        with self.alone():
-            self._end_left()
+        with self.exclusive():
+            self._end_abandoned()
             try:
                 for collector, matcher in zip(collectors, matchers, strict=True):
                     self._loop.add(collector.request, matcher)
                     self._collectors[collector.request.id] = collector
             except BaseException:
-                self._left += [collector.request.id for collector in collectors]
-                self._end_left()
+                self._abandoned += [collector.request.id for collector in collectors]
+                self._end_abandoned()
                 raise
 
     def step(self, wanted: Collector) -> None:
         """Run a step. Raises RuntimeError if `wanted`, which is unfinished, has ended with a step that failed."""
-        with self.alone():
-            self._end_left()
+        with self.exclusive():
+            self._end_abandoned()
             if self._loop.idle:
                 self._collectors.clear()
             if wanted.request.id not in self._collectors:
@@ -69,24 +69,24 @@ class Delivery:
                 if output is not None:
                     self._deliver(output)
             except BaseException:
-                self._left += self._collectors
-                self._end_left()
+                self._abandoned += self._collectors
+                self._end_abandoned()
                 raise
 
     def leave(self, collectors: Sequence[Collector]) -> None:
         """End what is unfinished of these requests: now, or before the next step if one is under way (this may be the
         end of a stream that the garbage collector found)."""
-        self._left += [collector.request.id for collector in collectors if not collector.finished]
+        self._abandoned += [collector.request.id for collector in collectors if not collector.finished]
         if not self._lock.locked():
             with self._lock:
-                self._end_left()
+                self._end_abandoned()
 
-    def _end_left(self) -> None:
-        while self._left:
-            id = self._left[0]
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            id = self._abandoned[0]
             self._collectors.pop(id, None)
             self._loop.abort(id)
-            self._left.popleft()  # only now: an interrupt must not leave it to run on
+            self._abandoned.popleft()  # only now: an interrupt must not leave it to run on
         if not self._collectors:  # what is still under way belongs to nobody
             for _ in self._loop.outputs():
                 pass

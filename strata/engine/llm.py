@@ -161,7 +161,7 @@ class LLM:
         vectors: list[list[float]] = []
         with _progress(len(encoded), use_tqdm) as advance:
             while rest := requests[len(vectors) :]:
-                with self._delivery.alone():
+                with self._delivery.exclusive():
                     batch = pooler.launch(rest[: pooler.fitting(rest)]).wait()
                 for vector in batch:
                     check_vector(vector)

@@ -104,7 +104,7 @@ class EngineLoop:
         self._ledger = ledger
         self._outstanding: LaunchedStep | UndrawnStep | None = None
         self._fault: str | None = None
-        self._is_torn = False
+        self._is_inconsistent = False
 
     @property
     def idle(self) -> bool:
@@ -122,22 +122,22 @@ class EngineLoop:
         """
         if self._fault is not None:
             raise EngineFault(self._fault)
-        with self._whole(Exception):
+        with self._atomic(Exception):
             return self.scheduler.add(request, matcher)
 
     def abort(self, request_id: str) -> None:
         """End a request now, wherever it is; a step under way finishes without it."""
-        with self._whole():
+        with self._atomic():
             self.scheduler.abort(request_id)
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None) -> None:
         """End a sequence for a reason that the scheduler cannot see (a stop string)."""
-        with self._whole():
+        with self._atomic():
             self.scheduler.finish(sequence, reason, stop_reason)
 
     def step(self) -> StepOutput | None:
         """Launch what is ready and return what the step before brought; None if there was none."""
-        with self._whole():
+        with self._atomic():
             return self._step()
 
     def outputs(self) -> Iterator[StepOutput]:
@@ -161,27 +161,27 @@ class EngineLoop:
         return output
 
     @contextmanager
-    def _whole(self, *refusals: type[Exception]) -> Iterator[None]:
+    def _atomic(self, *refusals: type[Exception]) -> Iterator[None]:
         """What is inside happens as a whole, or everything ends. refusals: errors that leave all as it was."""
-        if self._is_torn:  # the clearing up has been interrupted as well
+        if self._is_inconsistent:  # the clearing up has been interrupted as well
             self._clear()
-        self._is_torn = True
+        self._is_inconsistent = True
         try:
             yield
         except refusals:
-            self._is_torn = False
+            self._is_inconsistent = False
             raise
         except BaseException:
             self._clear()
             raise
-        self._is_torn = False
+        self._is_inconsistent = False
 
     def _clear(self) -> None:
         self._outstanding = None
         with suppress(Exception):  # the device may have broken down; then the next step says so
             self._runner.settle()
         self.scheduler.reset()
-        self._is_torn = False
+        self._is_inconsistent = False
 
     def _launch(self, plan: StepPlan) -> LaunchedStep | UndrawnStep:
         with self._memory_explained(plan):

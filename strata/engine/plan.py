@@ -86,7 +86,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
     ended: slots whose sequences have ended or were preempted since the plan before.
     new: sequences that take a slot, maybe one that has just ended.
-    chunks: first those of one token and one draw (decodes), then the others, each part in order of priority.
+    chunks: first those of one token and one draw (decodes), then the others, each part in the scheduler's order.
     copies: (from, to) pages, to be copied in this order before the step writes anything.
     tokens: the sum of the chunks' counts.
     banned: (slot, id) that this draw of the slot may not give, because it would complete a bad word.

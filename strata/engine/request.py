@@ -145,7 +145,7 @@ class Sequence:
     preemptions: int = 0
     matcher: LLMatcher | None = None
     # What follows is the scheduler's own book-keeping.
-    rank: tuple[float, int] = field(init=False)
+    order: tuple[float, int] = field(init=False)
     end_ids: frozenset[int] = field(init=False)
     min_length: int = field(init=False)
     long_bad_words: tuple[tuple[int, ...], ...] = field(init=False)  # of more than one id
@@ -156,7 +156,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         request = self.request
-        self.rank = (request.arrival - seconds_ahead(request.priority), self.id)
+        self.order = (request.arrival - seconds_ahead(request.priority), self.id)
         self.end_ids = request.end_ids
         self.min_length = self.prompt_length + request.params.min_tokens
         self.long_bad_words = tuple(word for word in request.bad_words if len(word) > 1)

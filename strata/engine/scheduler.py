@@ -54,9 +54,9 @@ class Statistics:
 class Scheduler:
     """Owns requests, sequences, slots and pages, and decides what each step runs.
 
-    The rank of a sequence is its arrival, shifted by its priority, then its id. Pages and tokens go to the best rank
-    first, waiting sequences are admitted by rank, and when pages run out the worst rank is preempted: so the best one
-    always gets on. All pages of what a sequence has to prefill are taken at its admission.
+    Sequences are ordered by arrival, shifted by priority, then by id. Pages and tokens go to the first of them, waiting
+    ones are admitted in this order, and when pages run out the last is preempted: so the first one always gets on. All
+    pages of what a sequence has to prefill are taken at its admission.
 
     No chunk of a step reads what another chunk of it writes. A sequence that could begin with pages that a step fills
     waits for the next one and finds them; meanwhile others may go before it if they take nothing that it needs.
@@ -73,7 +73,7 @@ class Scheduler:
         self._prefixes = Prefixes(pages, prefix)
         self._requests: dict[str, list[Sequence]] = {}
         self._sequences: dict[int, Sequence] = {}  # all that are unfinished, by id
-        self._waiting: list[Sequence] = []  # both lists are sorted by rank
+        self._waiting: list[Sequence] = []  # both lists are in order
         self._running: list[Sequence] = []
         self._num_slots = min(config.max_sequences, config.max_tokens)
         self._slots = list(range(self._num_slots))  # a heap of those that are free
@@ -214,7 +214,7 @@ class Scheduler:
         assert sorted([*self._slots, *slots]) == list(range(self._num_slots)), "a slot is lost or held twice"
         for queue, status in ((self._running, Status.RUNNING), (self._waiting, Status.WAITING)):
             assert all(sequence.status is status for sequence in queue), f"a sequence that is not {status.name}"
-            assert queue == sorted(queue, key=_rank), "a queue is out of order"
+            assert queue == sorted(queue, key=_order), "a queue is out of order"
         for sequence in self._running:
             room = len(sequence.pages) * self._pages.page_size
             assert sequence.computed <= room, f"{sequence}: {room} tokens of pages"
@@ -225,7 +225,7 @@ class Scheduler:
         unforked = [sample for sequence in (*self._running, *self._waiting) for sample in sequence.unforked]
         known = [sequence for sequences in self._requests.values() for sequence in sequences]
         listed = [*self._running, *self._waiting, *(sample for sample in unforked if not sample.finished)]
-        assert sorted(known, key=_rank) == sorted(listed, key=_rank), "a sequence is lost or listed twice"
+        assert sorted(known, key=_order) == sorted(listed, key=_order), "a sequence is lost or listed twice"
         assert self._sequences == {sequence.id: sequence for sequence in known}, "a sequence that ended is found by id"
         self._prefixes.check(self._running)
 
@@ -332,7 +332,7 @@ class Scheduler:
         return draws
 
     def _admit_waiting(self, builder: PlanBuilder) -> None:
-        """Admit by rank, until a sequence must wait for pages or an id and all behind it with it.
+        """Admit in order, until a sequence must wait for pages or an id and all behind it with it.
 
         Those that wait for what this step fills are deferred instead. Slots and pages are reserved for them, and those
         behind them have to fit into this step whole, so that the next step is theirs.
@@ -393,7 +393,7 @@ class Scheduler:
         builder.new.append(new_sequence(sequence, slot, self.config.seed))
         sequence.pages = pages
         sequence.status = Status.RUNNING
-        insort(self._running, sequence, key=_rank)
+        insort(self._running, sequence, key=_order)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a sequence's pages; it computes them again when it is admitted again."""
@@ -414,7 +414,7 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
-        insort(self._waiting, sequence, key=_rank)
+        insort(self._waiting, sequence, key=_order)
 
     def _end(self, sequence: Sequence, reason: str, stop_reason: int | str | None) -> None:
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
@@ -436,11 +436,11 @@ class Scheduler:
             del self._requests[sequence.request.id]
 
 
-_rank = attrgetter("rank")
+_order = attrgetter("order")
 
 
 def _remove(queue: list[Sequence], sequence: Sequence) -> None:
-    """Take a sequence out of a queue sorted by rank, if it is in it (a sample that has yet to fork is in none)."""
-    place = bisect_left(queue, sequence.rank, key=_rank)
+    """Take a sequence out of a queue, if it is in it (a sample that has yet to fork is in none)."""
+    place = bisect_left(queue, sequence.order, key=_order)
     if place < len(queue) and queue[place] is sequence:
         del queue[place]

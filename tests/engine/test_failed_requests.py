@@ -74,10 +74,10 @@ def assert_failed(output: RequestOutput) -> None:
 @pytest.mark.parametrize("chunk", [16, 512])
 def test_the_others_get_the_same_bits(broken: Path, params: SamplingParams, run_ahead: bool, chunk: int) -> None:
     options: dict[str, Any] = {"run_ahead": run_ahead, "max_num_batched_tokens": chunk, "deterministic": True}
-    sound = [[*PREFIX, 1, 2, 3], [5, 6], list(range(30))]
-    alone = run(engine(broken, **options), sound, params)
+    healthy = [[*PREFIX, 1, 2, 3], [5, 6], list(range(30))]
+    alone = run(engine(broken, **options), healthy, params)
     llm = engine(broken, **options)
-    outputs = run(llm, [sound[0], [*PREFIX, NAN_TOKEN, 4], sound[1], [NAN_TOKEN], sound[2]], params)
+    outputs = run(llm, [healthy[0], [*PREFIX, NAN_TOKEN, 4], healthy[1], [NAN_TOKEN], healthy[2]], params)
     assert_failed(outputs[1])
     assert_failed(outputs[3])
     assert outputs[1].outputs[0].token_ids == []
@@ -99,16 +99,16 @@ def test_its_pages_do_not_enter_the_prefix_cache(broken: Path) -> None:
     run(llm, [[*PREFIX, 1]])
     (output,) = run(llm, [lost])
     assert_failed(output)
-    assert output.num_cached_tokens == 16  # a page that a sound request had filled before
+    assert output.num_cached_tokens == 16  # a page that a healthy request had filled before
     (again,) = run(llm, [[*PREFIX, 2]])
     assert again.num_cached_tokens == 32
 
 
 def test_all_samples_of_the_request_end(broken: Path) -> None:
     params = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=5, ignore_eos=True)
-    lost, sound = run(engine(broken, max_num_seqs=2), [[1, 2, NAN_TOKEN], [1, 2, 3]], params)
+    lost, healthy = run(engine(broken, max_num_seqs=2), [[1, 2, NAN_TOKEN], [1, 2, 3]], params)
     assert_failed(lost)
-    assert [len(sample.token_ids) for sample in sound.outputs] == [5, 5, 5]
+    assert [len(sample.token_ids) for sample in healthy.outputs] == [5, 5, 5]
 
 
 def test_a_stream_ends_with_the_error(broken: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_page_that_breaks_while_a_sequence_runs(folder: Path, run_ahead: bool)
 
 @pytest.mark.parametrize("run_ahead", [False, True])
 @pytest.mark.parametrize("place", [0, 2], ids=["a page of the prompt", "a page of the output"])
-def test_a_page_that_broke_under_a_sequence_is_not_kept_as_sound(folder: Path, run_ahead: bool, place: int) -> None:
+def test_a_page_that_broke_under_a_sequence_is_not_kept_as_verified(folder: Path, run_ahead: bool, place: int) -> None:
     """That the sequence had drawn from it before does not count."""
     asked, long = [*PREFIX[:30], 1], replace(GREEDY, max_tokens=40)
     whole = run(engine(folder), [asked], long)[0].outputs[0].token_ids
@@ -167,10 +167,10 @@ def test_a_cached_page_that_breaks_fails_who_shares_it_and_is_computed_anew(fold
     held = tree.match([*PREFIX, 1])
     poison(llm, held[1])
     tree.release([], held)
-    lost, too, sound = run(llm, prompts)
+    lost, too, healthy = run(llm, prompts)
     assert_failed(lost)
     assert_failed(too)
-    assert sound.outputs[0].token_ids == want[2]
+    assert healthy.outputs[0].token_ids == want[2]
     assert [output.outputs[0].token_ids for output in run(llm, prompts)] == want
 
 

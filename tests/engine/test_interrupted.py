@@ -131,7 +131,9 @@ def interrupting(code: CodeType, line: int) -> Trace:
     return trace
 
 
-def test_an_interrupt_at_any_line_of_scheduler_and_loop_leaves_a_sound_engine(shared: LLM, expected: list[int]) -> None:
+def test_an_interrupt_at_any_line_of_scheduler_and_loop_leaves_a_usable_engine(
+    shared: LLM, expected: list[int]
+) -> None:
     """Python raises KeyboardInterrupt between any two lines, so books that are half written are met as well."""
     shared.engine.loop._run_ahead = True
     two = SamplingParams(temperature=0, max_tokens=2, n=2, ignore_eos=True)
@@ -149,7 +151,7 @@ def test_an_interrupt_at_any_line_of_scheduler_and_loop_leaves_a_sound_engine(sh
         assert_nothing_is_left(shared)
 
 
-def test_a_draw_under_a_grammar_that_came_to_nothing_leaves_the_masks_sound(llm: LLM) -> None:
+def test_a_draw_under_a_grammar_that_came_to_nothing_leaves_the_masks_usable(llm: LLM) -> None:
     asked = SamplingParams(temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[a-z]{3,6}"))
     want = ids_of(llm, params=asked)
     for call in (1, 3):

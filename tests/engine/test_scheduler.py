@@ -521,21 +521,21 @@ class TestFailure:
     def test_it_ends_the_request_and_no_other(self) -> None:
         of = scheduler(page_size=4)
         broken = of.add(request("a", 9, n=2, max_tokens=4))
-        (sound,) = of.add(request("b", 9, arrival=1.0, max_tokens=4))
+        (healthy,) = of.add(request("b", 9, arrival=1.0, max_tokens=4))
         plan = of.schedule()
         assert plan is not None
         updates = of.complete(plan, [7, -1, 7])
         assert [(update.sequence, update.token, update.finish_reason) for update in updates] == [
             (broken[0], 7, None),
-            (sound, 7, None),
+            (healthy, 7, None),
             (broken[1], None, "error"),
             (broken[0], None, "error"),
         ]
         of.check()
         list(finish(of))
-        assert (sound.finish_reason, len(sound.outputs)) == ("length", 4)
+        assert (healthy.finish_reason, len(healthy.outputs)) == ("length", 4)
 
-    def test_what_only_it_has_read_is_not_found_again_but_what_was_sound_is(self) -> None:
+    def test_what_only_it_has_read_is_not_found_again_but_what_was_verified_is(self) -> None:
         of = scheduler(page_size=4)
         of.add(request("a", range(100, 113), max_tokens=1))
         list(finish(of))
@@ -546,7 +546,9 @@ class TestFailure:
             assert broken.cached_tokens == 12
             of.complete(plan, [-1])
             of.check()
-            of.add(request("d" + again, range(100, 113), max_tokens=1))  # its draw is sound, and so are its pages
+            of.add(
+                request("d" + again, range(100, 113), max_tokens=1)
+            )  # its draw gives an id, so its pages are verified
             list(finish(of))
 
     def test_pages_that_fail_twice_in_a_row_are_computed_anew(self) -> None:
@@ -578,7 +580,7 @@ class TestFailure:
         assert len(sharer.outputs) == 4
         (later,) = of.add(request("c", range(100, 113), max_tokens=1))
         step(of)
-        assert later.cached_tokens == 12, "a sound draw has read these pages"
+        assert later.cached_tokens == 12, "a draw that gave an id has read these pages"
 
     def test_a_sequence_that_was_preempted_meanwhile_fails_too(self) -> None:
         of = scheduler(pages=9, page_size=4)

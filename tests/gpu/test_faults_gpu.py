@@ -36,9 +36,9 @@ def test_a_request_with_nan_ends_and_the_others_get_the_same_bits(
 ) -> None:
     broken = break_embedding(folder, tmp_path)
     options: dict[str, Any] = {"dtype": dtype, "deterministic": True, "max_num_batched_tokens": 32}
-    sound = [[*PREFIX, 1, 2, 3], [5, 6], list(range(30))]
-    want = run(engine(broken, **options), sound, params)
-    outputs = run(engine(broken, **options), [sound[0], [*PREFIX, NAN_TOKEN, 4], *sound[1:], [NAN_TOKEN]], params)
+    healthy = [[*PREFIX, 1, 2, 3], [5, 6], list(range(30))]
+    want = run(engine(broken, **options), healthy, params)
+    outputs = run(engine(broken, **options), [healthy[0], [*PREFIX, NAN_TOKEN, 4], *healthy[1:], [NAN_TOKEN]], params)
     for lost in (outputs.pop(4), outputs.pop(1)):
         assert_failed(lost)
         assert lost.outputs[0].token_ids == []
