@@ -16,19 +16,19 @@ import torch
 
 from strata.comm.launch import World, join_world
 from strata.train.checkpoints.checkpointer import Checkpointer
-from strata.train.checkpoints.state import Piece
+from strata.train.checkpoints.state import StateShard
 
 PARAMETERS = 288
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
-def pieces_of(world: World, gib: float) -> list[Piece]:
+def state_shards(world: World, gib: float) -> list[StateShard]:
     """This rank's parts of tensors that all ranks share equally, each full of a number of its own."""
     part = int(gib * 2**30 / 4 / (PARAMETERS * len(KINDS)))
     whole = part * world.size
     places = [(kind, f"weight{number}") for kind in KINDS for number in range(PARAMETERS)]
     return [
-        Piece(
+        StateShard(
             kind,
             name,
             (whole,),
@@ -41,15 +41,15 @@ def pieces_of(world: World, gib: float) -> list[Piece]:
 
 
 def first_value(number: int, world: World) -> float:
-    """What this rank's piece of that number holds before the first step."""
+    """What this rank's shard of that number holds before the first step."""
     return float(number * world.size + world.rank)
 
 
-def check(pieces: Sequence[Piece], steps: int, world: World) -> None:
-    """End the run if pieces are not as so many steps have left them."""
-    for number, piece in enumerate(pieces):
-        if not (piece.tensor == first_value(number, world) + steps).all():
-            fail(f"{piece.kind} of {piece.name}, as rank {world.rank} has read it, is not what step {steps} left")
+def check(shards: Sequence[StateShard], steps: int, world: World) -> None:
+    """End the run if shards are not as so many steps have left them."""
+    for number, shard in enumerate(shards):
+        if not (shard.tensor == first_value(number, world) + steps).all():
+            fail(f"{shard.kind} of {shard.name}, as rank {world.rank} has read it, is not what step {steps} left")
 
 
 def fail(message: str) -> NoReturn:
@@ -60,10 +60,10 @@ def fail(message: str) -> NoReturn:
 class Steps:
     """What stands for training steps: products, then a change of all that is written, by one a step. done: how many."""
 
-    def __init__(self, world: World, checkpointer: Checkpointer, pieces: Sequence[Piece]) -> None:
+    def __init__(self, world: World, checkpointer: Checkpointer, shards: Sequence[StateShard]) -> None:
         self.done = 0
         self._on_gpu = world.device.type == "cuda"
-        self._checkpointer, self._tensors = checkpointer, [piece.tensor for piece in pieces]
+        self._checkpointer, self._tensors = checkpointer, [shard.tensor for shard in shards]
         matrix = torch.randn(*((8192, 8192) if self._on_gpu else (512, 512)), device=world.device)
         self._matrix = matrix.to(torch.bfloat16 if self._on_gpu else torch.float32)
 
@@ -79,10 +79,10 @@ class Steps:
             torch.cuda.synchronize()
 
 
-def write(number: int, checkpointer: Checkpointer, pieces: Sequence[Piece], step: Steps) -> dict[str, float]:
+def write(number: int, checkpointer: Checkpointer, shards: Sequence[StateShard], step: Steps) -> dict[str, float]:
     """The figures of a checkpoint that is written beside steps. stalled_share: of the time until it is whole."""
     before, began = checkpointer.stalled_seconds, time.perf_counter()
-    started = seconds(lambda: checkpointer.start(number, {"recipe": {}}, pieces))
+    started = seconds(lambda: checkpointer.start(number, {"recipe": {}}, shards))
     first, steps, longest, path = seconds(step), 1, 0.0, None
     while path is None:
         stalled = checkpointer.stalled_seconds
@@ -117,23 +117,23 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=11.2, help="bytes of a rank")
     options = parser.parse_args()
     with join_world("auto") as world:
-        pieces = pieces_of(world, options.gib)
+        shards = state_shards(world, options.gib)
         checkpointer = Checkpointer(options.folder, world, keep=1, warn=fail)
 
         def say(line: dict[str, float]) -> None:
             if world.is_main:
                 print(json.dumps({"ranks": world.size, "gib": options.gib} | line), flush=True)
 
-        say({"prepare_s": seconds(lambda: checkpointer.prepare(pieces))})
-        step = Steps(world, checkpointer, pieces)
+        say({"prepare_s": seconds(lambda: checkpointer.prepare(shards))})
+        step = Steps(world, checkpointer, shards)
         step()
         plain = min(seconds(step) for _ in range(3))
         written = 0
         for number in (1, 2):
             written = step.done
-            say({"plain_step_s": plain} | write(number, checkpointer, pieces, step))
-        restoring = seconds(lambda: checkpointer.restore(pieces, {}))
-        check(pieces, written, world)  # also if nothing was found: each checkpoint is followed by a step
+            say({"plain_step_s": plain} | write(number, checkpointer, shards, step))
+        restoring = seconds(lambda: checkpointer.restore(shards, {}))
+        check(shards, written, world)  # also if nothing was found: each checkpoint is followed by a step
         say({"restore_s": restoring})
         checkpointer.finish()
 

@@ -32,10 +32,10 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.stub_engine import StubConfig
+from strata.bench.load.arrivals import arrivals
 from strata.bench.load.connection import Client
 from strata.bench.load.measures import Distribution, figures
 from strata.bench.load.request_sets import Ask, encode
-from strata.bench.load.schedule import arrivals
 from strata.bench.load.send import Outcome, run, send_all
 from strata.bench.result import cpu_name, provenance
 from strata.engine.process.messages import Add
@@ -57,7 +57,7 @@ TOKENS_PER_SECOND = 20_000
 ADDED_MS = 0.5
 # Kept up with is a pace of which this share comes through, in no more tokens a chunk than that allows. What is missing
 # is the time in which the streams begin and end.
-LEAST_SHARE = 0.95
+MIN_SHARE = 0.95
 CORES = 2
 
 STREAM_PROMPT_TOKENS = 64
@@ -86,8 +86,8 @@ class Streaming:
 
     @property
     def kept_up(self) -> bool:
-        in_time = self.tokens_per_second >= LEAST_SHARE * self.pace
-        return in_time and self.tokens_per_chunk <= 1 / LEAST_SHARE and not self.faults
+        in_time = self.tokens_per_second >= MIN_SHARE * self.pace
+        return in_time and self.tokens_per_chunk <= 1 / MIN_SHARE and not self.faults
 
     @property
     def met(self) -> bool:

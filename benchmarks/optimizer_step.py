@@ -15,7 +15,7 @@ from torch import nn
 
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
-from strata.parallel.data_parallel import Part
+from strata.parallel.data_parallel import ParameterShard
 from strata.parallel.families import Placement
 from strata.parallel.tensor import TensorSharding
 from strata.train.optimizer.config import OptimizerConfig
@@ -38,17 +38,17 @@ REPEATS = 10
 BYTES = 30
 
 
-def make_parts(shapes: dict[str, tuple[int, ...]]) -> list[Part]:
+def make_parts(shapes: dict[str, tuple[int, ...]]) -> list[ParameterShard]:
     """Of one rank, one after another; masters and gradients in float32, weights in bfloat16."""
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     masters = torch.randn(sum(sizes), device="cuda")
     weights, gradients = masters.bfloat16(), torch.randn_like(masters)
     rows = zip(shapes.items(), weights.split(sizes), masters.split(sizes), gradients.split(sizes), strict=True)
-    parts = []
+    shards = []
     for (name, shape), weight, master, gradient in rows:
-        parts.append(Part(name, torch.Size(shape), 0, weight, nn.Parameter(master)))
-        parts[-1].master.grad = gradient
-    return parts
+        shards.append(ParameterShard(name, torch.Size(shape), 0, weight, nn.Parameter(master)))
+        shards[-1].master.grad = gradient
+    return shards
 
 
 def milliseconds(shapes: dict[str, tuple[int, ...]], name: str, offload: bool) -> float:

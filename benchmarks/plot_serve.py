@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from strata.bench.load.plot import draw
+from strata.bench.load.plot import plot_latency
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "h200_serve.jsonl"
@@ -27,4 +27,4 @@ def newest_sweep(path: Path) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    draw(newest_sweep(RESULTS), PICTURE)
+    plot_latency(newest_sweep(RESULTS), PICTURE)

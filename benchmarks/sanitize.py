@@ -24,7 +24,7 @@ from torch import Tensor
 from triton import JITFunction
 
 import strata.kernels
-from strata.bench.kernels.cases import EPS, angles, draw, full_pages
+from strata.bench.kernels.cases import EPS, angles, full_pages, randn
 from strata.bench.kernels.products import Product
 from strata.kernels.activation import silu_mul_grad  # noqa: F401  registers what is run
 from strata.kernels.activation.silu_mul import silu_mul
@@ -133,23 +133,23 @@ def _shapes(args: tuple[object, ...]) -> str:
 
 
 def _rowwise(rows: int, width: int) -> Iterator[Call]:
-    yield own(rms_norm, draw(rows, width), draw(width), EPS)
-    yield own(add_rms_norm, draw(rows, width), draw(rows, width), draw(width), EPS)
-    yield own(silu_mul, *draw(rows, 2 * width).chunk(2, -1))
-    yield own(embedding, torch.randint(50, (rows,), dtype=torch.int32), draw(50, width))
+    yield own(rms_norm, randn(rows, width), randn(width), EPS)
+    yield own(add_rms_norm, randn(rows, width), randn(rows, width), randn(width), EPS)
+    yield own(silu_mul, *randn(rows, 2 * width).chunk(2, -1))
+    yield own(embedding, torch.randint(50, (rows,), dtype=torch.int32), randn(50, width))
 
 
 def _heads(head_dim: int) -> Iterator[Call]:
     tokens = 7
     pages = full_pages(KV_HEADS, head_dim, (tokens,))
     pages.slots[2] = -1  # a token that is written nowhere
-    product = draw(tokens, (HEADS + 2 * KV_HEADS) * head_dim)
+    product = randn(tokens, (HEADS + 2 * KV_HEADS) * head_dim)
     q, k, v = product.unflatten(-1, (-1, head_dim)).split_with_sizes((HEADS, KV_HEADS, KV_HEADS), -2)
     cos_sin = angles(tokens, head_dim)
     yield own(rope_angles, torch.arange(tokens, dtype=torch.int32), torch.randn(tokens, head_dim))
     yield own(rope, q, *cos_sin)
     yield own(kv_write, k, v, pages, 0)
-    for weights in ((None, None), (draw(head_dim), draw(head_dim))):
+    for weights in ((None, None), (randn(head_dim), randn(head_dim))):
         yield own(qk_rope_kv_write, product, *weights, *cos_sin, pages, HeadsSpec(0, HEADS, KV_HEADS, EPS))
 
 
@@ -159,7 +159,7 @@ def _attention(head_dim: int, window: int | None) -> Iterator[Call]:
     spec = AttentionSpec(0, head_dim**-0.5, window)
 
     def drawn(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        return draw(tokens, HEADS, head_dim), draw(tokens, KV_HEADS, head_dim), draw(tokens, KV_HEADS, head_dim)
+        return randn(tokens, HEADS, head_dim), randn(tokens, KV_HEADS, head_dim), randn(tokens, KV_HEADS, head_dim)
 
     def step(*new: int, pages: PagedKV | None) -> Sequences:
         return Sequences(torch.tensor((0, *new), dtype=torch.int32).cumsum(0).int(), max(new), pages)
@@ -170,8 +170,8 @@ def _attention(head_dim: int, window: int | None) -> Iterator[Call]:
     ends = torch.tensor(lengths) - 1
     slots = held.tables.gather(1, ends[:, None] // held.page_size)[:, 0] * held.page_size + ends % held.page_size
     written = replace(held, slots=slots.int())
-    product = draw(3, (HEADS + 2 * KV_HEADS) * head_dim)
-    for weights in ((None, None), (draw(head_dim), draw(head_dim))):
+    product = randn(3, (HEADS + 2 * KV_HEADS) * head_dim)
+    for weights in ((None, None), (randn(head_dim), randn(head_dim))):
         heads = HeadsSpec(0, HEADS, KV_HEADS, EPS)
         decodes = step(1, 1, 1, pages=written)
         yield own(decode_attention, product, *weights, *angles(3, head_dim), decodes, heads, spec)
@@ -185,7 +185,7 @@ def _joined(held: PagedKV, one: Tensor) -> Tensor:
 
 
 def _sampling(rows: int) -> Iterator[Call]:
-    logits, temperatures = draw(rows, VOCABULARY), torch.linspace(0, 1, rows)
+    logits, temperatures = randn(rows, VOCABULARY), torch.linspace(0, 1, rows)
     top_k = torch.randint(1, 50, (rows,), dtype=torch.int32)
     top_p, min_p = torch.rand(2, rows)
     seeds, steps = torch.arange(rows), torch.arange(rows, dtype=torch.int32)
@@ -216,45 +216,45 @@ def _products() -> Iterator[Call]:
     for name in ("linear", "linear_add", "scaled_linear", "scaled_linear_silu_mul"):
         product = Product("small", name, name, out, width)
         for rows, tile in TILES:
-            call = product.call(rows, draw(out, width))
+            call = product.call(rows, randn(out, width))
             ahead = replace(tile, early=True, prefetch=0 if tile.kernel == "gemv" else 128)
             for chosen in (tile, ahead):
                 yield f"{name} x{rows} {chosen}", partial(multiply, call, chosen)
     for rows, taken in ((1, width), (70, width - 16)):
-        yield own(linear, draw(rows, taken), draw(out, taken), draw(out))
-        yield own(linear_silu_mul, draw(rows, taken), draw(out, taken), draw(out))
+        yield own(linear, randn(rows, taken), randn(out, taken), randn(out))
+        yield own(linear_silu_mul, randn(rows, taken), randn(out, taken), randn(out))
     ends = torch.tensor([0, 5, 5, 70], dtype=torch.int32)  # two experts have no rows
     for dtype, taken in ((torch.float16, 128), (torch.float32, 100)):
-        operands = draw(70, taken).to(dtype), draw(len(ends), 96, taken).to(dtype), ends
+        operands = randn(70, taken).to(dtype), randn(len(ends), 96, taken).to(dtype), ends
         yield f"grouped_product {_shapes(operands)}", partial(grouped_product, *operands)
 
 
 def _training(rows: int, width: int) -> Iterator[Call]:
-    yield with_gradients(rms_norm, draw(rows, width), draw(width), EPS)
-    yield with_gradients(add_rms_norm, draw(rows, width), draw(rows, width), draw(width), EPS)
-    yield with_gradients(silu_mul, *draw(rows, 2 * width).chunk(2, -1))
+    yield with_gradients(rms_norm, randn(rows, width), randn(width), EPS)
+    yield with_gradients(add_rms_norm, randn(rows, width), randn(rows, width), randn(width), EPS)
+    yield with_gradients(silu_mul, *randn(rows, 2 * width).chunk(2, -1))
     head_dim = 80
     cos_sin = angles(rows, head_dim)
-    product = draw(rows, (HEADS + 2 * KV_HEADS) * head_dim)
-    yield with_gradients(rope, draw(rows, HEADS, head_dim), *cos_sin)
+    product = randn(rows, (HEADS + 2 * KV_HEADS) * head_dim)
+    yield with_gradients(rope, randn(rows, HEADS, head_dim), *cos_sin)
     yield with_gradients(qk_rope_kv_write, product, None, None, *cos_sin, None, HeadsSpec(0, HEADS, KV_HEADS))
     for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
         for per_row in (False, True):
-            yield own(quantize, draw(rows, width), kind, per_row)
+            yield own(quantize, randn(rows, width), kind, per_row)
     place = torch.randperm(3 * rows).view(rows, 3)
-    rows_of_experts = draw(3 * rows, width), place.flatten().argsort(), place
+    rows_of_experts = randn(3 * rows, width), place.flatten().argsort(), place
     yield own(combine, *rows_of_experts, None)
     yield with_gradients(combine, *rows_of_experts, torch.rand(rows, 3))
     # Every other place is without a row; the first token has none.
     held = torch.arange(3, 3 * rows, 2)
     place = torch.full((3 * rows,), -1).scatter(0, held, torch.arange(len(held))).view(rows, 3)
-    rows_of_experts = draw(len(held), width), held, place
+    rows_of_experts = randn(len(held), width), held, place
     yield own(combine, *rows_of_experts, None)
     yield with_gradients(combine, *rows_of_experts, torch.rand(rows, 3))
     targets = torch.randint(VOCABULARY, (rows,))
     scale = torch.full((), 1 / rows)
-    yield own(cross_entropy_gradients, draw(rows, 64), draw(VOCABULARY, 64), targets, scale, 1 << 20)
-    weight, gradient = draw(rows, width), draw(rows, width)
+    yield own(cross_entropy_gradients, randn(rows, 64), randn(VOCABULARY, 64), targets, scale, 1 << 20)
+    weight, gradient = randn(rows, width), randn(rows, width)
     master, first, second = weight.float(), torch.randn(rows, width), torch.rand(rows, width)
     rate = torch.tensor([0.01, 0.5, 0.3, 0.7])
     yield own(adamw, weight, master, first, second, gradient, rate, 0.9, 0.95, 1e-8, 0.1)

@@ -28,8 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 MAY_IMPORT["bench"] = {*MAY_IMPORT}
 ALL_FLOORS = {*MAY_IMPORT, "cli"}
-MOST_LINES = 450
-MOST_FILES = 25
+MAX_LINES = 450
+MAX_FILES = 25
 LONGER_WITH_REASON: dict[str, str] = {}
 
 
@@ -53,8 +53,8 @@ def faults_of(file: Path, package: Path) -> list[str]:
     shown = file.relative_to(package.parent)
     faults = []
     lines = text.count("\n")
-    if lines > MOST_LINES and str(shown) not in LONGER_WITH_REASON:
-        faults.append(f"{shown}: {lines} lines, at most {MOST_LINES} (split it, or give a reason in tools/floors.py)")
+    if lines > MAX_LINES and str(shown) not in LONGER_WITH_REASON:
+        faults.append(f"{shown}: {lines} lines, at most {MAX_LINES} (split it, or give a reason in tools/floors.py)")
     inside = file.relative_to(package).parts
     floor = inside[0] if len(inside) > 1 else None
     if floor is not None and floor not in ALL_FLOORS:
@@ -77,9 +77,9 @@ def crowded(files: list[Path], package: Path) -> list[str]:
     """The folders with too many files side by side."""
     counts = Counter(file.parent for file in files)
     return [
-        f"{folder.relative_to(package.parent)}: {count} files side by side, at most {MOST_FILES}"
+        f"{folder.relative_to(package.parent)}: {count} files side by side, at most {MAX_FILES}"
         for folder, count in sorted(counts.items())
-        if count > MOST_FILES
+        if count > MAX_FILES
     ]
 
 

@@ -28,7 +28,7 @@ FOLDER = Path("tests/gpu")
 KERNELS = ("strata.kernels", "strata.graph", "strata.cache", "strata.models", "strata.hardware")
 RANKS = "tests.gpu.ranks"
 # Workers that share a GPU: most of the time they compile, on a core each; their tensors have to fit together.
-MOST_WORKERS = 10
+MAX_WORKERS = 10
 TIMEOUT = 1800.0
 
 
@@ -212,7 +212,7 @@ def main() -> int:
     if not files:
         print(f"no file of {FOLDER} has {' or '.join(map(repr, sys.argv[1:]))} in its name", file=sys.stderr)
         return 1
-    workers = max(1, min(MOST_WORKERS, 3 * len(os.sched_getaffinity(0)) // (4 * len(gpus))))
+    workers = max(1, min(MAX_WORKERS, 3 * len(os.sched_getaffinity(0)) // (4 * len(gpus))))
     print(f"{len(files)} files on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}, kernels in {workers} workers each")
     return run_all(files, gpus, workers)
 

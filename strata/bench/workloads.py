@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from strata.hardware.roofline import Cost, Workload, schedule_floor
+from strata.hardware.roofline import Cost, Workload, steps_floor
 from strata.hardware.specs import Device
 
 # Prompts are ids from 0 to this, whatever the vocabulary (a smaller one takes the remainder).
@@ -40,11 +40,11 @@ class InferenceTest:
 
     def floor(self, step: Callable[[Workload, int], Cost], device: Device, dtype: str) -> float:
         """Seconds of the ideal schedule; `step` is the least cost of a step with so many sampled rows."""
-        steps = ideal_schedule(self.prompt_lengths, self.outputs)
-        return schedule_floor((step(work, len(work.new)) for work in steps), device, dtype)
+        steps = ideal_steps(self.prompt_lengths, self.outputs)
+        return steps_floor((step(work, len(work.new)) for work in steps), device, dtype)
 
 
-def ideal_schedule(prompts: Sequence[int], outputs: Sequence[int]) -> Iterator[Workload]:
+def ideal_steps(prompts: Sequence[int], outputs: Sequence[int]) -> Iterator[Workload]:
     """All prompts in one step, which yields every first token; then a token of each running sequence a step.
 
     Nothing reads the weights fewer times: every step is as full as the lengths allow.
@@ -57,9 +57,9 @@ def ideal_schedule(prompts: Sequence[int], outputs: Sequence[int]) -> Iterator[W
 
 def offline() -> InferenceTest:
     """T1: 256 requests with prompts and outputs of 100 to 1024 tokens (the benchmark of nano-vllm)."""
-    draw = random.Random(0)
-    prompts = tuple(tuple(draw.randint(0, LARGEST_ID) for _ in range(draw.randint(100, 1024))) for _ in range(256))
-    outputs = tuple(draw.randint(100, 1024) for _ in range(256))
+    rng = random.Random(0)
+    prompts = tuple(tuple(rng.randint(0, LARGEST_ID) for _ in range(rng.randint(100, 1024))) for _ in range(256))
+    outputs = tuple(rng.randint(100, 1024) for _ in range(256))
     return InferenceTest("T1", prompts, outputs)
 
 
@@ -91,5 +91,5 @@ def named(name: str) -> InferenceTest:
 
 def random_prompts(count: int, length: int) -> tuple[tuple[int, ...], ...]:
     """`count` prompts of `length` ids, the same in every run."""
-    draw = random.Random(0)
-    return tuple(tuple(draw.randint(0, LARGEST_ID) for _ in range(length)) for _ in range(count))
+    rng = random.Random(0)
+    return tuple(tuple(rng.randint(0, LARGEST_ID) for _ in range(length)) for _ in range(count))

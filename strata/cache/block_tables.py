@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from strata.cache.staging import Staging
 
 # Entries that travel to the device at once.
-MOST_CHANGES = 4096
+MAX_CHANGES = 4096
 
 
 class BlockTables:
@@ -29,7 +29,7 @@ class BlockTables:
         self._shared = device.type == "cpu"
         self.on_device = host if self._shared else torch.zeros_like(host, device=device)
         # Two, so that changes can be written down while those of the step before have not left.
-        self._staging = [Staging(3 * MOST_CHANGES, device) for _ in range(2)]
+        self._staging = [Staging(3 * MAX_CHANGES, device) for _ in range(2)]
         self._changed: list[NDArray[np.int64]] = []
 
     @property
@@ -56,8 +56,8 @@ class BlockTables:
         indices = np.concatenate(self._changed)
         self._changed.clear()
         entries = self.on_device.view(-1)
-        for start in range(0, len(indices), MOST_CHANGES):
-            part = indices[start : start + MOST_CHANGES]
+        for start in range(0, len(indices), MAX_CHANGES):
+            part = indices[start : start + MAX_CHANGES]
             self._staging.reverse()
             staging, count = self._staging[0], len(part)
             staging.wait()

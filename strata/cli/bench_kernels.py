@@ -26,9 +26,9 @@ MODELS = ("8B", "0.6B")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048, 8192)
 FUSED_ROWS = ROWS[:9]
 # What the arguments of one case may take together, in bytes.
-_MOST_BYTES = 4 << 30
+_MAX_BYTES = 4 << 30
 # About what a device reaches: only for how often to repeat a call.
-_BYTES_A_SECOND, _FLOPS_A_SECOND = 4e12, 6e14
+_BYTES_PER_SECOND, _FLOPS_PER_SECOND = 4e12, 6e14
 
 
 @dataclass(frozen=True)
@@ -193,9 +193,9 @@ def _case_row(model: str, case: Case, device: str) -> Row:
     first = make()
     cost = case.operation.cost(*first, workload=case.workload)
     size = sum(leaf.nbytes for leaf in pytree.tree_leaves(first) if isinstance(leaf, torch.Tensor))
-    copies = max(1, min(copies_beyond_l2(cost.bytes), _MOST_BYTES // max(1, size)))
+    copies = max(1, min(copies_beyond_l2(cost.bytes), _MAX_BYTES // max(1, size)))
     arguments = [first, *(make() for _ in range(copies - 1))]
-    estimate = max(cost.bytes / _BYTES_A_SECOND, cost.flops / _FLOPS_A_SECOND)
+    estimate = max(cost.bytes / _BYTES_PER_SECOND, cost.flops / _FLOPS_PER_SECOND)
 
     def seconds(run: Callable[..., object]) -> float:
         return time_replayed([partial(run, *args) for args in arguments], estimate=estimate).seconds

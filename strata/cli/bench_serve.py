@@ -9,21 +9,21 @@ from typing import Annotated, Literal
 
 import typer
 
+from strata.bench.load.arrivals import parse_rates
 from strata.bench.load.connection import Client
 from strata.bench.load.measures import parse_objectives
-from strata.bench.load.plot import draw, drawable
+from strata.bench.load.plot import plot_latency, plottable
 from strata.bench.load.report import LoadResult, report_console, sweep_table
 from strata.bench.load.request_sets import Lengths
-from strata.bench.load.schedule import parse_rates
 from strata.bench.load.send import run
 from strata.bench.load.server import KEY_VARIABLE
-from strata.bench.load.sweep import DRAWN, Plan, measure
+from strata.bench.load.sweep import SYNTHETIC, LoadConfig, measure
 from strata.bench.result import writable
 from strata.cli.bench_options import AsJson, Save
 
 
 def _picture(file: Path | None) -> Path | None:
-    return None if file is None else writable(drawable(file))
+    return None if file is None else writable(plottable(file))
 
 
 def serve(
@@ -79,13 +79,13 @@ def serve(
 
     Example: strata bench serve --request-rate 25%,50%,75%,90% --goodput 'ttft:200 tpot:15' --plot load.svg
     """
-    if replay and (request_rate != "inf" or dataset in DRAWN):
+    if replay and (request_rate != "inf" or dataset in SYNTHETIC):
         raise ValueError("--replay sends a file's requests at their timestamps: it needs --dataset, no --request-rate")
     if not burstiness > 0:
         raise ValueError(f"--burstiness must be above 0, got {burstiness:g}")
     if plot is not None and (replay or set(request_rate.replace(",", " ").split()) == {"inf"}):
         raise ValueError("--plot draws latency against --request-rate: give it finite rates (such as 25%,50%,75%,90%)")
-    plan = Plan(
+    config = LoadConfig(
         dataset=dataset,
         chat=endpoint == "chat",
         requests=num_prompts,
@@ -99,15 +99,17 @@ def serve(
         timeout=timeout,
         seed=seed,
     )
-    results = measure_server(url, model, plan, as_json=as_json, save=save)
+    results = measure_server(url, model, config, as_json=as_json, save=save)
     if plot is not None:
-        draw([result.values() for result in results], plot)
+        plot_latency([result.values() for result in results], plot)
     if any(result.figures.lost for result in results):
         raise typer.Exit(1)
 
 
-def measure_server(url: str, model: str | None, plan: Plan, *, as_json: bool, save: Path | None) -> list[LoadResult]:
-    """Run the loads of a plan and print (and append to `save`) each result as it comes."""
+def measure_server(
+    url: str, model: str | None, config: LoadConfig, *, as_json: bool, save: Path | None
+) -> list[LoadResult]:
+    """Run the loads of a config and print (and append to `save`) each result as it comes."""
     console = report_console()
 
     def show(result: LoadResult) -> None:
@@ -123,7 +125,7 @@ def measure_server(url: str, model: str | None, plan: Plan, *, as_json: bool, sa
     async def connect() -> list[LoadResult]:
         client = Client(url, os.environ.get(KEY_VARIABLE))
         try:
-            return await measure(client, model, plan, show)
+            return await measure(client, model, config, show)
         finally:
             client.close()
 

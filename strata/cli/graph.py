@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from strata.graph.draw import Row
 
 # Beyond these, sizes of tensors no longer fit into 64 bits, or lengths of sequences into the memory.
-_MOST_TOKENS, _MOST_SEQUENCES = 10**8, 10**5
+_MAX_TOKENS, _MAX_SEQUENCES = 10**8, 10**5
 
 
 def graph(
     model: Annotated[
         str, typer.Argument(help="Checkpoint folder, config.json, builtin, or a shape: 0.6B, 1B, 8B, 30B-A3B.")
     ],
-    tokens: Annotated[int, typer.Option(min=1, max=_MOST_TOKENS, help="New tokens of each sequence in this step.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, max=_MAX_TOKENS, help="New tokens of each sequence in this step.")] = 1,
     context: Annotated[
-        int, typer.Option(min=0, max=_MOST_TOKENS, help="Tokens of each sequence that are cached already.")
+        int, typer.Option(min=0, max=_MAX_TOKENS, help="Tokens of each sequence that are cached already.")
     ] = 0,
-    sequences: Annotated[int, typer.Option(min=1, max=_MOST_SEQUENCES, help="Sequences in this step.")] = 1,
+    sequences: Annotated[int, typer.Option(min=1, max=_MAX_SEQUENCES, help="Sequences in this step.")] = 1,
     prompt: Annotated[
-        int, typer.Option(min=0, max=_MOST_TOKENS, help="Tokens of a new prompt beside them; 0 for none.")
+        int, typer.Option(min=0, max=_MAX_TOKENS, help="Tokens of a new prompt beside them; 0 for none.")
     ] = 0,
     on: Annotated[str, typer.Option("--device", help="Device whose kernels and floors are shown.")] = "h200",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,

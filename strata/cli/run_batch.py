@@ -80,8 +80,8 @@ def run(
         typer.echo(f"stopped: {there}; the same command goes on", err=True)
         raise typer.Exit(128 + stopped)
     seconds = time.monotonic() - start
-    told = f"{written.succeeded} succeeded, {written.failed} failed; {seconds:.1f} s: {results}"
-    typer.echo(told, err=True)
+    summary = f"{written.succeeded} succeeded, {written.failed} failed; {seconds:.1f} s: {results}"
+    typer.echo(summary, err=True)
     if written.failed:
         raise typer.Exit(1)
 
@@ -100,7 +100,7 @@ def _answer(requests: Path, results: BatchResults, settings: ServeSettings, engi
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_until_told(run_batch(requests, results, settings, engine, progress.start, done)))
+            return runner.run(_until_signal(run_batch(requests, results, settings, engine, progress.start, done)))
     except EngineNotStarted:
         raise typer.Exit(1) from None
     except EngineGone as error:
@@ -109,19 +109,19 @@ def _answer(requests: Path, results: BatchResults, settings: ServeSettings, engi
         progress.stop()
 
 
-async def _until_told(work: Coroutine[Any, Any, None]) -> int | None:
+async def _until_signal(work: Coroutine[Any, Any, None]) -> int | None:
     """Await `work`, or cancel it at Ctrl-C and SIGTERM. Returns the signal, None if none has come."""
-    told: list[int] = []
+    signals: list[int] = []
     working = asyncio.ensure_future(work)
 
-    def tell(number: int) -> None:
-        told.append(number)
+    def note_signal(number: int) -> None:
+        signals.append(number)
         working.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, tell, number)
+        asyncio.get_running_loop().add_signal_handler(number, note_signal, number)
     await asyncio.wait((working,))
-    if told and working.cancelled():
-        return told[0]
+    if signals and working.cancelled():
+        return signals[0]
     working.result()
     return None

@@ -59,8 +59,8 @@ def _named(layout: Layout) -> str:
 def _told(found: Estimate) -> str:
     memory, time = found.fullest, found.time
     return (
-        f"{memory.total / GIB:.1f} GiB (state {memory.state / GIB:.1f}, gradient sums {memory.sums / GIB:.1f}, "
-        f"activations {memory.kept / GIB:.1f}, working {memory.working / GIB:.1f}); "
+        f"{memory.total / GIB:.1f} GiB (state {memory.state / GIB:.1f}, gradient sums {memory.accumulated / GIB:.1f}, "
+        f"activations {memory.activations / GIB:.1f}, workspace {memory.workspace / GIB:.1f}); "
         f"at least {time.seconds * 1e3:.1f} ms (messages that nothing hides {time.communication * 1e3:.1f} ms), "
         f"{found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.1%}"
     )

@@ -19,7 +19,7 @@ from strata.train.config import EvaluateConfig, TrainConfig
 from strata.train.data.encode import Encoder
 from strata.train.export import Finished, accuracy_table, export
 from strata.train.finish import save_model
-from strata.train.log.picture import draw_report
+from strata.train.log.picture import plot_report
 from strata.train.profile import StepProfiler
 from strata.train.score import Score, makes, questions, score
 from strata.train.trainer import Report, Trainer
@@ -79,7 +79,7 @@ def _train(config: TrainConfig, world: World, screen: Screen, *, resume: bool, s
     if not world.is_main:
         return None
     model = save_model(run)
-    draw_report(folder)
+    plot_report(folder)
     return Finished(model, folder / "log.jsonl", position, world.device)
 
 

@@ -13,10 +13,10 @@ import torch
 # Operands together are this many times the L2 cache. However it evicts (what was loaded to be evicted first may go
 # before what is older), no more than one part in so many of a call's operands is left when its turn comes again.
 _L2_FACTOR = 16
-_MOST_COPIES = 256
+_MAX_COPIES = 256
 # A graph runs about this long, so that its start does not count.
 _GRAPH_SECONDS = 1e-3
-_MOST_CALLS = 64
+_MAX_CALLS = 64
 _WARMUP = 2
 
 
@@ -35,7 +35,7 @@ class Timing:
 def copies_beyond_l2(nbytes: int) -> int:
     """How many operands of so many bytes to take turns with."""
     cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    return min(_MOST_COPIES, max(1, math.ceil(_L2_FACTOR * cache / max(1, nbytes))))
+    return min(_MAX_COPIES, max(1, math.ceil(_L2_FACTOR * cache / max(1, nbytes))))
 
 
 def time_replayed(calls: Sequence[Callable[[], object]], *, repeats: int = 9, estimate: float = 0.0) -> Timing:
@@ -44,7 +44,7 @@ def time_replayed(calls: Sequence[Callable[[], object]], *, repeats: int = 9, es
     estimate: about what a call takes, in seconds; short calls are recorded several times over. Every call runs once
     before, on the stream that records.
     """
-    count = max(len(calls), min(_MOST_CALLS, int(_GRAPH_SECONDS / max(estimate, 1e-6))))
+    count = max(len(calls), min(_MAX_CALLS, int(_GRAPH_SECONDS / max(estimate, 1e-6))))
     recorded = list(islice(cycle(calls), count))
     # Without the context manager of torch.cuda.graph, which collects garbage for each of hundreds of recordings.
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

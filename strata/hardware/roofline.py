@@ -80,6 +80,6 @@ def floor(cost: Cost, device: Device, dtype: str) -> Floor:
     return Floor(cost.flops / compute, cost.bytes / device.ceiling("bandwidth").value)
 
 
-def schedule_floor(steps: Iterable[Cost], device: Device, dtype: str) -> float:
+def steps_floor(steps: Iterable[Cost], device: Device, dtype: str) -> float:
     """Seconds of steps that run one after the other, each at its own floor; no launch, host or sampling cost."""
     return sum(floor(step, device, dtype).seconds for step in steps)

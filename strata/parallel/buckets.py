@@ -1,4 +1,4 @@
-"""Parameters side by side in flat memory, so that one message carries many."""
+"""Gradient buckets: parameters side by side in flat memory, reduced and gathered in one message."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from strata.comm.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from strata.kernels.gradient_target import Memory
-from strata.parallel.data_parallel import GradientAxes, Part
+from strata.parallel.data_parallel import GradientAxes, ParameterShard
 
-# Elements that the part of a rank is a multiple of, so that vector loads of any kernel are aligned.
+# Elements that the shard of a rank is a multiple of, so that vector loads of any kernel are aligned.
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Slot:
+class BucketedParameter:
     """Where a parameter lies in a bucket: elements `first` to `end` - 1."""
 
     name: str
@@ -43,49 +43,51 @@ class Bucket:
     ) -> None:
         """compute_dtype: of the model from now on; masters keep the dtype that the parameters have."""
         self.axes, self.reduce_dtype = axes, reduce_dtype
-        self.slots: dict[str, Slot] = {}
+        self.entries: dict[str, BucketedParameter] = {}
         end = 0
         for name, parameter in parameters.items():
-            self.slots[name] = Slot(name, parameter, end, end + parameter.numel())
+            self.entries[name] = BucketedParameter(name, parameter, end, end + parameter.numel())
             end += parameter.numel()
-        ranks, index = axes.divided.size, axes.divided.index
+        ranks, index = axes.reduce_scatter.size, axes.reduce_scatter.index
         self.size = -(-end // (ranks * _ALIGNMENT)) * ranks * _ALIGNMENT
         self._first = self.size // ranks * index
         self._end = self.size // ranks * (index + 1)
         self._place(compute_dtype)
-        self.parts = list(self._make_parts())
+        self.shards = list(self._make_shards())
         self._gradients: Tensor | None = None
         self._taken: set[str] = set()
         self._reduced: Tensor | None = None
         self._gathering: Pending | None = None
 
     def _place(self, compute_dtype: torch.dtype) -> None:
-        """Move the parameters into flat memory, this rank's part of their values into the master."""
-        example = next(iter(self.slots.values())).parameter
+        """Move the parameters into flat memory, this rank's shard of their values into the master."""
+        example = next(iter(self.entries.values())).parameter
         self.master = example.new_zeros(self._end - self._first, requires_grad=False)
         self.weights = example.new_zeros(self.size, dtype=compute_dtype, requires_grad=False)
-        for slot in self.slots.values():
-            flat = slot.parameter.detach().flatten()
-            first, end = max(slot.first, self._first), min(slot.end, self._end)
+        for entry in self.entries.values():
+            flat = entry.parameter.detach().flatten()
+            first, end = max(entry.first, self._first), min(entry.end, self._end)
             if first < end:
-                self.master[first - self._first : end - self._first] = flat[first - slot.first : end - slot.first]
-            place = self.weights[slot.first : slot.end]
-            slot.parameter.data = place.copy_(flat).view(slot.parameter.shape)
+                self.master[first - self._first : end - self._first] = flat[first - entry.first : end - entry.first]
+            place = self.weights[entry.first : entry.end]
+            entry.parameter.data = place.copy_(flat).view(entry.parameter.shape)
         if compute_dtype == self.master.dtype:
             self.master = self.own_weights
 
     @property
     def own_weights(self) -> Tensor:
-        """This rank's part of the weights, a view."""
+        """This rank's shard of the weights, a view."""
         return self.weights[self._first : self._end]
 
-    def _make_parts(self) -> Iterator[Part]:
-        for slot in self.slots.values():
-            first, end = max(slot.first, self._first), min(slot.end, self._end)
+    def _make_shards(self) -> Iterator[ParameterShard]:
+        for entry in self.entries.values():
+            first, end = max(entry.first, self._first), min(entry.end, self._end)
             if first < end:
                 held = slice(first - self._first, end - self._first)
                 master = nn.Parameter(self.master[held])
-                yield Part(slot.name, slot.parameter.shape, first - slot.first, self.own_weights[held], master)
+                yield ParameterShard(
+                    entry.name, entry.parameter.shape, first - entry.first, self.own_weights[held], master
+                )
 
     def memory(self, names: Sequence[str]) -> Memory:
         """Flat memory for the gradient of a parameter, or of several that lie side by side, and whether it holds one
@@ -93,13 +95,13 @@ class Bucket:
         """
         if self._gradients is None:
             self._gradients = self.weights.new_empty(self.size, dtype=self.reduce_dtype)
-            last = max(slot.end for slot in self.slots.values())
+            last = max(entry.end for entry in self.entries.values())
             self._gradients[last:] = 0
         is_held = names[0] in self._taken
         self._taken.update(names)
-        return self._gradients[self.slots[names[0]].first : self.slots[names[-1]].end], is_held
+        return self._gradients[self.entries[names[0]].first : self.entries[names[-1]].end], is_held
 
-    def take(self, names: Sequence[str], gradient: Tensor) -> None:
+    def accumulate(self, names: Sequence[str], gradient: Tensor) -> None:
         """Add to the gradient of a parameter, or of several that lie side by side, given as one."""
         place, is_held = self.memory(names)
         if is_held:
@@ -112,11 +114,11 @@ class Bucket:
         if self._gradients is None:
             self._gradients = self.weights.new_zeros(self.size, dtype=self.reduce_dtype)
         else:
-            for name in self.slots.keys() - self._taken:
-                self._gradients[self.slots[name].first : self.slots[name].end] = 0
+            for name in self.entries.keys() - self._taken:
+                self._gradients[self.entries[name].first : self.entries[name].end] = 0
         given, self._gradients, self._taken = self._gradients, None, set()
-        pending = start_reduce_scatter(given, self.axes.divided)
-        for axis in self.axes.added:
+        pending = start_reduce_scatter(given, self.axes.reduce_scatter)
+        for axis in self.axes.all_reduce:
             yield
             pending = start_all_reduce(pending.wait(), axis)
         yield
@@ -125,32 +127,32 @@ class Bucket:
 
     @property
     def gradient(self) -> Tensor:
-        """This rank's part of the sum over the ranks, in the masters' dtype, flat, with zeros for padding."""
+        """This rank's shard of the sum over the ranks, in the masters' dtype, flat, with zeros for padding."""
         assert self._reduced is not None
         return self._reduced
 
-    def hand_out(self) -> None:
-        """Set the gradients of the parts' masters, as views of `gradient`."""
-        for part in self.parts:
-            first = self.slots[part.name].first + part.start - self._first
-            part.master.grad = self.gradient[first : first + part.master.numel()]
+    def set_master_gradients(self) -> None:
+        """Set the gradients of the shards' masters, as views of `gradient`."""
+        for shard in self.shards:
+            first = self.entries[shard.name].first + shard.start - self._first
+            shard.master.grad = self.gradient[first : first + shard.master.numel()]
 
     def round_masters(self) -> None:
-        """Into this rank's part of the weights."""
+        """Into this rank's shard of the weights."""
         if self.master.data_ptr() != self.own_weights.data_ptr():
             self.own_weights.copy_(self.master)
 
-    def forget(self) -> None:
+    def free_gradient(self) -> None:
         """The gradient."""
-        for part in self.parts:
-            part.master.grad = None
+        for shard in self.shards:
+            shard.master.grad = None
         self._reduced = None
 
     def start_all_gather(self) -> None:
-        """Send this rank's part of the weights to the others, and forget the gradient."""
+        """Send this rank's shard of the weights to the others, and free the gradient."""
         self._check_place()
-        self.forget()
-        self._gathering = start_all_gather(self.own_weights, self.axes.divided, self.weights)
+        self.free_gradient()
+        self._gathering = start_all_gather(self.own_weights, self.axes.reduce_scatter, self.weights)
 
     def wait(self) -> None:
         """Until the weights are those of the last `start_all_gather`."""
@@ -160,10 +162,10 @@ class Bucket:
 
     def _check_place(self) -> None:
         start, width = self.weights.data_ptr(), self.weights.element_size()
-        for slot in self.slots.values():
-            if slot.parameter.data_ptr() != start + width * slot.first:
+        for entry in self.entries.values():
+            if entry.parameter.data_ptr() != start + width * entry.first:
                 raise RuntimeError(
-                    f"parameter {slot.name} was moved away from the memory that its updates go to; "
+                    f"parameter {entry.name} was moved away from the memory that its updates go to; "
                     f"move or cast a model before it is divided, and merge only what lies side by side"
                 )
 

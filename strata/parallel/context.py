@@ -1,6 +1,6 @@
 """Context parallelism: the ranks of an axis share out the tokens of every document, and attention brings them together.
 
-A document of n tokens is cut into 2 * ranks pieces, and rank r takes pieces r and 2 * ranks - 1 - r ("zigzag"), so that
+A document of n tokens is cut into 2 * ranks chunks, and rank r takes chunks r and 2 * ranks - 1 - r ("zigzag"), so that
 all ranks have about as many pairs of queries and keys although late tokens see more keys than early ones.
 """
 
@@ -24,9 +24,9 @@ from strata.kernels.rotary.rope import rope
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.layers import Attention
-from strata.parallel.context_ring import Turns, ring_attention
+from strata.parallel.context_ring import RingSteps, ring_attention
 from strata.parallel.context_ring_window import ring_window_attention
-from strata.parallel.context_ulysses import Exchange, ulysses_attention
+from strata.parallel.context_ulysses import HeadExchange, ulysses_attention
 from strata.parallel.zigzag import Zigzag
 
 Method = Literal["ring", "ulysses"]
@@ -34,20 +34,20 @@ Method = Literal["ring", "ulysses"]
 
 @dataclass(frozen=True)
 class ContextBatch(Batch):
-    """A rank's tokens of a packed batch: of every document, in order, the two pieces that are its own.
+    """A rank's tokens of a packed batch: of every document, in order, the two chunks that are its own.
 
     positions are those in the whole document; offsets and longest count this rank's tokens (of some documents none).
     whole: the batch that is shared out. rows: [own tokens] int64, where each of them stands in the whole batch: index
-    targets by it. division, axis: how the tokens are shared out. turns: of the ring; exchange: of Ulysses; the other is
-    None.
+    targets by it. division, axis: how the tokens are shared out. ring_steps: of the ring, exchange: of
+    Ulysses; the other is None.
     """
 
     whole: Batch | None = None
     rows: Tensor | None = None
     division: Zigzag | None = None
     axis: Axis | None = None
-    turns: Turns | None = None
-    exchange: Exchange | None = None
+    ring_steps: RingSteps | None = None
+    exchange: HeadExchange | None = None
 
 
 def divide_batch(batch: Batch, lengths: Sequence[int], axis: Axis, method: Method) -> Batch:
@@ -75,8 +75,8 @@ def divide_batch(batch: Batch, lengths: Sequence[int], axis: Axis, method: Metho
         rows=rows,
         division=division,
         axis=axis,
-        turns=Turns(division, axis.index, device) if method == "ring" else None,
-        exchange=Exchange(division, axis, device) if method == "ulysses" else None,
+        ring_steps=RingSteps(division, axis.index, device) if method == "ring" else None,
+        exchange=HeadExchange(division, axis, device) if method == "ulysses" else None,
     )
 
 
@@ -92,7 +92,7 @@ def check_heads(config: ModelConfig, cp: int, tp: int, method: Method) -> None:
         )
 
 
-def share_attention(model: nn.Module) -> None:
+def parallelize_attention(model: nn.Module) -> None:
     """Let `model`, in place, take a `ContextBatch`; with any other batch it computes what it did before."""
     for module in model.modules():
         if isinstance(module, Attention):
@@ -109,8 +109,8 @@ def _forward(self: Attention, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor)
     q, k, v = self.heads(x)
     q, k = rope(q, cos, sin), rope(k, cos, sin)
     scale, window = self.spec.scale, self.spec.window
-    if batch.turns is not None and (window is None or window >= batch.whole.longest):
-        mixed = ring_attention(q, k, v, batch.turns, batch.axis, scale)
+    if batch.ring_steps is not None and (window is None or window >= batch.whole.longest):
+        mixed = ring_attention(q, k, v, batch.ring_steps, batch.axis, scale)
     elif batch.exchange is None:
         assert window is not None
         mixed = ring_window_attention(q, k, v, batch.division, batch.axis, scale, window)

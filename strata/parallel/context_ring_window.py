@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from strata.comm.mesh import Axis
-from strata.parallel.context_ring import Homecoming, around
+from strata.parallel.context_ring import RingGradients, circulate
 from strata.parallel.zigzag import Block, Zigzag
 
 
@@ -36,7 +36,7 @@ class _Ring(torch.autograd.Function):
         out = torch.zeros_like(queries)
         # The log of the sum of the exponentials of a query's scores so far, [tokens, kv_heads, group].
         normalizer = queries.new_full(queries.shape[:-1], -torch.inf)
-        for source, pair in around(k, v, max(division.tokens), axis):
+        for source, pair in circulate(k, v, max(division.tokens), axis):
             keys, values = pair.to(wide)
             for block in division.blocks(axis.index, source, window):
                 _add_block(queries, keys, values, out, normalizer, block, scale, window)
@@ -54,8 +54,8 @@ class _Ring(torch.autograd.Function):
         # What the softmax takes off the gradient of each score of a query.
         common = (slope * _grouped(result, k.shape[1])).sum(-1)
         of_queries = torch.zeros_like(queries)
-        home = Homecoming(axis)
-        for source, arrived in around(k, v, max(ctx.division.tokens), axis):
+        ring_gradients = RingGradients(axis)
+        for source, arrived in circulate(k, v, max(ctx.division.tokens), axis):
             pair = arrived.to(wide)
             of_pair = torch.zeros_like(pair)
             for block in ctx.division.blocks(axis.index, source, ctx.window):
@@ -67,8 +67,8 @@ class _Ring(torch.autograd.Function):
                 of_scores = weights * (of_weights - _rows_last(common[rows])) * ctx.scale
                 of_queries[rows] += torch.einsum("hgqk,khd->qhgd", of_scores, pair[0, block.keys])
                 of_pair[0, block.keys] += torch.einsum("hgqk,qhgd->khd", of_scores, queries[rows])
-            home.send(of_pair)
-        of_keys, of_values = home.arrived()[:, : k.shape[0]].to(q.dtype)
+            ring_gradients.send(of_pair)
+        of_keys, of_values = ring_gradients.own()[:, : k.shape[0]].to(q.dtype)
         return of_queries.flatten(1, 2).to(q.dtype), of_keys, of_values, None, None, None, None
 
 
@@ -87,7 +87,7 @@ def _scores(queries: Tensor, keys: Tensor, block: Block, scale: float, window: i
     scores = torch.einsum("qhgd,khd->hgqk", queries[block.queries], keys[block.keys]) * scale
     if not block.masked:
         return scores
-    at = torch.arange(scores.shape[2], device=scores.device)[:, None] + block.ahead
+    at = torch.arange(scores.shape[2], device=scores.device)[:, None] + block.offset
     distance = at - torch.arange(scores.shape[3], device=scores.device)
     return scores.masked_fill_((distance < 0) | (distance >= window), -torch.inf)
 

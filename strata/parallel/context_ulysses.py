@@ -13,7 +13,7 @@ from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.parallel.zigzag import Zigzag
 
 
-class Exchange:
+class HeadExchange:
     """Own tokens with all heads become all tokens, in the order of the packed batch, with own heads; and back."""
 
     def __init__(self, division: Zigzag, axis: Axis, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class Exchange:
 
 
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, whole: PackedBatch, spec: AttentionSpec
+    q: Tensor, k: Tensor, v: Tensor, exchange: HeadExchange, whole: PackedBatch, spec: AttentionSpec
 ) -> Tensor:
     """Causal attention inside documents whose tokens the ranks share out.
 

@@ -17,20 +17,20 @@ from strata.parallel.tensor import TensorSharding
 
 @dataclass(frozen=True)
 class GradientAxes:
-    """The way from the gradient that a backward pass leaves on a rank to the part of the sum that the rank keeps.
+    """The axes over which a gradient is reduced, in order.
 
-    divided: the sum over these ranks is divided among them, and so is the optimizer's state. added: the axes over which
-    the sum goes on afterwards. repeated: the axes along which ranks end up with the same part.
+    reduce_scatter: each of its ranks keeps a shard of the sum and of the optimizer state. all_reduce: the shard is then
+    summed over these. replicated: along these, ranks end up with the same shard.
     """
 
-    divided: Axis
-    added: tuple[Axis, ...]
-    repeated: tuple[Axis, ...]
+    reduce_scatter: Axis
+    all_reduce: tuple[Axis, ...]
+    replicated: tuple[Axis, ...]
 
     @property
     def is_counted(self) -> bool:
-        """Whether this rank is the one that counts its part in a sum over all ranks."""
-        return all(axis.index == 0 for axis in self.repeated)
+        """Whether this rank is the one that counts its shard in a sum over all ranks."""
+        return all(axis.index == 0 for axis in self.replicated)
 
 
 def gradient_axes(mesh: Mesh, sharding: TensorSharding, zero: int) -> dict[str, GradientAxes]:
@@ -52,8 +52,8 @@ def gradient_axes(mesh: Mesh, sharding: TensorSharding, zero: int) -> dict[str, 
     for name, placement in sharding.placements.items():
         is_shared_out = placement is Placement.EXPERT and sharding.experts is not None
         divided, data = expert if is_shared_out else dense
-        repeated = (*data, sharding.axis) if sharding.is_repeated(name) else data
-        added = (*data, sharding.axis) if placement.gradient_is_part(sharding.sequence_parallel) else data
+        repeated = (*data, sharding.axis) if sharding.is_replicated(name) else data
+        added = (*data, sharding.axis) if placement.gradient_is_partial(sharding.sequence_parallel) else data
         found[name] = GradientAxes(divided, _several(added), _several(repeated))
     return found
 
@@ -63,13 +63,13 @@ def _several(axes: Sequence[Axis]) -> tuple[Axis, ...]:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a rank keeps of one parameter for the optimizer to change.
+class ParameterShard:
+    """A rank's shard of one parameter, for the optimizer to change.
 
     name: of the parameter. shape: of the whole parameter on this rank of the tensor axis; decay and the like are
-    decided by it. start: the index of the part's first element in the flattened parameter.
-    weight: the part of what the model computes with. master: the same in the precision that updates add up in, which
-    is `weight` itself where the model has that precision; its `.grad` is set by `Gradients.reduce`.
+    decided by it. start: the index of the shard's first element in the flattened parameter. weight: the shard, a view
+    of what the model computes with. master: the same in the precision that updates add up in, which is `weight` itself
+    where the model has that precision; its `.grad` is set by `Gradients.reduce`.
     """
 
     name: str
@@ -82,49 +82,50 @@ class Part:
 class Gradients(Protocol):
     """The gradients of a step, and the weights that it changes, however they are divided among ranks.
 
-    A step: for each micro-batch a backward pass and `accumulate`, with `announce_last` before the last pass; `reduce`
-    and `norm`; the optimizer, which clips, changes the masters of `parts`; `publish`, or `gather` after one that has
-    rounded the masters into the weights of `parts` itself. All ranks call these alike. The loss whose gradients are
-    added up is each rank's share of the loss of the whole step: nothing is averaged.
+    A step: for each micro-batch a backward pass and `accumulate`, with `set_is_last_backward` before the last pass;
+    `reduce` and `norm`; the optimizer, which clips, changes the masters of `shards`; `sync_weights`, or
+    `all_gather_weights` after one that has rounded the masters into the weights of `shards` itself. All ranks call
+    these alike. The loss whose gradients are added up is each rank's share of the loss of the whole step: nothing is
+    averaged.
     """
 
-    parts: Sequence[Part]
+    shards: Sequence[ParameterShard]
 
-    def announce_last(self) -> None:
+    def set_is_last_backward(self) -> None:
         """The next backward pass is the last of the step: its gradients may be reduced while it still runs."""
 
     def accumulate(self) -> None:
         """Take the gradients that a backward pass left. Call it after every one."""
 
     def reduce(self) -> None:
-        """Sum over all ranks; then every master has its part of the step's gradient."""
+        """Sum over all ranks; then every master has its shard of the step's gradient."""
 
     def norm(self) -> Tensor:
         """The Euclidean norm of the whole gradient, [] on the device, alike on all ranks; does not wait for it."""
 
-    def publish(self) -> None:
-        """Give every rank the weights that the masters now say, and forget the gradients."""
+    def sync_weights(self) -> None:
+        """Round the masters into the weights, all-gather these, and free the gradients."""
 
-    def gather(self) -> None:
-        """Give every rank the weights that the parts' weights now say, and forget the gradients."""
+    def all_gather_weights(self) -> None:
+        """All-gather the shards' weights, and free the gradients."""
 
 
 @torch.no_grad()
-def fill(parts: Sequence[Part], sharding: TensorSharding, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Put whole parameters, one after another, into the masters; `Gradients.publish` then gives them to the model.
+def fill(shards: Sequence[ParameterShard], sharding: TensorSharding, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Put whole parameters, one after another, into the masters; `Gradients.sync_weights` then gives them to the model.
 
     tensors: name and value, of any dtype and device, for every parameter. Raises ValueError if one is missing or has
     another shape.
     """
-    waiting = {part.name: part for part in parts}
+    waiting = {shard.name: shard for shard in shards}
     for name, full in tensors:
-        part = waiting.pop(name, None)
-        if part is None:  # another rank keeps it
+        shard = waiting.pop(name, None)
+        if shard is None:  # another rank keeps it
             continue
-        held = sharding.part(name, full)
-        if held.shape != part.shape:
+        held = sharding.shard(name, full)
+        if held.shape != shard.shape:
             raise ValueError(f"parameter {name} has the shape {list(full.shape)}, which does not fit this model")
-        part.master.copy_(held.flatten()[part.start : part.start + part.master.numel()].view_as(part.master))
+        shard.master.copy_(held.flatten()[shard.start : shard.start + shard.master.numel()].view_as(shard.master))
     if waiting:
         raise ValueError(f"parameter {next(iter(waiting))} is missing; the values are of another model")
 
@@ -134,11 +135,11 @@ def all_ranks(mesh: Mesh) -> Axis:
     return mesh.flattened(*AXES)
 
 
-def global_norm(gradients: Sequence[Tensor], zero: Tensor, everyone: Axis) -> Tensor:
+def global_norm(gradients: Sequence[Tensor], zero: Tensor, world_axis: Axis) -> Tensor:
     """The norm of the whole gradient, [].
 
-    gradients: the parts of it that this rank counts (`GradientAxes.is_counted`). zero: 0, [], of the result's dtype and
-    device. everyone: see `all_ranks`.
+    gradients: the shards of it that this rank counts (`GradientAxes.is_counted`). zero: 0, [], of the result's dtype
+    and device. world_axis: see `all_ranks`.
     """
     squares = [norm.to(zero.dtype).square() for norm in torch._foreach_norm(list(gradients))] if gradients else []
-    return start_all_reduce(torch.stack([zero, *squares]).sum(), everyone).wait().sqrt()
+    return start_all_reduce(torch.stack([zero, *squares]).sum(), world_axis).wait().sqrt()

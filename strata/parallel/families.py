@@ -35,7 +35,7 @@ class Placement(Enum):
             return 0
         return 1 if self is Placement.ROW else None
 
-    def gradient_is_part(self, sequence_parallel: bool) -> bool:
+    def gradient_is_partial(self, sequence_parallel: bool) -> bool:
         """Whether the gradient is whole only after a sum over the tensor axis."""
         return self is Placement.PER_HEAD or (sequence_parallel and self in (Placement.PER_TOKEN, Placement.EXPERT))
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from strata.comm.mesh import Axis, Mesh
 from strata.models.layers import DecoderLayer
-from strata.parallel.data_parallel import GradientAxes, Part, global_norm
+from strata.parallel.data_parallel import GradientAxes, ParameterShard, global_norm
 from strata.parallel.families import Placement
 from strata.parallel.tensor import TensorSharding
 
@@ -26,7 +26,7 @@ class FsdpGradients:
     backward pass, so that the loss may read the head.
     """
 
-    parts: Sequence[Part]
+    shards: Sequence[ParameterShard]
 
     def __init__(
         self,
@@ -34,19 +34,19 @@ class FsdpGradients:
         mesh: Mesh,
         sharding: TensorSharding,
         axes: Mapping[str, GradientAxes],
-        everyone: Axis,
+        world_axis: Axis,
         *,
         compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         """Divide the parameters of `model`, which become DTensors of their dtype, float32 or more.
 
-        model: alike on all ranks but for the parts that `sharding` gave them; or on the meta device, then it gets
-        memory without values. axes: see `gradient_axes`. everyone: see `all_ranks`. compute_dtype: of gathered weights;
-        None is the parameters' own. reduce_dtype: of gradients while they are sent; None is float32, or the parameters'
-        dtype if that is wider.
+        model: alike on all ranks but for the shards that `sharding` gave them; or on the meta device, then it gets
+        memory without values. axes: see `gradient_axes`. world_axis: see `all_ranks`. compute_dtype: of gathered
+        weights; None is the parameters' own. reduce_dtype: of gradients while they are sent; None is float32, or the
+        parameters' dtype if that is wider.
         """
-        self._sharding, self._axes, self._everyone = sharding, axes, everyone
+        self._sharding, self._axes, self._world_axis = sharding, axes, world_axis
         dtype = next(model.parameters()).dtype
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype,
@@ -65,43 +65,43 @@ class FsdpGradients:
         if any(parameter.is_meta for parameter in model.parameters()):
             model.to_empty(device=mesh.world.device)
         self._parameters = {name: _as_dtensor(parameter) for name, parameter in model.named_parameters()}
-        self.parts = list(self._make_parts())
+        self.shards = list(self._make_shards())
         self._gradients: dict[str, Tensor] = {}
         self._zero = torch.zeros((), dtype=dtype, device=mesh.world.device)
 
-    def _make_parts(self) -> Iterator[Part]:
+    def _make_shards(self) -> Iterator[ParameterShard]:
         for name, parameter in self._parameters.items():
-            local, shard = parameter.to_local().detach(), self._axes[name].divided
+            local, axis = parameter.to_local().detach(), self._axes[name].reduce_scatter
             if local.numel():
-                rows = -(-parameter.shape[0] // shard.size)
-                start = rows * shard.index * (parameter.numel() // parameter.shape[0])
-                yield Part(name, parameter.shape, start, local, nn.Parameter(local))
+                rows = -(-parameter.shape[0] // axis.size)
+                start = rows * axis.index * (parameter.numel() // parameter.shape[0])
+                yield ParameterShard(name, parameter.shape, start, local, nn.Parameter(local))
 
-    def announce_last(self) -> None:
+    def set_is_last_backward(self) -> None:
         """Nothing to do: every pass reduces its gradients while it runs."""
 
     def accumulate(self) -> None:
-        """Nothing to do: FSDP2 adds to the parts of the gradient that it keeps."""
+        """Nothing to do: FSDP2 adds to the shards of the gradient that it keeps."""
 
     def reduce(self) -> None:
-        for part in self.parts:
-            gradient = self._parameters[part.name].grad
-            held = torch.zeros_like(part.master) if gradient is None else _as_dtensor(gradient).to_local()
-            self._gradients[part.name] = part.master.grad = held
-        self._sharding.complete(self._gradients)
+        for shard in self.shards:
+            gradient = self._parameters[shard.name].grad
+            held = torch.zeros_like(shard.master) if gradient is None else _as_dtensor(gradient).to_local()
+            self._gradients[shard.name] = shard.master.grad = held
+        self._sharding.all_reduce_partial(self._gradients)
 
     def norm(self) -> Tensor:
         counted = [gradient for name, gradient in self._gradients.items() if self._axes[name].is_counted]
-        return global_norm(counted, self._zero, self._everyone)
+        return global_norm(counted, self._zero, self._world_axis)
 
-    def publish(self) -> None:
-        self.gather()  # the masters are the weights
+    def sync_weights(self) -> None:
+        self.all_gather_weights()  # the masters are the weights
 
-    def gather(self) -> None:
+    def all_gather_weights(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
-        for part in self.parts:
-            part.master.grad = None
+        for shard in self.shards:
+            shard.master.grad = None
         self._gradients.clear()
 
 
@@ -113,7 +113,7 @@ def _units(
     Experts that are shared out are apart, because fewer ranks hold the same ones.
     """
     if sharding.experts is not None:
-        owners = {name.rpartition(".")[0]: axes[name].divided for name in axes if _is_expert(sharding, name)}
+        owners = {name.rpartition(".")[0]: axes[name].reduce_scatter for name in axes if _is_expert(sharding, name)}
         yield from ((model.get_submodule(owner), shard) for owner, shard in owners.items())
     yield from ((module, dense) for module in model.modules() if isinstance(module, DecoderLayer))
     yield model, dense

@@ -9,13 +9,13 @@ import torch
 from strata.comm.mesh import Mesh
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
-from strata.parallel.context import share_attention
+from strata.parallel.context import parallelize_attention
 from strata.parallel.data_parallel import Gradients, all_ranks, gradient_axes
 from strata.parallel.expert import shard_experts
 from strata.parallel.families import TABLES
 from strata.parallel.fsdp import FsdpGradients
 from strata.parallel.layout import Layout
-from strata.parallel.stages import ModelPart
+from strata.parallel.stages import ModelStages
 from strata.parallel.tensor import TensorSharding, shard_model
 from strata.parallel.zero import ZeroGradients
 
@@ -29,7 +29,7 @@ class Parallel:
 
 
 def parallelize(
-    model: CausalLM | ModelPart,
+    model: CausalLM | ModelStages,
     config: ModelConfig,
     layout: Layout,
     mesh: Mesh,
@@ -56,18 +56,18 @@ def parallelize(
         shard_experts(model, mesh.axis("ep"))
         sharding = replace(sharding, experts=mesh.axis("ep"))
     if layout.cp > 1:
-        share_attention(model)
-    axes, everyone = gradient_axes(mesh, sharding, layout.zero), all_ranks(mesh)
+        parallelize_attention(model)
+    axes, world_axis = gradient_axes(mesh, sharding, layout.zero), all_ranks(mesh)
     gradients: Gradients
     if layout.zero == 3:
         gradients = FsdpGradients(
-            model, mesh, sharding, axes, everyone, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype
+            model, mesh, sharding, axes, world_axis, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype
         )
     else:
         gradients = ZeroGradients(
             model,
             axes,
-            everyone,
+            world_axis,
             mesh.world.device,
             reduce_every_pass=layout.zero == 2,
             compute_dtype=compute_dtype,

@@ -18,9 +18,9 @@ from strata.models.batch import Batch
 from strata.parallel.data_parallel import Gradients
 from strata.parallel.families import span
 from strata.parallel.loss import vocabulary_cross_entropy
-from strata.parallel.schedules import Action, Pass, Schedule
+from strata.parallel.schedules import Action, Pass, PipelineSchedule
 from strata.parallel.split_backward import WeightGradients, backward_of_inputs
-from strata.parallel.stages import ModelPart
+from strata.parallel.stages import ModelStages
 from strata.parallel.timeline import Exchange, check, programs
 
 
@@ -36,11 +36,13 @@ class MicroBatch:
 class Pipeline:
     """This rank's stages and its program. All ranks along "pp" make one of the same schedule, and call it together."""
 
-    def __init__(self, part: ModelPart, schedule: Schedule, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
-        """part: of this rank, already divided along "tp" if that axis has several ranks; then `sequence_parallel` says
-        how. Raises ValueError if the schedule does not fit the axis or the part, or is none (see `check`).
+    def __init__(
+        self, model: ModelStages, schedule: PipelineSchedule, mesh: Mesh, *, sequence_parallel: bool = False
+    ) -> None:
+        """model: of this rank, already divided along "tp" if that axis has several ranks; then `sequence_parallel` says
+        how. Raises ValueError if the schedule does not fit the axis or the model, or is none (see `check`).
         """
-        self.part, self.schedule = part, schedule
+        self.model, self.schedule = model, schedule
         self.axis, self.tensor_axis = mesh.axis("pp"), mesh.axis("tp")
         self.sequence_parallel = sequence_parallel
         if schedule.ranks != self.axis.size:
@@ -48,10 +50,12 @@ class Pipeline:
                 f"the schedule is for {schedule.ranks} ranks, but pp = {self.axis.size}; make it for those"
             )
         own = schedule.stages_of(self.axis.index)
-        if part.own != own or part.stages != schedule.stages:
-            raise ValueError(f"this rank holds the stages {part.own} of {part.stages}, but the schedule gives it {own}")
-        if any(isinstance(parameter, DTensor) for parameter in part.parameters()):
-            _check_fsdp(part, schedule)
+        if model.own != own or model.stages != schedule.stages:
+            raise ValueError(
+                f"this rank holds the stages {model.own} of {model.stages}, but the schedule gives it {own}"
+            )
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            _check_fsdp(model, schedule)
         check(schedule)
         self.program = programs(schedule)[self.axis.index]
         # NCCL wants all ranks of a group in its first call; transfers are between two.
@@ -77,14 +81,14 @@ class Pipeline:
         return step.finish()
 
 
-def _check_fsdp(part: ModelPart, schedule: Schedule) -> None:
+def _check_fsdp(model: ModelStages, schedule: PipelineSchedule) -> None:
     """Raise ValueError for what does not go with weights that are only gathered while a layer computes."""
     if any(action.kind is Pass.INPUTS for actions in schedule.actions for action in actions):
         raise ValueError(
             "a schedule that splits backward passes does not go with zero = 3, which reduces gradients when a pass "
             "has left a layer; use schedule 1f1b or interleaved, or zero of at most 2"
         )
-    if part.is_tied and schedule.homes[0] != schedule.homes[-1]:
+    if model.is_tied and schedule.rank_of_stage[0] != schedule.rank_of_stage[-1]:
         raise ValueError(
             "a tied embedding that the first and the last rank of a pipeline share does not go with zero = 3; "
             "use zero of at most 2, or an untied model"
@@ -92,7 +96,7 @@ def _check_fsdp(part: ModelPart, schedule: Schedule) -> None:
 
 
 @dataclass(frozen=True)
-class _UnderWay:
+class _PendingExchange:
     """Transfers that have started. arriving: by what made them."""
 
     pending: PendingTransfers
@@ -105,9 +109,9 @@ class _Step:
     def __init__(
         self, pipeline: Pipeline, batches: Sequence[MicroBatch], counted: int | Tensor, gradients: Gradients
     ) -> None:
-        self.pipeline, self.part, self.axis = pipeline, pipeline.part, pipeline.axis
+        self.pipeline, self.model, self.axis = pipeline, pipeline.model, pipeline.axis
         self.batches, self.counted, self.gradients = batches, counted, gradients
-        weight = next(self.part.parameters())
+        weight = next(self.model.parameters())
         self.dtype, self.device = weight.dtype, weight.device
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.loss = torch.zeros((), dtype=self.wide, device=self.device)
@@ -116,10 +120,10 @@ class _Step:
         self.graphs: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
         self.weights: dict[tuple[int, int], WeightGradients] = {}
         self.outbox: dict[Action, Tensor] = {}
-        self.under_way: deque[_UnderWay] = deque()
-        self.tie = _Tie(pipeline, self.dtype, self.device)
+        self.under_way: deque[_PendingExchange] = deque()
+        self.embedding = _TiedEmbedding(pipeline, self.dtype, self.device)
         own = pipeline.schedule.actions[self.axis.index]
-        self.passes_left = sum(action.kind.frees for action in own) + self.tie.lends
+        self.passes_left = sum(action.kind.frees for action in own) + self.embedding.owns_embedding
 
     def run(self, action: Action) -> None:
         """One action, as soon as what it needs has arrived."""
@@ -142,16 +146,16 @@ class _Step:
                 tensor = self._empty(one.made.micro_batch)
                 arriving.append((one.made, tensor))
             transfers.append(Transfer(tensor, one.source, one.target))
-        self.under_way.append(_UnderWay(start_transfers(transfers, self.axis), arriving))
+        self.under_way.append(_PendingExchange(start_transfers(transfers, self.axis), arriving))
 
     def finish(self) -> Tensor:
         """Wait for what is still under way. Returns the loss."""
         while self.under_way:
             self._wait_for_next()
-        if self.tie.lends:
+        if self.embedding.owns_embedding:
             self._begin_weights()
-        self.tie.give_back()
-        if self.tie.lends:
+        self.embedding.send_gradient()
+        if self.embedding.owns_embedding:
             self._end_weights()
         return start_all_reduce(self.loss, self.axis).wait()
 
@@ -159,8 +163,8 @@ class _Step:
         key = action.stage, action.micro_batch
         micro_batch = self.batches[action.micro_batch]
         hidden = self._arrived(self.hidden, key).requires_grad_() if action.stage > 0 else None
-        output = self.part(micro_batch.batch, hidden, action.stage)
-        if action.stage == self.part.stages - 1:
+        output = self.model(micro_batch.batch, hidden, action.stage)
+        if action.stage == self.model.stages - 1:
             output = self._loss_of(output, micro_batch)
             self.loss += output.detach()
         else:
@@ -171,12 +175,12 @@ class _Step:
     def _backward(self, action: Action) -> None:
         key = action.stage, action.micro_batch
         given, output = self.graphs.pop(key)
-        is_last = action.stage == self.part.stages - 1
+        is_last = action.stage == self.model.stages - 1
         slope = torch.ones_like(self.loss) if is_last else self._arrived(self.slopes, key)
         if action.kind is Pass.INPUTS:
             of_given, self.weights[key] = backward_of_inputs(output, slope, given)
             if self.weights[key].has_begun:
-                self.tie.accumulate()
+                self.embedding.accumulate()
                 self.gradients.accumulate()
         else:
             self._begin_weights()
@@ -189,23 +193,23 @@ class _Step:
     def _loss_of(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         counted = hidden.index_select(0, micro_batch.rows)
         losses = vocabulary_cross_entropy(
-            counted, self.tie.head_weight(), micro_batch.targets, self.pipeline.tensor_axis, self.part.vocab_size
+            counted, self.embedding.head_weight(), micro_batch.targets, self.pipeline.tensor_axis, self.model.vocab_size
         )
         return losses.sum() / self.counted
 
     def _begin_weights(self) -> None:
         if self.passes_left == 1:
-            self.gradients.announce_last()
+            self.gradients.set_is_last_backward()
 
     def _end_weights(self) -> None:
         self.passes_left -= 1
-        self.tie.accumulate()
+        self.embedding.accumulate()
         self.gradients.accumulate()
 
     def _hand_on(self, made: Action, tensor: Tensor) -> None:
         """To the stage that waits for it: on this rank at once, else with the exchange that follows."""
         to = made.stage + (1 if made.kind is Pass.FORWARD else -1)
-        if self.pipeline.schedule.homes[to] == self.axis.index:
+        if self.pipeline.schedule.rank_of_stage[to] == self.axis.index:
             self._deliver(made, tensor)
         else:
             self.outbox[made] = tensor
@@ -232,49 +236,49 @@ class _Step:
         """For the hidden states of a micro-batch or their gradient, as they go from rank to rank."""
         tokens = self.batches[micro_batch].batch.tokens.shape[0]
         parts = self.pipeline.tensor_axis.size if self.pipeline.sequence_parallel else 1
-        return torch.empty(-(-tokens // parts), self.part.hidden_size, dtype=self.dtype, device=self.device)
+        return torch.empty(-(-tokens // parts), self.model.hidden_size, dtype=self.dtype, device=self.device)
 
 
-class _Tie:
+class _TiedEmbedding:
     """The weight of the head. When it is the embedding's and the first rank along the pipeline is not the one with the
-    last stage, the first lends it for the step and gets its gradient: it is a parameter of one rank alone.
+    last stage, the first sends it at each step and receives its gradient: it is a parameter of one rank alone.
     """
 
     def __init__(self, pipeline: Pipeline, dtype: torch.dtype, device: torch.device) -> None:
-        part, axis, homes = pipeline.part, pipeline.axis, pipeline.schedule.homes
-        self.part, self.axis, self.first, self.last = part, axis, homes[0], homes[-1]
-        self.lends = part.is_tied and 0 in part.own and homes[0] != homes[-1]
+        model, axis, rank_of_stage = pipeline.model, pipeline.axis, pipeline.schedule.rank_of_stage
+        self.model, self.axis, self.first, self.last = model, axis, rank_of_stage[0], rank_of_stage[-1]
+        self.owns_embedding = model.is_tied and 0 in model.own and rank_of_stage[0] != rank_of_stage[-1]
         self.under_way: list[PendingTransfers] = []
-        if part.borrows_head:
-            first, end = span(part.vocab_size, pipeline.tensor_axis.size, pipeline.tensor_axis.index)
-            self.copy = torch.empty(end - first, part.hidden_size, dtype=dtype, device=device)
+        if model.shares_embedding:
+            first, end = span(model.vocab_size, pipeline.tensor_axis.size, pipeline.tensor_axis.index)
+            self.received = torch.empty(end - first, model.hidden_size, dtype=dtype, device=device)
             # Sums over micro-batches are kept wide.
-            self.gradient = torch.zeros_like(self.copy, dtype=torch.promote_types(dtype, torch.float32))
-            self._transfer(self.copy, self.first, self.last)
-            self.copy.requires_grad_()
-        if self.lends:
+            self.gradient = torch.zeros_like(self.received, dtype=torch.promote_types(dtype, torch.float32))
+            self._transfer(self.received, self.first, self.last)
+            self.received.requires_grad_()
+        if self.owns_embedding:
             self._transfer(self._embedding().detach().contiguous(), self.first, self.last)
 
     def head_weight(self) -> Tensor:
         """[this rank's rows of the vocabulary, hidden]."""
-        if not self.part.borrows_head:
-            return self._embedding() if self.part.lm_head is None else self.part.lm_head.weight
+        if not self.model.shares_embedding:
+            return self._embedding() if self.model.lm_head is None else self.model.lm_head.weight
         self._wait()
-        return self.copy
+        return self.received
 
     def accumulate(self) -> None:
-        """Take the gradient that a backward pass left on a borrowed weight."""
-        if self.part.borrows_head and self.copy.grad is not None:
-            self.gradient += self.copy.grad
-            self.copy.grad = None
+        """Take the gradient that a backward pass left on a received embedding."""
+        if self.model.shares_embedding and self.received.grad is not None:
+            self.gradient += self.received.grad
+            self.received.grad = None
 
-    def give_back(self) -> None:
-        """The gradient of the borrowed weight to its owner, where it arrives as that of a pass of its own."""
+    def send_gradient(self) -> None:
+        """The gradient of the received embedding to its owner, where it arrives as that of a pass of its own."""
         self._wait()
-        if self.part.borrows_head:
+        if self.model.shares_embedding:
             self._transfer(self.gradient, self.last, self.first)
             self._wait()
-        if self.lends:
+        if self.owns_embedding:
             weight = self._embedding()
             gradient = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
             self._transfer(gradient, self.last, self.first)
@@ -282,8 +286,8 @@ class _Tie:
             torch.autograd.backward([weight], [gradient.to(weight.dtype)])
 
     def _embedding(self) -> Tensor:
-        assert self.part.model.embed_tokens is not None
-        return self.part.model.embed_tokens.weight
+        assert self.model.model.embed_tokens is not None
+        return self.model.model.embed_tokens.weight
 
     def _transfer(self, tensor: Tensor, source: int, target: int) -> None:
         self.under_way.append(start_transfers([Transfer(tensor, source, target)], self.axis))

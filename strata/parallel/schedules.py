@@ -44,16 +44,16 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """homes: of each stage the rank that runs it. actions: of each rank, in their order."""
+class PipelineSchedule:
+    """rank_of_stage: by stage. actions. actions: of each rank, in their order."""
 
     micro_batches: int
-    homes: tuple[int, ...]
+    rank_of_stage: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
 
     @property
     def stages(self) -> int:
-        return len(self.homes)
+        return len(self.rank_of_stage)
 
     @property
     def ranks(self) -> int:
@@ -61,10 +61,10 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that this rank runs, in their order."""
-        return tuple(stage for stage, home in enumerate(self.homes) if home == rank)
+        return tuple(stage for stage, home in enumerate(self.rank_of_stage) if home == rank)
 
 
-def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
+def one_f_one_b(ranks: int, micro_batches: int) -> PipelineSchedule:
     """1F1B (PipeDream-flush, Narayanan et al. 2021): each forward pass beyond the first few waits for a backward pass.
 
     One stage a rank. A rank holds at most ranks - rank micro-batches.
@@ -75,10 +75,10 @@ def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
         forwards = [Action(Pass.FORWARD, rank, m) for m in range(micro_batches)]
         backwards = [Action(Pass.BACKWARD, rank, m) for m in range(micro_batches)]
         actions.append(tuple(_alternate(forwards, backwards, lead=ranks - rank - 1)))
-    return Schedule(micro_batches, tuple(range(ranks)), tuple(actions))
+    return PipelineSchedule(micro_batches, tuple(range(ranks)), tuple(actions))
 
 
-def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
+def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSchedule:
     """Interleaved 1F1B (Narayanan et al. 2021): rank r has `chunks` stages: r, r + ranks, ...
 
     The bubble shrinks by the factor `chunks`, and there are as many times more transfers. Raises ValueError unless
@@ -105,10 +105,10 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
         backwards = [Action(Pass.BACKWARD, last - stage, m) for stage, m in order]
         lead = 2 * (ranks - rank - 1) + (chunks - 1) * ranks
         actions.append(tuple(_alternate(forwards, backwards, lead)))
-    return Schedule(micro_batches, tuple(range(ranks)) * chunks, tuple(actions))
+    return PipelineSchedule(micro_batches, tuple(range(ranks)) * chunks, tuple(actions))
 
 
-def zero_bubble_h1(ranks: int, micro_batches: int) -> Schedule:
+def zero_bubble_h1(ranks: int, micro_batches: int) -> PipelineSchedule:
     """ZB-H1 (Qi et al. 2023): 1F1B whose gradients of weights wait, and fill what was idle at the end.
 
     Rank r keeps the gradients of weights of r micro-batches waiting, so that every rank holds as many micro-batches as
@@ -116,10 +116,10 @@ def zero_bubble_h1(ranks: int, micro_batches: int) -> Schedule:
     """
     plain = one_f_one_b(ranks, micro_batches)
     split = tuple(tuple(_delay_weights(actions, rank)) for rank, actions in enumerate(plain.actions))
-    return Schedule(micro_batches, plain.homes, split)
+    return PipelineSchedule(micro_batches, plain.rank_of_stage, split)
 
 
-def zero_bubble_v(ranks: int, micro_batches: int) -> Schedule:
+def zero_bubble_v(ranks: int, micro_batches: int) -> PipelineSchedule:
     """ZB-V (Qi et al. 2024): stages go down the ranks and up again, so rank r has the stages r and 2 * ranks - 1 - r.
 
     With passes of equal length a rank is never idle from its first action to its last, and it holds no more than 1F1B's
@@ -131,11 +131,13 @@ def zero_bubble_v(ranks: int, micro_batches: int) -> Schedule:
             f"zero-bubble-v: micro_batches = {micro_batches} is less than 2 * pp = {2 * ranks}; raise it to that, "
             "or use zero-bubble"
         )
-    homes = (*range(ranks), *reversed(range(ranks)))
-    return Schedule(micro_batches, homes, tuple(_zero_bubble_v(ranks, rank, micro_batches) for rank in range(ranks)))
+    rank_of_stage = (*range(ranks), *reversed(range(ranks)))
+    return PipelineSchedule(
+        micro_batches, rank_of_stage, tuple(_zero_bubble_v(ranks, rank, micro_batches) for rank in range(ranks))
+    )
 
 
-SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
+SCHEDULES: Mapping[str, Callable[[int, int], PipelineSchedule]] = {
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
     "zero-bubble": zero_bubble_h1,
@@ -143,7 +145,7 @@ SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
 }
 
 
-def make_schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
+def make_schedule(name: str, ranks: int, micro_batches: int) -> PipelineSchedule:
     """The schedule of that name in `SCHEDULES`. Raises ValueError if it is unknown or wants other numbers."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r} is unknown; known are {', '.join(SCHEDULES)}")

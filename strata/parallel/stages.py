@@ -16,7 +16,7 @@ from strata.models.layers import Attention, CausalLM, Decoder
 Span = tuple[int, int]  # first layer, end
 
 
-class DecoderPart(nn.Module):
+class DecoderStages(nn.Module):
     """What one rank holds of a `Decoder`: the layers of its stages, and what stands before and after them."""
 
     def __init__(self, decoder: Decoder, spans: Sequence[Span], own: Sequence[int]) -> None:
@@ -42,26 +42,26 @@ class DecoderPart(nn.Module):
         return hidden
 
 
-class ModelPart(nn.Module):
+class ModelStages(nn.Module):
     """What one rank of a pipeline holds of a `CausalLM`: all its stages, every parameter once on one rank.
 
     forward: the batch, the hidden states [tokens, hidden] that the stage before made (None for the first stage) and
     the number of the stage, to its hidden states, after the last norm for the last stage.
 
-    vocab_size, hidden_size: of the whole model. borrows_head: whether this rank's last stage uses a tied embedding that
-    is a parameter of another rank.
+    vocab_size, hidden_size: of the whole model. shares_embedding: whether this rank's last stage uses a tied embedding
+    that is a parameter of another rank.
     """
 
     def __init__(self, model: CausalLM, spans: Sequence[Span], own: Sequence[int]) -> None:
         """model: whole, or on the meta device. spans: the layers of each stage. own: the stages of this rank."""
         super().__init__()
-        self.model = DecoderPart(model.model, spans, own)
+        self.model = DecoderStages(model.model, spans, own)
         self.own = tuple(own)
         self.stages = len(spans)
         is_last = self.stages - 1 in own
         self.lm_head = model.lm_head if is_last else None
         self.is_tied = model.lm_head is None
-        self.borrows_head = self.is_tied and is_last and 0 not in own
+        self.shares_embedding = self.is_tied and is_last and 0 not in own
         self.vocab_size, self.hidden_size = model.model.embed_tokens.weight.shape
 
     def forward(self, batch: Batch, hidden: Tensor | None, stage: int) -> Tensor:

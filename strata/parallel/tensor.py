@@ -40,12 +40,12 @@ class TensorSharding:
     shapes: Mapping[str, tuple[int, ...]]
     experts: Axis | None = None
 
-    def is_repeated(self, name: str) -> bool:
-        """Whether all ranks of the axis hold the same parameter, rather than parts of it."""
+    def is_replicated(self, name: str) -> bool:
+        """Whether all ranks of the axis hold the same parameter, rather than shards of it."""
         return self.placements[name].divided_dim is None
 
-    def part(self, name: str, full: Tensor) -> Tensor:
-        """This rank's part, a view, of a parameter that is given whole."""
+    def shard(self, name: str, full: Tensor) -> Tensor:
+        """This rank's shard, a view, of a parameter that is given whole."""
         if (division := self._division(name)) is None:
             return full
         dim, axis = division
@@ -53,7 +53,7 @@ class TensorSharding:
         return full.narrow(dim, first, end - first)
 
     def box(self, name: str) -> tuple[tuple[int, int], ...]:
-        """Where this rank's part lies in the whole parameter: first and end along every dimension."""
+        """Where this rank's shard lies in the whole parameter: first and end along every dimension."""
         box = [(0, size) for size in self.shapes[name]]
         if (division := self._division(name)) is not None:
             dim, axis = division
@@ -68,8 +68,8 @@ class TensorSharding:
         return None if dim is None else (dim, self.axis)
 
     @torch.no_grad()
-    def complete(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add up, in place and in one message, those gradients that are parts of a sum over the axis.
+    def all_reduce_partial(self, gradients: Mapping[str, Tensor]) -> None:
+        """All-reduce over the axis, in place and in one message, the gradients that are partial sums there.
 
         gradients: by parameter, of any shape (a data-parallel rank may hold a part of each), on every rank of the axis
         alike. Call it once a step, after the last backward pass.
@@ -77,7 +77,7 @@ class TensorSharding:
         parts = [
             gradient
             for name, gradient in gradients.items()
-            if self.placements[name].gradient_is_part(self.sequence_parallel)
+            if self.placements[name].gradient_is_partial(self.sequence_parallel)
         ]
         if self.axis.group is None or not parts:
             return
@@ -107,22 +107,22 @@ def shard_model(
     sharding = TensorSharding(axis, sequence_parallel, placed, shapes)
     if axis.group is None:
         return sharding
-    entrances: dict[str, Siblings] = {}
+    column_groups: dict[str, ColumnGroup] = {}
     for name, parameter in list(model.named_parameters()):
         owner, _, own = name.rpartition(".")
-        if not sharding.is_repeated(name):
-            part = sharding.part(name, parameter.detach()).clone(memory_format=torch.contiguous_format)
+        if not sharding.is_replicated(name):
+            part = sharding.shard(name, parameter.detach()).clone(memory_format=torch.contiguous_format)
             setattr(model.get_submodule(owner), own, nn.Parameter(part, parameter.requires_grad))
         if own == "weight":
             _replace_module(model, owner, sharding, parameter.shape[0], overlap)
         if own == "weight" and placed[name] is Placement.COLUMN:
-            siblings = entrances.setdefault(owner.rpartition(".")[0], Siblings(axis))
+            group = column_groups.setdefault(owner.rpartition(".")[0], ColumnGroup(axis))
             if overlap:
-                _replace(model, owner, ColumnLinear(_linear(model, owner), siblings))
-    for owner in () if overlap else entrances:
-        model.get_submodule(owner).register_forward_pre_hook(_entrance(axis, sequence_parallel))
+                _replace(model, owner, ColumnLinear(_linear(model, owner), group))
+    for owner in () if overlap else column_groups:
+        model.get_submodule(owner).register_forward_pre_hook(_input_hook(axis, sequence_parallel))
     if f"{_LAST_NORM}.weight" in placed:
-        model.get_submodule(_LAST_NORM).register_forward_hook(_exit(axis, sequence_parallel))
+        model.get_submodule(_LAST_NORM).register_forward_hook(_output_hook(axis, sequence_parallel))
         if sequence_parallel:
             model.get_submodule(_DECODER).register_forward_hook(_without_padding)
     return sharding
@@ -143,11 +143,11 @@ class RowLinear(nn.Module):
         if self.overlap:
             total = scattered_product(x, self.weight, self.axis)
         else:
-            total = _add_up(linear(x, self.weight, None), self.axis, self.sequence_parallel)
+            total = _reduce(linear(x, self.weight, None), self.axis, self.sequence_parallel)
         return total if self.bias is None else total + self.bias
 
 
-class Siblings:
+class ColumnGroup:
     """The `ColumnLinear`s of one block. They read the same tokens, so the first that is called computes for all."""
 
     def __init__(self, axis: Axis) -> None:
@@ -172,15 +172,15 @@ class ColumnLinear(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, part: Linear, siblings: Siblings) -> None:
+    def __init__(self, part: Linear, group: ColumnGroup) -> None:
         super().__init__()
         self.weight = part.weight
         self.register_parameter("bias", part.bias)
-        self.siblings = siblings
-        siblings.members.append(self)
+        self.group = group
+        group.members.append(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        product = self.siblings.product(self, x)
+        product = self.group.product(self, x)
         return product if self.bias is None else product + self.bias
 
 
@@ -200,7 +200,7 @@ class VocabularyEmbedding(nn.Module):
             )
         own = (tokens >= self.first) & (tokens < self.first + self.weight.shape[0])
         rows: Tensor = embedding(torch.where(own, tokens - self.first, 0), self.weight)
-        return _add_up(torch.where(own[:, None], rows, 0), self.axis, self.sequence_parallel)
+        return _reduce(torch.where(own[:, None], rows, 0), self.axis, self.sequence_parallel)
 
 
 def _replace_module(model: nn.Module, name: str, sharding: TensorSharding, rows: int, overlap: bool) -> None:
@@ -225,7 +225,7 @@ def _linear(model: nn.Module, name: str) -> Linear:
     return module
 
 
-def _entrance(axis: Axis, sequence_parallel: bool) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+def _input_hook(axis: Axis, sequence_parallel: bool) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
     """Before a module whose first matrices have divided outputs: it wants all tokens, and each rank's part of their
     gradient is added up. Padding is cut off where the module is told how many tokens there are.
     """
@@ -241,7 +241,7 @@ def _entrance(axis: Axis, sequence_parallel: bool) -> Callable[[nn.Module, tuple
     return enter
 
 
-def _exit(axis: Axis, sequence_parallel: bool) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+def _output_hook(axis: Axis, sequence_parallel: bool) -> Callable[[nn.Module, Any, Tensor], Tensor]:
     """After the last norm: the head, of which each rank has a part of the rows, wants all tokens."""
 
     def leave(module: nn.Module, arguments: Any, hidden: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ def _without_padding(module: nn.Module, arguments: tuple[Batch], hidden: Tensor)
     return hidden[: arguments[0].tokens.shape[0]]
 
 
-def _add_up(x: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
+def _reduce(x: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
     """The sum of the parts that the ranks hold; with sequence parallelism, this rank's tokens of it."""
     if not sequence_parallel:
         return all_reduce(x, axis)

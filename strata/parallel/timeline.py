@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from strata.parallel.schedules import Action, Pass, Schedule
+from strata.parallel.schedules import Action, Pass, PipelineSchedule
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Timeline:
         return 1 - sum(end - start for start, end in self.spans.values()) / (self.ranks * self.length)
 
 
-def simulate(schedule: Schedule, durations: Durations | None = None) -> Timeline:
+def simulate(schedule: PipelineSchedule, durations: Durations | None = None) -> Timeline:
     """Run the schedule in time; without `durations` all passes take 1 and transfers 0.
 
     Raises ValueError if it comes to a halt, naming what each rank waits for.
@@ -74,19 +74,19 @@ def simulate(schedule: Schedule, durations: Durations | None = None) -> Timeline
     return Timeline(spans, schedule.ranks)
 
 
-def peak_activations(schedule: Schedule) -> tuple[float, ...]:
+def peak_activations(schedule: PipelineSchedule) -> tuple[float, ...]:
     """Of each rank the most micro-batches whose activations it holds at once; one in half of its stages is a half."""
     return _peaks(schedule, {Pass.FORWARD: 1, Pass.INPUTS: 0, Pass.WEIGHTS: -1, Pass.BACKWARD: -1})
 
 
-def peak_kept(schedule: Schedule) -> tuple[float, ...]:
+def peak_saved(schedule: PipelineSchedule) -> tuple[float, ...]:
     """The same of all that passes keep for each other. One between INPUTS and WEIGHTS counts twice: besides
     activations it holds the gradients that arrived at its products, about as many bytes.
     """
     return _peaks(schedule, {Pass.FORWARD: 1, Pass.INPUTS: 1, Pass.WEIGHTS: -2, Pass.BACKWARD: -1})
 
 
-def _peaks(schedule: Schedule, changes: Mapping[Pass, int]) -> tuple[float, ...]:
+def _peaks(schedule: PipelineSchedule, changes: Mapping[Pass, int]) -> tuple[float, ...]:
     peaks = []
     for rank, actions in enumerate(schedule.actions):
         most = max(accumulate(changes[action.kind] for action in actions))
@@ -94,13 +94,15 @@ def _peaks(schedule: Schedule, changes: Mapping[Pass, int]) -> tuple[float, ...]
     return tuple(peaks)
 
 
-def check(schedule: Schedule) -> None:
+def check(schedule: PipelineSchedule) -> None:
     """Raise ValueError unless every stage runs each micro-batch once, in the right order, and nothing waits forever."""
     for rank, actions in enumerate(schedule.actions):
         kinds: dict[tuple[int, int], list[Pass]] = {}
         for action in actions:
-            if schedule.homes[action.stage] != rank:
-                raise ValueError(f"{action} stands on rank {rank}, but belongs on {schedule.homes[action.stage]}")
+            if schedule.rank_of_stage[action.stage] != rank:
+                raise ValueError(
+                    f"{action} stands on rank {rank}, but belongs on {schedule.rank_of_stage[action.stage]}"
+                )
             kinds.setdefault((action.stage, action.micro_batch), []).append(action.kind)
         for stage in schedule.stages_of(rank):
             for m in range(schedule.micro_batches):
@@ -135,7 +137,7 @@ class Exchange:
 Program = tuple[Action | Exchange, ...]
 
 
-def programs(schedule: Schedule) -> tuple[Program, ...]:
+def programs(schedule: PipelineSchedule) -> tuple[Program, ...]:
     """Of each rank its actions with the exchanges between them.
 
     An exchange stands at the moment of the timeline of equal passes at which its transfers can start, before the
@@ -157,19 +159,19 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
     return tuple(made)
 
 
-def _transfer(action: Action, schedule: Schedule) -> Transfer | None:
+def _transfer(action: Action, schedule: PipelineSchedule) -> Transfer | None:
     """None where the result stays on the rank, or nobody wants it."""
     if action.kind is Pass.WEIGHTS:
         return None
     to = action.stage + (1 if action.kind is Pass.FORWARD else -1)
-    if not 0 <= to < schedule.stages or schedule.homes[to] == schedule.homes[action.stage]:
+    if not 0 <= to < schedule.stages or schedule.rank_of_stage[to] == schedule.rank_of_stage[action.stage]:
         return None
-    return Transfer(action, schedule.homes[action.stage], schedule.homes[to])
+    return Transfer(action, schedule.rank_of_stage[action.stage], schedule.rank_of_stage[to])
 
 
 def _earliest_start(
     action: Action,
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     spans: Mapping[Action, tuple[float, float]],
     gradients: Mapping[tuple[int, int], Action],
     transfer: float,
@@ -179,7 +181,7 @@ def _earliest_start(
     for needed in _needs(action, schedule.stages, gradients):
         if needed is None or needed not in spans:
             return None
-        moved = schedule.homes[needed.stage] != schedule.homes[action.stage]
+        moved = schedule.rank_of_stage[needed.stage] != schedule.rank_of_stage[action.stage]
         start = max(start, spans[needed][1] + (transfer if moved else 0))
     return start
 

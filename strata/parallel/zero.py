@@ -1,7 +1,7 @@
 """Data parallelism in buckets: plain, and ZeRO stages 1 and 2 (Rajbhandari et al. 2020).
 
 The ranks sum a bucket while the backward pass goes on with the layers before it. A rank keeps master weights and
-optimizer state for its part of each bucket (all of it without ZeRO), and the updated parts are gathered.
+optimizer state for its shard of each bucket (all of it without ZeRO), and the updated shards are gathered.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch import Tensor, fx, nn
 from strata.comm.mesh import Axis
 from strata.kernels.gradient_target import Memory
 from strata.parallel.buckets import Bucket, divide_into_buckets
-from strata.parallel.data_parallel import GradientAxes, Part, global_norm
+from strata.parallel.data_parallel import GradientAxes, ParameterShard, global_norm
 
 
 class ZeroGradients:
     """`Gradients` of a model of which every rank computes with all weights (of its shard along other axes)."""
 
-    parts: Sequence[Part]
+    shards: Sequence[ParameterShard]
 
     def __init__(
         self,
         model: nn.Module,
         axes: Mapping[str, GradientAxes],
-        everyone: Axis,
+        world_axis: Axis,
         device: torch.device,
         *,
         reduce_every_pass: bool,
@@ -40,19 +40,19 @@ class ZeroGradients:
 
         model: alike on all ranks that `axes` (see `gradient_axes`) sums over; its parameters, in float32 or more, are
         what the masters begin with. On the meta device it has no values, and gets memory on `device`.
-        everyone: see `all_ranks`.
-        reduce_every_pass: ZeRO-2, which keeps no more than a part of the gradient between two micro-batches; otherwise
+        world_axis: see `all_ranks`.
+        reduce_every_pass: ZeRO-2, which keeps no more than a shard of the gradient between two micro-batches; otherwise
         a rank adds its gradients up and reduces them once a step.
         compute_dtype: of the model from now on; None leaves it. reduce_dtype: of gradients while they are added up and
         sent; None is float32, or the parameters' dtype if that is wider.
         bucket_elements: the least number in a message, unless all are fewer; a message never ends within a layer.
         """
         leave_meta(model, device)
-        self._everyone, self._reduces_every_pass = everyone, reduce_every_pass
+        self._world_axis, self._reduces_every_pass = world_axis, reduce_every_pass
         self._buckets = _make_buckets(model, axes, compute_dtype, reduce_dtype, bucket_elements)
-        self.parts = [part for bucket in self._buckets for part in bucket.parts]
-        self._home = {name: place for place, bucket in enumerate(self._buckets) for name in bucket.slots}
-        self._missing = [set(bucket.slots) for bucket in self._buckets]
+        self.shards = [shard for bucket in self._buckets for shard in bucket.shards]
+        self._bucket_of = {name: place for place, bucket in enumerate(self._buckets) for name in bucket.entries}
+        self._missing = [set(bucket.entries) for bucket in self._buckets]
         self._sent = 0
         self._reduces_this_pass = reduce_every_pass
         self._is_reduced = False
@@ -67,9 +67,9 @@ class ZeroGradients:
         the model, which lie side by side (`strata.graph.merge`). Every parameter is watched already.
         """
         names = [name for parameter in parameters for name in self._leaves[parameter]]
-        slots = [self._buckets[self._home[name]].slots[name] for name in names]
-        for before, after in pairwise(slots):
-            if before.end != after.first or self._home[before.name] != self._home[after.name]:
+        entries = [self._buckets[self._bucket_of[name]].entries[name] for name in names]
+        for before, after in pairwise(entries):
+            if before.end != after.first or self._bucket_of[before.name] != self._bucket_of[after.name]:
                 raise ValueError(f"{before.name} and {after.name} do not lie side by side; merge other parameters")
         self._leaves[leaf] = names
         leaf.register_post_accumulate_grad_hook(self.take)
@@ -79,9 +79,9 @@ class ZeroGradients:
         if leaf.grad is None:
             return
         names = self._leaves[leaf]
-        self._open_bucket(names).take(names, leaf.grad)
+        self._open_bucket(names).accumulate(names, leaf.grad)
         leaf.grad = None
-        self._have(names)
+        self._mark_ready(names)
 
     def target(self, leaf: Tensor) -> LeafGradientTarget:
         """For the gradient of a watched tensor that a backward pass writes itself (`strata.kernels.linear.into`)."""
@@ -95,99 +95,99 @@ class ZeroGradients:
 
     def written(self, leaf: Tensor) -> None:
         """The gradient of this pass is in that memory."""
-        self._have(self._leaves[leaf])
+        self._mark_ready(self._leaves[leaf])
 
     def _open_bucket(self, names: Sequence[str]) -> Bucket:
         """That of these parameters, which has not been sent in this pass."""
-        place = self._home[names[0]]
+        place = self._bucket_of[names[0]]
         self._end_earlier_passes()
         if place < self._sent:
             raise RuntimeError(f"a second gradient of {names[0]} came after the first was sent; use the parameter once")
         return self._buckets[place]
 
-    def _have(self, names: Sequence[str]) -> None:
+    def _mark_ready(self, names: Sequence[str]) -> None:
         """Send what is complete, now that the gradients of these parameters are."""
-        self._missing[self._home[names[0]]].difference_update(names)
+        self._missing[self._bucket_of[names[0]]].difference_update(names)
         if self._reduces_this_pass:
             while self._sent < len(self._buckets) and not self._missing[self._sent]:
-                self._send()
+                self._start_reduction()
 
-    def announce_last(self) -> None:
+    def set_is_last_backward(self) -> None:
         self._reduces_this_pass = True
 
     def accumulate(self) -> None:
         for leaf in self._leaves:
             self.take(leaf)
         if self._reduces_this_pass:
-            self._send_rest()
-        self._missing = [set(bucket.slots) for bucket in self._buckets]
+            self._start_remaining()
+        self._missing = [set(bucket.entries) for bucket in self._buckets]
         self._reduces_this_pass = self._reduces_every_pass
         self._sent = 0
 
     def reduce(self) -> None:
         if not self._is_reduced:
-            self._send_rest()
+            self._start_remaining()
             self._sent = 0
         while self._under_way:
             self._advance()
         for bucket in self._buckets:
-            bucket.hand_out()
+            bucket.set_master_gradients()
         self._is_reduced = False
 
     def norm(self) -> Tensor:
         counted = [bucket.gradient for bucket in self._buckets if bucket.axes.is_counted]
-        return global_norm(counted, self._buckets[0].master.new_zeros(()), self._everyone)
+        return global_norm(counted, self._buckets[0].master.new_zeros(()), self._world_axis)
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def sync_weights(self) -> None:
         for bucket in self._buckets:
             bucket.round_masters()
-        self.gather()
+        self.all_gather_weights()
 
-    def gather(self) -> None:
-        self.start_gathering()
+    def all_gather_weights(self) -> None:
+        self.start_all_gather_weights()
         self.wait()
 
-    def forget(self) -> None:
+    def free_gradients(self) -> None:
         """The gradients, and free their memory."""
         for bucket in self._buckets:
-            bucket.forget()
+            bucket.free_gradient()
 
     @torch.no_grad()
-    def start_gathering(self) -> None:
-        """`gather` without its end: parameters hold neither old nor new weights until `wait`."""
+    def start_all_gather_weights(self) -> None:
+        """`all_gather_weights` without its end: parameters hold neither old nor new weights until `wait`."""
         for bucket in reversed(self._buckets):
             bucket.start_all_gather()
 
     def wait(self, names: Sequence[str] | None = None) -> None:
         """Until the weights of these parameters, or of all, are there. On a GPU the stream waits, not the host."""
-        for place in range(len(self._buckets)) if names is None else {self._home[name] for name in names}:
+        for place in range(len(self._buckets)) if names is None else {self._bucket_of[name] for name in names}:
             self._buckets[place].wait()
 
     def wait_in_graph(self, graph: fx.GraphModule) -> None:
-        """Let a captured graph, in place, wait for weights before it first reads them, so that `start_gathering` at
-        the end of a step or at the beginning of the next runs while the first layers compute. Do so before the graph is
-        divided.
+        """Let a captured graph, in place, wait for weights before it first reads them, so that
+        `start_all_gather_weights` at the end of a step or at the beginning of the next runs while the first layers
+        compute. Do so before the graph is divided.
         """
         waited: set[int] = set()
         layer = None  # of what stands before: the weight of the last norm has none, and is waited for in the last one
         for node in list(graph.graph.nodes):
             layer = layer if node.meta.get("layer") is None else node.meta["layer"]
             fetched = node.meta.get("parameters", ()) if node.op == "get_attr" else ()
-            names = [name for name in fetched if self._home[name] not in waited]
+            names = [name for name in fetched if self._bucket_of[name] not in waited]
             if names:
-                waited |= {self._home[name] for name in names}
+                waited |= {self._bucket_of[name] for name in names}
                 with graph.graph.inserting_before(node):
                     waiting = graph.graph.call_function(self.wait, (names,))
                 waiting.meta["layer"] = layer
         graph.recompile()
 
-    def _send_rest(self) -> None:
+    def _start_remaining(self) -> None:
         while self._sent < len(self._buckets):
-            self._send()
+            self._start_reduction()
         self._is_reduced = True
 
-    def _send(self) -> None:
+    def _start_reduction(self) -> None:
         """Begin to reduce the next bucket. All ranks send the buckets in one order, whatever came first."""
         self._end_earlier_passes()
         self._advance()

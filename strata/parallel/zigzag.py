@@ -10,7 +10,7 @@ from strata.parallel.families import span
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """Tokens of one document that a rank holds side by side.
 
     row: where they begin among the rank's rows. start: the position of the first one in its document. length: how many.
@@ -29,20 +29,20 @@ class Piece:
 class Block:
     """Queries of this rank and keys of another whose scores are computed together.
 
-    ahead: position of the first query less that of the first key. masked: whether some pair of them is hidden.
+    offset: position of the first query less that of the first key. masked: whether some pair of them is hidden.
     """
 
     queries: slice
     keys: slice
-    ahead: int
+    offset: int
     masked: bool
 
 
 @dataclass(frozen=True)
 class Zigzag:
-    """Documents of these lengths, each cut into 2 * ranks pieces of which rank r has r and 2 * ranks - 1 - r.
+    """Documents of these lengths, each cut into 2 * ranks chunks of which rank r has r and 2 * ranks - 1 - r.
 
-    Pieces of a document differ by one token at most, so a short document leaves some of them empty.
+    Chunks of a document differ by one token at most, so a short document leaves some of them empty.
     """
 
     lengths: tuple[int, ...]
@@ -53,7 +53,7 @@ class Zigzag:
         return [sum(end - start for start, end in self._spans(length, rank)) for length in self.lengths]
 
     def rows(self, rank: int) -> list[int]:
-        """Where in the packed batch each token of the rank stands: document by document, early piece before late."""
+        """Where in the packed batch each token of the rank stands: document by document, early chunk before late."""
         found: list[int] = []
         first = 0
         for length in self.lengths:
@@ -68,33 +68,33 @@ class Zigzag:
         return [sum(self.counts(rank)) for rank in range(self.ranks)]
 
     def blocks(self, rank: int, source: int, window: int) -> list[Block]:
-        """All pairs of `rank`'s queries and `source`'s keys that are seen, in blocks; a piece with itself first.
+        """All pairs of `rank`'s queries and `source`'s keys that are seen, in blocks; a chunk with itself first.
 
         window: how many positions a query sees, its own included.
         """
         found = []
-        for own, others in zip(self.pieces(rank), self.pieces(source), strict=True):
+        for own, others in zip(self.chunks(rank), self.chunks(source), strict=True):
             for query in own:
                 for key in others:
-                    ahead = query.start - key.start
-                    farthest = ahead + query.length - 1
-                    nearest = ahead - key.length + 1
+                    offset = query.start - key.start
+                    farthest = offset + query.length - 1
+                    nearest = offset - key.length + 1
                     if farthest < 0 or nearest >= window:
                         continue
                     masked = nearest < 0 or farthest >= window
-                    found.append(Block(query.rows, key.rows, ahead, masked))
-        return sorted(found, key=lambda block: block.ahead != 0)
+                    found.append(Block(query.rows, key.rows, offset, masked))
+        return sorted(found, key=lambda block: block.offset != 0)
 
-    def pieces(self, rank: int) -> Iterator[list[Piece]]:
-        """Of each document the rank's pieces that have tokens."""
+    def chunks(self, rank: int) -> Iterator[list[Chunk]]:
+        """Of each document the rank's chunks that have tokens."""
         row = 0
         for length in self.lengths:
-            pieces = []
+            chunks = []
             for start, end in self._spans(length, rank):
                 if end > start:
-                    pieces.append(Piece(row, start, end - start))
+                    chunks.append(Chunk(row, start, end - start))
                 row += end - start
-            yield pieces
+            yield chunks
 
     def _spans(self, length: int, rank: int) -> list[tuple[int, int]]:
         parts = 2 * self.ranks

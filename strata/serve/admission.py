@@ -10,7 +10,7 @@ from strata.serve.http.limits import Admission
 from strata.serve.state import arrival_of, caller_of, server_of
 
 # Of English text, and of JSON lists of ids, about so many make a token; the true number is settled later.
-_BYTES_A_TOKEN = 4
+_BYTES_PER_TOKEN = 4
 
 
 def admit(request: Request, *, most_tokens: int = 0, sequences: int = 1, requests: int = 1) -> Admission:
@@ -45,7 +45,7 @@ def admit_generation(
 
 def prompt_tokens(request: Request) -> int:
     """An estimate of what the body holds."""
-    return max(1, int(request.scope["state"]["body_bytes"]) // _BYTES_A_TOKEN)
+    return max(1, int(request.scope["state"]["body_bytes"]) // _BYTES_PER_TOKEN)
 
 
 def admission_of(request: Request) -> Admission:

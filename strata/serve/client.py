@@ -32,7 +32,7 @@ from strata.engine.process.messages import (
 )
 
 # Frames that are read before other tasks get a turn.
-FRAMES_A_TURN = 64
+FRAMES_PER_READ = 64
 # How often a connection to an engine that has not bound its address yet is tried, in milliseconds.
 RETRY_MS = 20
 # How long a closing client waits until its last messages are out, in milliseconds.
@@ -136,14 +136,14 @@ class EngineClient:
 
     ready: Ready
 
-    def __init__(self, address: str, most_silence: float = 0.0) -> None:
+    def __init__(self, address: str, silence_timeout: float = 0.0) -> None:
         """Prepares the connection; `connect` makes one that is ready for use."""
         self._loop = asyncio.get_running_loop()
         self._answered: asyncio.Future[Ready | None] = self._loop.create_future()
         self._dead: asyncio.Future[str] = self._loop.create_future()
         self._streams: dict[str, Stream] = {}
         self._vectors: dict[str, asyncio.Future[list[float]]] = {}
-        self._most_silence = most_silence
+        self._most_silence = silence_timeout
         self._silent_since = 0.0  # by the loop's clock, of an engine that has requests
         self._watchdog: asyncio.TimerHandle | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -163,14 +163,14 @@ class EngineClient:
         self._send(Hello())
 
     @classmethod
-    async def connect(cls, address: str, *, timeout: float | None = None, most_silence: float = 0.0) -> EngineClient:
+    async def connect(cls, address: str, *, timeout: float | None = None, silence_timeout: float = 0.0) -> EngineClient:
         """A client of the engine that serves, or will serve, at `address`; waits until it is ready.
 
-        most_silence: seconds after which an engine that has requests and says nothing is killed; 0 for never. (One that
-            works says how it stands twice a second, to clients whose requests wait too.)
+        silence_timeout: seconds after which an engine that has requests and says nothing is killed; 0 for never. (One
+            that works says how it stands twice a second, to clients whose requests wait too.)
         Raises EngineGone if the engine dies meanwhile or is not ready after `timeout` seconds.
         """
-        client = cls(address, most_silence)
+        client = cls(address, silence_timeout)
         try:
             async with asyncio.timeout(timeout):
                 ready = await client._answered
@@ -270,7 +270,7 @@ class EngineClient:
             self._loop.call_soon(self._read)
 
     def _read(self) -> None:
-        for _ in range(FRAMES_A_TURN):
+        for _ in range(FRAMES_PER_READ):
             if not self.alive or not _has_mail(self._socket):
                 return
             self._silent_since = self._loop.time()

@@ -36,12 +36,12 @@ class FairQueue(Generic[Helper]):
             self._working[caller] += 1
             helper = self._idle.pop(0)
         else:
-            helper = await self._turn(caller, admission)
+            helper = await self._acquire(caller, admission)
         working = asyncio.ensure_future(work(helper))
         working.add_done_callback(lambda done: self._done(caller, helper, done))
         return await asyncio.shield(working)
 
-    async def _turn(self, caller: str, admission: Admission) -> Helper:
+    async def _acquire(self, caller: str, admission: Admission) -> Helper:
         turn: asyncio.Future[Helper] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(caller, deque()).append(turn)
         try:
@@ -49,7 +49,7 @@ class FairQueue(Generic[Helper]):
                 return await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():  # the turn has come as the asker left
-                self._hand_on(caller, turn.result())
+                self._release(caller, turn.result())
             if isinstance(error, TimeoutError):
                 raise admission.timed_out() from None
             raise
@@ -57,9 +57,9 @@ class FairQueue(Generic[Helper]):
     def _done(self, caller: str, helper: Helper, done: asyncio.Future[Any]) -> None:
         if not done.cancelled():
             done.exception()  # of work that nobody waits for any more
-        self._hand_on(caller, helper)
+        self._release(caller, helper)
 
-    def _hand_on(self, caller: str, helper: Helper) -> None:
+    def _release(self, caller: str, helper: Helper) -> None:
         """`caller` needs a helper no more."""
         self._working[caller] -= 1
         if not self._working[caller]:

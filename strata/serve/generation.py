@@ -22,12 +22,12 @@ from strata.serve.observe.metrics import Endpoint, RequestRecord
 from strata.serve.state import server_of
 
 
-class Piece(msgspec.Struct, frozen=True):
-    """What one sample got since its last piece.
+class SampleDelta(msgspec.Struct, frozen=True):
+    """What one sample got since its last delta.
 
     text: may be empty, while a character or a possible stop string is incomplete.
     logprobs: one for each of `token_ids`, None unless asked for.
-    finish_reason: "stop" or "length" with the last piece of a sample; stop_reason: the stop string or id that ended it.
+    finish_reason: "stop" or "length" with the last delta of a sample; stop_reason: the stop string or id that ended it.
     """
 
     index: int
@@ -39,10 +39,10 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Generation:
-    """The samples of one prompt, as an asynchronous iterator over lists of pieces: all that came since the last list.
+    """The samples of one prompt, as an asynchronous iterator over lists of deltas: all that came since the last list.
 
         async with Generation(...) as generation:
-            async for pieces in generation:
+            async for sample_deltas in generation:
 
     The engine is asked at the first step of the iteration. Leaving the `async with` block before the end aborts the
     request there; that is how a client that has left frees its memory.
@@ -105,7 +105,7 @@ class Generation:
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs]:
-        """Of the prompt's tokens from the second on, if asked for; there with the first pieces."""
+        """Of the prompt's tokens from the second on, if asked for; there with the first deltas."""
         return self._stream.prompt_logprobs if self._stream is not None else []
 
     async def __aenter__(self) -> Self:
@@ -119,7 +119,7 @@ class Generation:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> list[Piece]:
+    async def __anext__(self) -> list[SampleDelta]:
         if self._running == 0:
             raise StopAsyncIteration
         if self._stream is None:
@@ -128,11 +128,11 @@ class Generation:
         now = time.monotonic()
         if self._first_token is None:
             self._note_first(deltas[0], now)
-        pieces = [self._piece(delta, now) for delta in deltas]
-        self._state.metrics.tokens(prompt=0, output=sum(len(piece.token_ids) for piece in pieces))
+        sample_deltas = [self._sample_delta(delta, now) for delta in deltas]
+        self._state.metrics.tokens(prompt=0, output=sum(len(sample_delta.token_ids) for sample_delta in sample_deltas))
         if self._running == 0:
             await self.aclose()
-        return pieces
+        return sample_deltas
 
     async def aclose(self) -> None:
         """Give back what the request holds; if it has not ended, it is aborted. A second call has no effect."""
@@ -169,7 +169,7 @@ class Generation:
         except EngineGone as error:
             raise self._state.engine_gone(str(error)) from None
 
-    def _piece(self, delta: Delta, now: float) -> Piece:
+    def _sample_delta(self, delta: Delta, now: float) -> SampleDelta:
         if delta.error is not None:
             raise self._failed(delta.error)
         sample = self._samples[delta.index]
@@ -183,7 +183,7 @@ class Generation:
             self._end(delta, sample)
         # What the engine computed past a stop string is no part of the answer.
         cut = new < len(delta.tokens)
-        return Piece(
+        return SampleDelta(
             delta.index,
             text,
             delta.tokens[:new] if cut else delta.tokens,

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from strata.serve.generation import Generation, Piece
+from strata.serve.generation import Generation, SampleDelta
 
 
-async def as_they_come(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, list[Piece]], None]:
-    """(which generation, its pieces) in the order in which they come; what a slow reader leaves there gathers there.
+async def merged_streams(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, list[SampleDelta]], None]:
+    """(which generation, its deltas) in the order in which they come; what a slow reader leaves there gathers there.
 
     Raises what any of them raises. Does not close them.
     """
     if len(generations) == 1:
-        async for pieces in generations[0]:
-            yield 0, pieces
+        async for deltas in generations[0]:
+            yield 0, deltas
         return
     nexts = {asyncio.ensure_future(anext(one)): number for number, one in enumerate(generations)}
     try:
@@ -24,11 +24,11 @@ async def as_they_come(generations: Sequence[Generation]) -> AsyncGenerator[tupl
             for task in done:
                 number = nexts.pop(task)
                 try:
-                    pieces = task.result()
+                    deltas = task.result()
                 except StopAsyncIteration:
                     continue
                 nexts[asyncio.ensure_future(anext(generations[number]))] = number
-                yield number, pieces
+                yield number, deltas
     finally:
         for task in nexts:
             task.cancel()

@@ -18,15 +18,15 @@ from strata.serve.http.validation import shown
 from strata.serve.replies.tool_formats import TOOL_FORMATS, ToolFormatName
 from strata.text.async_worker import AsyncWorker
 
-MOST_BYTES = 64 * 1024
+MAX_BYTES = 64 * 1024
 # Containers within containers; a property of an object is two deeper than the object.
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 
 # Characters of a grammar that is given as text: GBNF is translated here, at about 10 ms for 1000.
-MOST_GRAMMAR = 16 * 1024
+MAX_GRAMMAR = 16 * 1024
 
-_MOST_REMEMBERED = 256
-_MOST_ANSWER = 16 * 1024
+_MAX_REMEMBERED = 256
+_MAX_ANSWER = 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def response_grammar(response_format: Mapping[str, Any] | None, param: str = "re
 def structured_grammar(asked: StructuredOutputsParams, param: str) -> Grammar:
     """The grammar of vLLM's `structured_outputs`. Raises ApiError 400 for what is none, too long or nested too deep."""
     size = len(asked.grammar or "")
-    if size > MOST_GRAMMAR:
-        message = f"{param}: the grammar has {size:,} characters, and at most {MOST_GRAMMAR:,} are taken"
+    if size > MAX_GRAMMAR:
+        message = f"{param}: the grammar has {size:,} characters, and at most {MAX_GRAMMAR:,} are taken"
         raise ApiError(400, message, param=param, code="invalid_grammar")
     try:
         if asked.json is not None:
@@ -143,7 +143,7 @@ class GrammarChecker:
     """
 
     def __init__(self, deadline: float = 2.0) -> None:
-        self._workers = [AsyncWorker("strata.serve.grammar_worker", deadline, _MOST_ANSWER) for _ in range(AT_ONCE)]
+        self._workers = [AsyncWorker("strata.serve.grammar_worker", deadline, _MAX_ANSWER) for _ in range(AT_ONCE)]
         self._turns = FairQueue(self._workers)
         self._asking: dict[tuple[str, str], asyncio.Task[str | None]] = {}
         self._found: OrderedDict[str, str | None] = OrderedDict()
@@ -175,7 +175,7 @@ class GrammarChecker:
         if "error" in reply:  # not remembered: a busy machine may have been the cause
             return f"it takes too much to compile ({reply['error']}): make it simpler"
         wrong = self._found[text] = cast(str | None, reply["wrong"])
-        if len(self._found) > _MOST_REMEMBERED:
+        if len(self._found) > _MAX_REMEMBERED:
             self._found.popitem(last=False)
         return wrong
 
@@ -185,8 +185,8 @@ def _check_schemas(schemas: list[Any], param: str) -> None:
     for schema in schemas:
         if not isinstance(schema, Mapping):
             raise ApiError(400, f"{param} must be a JSON schema, which is an object, got {shown(schema)}", param=param)
-        if _deeper_than(schema, MOST_DEPTH):
-            message = f"{param}: it nests deeper than {MOST_DEPTH} objects and arrays"
+        if _deeper_than(schema, MAX_DEPTH):
+            message = f"{param}: it nests deeper than {MAX_DEPTH} objects and arrays"
             raise ApiError(400, message, param=param, code="invalid_grammar")
     if (wrong := _too_long(json.dumps(schemas))) is not None:
         raise ApiError(400, f"{param}: {wrong}", param=param, code="invalid_grammar")
@@ -201,9 +201,9 @@ def _json_part(name: str, schema: Mapping[str, Any], param: str) -> dict[str, An
 
 def _too_long(text: str) -> str | None:
     """What is wrong with a text in ASCII, if it is too long."""
-    if len(text) <= MOST_BYTES:
+    if len(text) <= MAX_BYTES:
         return None
-    return f"it comes to {len(text):,} bytes of grammar, and at most {MOST_BYTES:,} are taken"
+    return f"it comes to {len(text):,} bytes of grammar, and at most {MAX_BYTES:,} are taken"
 
 
 def _deeper_than(value: Any, depth: int) -> bool:

@@ -31,11 +31,11 @@ class AsyncWorker:
 
     module: what the process runs; it calls `serve_answers`.
     deadline: seconds that one answer may take, once those before it are there.
-    most_answer: bytes that one answer may have.
+    max_answer_bytes: bytes that one answer may have.
     """
 
-    def __init__(self, module: str, deadline: float, most_answer: int) -> None:
-        self._module, self._deadline, self._most_answer = module, deadline, most_answer
+    def __init__(self, module: str, deadline: float, max_answer_bytes: int) -> None:
+        self._module, self._deadline, self._most_answer = module, deadline, max_answer_bytes
         self._process: subprocess.Popen[bytes] | None = None
         self._asked: deque[_Question] = deque()  # written
         self._waiting: deque[_Question] = deque()  # to be written; of the first, a part may be

@@ -14,11 +14,11 @@ from strata.text.async_worker import AsyncWorker
 from strata.text.killable_worker import KillableWorker
 from strata.text.spelled_tokens import ChatText, Marks, SpelledTokens
 
-MOST_CHARACTERS = 4_000_000
+MAX_CHARACTERS = 4_000_000
 DEADLINE = 2.0  # seconds for one rendering
 
 _MODULE = "strata.text.template_worker"
-_MOST_ANSWER = 12 * MOST_CHARACTERS + 1000  # JSON escapes a character in at most 12 bytes (a surrogate pair)
+_MAX_ANSWER = 12 * MAX_CHARACTERS + 1000  # JSON escapes a character in at most 12 bytes (a surrogate pair)
 
 _CONTINUED_HERE = "STRATA_CONTINUES_THIS_MESSAGE "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -67,7 +67,7 @@ class Rendering:
             raise ValueError(f"a variable of the chat template cannot be called {taken[0]!r}: that one is always there")
         marks = (spelled or SpelledTokens(())).marks()
         seen = {**special_tokens, "documents": None, **marks.put({**(variables or {}), **fixed})}
-        request = {"template": template, "variables": seen, "most_characters": MOST_CHARACTERS}
+        request = {"template": template, "variables": seen, "max_characters": MAX_CHARACTERS}
         return cls(request, continue_final_message, marks)
 
     def text(self, reply: Mapping[str, Any]) -> ChatText:
@@ -85,7 +85,7 @@ class TemplateRenderer:
     """
 
     def __init__(self, deadline: float = DEADLINE) -> None:
-        self._worker = KillableWorker(_MODULE, deadline, _MOST_ANSWER)
+        self._worker = KillableWorker(_MODULE, deadline, _MAX_ANSWER)
 
     def render(self, rendering: Rendering) -> ChatText:
         """The text of a chat.
@@ -108,7 +108,7 @@ class AsyncTemplateRenderer:
     """TemplateRenderer for an event loop, which never waits for the worker; renderings are done in their order."""
 
     def __init__(self, deadline: float = DEADLINE) -> None:
-        self._worker = AsyncWorker(_MODULE, deadline, _MOST_ANSWER)
+        self._worker = AsyncWorker(_MODULE, deadline, _MAX_ANSWER)
 
     async def render(self, rendering: Rendering) -> ChatText:
         """As TemplateRenderer's."""

@@ -35,11 +35,11 @@ class KillableWorker:
 
     module: what the process runs; it calls `serve_answers`.
     deadline: seconds that one answer may take.
-    most_answer: bytes that one answer may have.
+    max_answer_bytes: bytes that one answer may have.
     """
 
-    def __init__(self, module: str, deadline: float, most_answer: int) -> None:
-        self._module, self._deadline, self._most_answer = module, deadline, most_answer
+    def __init__(self, module: str, deadline: float, max_answer_bytes: int) -> None:
+        self._module, self._deadline, self._most_answer = module, deadline, max_answer_bytes
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._end_process: Callable[[], Any] = lambda: None

@@ -1,6 +1,6 @@
 """The process that renders chat templates: one of its own, since a template is foreign code that may never end.
 
-It is run by `strata.text.chat_template`: {"template", "variables", "most_characters"} gives {"text"} or {"error"}.
+It is run by `strata.text.chat_template`: {"template", "variables", "max_characters"} gives {"text"} or {"error"}.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jinja2.utils import Namespace
 from strata.text.killable_worker import serve_answers
 
 MEMORY_BYTES = 2**30
-MOST_ERROR_CHARACTERS = 1000
+MAX_ERROR_CHARACTERS = 1000
 
 
 class GenerationBlock(Extension):
@@ -105,28 +105,28 @@ def compile_template(source: str) -> Template:
     return environment.from_string(source)
 
 
-def render(source: str, variables: dict[str, Any], most_characters: int) -> str:
+def render(source: str, variables: dict[str, Any], max_characters: int) -> str:
     parts = []
     characters = 0
     for part in compile_template(source).generate(variables):
         characters += len(part)
-        if characters > most_characters:
-            raise TemplateError(f"its output is longer than {most_characters} characters")
+        if characters > max_characters:
+            raise TemplateError(f"its output is longer than {max_characters} characters")
         parts.append(part)
     return "".join(parts)
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:
     try:
-        return {"text": render(request["template"], request["variables"], request["most_characters"])}
+        return {"text": render(request["template"], request["variables"], request["max_characters"])}
     except TemplateSyntaxError as error:
         return {"error": f"syntax error in line {error.lineno}: {error.message}"}
     except MemoryError:
         return {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"}
     except TemplateError as error:
-        return {"error": str(error)[:MOST_ERROR_CHARACTERS]}
+        return {"error": str(error)[:MAX_ERROR_CHARACTERS]}
     except Exception as error:  # whatever the foreign code raised is its own fault and must not end the worker
-        return {"error": f"{type(error).__name__}: {error}"[:MOST_ERROR_CHARACTERS]}
+        return {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tokenizers import models, pre_tokenizers
 _KEEPING = {"ByteLevel", "Digits", "Split", "Punctuation"}
 
 
-def most_characters_a_token(backend: tokenizers.Tokenizer) -> int | None:
+def max_characters_per_token(backend: tokenizers.Tokenizer) -> int | None:
     """The most characters of a text that one token stands for; None where that has no end, or is not known.
 
     It is known of byte-level BPE that takes a text as it is. Elsewhere characters may be left out, or drawn together.

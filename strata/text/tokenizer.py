@@ -15,7 +15,7 @@ from strata.files.json_object import read_object
 from strata.text.chat_template import Rendering, TemplateRenderer
 from strata.text.special_tokens import SpecialTokens, read_special_tokens
 from strata.text.spelled_tokens import ChatText, SpelledTokens
-from strata.text.text_bounds import most_characters_a_token
+from strata.text.text_bounds import max_characters_per_token
 
 Message = Mapping[str, Any]
 
@@ -148,9 +148,9 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     @cached_property
-    def characters_a_token(self) -> int | None:
+    def characters_per_token(self) -> int | None:
         """The most characters of a text that one token stands for, None if that is not bounded."""
-        return most_characters_a_token(self._backend)
+        return max_characters_per_token(self._backend)
 
     def __contains__(self, id: int) -> bool:
         return 0 <= id < self.vocab_size and self._backend.id_to_token(id) is not None

@@ -91,8 +91,8 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
-    """Warm-up, stable, decay: see `strata.train.schedule`. Lengths are in steps."""
+class LearningRateSchedule:
+    """Warm-up, stable, decay: see `strata.train.learning_rate`. Lengths are in steps."""
 
     warmup: int
     decay: int
@@ -158,7 +158,7 @@ class TrainConfig:
     start: StartConfig
     data: DataConfig
     optimizer: OptimizerConfig
-    schedule: ScheduleConfig
+    schedule: LearningRateSchedule
     model: dict[str, Any] | None = None
     parallel: Layout | None = None
     balance: BalanceConfig | None = None

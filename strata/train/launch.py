@@ -47,12 +47,12 @@ def launch(command: Sequence[str], ranks: int, restarts: int = 0) -> int:
     """
     if ranks < 1 or restarts < 0:
         raise ValueError(f"{ranks} ranks and {restarts} restarts: at least 1 rank and 0 restarts are needed")
-    with _signals() as told:
+    with _signals() as signals:
         attempt = 0
         while True:
-            failed = _run(command, ranks, attempt, told)
-            if told:
-                return 128 + told[0]
+            failed = _run(command, ranks, attempt, signals)
+            if signals:
+                return 128 + signals[0]
             if failed is None:
                 return 0
             if failed.code == REFUSED:
@@ -141,7 +141,7 @@ class _Rank:
                 self._said.append((time.monotonic(), chunk))
 
 
-def _run(command: Sequence[str], ranks: int, attempt: int, told: list[int]) -> _Rank | None:
+def _run(command: Sequence[str], ranks: int, attempt: int, signals: list[int]) -> _Rank | None:
     """One attempt. Returns the rank that failed first; None if all ended well or the launcher was told to end."""
     common = os.environ | {
         "WORLD_SIZE": str(ranks),
@@ -159,17 +159,17 @@ def _run(command: Sequence[str], ranks: int, attempt: int, told: list[int]) -> _
             started.append(_Rank(rank, command, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
         for one in started:  # threads only now: starting a process beside them is not safe
             one.listen()
-        failed = _first_failed(started, told)
+        failed = _first_failed(started, signals)
     finally:
         for one in started:
             one.end()
         for one in started:
-            if one is failed or (failed is None and not told):
+            if one is failed or (failed is None and not signals):
                 one.show()
     return failed
 
 
-def _first_failed(started: Sequence[_Rank], told: Sequence[int]) -> _Rank | None:
+def _first_failed(started: Sequence[_Rank], signals: Sequence[int]) -> _Rank | None:
     """Wait until one fails. None when all have ended well, or as soon as may be after the launcher was told to end."""
     running = list(started)
     passed_on, deadline = 0, float("inf")
@@ -177,15 +177,15 @@ def _first_failed(started: Sequence[_Rank], told: Sequence[int]) -> _Rank | None
         time.sleep(_POLL_SECONDS)
         if not passed_on:
             for one in started:
-                one.show(0.0 if told else HELD_BACK_SECONDS)
+                one.show(0.0 if signals else HELD_BACK_SECONDS)
         ended = [one for one in running if one.has_ended()]
         running = [one for one in running if one not in ended]
         failed = [one for one in ended if one.code]
-        if failed and not told:
+        if failed and not signals:
             return min(failed, key=_suspicion)
-        if passed_on < len(told):
+        if passed_on < len(signals):
             for one in running:
-                one.send(told[passed_on])
+                one.send(signals[passed_on])
             deadline = 0.0 if passed_on else time.monotonic() + GRACE_SECONDS
             passed_on += 1
     return None
@@ -219,14 +219,14 @@ def _die_with_launcher() -> None:
 @contextmanager
 def _signals() -> Iterator[list[int]]:
     """The numbers of interrupts and terminations, as they arrive."""
-    told: list[int] = []
+    signals: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
-        told.append(number)
+        signals.append(number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield told
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -14,15 +14,15 @@ from strata.parallel.layout import Layout, auto_layout
 from strata.train.config import TrainConfig
 
 
-def chosen_layout(config: TrainConfig, model: ModelConfig, world: World, tell: Callable[[str], None]) -> Layout:
-    """The layout of a run, checked. tell: hears why, if it was chosen here. Raises ValueError if none fits."""
+def chosen_layout(config: TrainConfig, model: ModelConfig, world: World, report: Callable[[str], None]) -> Layout:
+    """The layout of a run, checked. report: hears why, if it was chosen here. Raises ValueError if none fits."""
     layout = config.parallel
     if layout is None and (config.lora is not None or config.dpo is not None):
         layout = Layout(dp=world.size)
     elif layout is None:
         layout, reason = auto_layout(model, world.size, device_memory(world.device))
         if world.size > 1:
-            tell(f"layout: {reason}")
+            report(f"layout: {reason}")
     layout = with_micro_batches(layout, config.data.packs_per_step)
     layout.check(model, world.size)
     if (config.lora or config.dpo) and (layout.zero == 3 or layout.pp * layout.cp * layout.tp * layout.ep > 1):

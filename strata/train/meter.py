@@ -43,7 +43,7 @@ class Meter:
         self,
         config: ModelConfig,
         faults: FaultsConfig,
-        everyone: Axis,
+        world_axis: Axis,
         replicas: int,
         device: torch.device,
         clock: ComputeClock,
@@ -51,12 +51,12 @@ class Meter:
         peak_flops: float | None,
         weights_are_frozen: bool,
     ) -> None:
-        """everyone: all ranks. replicas: how many of them see documents of their own; the others repeat those. clock:
+        """world_axis: all ranks. replicas: how many of them see documents of their own; the others repeat those. clock:
         of what each rank computes. peak_flops: of one device. weights_are_frozen: see `document_flops`.
         """
-        self._config, self._everyone, self._replicas, self._device = config, everyone, replicas, device
+        self._config, self._world_axis, self._replicas, self._device = config, world_axis, replicas, device
         self._clock, self._peak, self._frozen = clock, peak_flops, weights_are_frozen
-        self._stragglers = Stragglers(faults, everyone)
+        self._stragglers = Stragglers(faults, world_axis)
         self._began = time.perf_counter()
         self._interval = _Interval(0, self._began)
 
@@ -101,13 +101,13 @@ class Meter:
             values["skipped"] = interval.skipped
         seconds = self._clock.take()
         found = all_gather_json(
-            {"flops": interval.flops, "computes": _median(seconds)}, self._everyone, torch.device("cpu")
+            {"flops": interval.flops, "computes": _median(seconds)}, self._world_axis, torch.device("cpu")
         )
         if self._peak is not None:
-            flops = sum(one["flops"] for one in found) * self._replicas / self._everyone.size
-            values["mfu"] = round(flops / elapsed / (self._peak * self._everyone.size), 4)
+            flops = sum(one["flops"] for one in found) * self._replicas / self._world_axis.size
+            values["mfu"] = round(flops / elapsed / (self._peak * self._world_axis.size), 4)
         line = ""
-        if self._everyone.size > 1 and all(one["computes"] for one in found):
+        if self._world_axis.size > 1 and all(one["computes"] for one in found):
             slowest = self._stragglers.judge([one["computes"] for one in found], elapsed / interval.steps)
             values |= {"slowest_rank": slowest.rank, "slowest_share": round(slowest.share, 4)}
             line = slowest.line

@@ -1,4 +1,4 @@
-"""What a rank is doing within a step, told once to all who want to know: hang watch, trace, clock of its computing."""
+"""What a rank is doing within a step, for the hang watch, the trace and the compute clock."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ PASSES = "passes"
 
 
 class Phases(Protocol):
-    """Told when a phase begins, which ends the one before."""
+    """Called when a phase begins, which ends the one before."""
 
     def at(self, phase: str) -> None:
         """phase: `PASSES` or another name, such as "data", "reduce", "update", "checkpoint"."""
 
 
-class Nobody:
-    """`Phases` that nobody follows."""
+class NoPhases:
+    """`Phases` that nothing observes."""
 
     def at(self, phase: str) -> None:
         pass
 
 
-NOBODY = Nobody()
+NO_PHASES = NoPhases()
 
 
-class FollowedPhases:
+class ObservedPhases:
     """`Phases` that a hang watch, a profiler's trace and a clock follow."""
 
     def __init__(self, watch: HangWatch, clock: ComputeClock) -> None:

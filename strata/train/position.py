@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from strata.train.data.loader import Place, Step
+from strata.train.data.loader import DataPosition, Step
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Position:
 
     step: int = 0
     data_step: int = 0
-    place: Place = Place()  # noqa: RUF009, it is frozen
+    place: DataPosition = DataPosition()  # noqa: RUF009, it is frozen
     tokens: int = 0
 
     def after(self, step: Step) -> Position:
@@ -32,4 +32,4 @@ class Position:
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> Position:
-        return Position(**values | {"place": Place(**values["place"])})
+        return Position(**values | {"place": DataPosition(**values["place"])})

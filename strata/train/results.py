@@ -49,6 +49,6 @@ class Results:
             loss, norm, *rest = values.tolist()
             yield Reading(step, loss, norm, dict(zip(names, rest, strict=True)))
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Drop what waits: the run goes back to before."""
         self._waiting.clear()

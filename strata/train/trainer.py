@@ -22,14 +22,14 @@ from strata.train.faults.hang import HangWatch
 from strata.train.faults.stragglers import ComputeClock
 from strata.train.folder_lock import sole_run
 from strata.train.layout import chosen_layout
+from strata.train.learning_rate import learning_rate
 from strata.train.log.logs import Logs, open_logs
 from strata.train.meter import Meter
-from strata.train.phases import FollowedPhases
+from strata.train.phases import ObservedPhases
 from strata.train.position import Position
 from strata.train.profile import StepProfiler
 from strata.train.recipe import recipe_of
 from strata.train.results import Reading, Results
-from strata.train.schedule import learning_rate
 from strata.train.settings import collected_between_steps, deterministic
 from strata.train.start import open_data, resumed, starting_point
 from strata.train.stepper import Setting, make_stepper
@@ -100,7 +100,7 @@ class Trainer:
             waits=lambda: self._watch.at(self.position.step, "checkpoint"),  # a slow disk is no hang
         )
         clock = ComputeClock(self.world.device)
-        self._phases = FollowedPhases(self._watch, clock)
+        self._phases = ObservedPhases(self._watch, clock)
         setting = Setting(
             config,
             self.start,
@@ -144,7 +144,7 @@ class Trainer:
             held.callback(self._phases.close)
             held.enter_context(deterministic(self.config.run.deterministic))
             held.enter_context(collected_between_steps())
-            self.checkpoints.prepare(self.stepper.pieces())
+            self.checkpoints.prepare(self.stepper.state_shards())
             while self.position.step < self.config.run.steps:
                 try:
                     with self._open_log() as log:  # which drops the lines of steps that are repeated
@@ -176,7 +176,7 @@ class Trainer:
                 self._phases.at("checkpoint")
                 self.checkpoints.poll()
                 if is_saved:
-                    self.checkpoints.start(self.position.step, self._state(), self.stepper.pieces())
+                    self.checkpoints.start(self.position.step, self._state(), self.stepper.state_shards())
                     gc.collect()
                     self._meter.restart(self.position.tokens)
 
@@ -238,14 +238,14 @@ class Trainer:
         return {"position": self.position.to_json(), "guard": self._guard.state(), "recipe": self._recipe}
 
     def _go_back(self, verdict: Verdict) -> None:
-        self._results.forget()
+        self._results.discard()
         self.checkpoints.finish()
         state = self._load(before=verdict.before)
         self._guard.roll_back(state["guard"])
 
     def _load(self, *, before: int | None = None) -> dict[str, Any]:
         """Continue from the newest checkpoint, of a step less than `before`. Returns the state that was saved in it."""
-        state = self.checkpoints.restore(self.stepper.pieces(), self._recipe, before=before)
+        state = self.checkpoints.restore(self.stepper.state_shards(), self._recipe, before=before)
         if state is None:
             raise TrainingStopped(f"{self.folder} has no checkpoint to go back to; save more often, or begin again")
         self.position = Position.from_json(state["position"])

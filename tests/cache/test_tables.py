@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from strata.cache.block_tables import MOST_CHANGES, BlockTables
+from strata.cache.block_tables import MAX_CHANGES, BlockTables
 from strata.cache.pool import KVPool, PoolShape
 from strata.cache.staging import Staging
 from strata.cache.tables import StepBuffer, StepShape
@@ -79,15 +79,15 @@ def apart(slots: int, most_pages: int) -> BlockTables:
 def test_the_device_gets_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     monkeypatch.setattr(Staging, "send", lambda self, target: sent.append(len(target)))
-    made = apart(6, 3 * MOST_CHANGES)
+    made = apart(6, 3 * MAX_CHANGES)
     made.send()
     assert not sent
     rng = np.random.default_rng(0)
     for _ in range(30):
         changes = 0
         for slot in rng.permutation(6)[: rng.integers(1, 7)]:
-            count = int(rng.choice([1, 1, 1, 2, 40, 2 * MOST_CHANGES + 5]))
-            first = int(rng.integers(0, 3 * MOST_CHANGES - count + 1))
+            count = int(rng.choice([1, 1, 1, 2, 40, 2 * MAX_CHANGES + 5]))
+            first = int(rng.integers(0, 3 * MAX_CHANGES - count + 1))
             made.update(int(slot), first, rng.integers(0, 10**6, count).tolist())
             changes += count
         made.send()

@@ -14,9 +14,9 @@ import numpy
 import pytest
 
 from strata.bench.load.answer import Answer, EventParser, Fault
+from strata.bench.load.arrivals import Rate, arrival_times, parse_rates, saturation_rate
 from strata.bench.load.measures import Distribution, figures, parse_objectives, percentile
 from strata.bench.load.request_sets import Ask, Lengths, RandomSet, SharedPrefixSet, encode, read_rows
-from strata.bench.load.schedule import Rate, arrivals, parse_rates, saturation_rate
 from strata.bench.load.send import Outcome
 
 
@@ -30,7 +30,9 @@ def outcome(
 
 
 def test_poisson_gaps_have_the_rates_mean_and_a_deviation_equal_to_it() -> None:
-    gaps = [after - before for before, after in pairwise([0.0, *arrivals(20_000, rate=8.0, burstiness=1.0, seed=3)])]
+    gaps = [
+        after - before for before, after in pairwise([0.0, *arrival_times(20_000, rate=8.0, burstiness=1.0, seed=3)])
+    ]
     assert statistics.fmean(gaps) == pytest.approx(1 / 8)
     assert statistics.pstdev(gaps) == pytest.approx(1 / 8, rel=0.03)
     # exponential, which a mean and deviation alone do not make: a share exp(-1) is longer than the mean
@@ -39,19 +41,19 @@ def test_poisson_gaps_have_the_rates_mean_and_a_deviation_equal_to_it() -> None:
 
 @pytest.mark.parametrize("burstiness", [0.25, 4.0])
 def test_burstiness_sets_the_coefficient_of_variation(burstiness: float) -> None:
-    gaps = [after - before for before, after in pairwise([0.0, *arrivals(20_000, 8.0, burstiness, seed=3)])]
+    gaps = [after - before for before, after in pairwise([0.0, *arrival_times(20_000, 8.0, burstiness, seed=3)])]
     assert statistics.pstdev(gaps) / statistics.fmean(gaps) == pytest.approx(burstiness**-0.5, rel=0.05)
 
 
 def test_the_last_of_the_arrivals_is_due_when_the_rate_says() -> None:
-    assert arrivals(50, 4.0, 0.5, seed=1)[-1] == pytest.approx(12.5)
-    assert arrivals(4, 2.0, math.inf, seed=1) == pytest.approx([0.5, 1.0, 1.5, 2.0])
-    assert arrivals(3, math.inf, 1.0, seed=1) == [0.0, 0.0, 0.0]
+    assert arrival_times(50, 4.0, 0.5, seed=1)[-1] == pytest.approx(12.5)
+    assert arrival_times(4, 2.0, math.inf, seed=1) == pytest.approx([0.5, 1.0, 1.5, 2.0])
+    assert arrival_times(3, math.inf, 1.0, seed=1) == [0.0, 0.0, 0.0]
 
 
 def test_arrivals_are_those_of_their_seed() -> None:
-    assert arrivals(100, 4.0, 1.0, seed=1) == arrivals(100, 4.0, 1.0, seed=1)
-    assert arrivals(100, 4.0, 1.0, seed=1) != arrivals(100, 4.0, 1.0, seed=2)
+    assert arrival_times(100, 4.0, 1.0, seed=1) == arrival_times(100, 4.0, 1.0, seed=1)
+    assert arrival_times(100, 4.0, 1.0, seed=1) != arrival_times(100, 4.0, 1.0, seed=2)
 
 
 def test_rates_are_numbers_or_shares() -> None:

@@ -100,7 +100,7 @@ def test_losses_and_weights_are_one_to_rounding(tmp_path: Path, monkeypatch: pyt
     assert ours == pytest.approx(plain, rel=2e-6)
     assert train_plain.largest_difference(ours, plain)["loss_difference"] < 1e-5
 
-    masters = {piece.name: piece.tensor for piece in steps[0].pieces() if piece.kind == "master"}
+    masters = {shard.name: shard.tensor for shard in steps[0].state_shards() if shard.kind == "master"}
     for name, parameter in models[0].named_parameters():
         error = masters.pop(named(name)) - parameter.detach().flatten()
         assert error.norm() < 2e-5 * parameter.norm(), name

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from strata.cache.block_tables import MOST_CHANGES, BlockTables
+from strata.cache.block_tables import MAX_CHANGES, BlockTables
 
 pytestmark = pytest.mark.gpu
 
@@ -15,19 +15,19 @@ CYCLES = 20_000_000
 
 def test_the_device_follows_though_it_is_behind() -> None:
     device = torch.device("cuda")
-    tables = BlockTables(20, 2 * MOST_CHANGES, device)
+    tables = BlockTables(20, 2 * MAX_CHANGES, device)
     rng = np.random.default_rng(0)
     rows = torch.arange(21, dtype=torch.int32, device=device)
     wanted, found = [], []
     for step in range(40):
         for slot in rng.permutation(20)[: rng.integers(1, 21)]:
-            count = int(rng.choice([1, 1, 1, 2, 300, 2 * MOST_CHANGES - 3]))
-            first = int(rng.integers(0, 2 * MOST_CHANGES - count + 1))
+            count = int(rng.choice([1, 1, 1, 2, 300, 2 * MAX_CHANGES - 3]))
+            first = int(rng.integers(0, 2 * MAX_CHANGES - count + 1))
             tables.update(int(slot), first, rng.integers(0, 10**6, count).tolist())
         if step % 4 == 0:
             torch.cuda._sleep(CYCLES)
         tables.send()
-        found.append(tables.of(rows, 2 * MOST_CHANGES))
+        found.append(tables.of(rows, 2 * MAX_CHANGES))
         wanted.append(torch.from_numpy(tables.rows.copy()))
     for mine, other in zip(found, wanted, strict=True):
         assert torch.equal(mine.cpu(), other)

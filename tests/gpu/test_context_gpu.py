@@ -13,13 +13,13 @@ import torch
 from strata.comm.launch import World, join_world
 from strata.comm.mesh import Mesh
 from strata.kernels.attention.partial import Part, partial_attention, partial_attention_gradients
-from strata.parallel.context_ring import Turns, ring_attention
+from strata.parallel.context_ring import RingSteps, ring_attention
 from strata.parallel.zigzag import Zigzag
 from tests.gpu.ranks import found_by_ranks
 
 pytestmark = pytest.mark.gpu
 
-# Documents that no number of ranks divides, one shorter than the ranks; one, and two, whose pieces are of one length.
+# Documents that no number of ranks divides, one shorter than the ranks; one, and two, whose chunks are of one length.
 BATCHES = ((1900, 1, 300, 37), (4096,), (2048, 2048))
 HEADS, KV_HEADS, WIDTH = 8, 2, 64
 
@@ -39,7 +39,7 @@ def errors(world: World, lengths: tuple[int, ...]) -> dict[str, float]:
     division = Zigzag(lengths, world.size)
     rows = torch.tensor(division.rows(axis.index), device=device)
     leaves = [one[rows].requires_grad_() for one in given]
-    mixed = ring_attention(*leaves, Turns(division, axis.index, device), axis, scale)
+    mixed = ring_attention(*leaves, RingSteps(division, axis.index, device), axis, scale)
     mixed.backward(slope[rows])
     found = mixed.detach(), *(leaf.grad for leaf in leaves)
     return {

@@ -1,4 +1,4 @@
-"""Optimizers on a GPU: many parts in a launch, state that streams from the host, bfloat16 products, and layouts."""
+"""Optimizers on a GPU: many shards in a launch, state that streams from the host, bfloat16 products, and layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strata.comm.launch import World, join_world
 from strata.comm.mesh import Mesh
 from strata.graph.cudagraph import CudaGraphs
 from strata.kernels.optimizer.muon import muon_momentum, muon_update
-from strata.parallel.data_parallel import Part
+from strata.parallel.data_parallel import ParameterShard
 from strata.parallel.families import Placement
 from strata.parallel.layout import Layout
 from strata.parallel.tensor import TensorSharding
@@ -23,7 +23,7 @@ from strata.train.optimizer.clip import clip_scale
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.make import make_optimizer
 from strata.train.optimizer.orthogonalize import orthogonalize
-from strata.train.optimizer.part_optimizer import PartOptimizer
+from strata.train.optimizer.sharded_optimizer import ShardedOptimizer
 from tests.gpu.ranks import found_by_ranks
 from tests.train.test_optimizer_layouts import steps_against_one_process
 
@@ -40,18 +40,20 @@ SHAPES = {
 }
 
 
-def make(name: str, *, offload: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[list[Part], PartOptimizer]:
-    """Parts that lie one after another, of one rank; masters apart from weights in another dtype."""
+def make(
+    name: str, *, offload: bool, dtype: torch.dtype = torch.bfloat16
+) -> tuple[list[ParameterShard], ShardedOptimizer]:
+    """Shards that lie one after another, of one rank; masters apart from weights in another dtype."""
     generator = torch.Generator("cuda").manual_seed(0)
     count = sum(torch.Size(shape).numel() for shape in SHAPES.values())
     masters = torch.randn(count, device="cuda", generator=generator)
     weights = masters if dtype == torch.float32 else masters.to(dtype)
-    parts, first = [], 0
+    shards, first = [], 0
     for key, shape in SHAPES.items():
         held = slice(first, first + torch.Size(shape).numel())
-        parts.append(Part(key, torch.Size(shape), 0, weights[held], nn.Parameter(masters[held])))
+        shards.append(ParameterShard(key, torch.Size(shape), 0, weights[held], nn.Parameter(masters[held])))
         first = held.stop
-    return parts, make_optimizer(parts, OptimizerConfig(RATE, name=name, offload=offload), *one_rank())
+    return shards, make_optimizer(shards, OptimizerConfig(RATE, name=name, offload=offload), *one_rank())
 
 
 def one_rank() -> tuple[Mesh, TensorSharding]:
@@ -59,22 +61,22 @@ def one_rank() -> tuple[Mesh, TensorSharding]:
     return mesh, TensorSharding(mesh.axis("tp"), False, dict.fromkeys(SHAPES, Placement.PER_TOKEN), SHAPES)
 
 
-def set_gradients(parts: list[Part], seed: int) -> None:
+def set_gradients(shards: list[ParameterShard], seed: int) -> None:
     """In the memory that they had before, if they had any, so that a recorded update reads them."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    flat = torch.randn(sum(part.master.numel() for part in parts), device="cuda", generator=generator)
-    for part, drawn in zip(parts, flat.split([part.master.numel() for part in parts]), strict=True):
-        if part.master.grad is None:
-            part.master.grad = drawn
+    flat = torch.randn(sum(shard.master.numel() for shard in shards), device="cuda", generator=generator)
+    for shard, drawn in zip(shards, flat.split([shard.master.numel() for shard in shards]), strict=True):
+        if shard.master.grad is None:
+            shard.master.grad = drawn
         else:
-            part.master.grad.copy_(drawn)
+            shard.master.grad.copy_(drawn)
 
 
-def everything(parts: list[Part], optimizer: PartOptimizer) -> dict[str, list[Tensor]]:
+def everything(shards: list[ParameterShard], optimizer: ShardedOptimizer) -> dict[str, list[Tensor]]:
     """On the host."""
     torch.cuda.synchronize()
-    masters = {"master": [part.master.detach() for part in parts]}
-    kinds = {"weight": [part.weight for part in parts], **masters, **optimizer.state()}
+    masters = {"master": [shard.master.detach() for shard in shards]}
+    kinds = {"weight": [shard.weight for shard in shards], **masters, **optimizer.state()}
     return {kind: [one.cpu().clone() for one in tensors] for kind, tensors in kinds.items()}
 
 
@@ -90,10 +92,10 @@ def assert_same(found: dict[str, list[Tensor]], wanted: dict[str, list[Tensor]])
 def test_state_in_the_host_has_the_same_bits_recorded_or_not(name: str, dtype: torch.dtype) -> None:
     found = []
     for offload, recorded in ((False, False), (True, False), (True, True)):
-        parts, optimizer = make(name, offload=offload, dtype=dtype)
+        shards, optimizer = make(name, offload=offload, dtype=dtype)
         graphs, scale = CudaGraphs(), torch.tensor(0.5, device="cuda")
         for step in range(1, 5):
-            set_gradients(parts, step)
+            set_gradients(shards, step)
             optimizer.begin(RATE / step)
             if not recorded:
                 optimizer.update(scale)
@@ -105,9 +107,9 @@ def test_state_in_the_host_has_the_same_bits_recorded_or_not(name: str, dtype: t
             state = optimizer.state()
             moments = [one for kind in ("exp_avg", "momentum") for one in state.get(kind, ()) if one.numel()]
             assert all(one.is_pinned() for one in moments)
-            is_freed = [part.master.untyped_storage().nbytes() == 0 for part in parts]
-            assert is_freed == [dtype != torch.float32] * len(parts)
-        found.append(everything(parts, optimizer))
+            is_freed = [shard.master.untyped_storage().nbytes() == 0 for shard in shards]
+            assert is_freed == [dtype != torch.float32] * len(shards)
+        found.append(everything(shards, optimizer))
     for one in found[1:]:
         assert_same(one, found[0])
 
@@ -115,46 +117,47 @@ def test_state_in_the_host_has_the_same_bits_recorded_or_not(name: str, dtype: t
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_scale_zero_changes_nothing(name: str, offload: bool) -> None:
-    parts, optimizer = make(name, offload=offload)
-    set_gradients(parts, 0)
+    shards, optimizer = make(name, offload=offload)
+    set_gradients(shards, 0)
     optimizer.begin(RATE)
     optimizer.update(torch.tensor(1.0, device="cuda"))
-    before = everything(parts, optimizer)
-    for part in parts:
-        part.master.grad.fill_(float("nan"))
+    before = everything(shards, optimizer)
+    for shard in shards:
+        shard.master.grad.fill_(float("nan"))
     optimizer.begin(RATE)
     optimizer.update(clip_scale(torch.tensor(float("nan"), device="cuda"), 1.0))
-    assert_same(everything(parts, optimizer), before)
+    assert_same(everything(shards, optimizer), before)
 
 
 def test_restored_masters_are_rounded_into_the_weights() -> None:
-    parts, optimizer = make("adamw", offload=True)
+    shards, optimizer = make("adamw", offload=True)
     masters = optimizer.state()["master"]
     for master in masters:
         master.mul_(1.5)
     optimizer.restored(3)
-    for part, master in zip(parts, masters, strict=True):
-        assert torch.equal(part.weight.cpu(), master.bfloat16())
+    for shard, master in zip(shards, masters, strict=True):
+        assert torch.equal(shard.weight.cpu(), master.bfloat16())
 
 
 def test_adamw_changes_many_parts_at_once_with_the_bits_of_one_after_another() -> None:
-    """Parts that lie side by side are one launch, parts with memory of their own one each."""
-    parts, optimizer = make("adamw", offload=False)
+    """Shards that lie side by side are one launch, shards with memory of their own one each."""
+    shards, optimizer = make("adamw", offload=False)
     apart = [
-        Part(one.name, one.shape, 0, one.weight.clone(), nn.Parameter(one.master.detach().clone())) for one in parts
+        ParameterShard(one.name, one.shape, 0, one.weight.clone(), nn.Parameter(one.master.detach().clone()))
+        for one in shards
     ]
     other = make_optimizer(apart, OptimizerConfig(RATE), *one_rank())
     assert isinstance(optimizer, AdamW)
     assert isinstance(other, AdamW)
-    assert len(optimizer._runs) == 3 < len(other._runs) == len(SHAPES)
+    assert len(optimizer._groups) == 3 < len(other._groups) == len(SHAPES)
     for step in range(1, 4):
-        set_gradients(parts, step)
-        for one, two in zip(parts, apart, strict=True):
+        set_gradients(shards, step)
+        for one, two in zip(shards, apart, strict=True):
             two.master.grad = one.master.grad.clone()
         for each in (optimizer, other):
             each.begin(RATE / step)
             each.update(torch.tensor(0.5, device="cuda"))
-    assert_same(everything(apart, other), everything(parts, optimizer))
+    assert_same(everything(apart, other), everything(shards, optimizer))
 
 
 @pytest.mark.parametrize("count", [1, 777, 100_000])

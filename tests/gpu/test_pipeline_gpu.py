@@ -14,7 +14,7 @@ from strata.comm.mesh import Mesh
 from strata.models.batch import Batch
 from strata.parallel.pipeline import MicroBatch, Pipeline
 from strata.parallel.schedules import SCHEDULES, make_schedule
-from strata.parallel.stages import ModelPart, layer_spans
+from strata.parallel.stages import ModelStages, layer_spans
 from tests.gpu.ranks import found_by_ranks
 from tests.parallel.models import config_of, loss_of, random_batch, random_model
 from tests.parallel.ranks import relative_error
@@ -48,7 +48,7 @@ def errors(world: World) -> dict[str, float]:
         for name in SCHEDULES:
             schedule = make_schedule(name, world.size, len(batches))
             model = random_model(config, torch.float32).to(world.device)
-            part = ModelPart(model, layer_spans(model, schedule.stages, 64), schedule.stages_of(world.rank))
+            part = ModelStages(model, layer_spans(model, schedule.stages, 64), schedule.stages_of(world.rank))
             loss = Pipeline(part, schedule, mesh).run(batches, counted, Recorded())
             worst = relative_error(loss, wanted / counted)
             for key, parameter in part.named_parameters():

@@ -298,7 +298,7 @@ def test_replayed_steps_have_the_bits_of_launched_ones_where_that_is_wanted(reco
                 result = step([pack_of(seed, [512, 512], 50, 0.7)], 1e-3)
                 numbers.append([result.loss.item(), result.norm.item()])
             assert (step._recorded is not None) == replays
-            found.append((numbers, [piece.tensor.clone() for piece in step.pieces()]))
+            found.append((numbers, [piece.tensor.clone() for piece in step.state_shards()]))
     assert found[0][0] == found[1][0]
     assert all(map(torch.equal, found[0][1], found[1][1]))
 
@@ -339,15 +339,15 @@ def test_weights_are_rounded_masters_and_gradients_of_packs_add_up(tied: bool) -
     torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-3, atol=0)
     torch.testing.assert_close(found.norm, wanted.norm, rtol=1e-2, atol=0)
     model = apart._passes._model  # type: ignore[attr-defined]
-    masters = {piece.name: piece.tensor for piece in apart.pieces() if piece.kind == "master"}
+    masters = {piece.name: piece.tensor for piece in apart.state_shards() if piece.kind == "master"}
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter.detach().flatten(), masters[name].bfloat16()), name
-    before = [piece.tensor.clone() for piece in apart.pieces()]
+    before = [piece.tensor.clone() for piece in apart.state_shards()]
     handle = model.model.norm.weight.register_hook(lambda gradient: gradient * torch.inf)
     assert not apart([joined], 1e-3).norm.isfinite()
     handle.remove()
-    assert all(torch.equal(piece.tensor, one) for piece, one in zip(apart.pieces(), before, strict=True))
+    assert all(torch.equal(piece.tensor, one) for piece, one in zip(apart.state_shards(), before, strict=True))
 
 
 def join(one: PackedBatch, other: PackedBatch) -> PackedBatch:

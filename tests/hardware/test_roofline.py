@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strata.hardware.roofline import Cost, floor, schedule_floor
+from strata.hardware.roofline import Cost, floor, steps_floor
 from strata.hardware.specs import device
 
 
@@ -27,5 +27,5 @@ def test_costs_add_part_by_part() -> None:
 def test_a_schedule_takes_each_step_at_its_own_floor() -> None:
     h200 = device("h200")
     steps = [Cost(flops=800 * 10**9), Cost(read=4280 * 10**6)]  # a millisecond of each kind
-    assert schedule_floor(steps, h200, "bfloat16") == pytest.approx(2e-3)
+    assert steps_floor(steps, h200, "bfloat16") == pytest.approx(2e-3)
     assert floor(steps[0] + steps[1], h200, "bfloat16").seconds == pytest.approx(1e-3)

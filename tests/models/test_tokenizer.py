@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import strata
-from strata.text.text_bounds import most_characters_a_token
+from strata.text.text_bounds import max_characters_per_token
 from strata.text.tokenizer import Tokenizer
 
 BUILTIN = Path(strata.__file__).parent / "models" / "builtin"
@@ -287,7 +287,7 @@ ANY_TEXT = st.text(st.characters(blacklist_categories=["Cs"]), max_size=400)
 @settings(max_examples=200, deadline=None)
 def test_no_token_stands_for_more_characters_than_is_said(text):
     builtin = Tokenizer.load(BUILTIN)
-    assert len(text) <= builtin.characters_a_token * len(builtin.encode(text, add_special_tokens=False))
+    assert len(text) <= builtin.characters_per_token * len(builtin.encode(text, add_special_tokens=False))
 
 
 def small_bpe(normalizer=None, cutter=None, tokens=(), missing=()):
@@ -302,8 +302,8 @@ def small_bpe(normalizer=None, cutter=None, tokens=(), missing=()):
 
 
 def test_how_much_a_token_can_stand_for_is_told_only_where_no_character_gets_lost():
-    assert most_characters_a_token(small_bpe()) == 3
-    assert most_characters_a_token(small_bpe(tokens=[("<long one>", {})])) == 10
+    assert max_characters_per_token(small_bpe()) == 3
+    assert max_characters_per_token(small_bpe(tokens=[("<long one>", {})])) == 10
     for losing in (
         small_bpe(normalizer=normalizers.Strip()),
         small_bpe(tokens=[("<mask>", {"lstrip": True})]),
@@ -316,7 +316,7 @@ def test_how_much_a_token_can_stand_for_is_told_only_where_no_character_gets_los
         small_bpe(cutter=pre_tokenizers.Whitespace()),
         tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]")),
     ):
-        assert most_characters_a_token(losing) is None
+        assert max_characters_per_token(losing) is None
 
 
 def stalled_by(work):

@@ -72,7 +72,7 @@ def steps_of_ranks(world: World, config: ModelConfig, layout: Layout) -> dict[st
     model = random_model(config).to(world.device)
     parallel = parallelize(model, config, layout, mesh, bucket_elements=1)  # a bucket a layer
     gradients = parallel.gradients
-    optimizer = torch.optim.AdamW([part.master for part in gradients.parts], **ADAMW)
+    optimizer = torch.optim.AdamW([part.master for part in gradients.shards], **ADAMW)
     wanted, losses, norms = steps_of_one_process(config, documents.size, world.device)
     errors: dict[str, float] = {}
     for step in range(STEPS):
@@ -85,17 +85,17 @@ def steps_of_ranks(world: World, config: ModelConfig, layout: Layout) -> dict[st
         gradients.reduce()
         norm = gradients.norm()
         errors[f"norm {step}"] = abs(float(norm) / norms[step] - 1)
-        for part in gradients.parts:
+        for part in gradients.shards:
             assert part.master.grad is not None
             part.master.grad.mul_(min(1.0, CLIP / (float(norm) + 1e-6)))
         optimizer.step()
-        gradients.publish()
+        gradients.sync_weights()
     errors |= weight_errors(model, parallel, wanted)
     batch, _ = moved(*random_batch(config, [6, 11], seed=7), world.device)
     with torch.no_grad():
         errors["hidden"] = relative_error(model(batch), wanted(batch))
     worst = max(errors, key=errors.__getitem__)
-    elements = sum(part.master.numel() for part in gradients.parts)
+    elements = sum(part.master.numel() for part in gradients.shards)
     return {"worst": [worst, errors[worst]], "elements": elements, "smallest norm": min(norms)}
 
 
@@ -114,7 +114,7 @@ def accumulate(
     shares = []
     for micro, (batch, targets) in enumerate(own):
         if micro == len(own) - 1:
-            parallel.gradients.announce_last()
+            parallel.gradients.set_is_last_backward()
         hidden, axis = model(batch), parallel.sharding.axis
         loss = vocabulary_cross_entropy(hidden, head_weight(model), targets, axis, config.vocab_size).sum() / counted
         loss.backward()
@@ -126,12 +126,12 @@ def accumulate(
 def weight_errors(model: CausalLM, parallel: Parallel, wanted: CausalLM) -> dict[str, float]:
     """Of this rank's masters, and of the model's weights unless FSDP holds them."""
     errors = {}
-    for part in parallel.gradients.parts:
-        full = parallel.sharding.part(part.name, wanted.get_parameter(part.name).detach())
+    for part in parallel.gradients.shards:
+        full = parallel.sharding.shard(part.name, wanted.get_parameter(part.name).detach())
         assert part.shape == full.shape
         held = full.flatten()[part.start : part.start + part.master.numel()]
         errors[f"{part.name} master"] = relative_error(part.master.detach().flatten(), held)
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
-            errors[name] = relative_error(parameter, parallel.sharding.part(name, wanted.get_parameter(name)))
+            errors[name] = relative_error(parameter, parallel.sharding.shard(name, wanted.get_parameter(name)))
     return errors

@@ -13,8 +13,8 @@ from strata.comm.launch import World
 from strata.comm.mesh import Axis, Mesh
 from strata.kernels.attention.partial import Part, partial_attention, partial_attention_gradients
 from strata.models.config import config_from_dict
-from strata.parallel.context import ContextBatch, check_heads, divide_batch, share_attention
-from strata.parallel.context_ring import Turns, ring_attention
+from strata.parallel.context import ContextBatch, check_heads, divide_batch, parallelize_attention
+from strata.parallel.context_ring import RingSteps, ring_attention
 from strata.parallel.zigzag import Zigzag
 from tests.models.batches import HandPaged
 from tests.parallel.models import SIZES, gradients_of, loss_of, random_batch, random_model
@@ -22,7 +22,7 @@ from tests.parallel.ranks import relative_error, run_ranks
 
 # Documents that no number of ranks divides, one longer than the others together, some shorter than the ranks.
 BATCH = [37, 1, 9, 3]
-# Fewer tokens than ranks; a whole number of pieces.
+# Fewer tokens than ranks; a whole number of chunks.
 MORE_BATCHES = [[1], [16]]
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
@@ -46,7 +46,7 @@ def equal_to_one_process(world: World, folder: Path) -> dict[str, Any]:
             wanted_loss.backward()
             for method in ("ring", "ulysses"):
                 model = random_model(config)
-                share_attention(model)
+                parallelize_attention(model)
                 part = divide_batch(batch, lengths, axis, method)
                 assert isinstance(part, ContextBatch)
                 hidden = model(part)
@@ -91,7 +91,7 @@ def narrow_ring(world: World, folder: Path) -> dict[str, float]:
         wanted = out, *partial_attention_gradients(slope.double(), *wide, out, sums, whole, 0.3)
         rows = division.rows(axis.index)
         leaves = [one[rows].requires_grad_() for one in given]
-        mixed = ring_attention(*leaves, Turns(division, axis.index, world.device), axis, 0.3)
+        mixed = ring_attention(*leaves, RingSteps(division, axis.index, world.device), axis, 0.3)
         mixed.backward(slope[rows])
         for name, mine, exact in zip(
             ("out", "q", "k", "v"), (mixed, *(leaf.grad for leaf in leaves)), wanted, strict=True
@@ -115,7 +115,7 @@ def test_one_rank_keeps_the_batch_and_the_model_what_it_computes() -> None:
     batch, _ = random_batch(config, [5, 3])
     model = random_model(config)
     wanted = model(batch)
-    share_attention(model)
+    parallelize_attention(model)
     assert divide_batch(batch, [5, 3], one_rank(), "ring") is batch
     assert torch.equal(model(batch), wanted)
 
@@ -135,7 +135,7 @@ def test_every_token_has_one_rank_and_every_seen_pair_one_block(lengths: tuple[i
                 for block in division.blocks(rank, source, window):
                     for place, query in enumerate(rows[rank][block.queries]):
                         for other, key in enumerate(rows[source][block.keys]):
-                            distance = block.ahead + place - other
+                            distance = block.offset + place - other
                             assert distance == query - key
                             seen = 0 <= distance < window
                             assert seen or block.masked
@@ -156,36 +156,36 @@ def test_every_token_has_one_rank_and_every_seen_pair_one_block(lengths: tuple[i
 def test_turns_of_the_ring_see_what_the_blocks_do(lengths: tuple[int, ...], ranks: int) -> None:
     division = Zigzag(lengths, ranks)
     for rank in range(ranks):
-        turns = Turns(division, rank, torch.device("cpu"))
+        ring_steps = RingSteps(division, rank, torch.device("cpu"))
         for source in range(ranks):
             wanted = set()
             for block in division.blocks(rank, source, sum(lengths)):
                 for place, query in enumerate(range(block.queries.start, block.queries.stop)):
                     for other, key in enumerate(range(block.keys.start, block.keys.stop)):
-                        if block.ahead + place >= other:
+                        if block.offset + place >= other:
                             wanted.add((query, key))
             found = set()
-            if (turn := turns[source]) is not None:
+            if (ring_step := ring_steps[source]) is not None:
                 queries, keys = (
                     torch.arange(division.tokens[which])[rows].tolist()
-                    for rows, which in ((turn.queries, rank), (turn.keys, source))
+                    for rows, which in ((ring_step.queries, rank), (ring_step.keys, source))
                 )
-                for own, others in turn.part.sequences():
-                    assert 0 < own.stop - own.start <= turn.part.most_queries
-                    assert 0 < others.stop - others.start <= turn.part.most_keys
+                for own, others in ring_step.part.sequences():
+                    assert 0 < own.stop - own.start <= ring_step.part.most_queries
+                    assert 0 < others.stop - others.start <= ring_step.part.most_keys
                     for number, query in enumerate(queries[own]):
-                        seen = keys[others][: number + 1] if turn.part.causal else keys[others]
+                        seen = keys[others][: number + 1] if ring_step.part.causal else keys[others]
                         found |= {(query, key) for key in seen}
             assert found == wanted
 
 
 def test_rows_side_by_side_are_not_gathered() -> None:
     """Of one document: all rows, the late half of the queries, the early half of the keys."""
-    turns = Turns(Zigzag((64,), 4), 1, torch.device("cpu"))
-    found = [(turn.queries, turn.keys) for turn in (turns[source] for source in range(4)) if turn is not None]
+    ring_steps = RingSteps(Zigzag((64,), 4), 1, torch.device("cpu"))
+    found = [(step.queries, step.keys) for step in (ring_steps[source] for source in range(4)) if step is not None]
     early, late, whole = slice(0, 8), slice(8, 16), slice(0, 16)
     assert found == [(whole, early), (whole, whole), (late, whole), (late, whole)]
-    several = Turns(Zigzag((64, 64), 4), 1, torch.device("cpu"))[3]
+    several = RingSteps(Zigzag((64, 64), 4), 1, torch.device("cpu"))[3]
     assert several is not None
     assert isinstance(several.queries, torch.Tensor)
     assert several.queries.tolist() == [*range(8, 16), *range(24, 32)]

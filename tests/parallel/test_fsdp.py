@@ -55,8 +55,8 @@ def details(world: World, folder: Path) -> dict[str, Any]:
     with torch.device("meta"):
         model = build(CONFIG)
     parallel = parallelize(model, CONFIG, layout, layout.mesh(world), compute_dtype=torch.bfloat16)
-    fill(parallel.gradients.parts, parallel.sharding, source.named_parameters())
-    parallel.gradients.publish()
+    fill(parallel.gradients.shards, parallel.sharding, source.named_parameters())
+    parallel.gradients.sync_weights()
     narrow = random_model(CONFIG, torch.float32).to(torch.bfloat16)
     entered: list[torch.dtype] = []
     model.model.layers[1].register_forward_pre_hook(lambda _, inputs: entered.extend(x.dtype for x in inputs[2:]))
@@ -73,7 +73,7 @@ def details(world: World, folder: Path) -> dict[str, Any]:
         "hidden": relative_error(hidden.float(), wanted.float()),
         "loss": relative_error(*losses),
         "divided": layer.to_local().numel() < layer.numel(),
-        "dtypes": sorted({str(part.master.grad.dtype) for part in parallel.gradients.parts}),
+        "dtypes": sorted({str(part.master.grad.dtype) for part in parallel.gradients.shards}),
         "norm": abs(float(parallel.gradients.norm() / global_norm_of(narrow)) - 1),
     }
 

@@ -21,9 +21,9 @@ from strata.models.layers import CausalLM
 from strata.parallel.layout import Layout
 from strata.parallel.parallelize import parallelize
 from strata.parallel.pipeline import MicroBatch, Pipeline
-from strata.parallel.schedules import SCHEDULES, Schedule, make_schedule
+from strata.parallel.schedules import SCHEDULES, PipelineSchedule, make_schedule
 from strata.parallel.split_backward import backward_of_inputs
-from strata.parallel.stages import ModelPart, balance, layer_spans
+from strata.parallel.stages import ModelStages, balance, layer_spans
 from tests.parallel.models import config_of, head_weight, loss_of, random_batch, random_model
 from tests.parallel.ranks import relative_error, run_ranks
 
@@ -34,10 +34,10 @@ class Recorded:
     """`Gradients` that stay where autograd puts them; counts what a pipeline tells."""
 
     def __init__(self) -> None:
-        self.parts: Sequence[Any] = ()
+        self.shards: Sequence[Any] = ()
         self.calls: list[str] = []
 
-    def announce_last(self) -> None:
+    def set_is_last_backward(self) -> None:
         self.calls.append("last")
 
     def accumulate(self) -> None:
@@ -71,9 +71,9 @@ def one_process(config: ModelConfig, batches: Sequence[MicroBatch]) -> tuple[Cau
     return model, loss.detach()
 
 
-def part_of(config: ModelConfig, schedule: Schedule, rank: int) -> ModelPart:
+def part_of(config: ModelConfig, schedule: PipelineSchedule, rank: int) -> ModelStages:
     model = random_model(config)
-    return ModelPart(model, layer_spans(model, schedule.stages, 8), schedule.stages_of(rank))
+    return ModelStages(model, layer_spans(model, schedule.stages, 8), schedule.stages_of(rank))
 
 
 def every_schedule(world: World, folder: Path) -> dict[str, Any]:
@@ -139,8 +139,8 @@ def against_one_process(mesh: Mesh, layout: Layout, family: str, layers: int, sc
     parallel.gradients.reduce()
     norm = parallel.gradients.norm()
     errors = []
-    for one in parallel.gradients.parts:
-        full = parallel.sharding.part(one.name, whole.get_parameter(one.name).grad)
+    for one in parallel.gradients.shards:
+        full = parallel.sharding.shard(one.name, whole.get_parameter(one.name).grad)
         held = one.master.grad.flatten()
         wanted_part = full.flatten()[one.start : one.start + held.numel()]
         errors.append(float((held - wanted_part).abs().max() / full.abs().max()))
@@ -323,7 +323,7 @@ def test_what_does_not_fit_is_refused() -> None:
         Pipeline(part_of(config, schedule, 0), schedule, alone())
     schedule = make_schedule("interleaved", 1, 2)
     with pytest.raises(ValueError, match=r"this rank holds the stages \(0,\) of 1, but the schedule gives it \(0, 1\)"):
-        Pipeline(ModelPart(model, [(0, 3)], [0]), schedule, alone())
+        Pipeline(ModelStages(model, [(0, 3)], [0]), schedule, alone())
     pipeline = Pipeline(part_of(config, schedule, 0), schedule, alone())
     with pytest.raises(ValueError, match="3 micro-batches, but the schedule is for 2"):
         pipeline.run(micro_batches(config, 3), 1, Recorded())

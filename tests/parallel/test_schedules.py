@@ -13,20 +13,20 @@ from strata.parallel.schedules import (
     SCHEDULES,
     Action,
     Pass,
-    Schedule,
+    PipelineSchedule,
     interleaved,
     make_schedule,
     one_f_one_b,
     zero_bubble_h1,
     zero_bubble_v,
 )
-from strata.parallel.timeline import Durations, Exchange, check, peak_activations, peak_kept, programs, simulate
+from strata.parallel.timeline import Durations, Exchange, check, peak_activations, peak_saved, programs, simulate
 
 F, B, W, BW = Pass.FORWARD, Pass.INPUTS, Pass.WEIGHTS, Pass.BACKWARD
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
+def schedules(draw: st.DrawFn) -> PipelineSchedule:
     name = draw(st.sampled_from([*SCHEDULES, "more chunks"]))
     ranks, micro_batches = draw(st.integers(1, 9)), draw(st.integers(1, 24))
     if name == "more chunks":
@@ -38,7 +38,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return make_schedule(name, ranks, micro_batches)
 
 
-def run_in_lockstep(schedule: Schedule) -> None:
+def run_in_lockstep(schedule: PipelineSchedule) -> None:
     """Run the programs of all ranks with the strictest transfers: an exchange starts when all before it on the rank
     have ended, and ends when all its partners are at the same one. What a pass needs must have arrived.
     """
@@ -97,7 +97,7 @@ def run_in_lockstep(schedule: Schedule) -> None:
 
 @settings(max_examples=120, deadline=None)
 @given(schedules())
-def test_every_pass_runs_once_in_order_and_nothing_waits_forever(schedule: Schedule) -> None:
+def test_every_pass_runs_once_in_order_and_nothing_waits_forever(schedule: PipelineSchedule) -> None:
     check(schedule)
     for rank, actions in enumerate(schedule.actions):
         for stage in schedule.stages_of(rank):
@@ -111,7 +111,7 @@ def test_every_pass_runs_once_in_order_and_nothing_waits_forever(schedule: Sched
 @settings(max_examples=60, deadline=None)
 @given(schedules(), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5), st.integers(0, 3))
 def test_no_time_is_shorter_than_its_parts(
-    schedule: Schedule, forward: int, inputs: int, weights: int, transfer: int
+    schedule: PipelineSchedule, forward: int, inputs: int, weights: int, transfer: int
 ) -> None:
     timeline = simulate(schedule, Durations(forward, inputs, weights, transfer))
     work = schedule.micro_batches * (forward + inputs + weights)
@@ -154,13 +154,13 @@ def test_peaks_are_those_of_the_papers() -> None:
 
 
 def test_what_waits_for_the_gradients_of_weights_counts_twice() -> None:
-    assert peak_kept(one_f_one_b(4, 16)) == peak_activations(one_f_one_b(4, 16))
+    assert peak_saved(one_f_one_b(4, 16)) == peak_activations(one_f_one_b(4, 16))
     # F0 F1 B0 and F0 B0 F1 B1 are the fullest moments, see below.
-    assert peak_kept(zero_bubble_h1(2, 3)) == (3, 4)
+    assert peak_saved(zero_bubble_h1(2, 3)) == (3, 4)
 
 
 def test_two_ranks_by_hand() -> None:
-    def shown(schedule: Schedule) -> list[str]:
+    def shown(schedule: PipelineSchedule) -> list[str]:
         return [" ".join(f"{a.kind.value}{a.micro_batch}" for a in actions) for actions in schedule.actions]
 
     assert shown(one_f_one_b(2, 3)) == ["F0 F1 BW0 F2 BW1 BW2", "F0 BW0 F1 BW1 F2 BW2"]

@@ -44,7 +44,7 @@ class LogitsSeen(TorchDispatchMode):
 
 
 def divided_elements(model: torch.nn.Module, sharding: TensorSharding) -> int:
-    return sum(parameter.numel() for name, parameter in model.named_parameters() if not sharding.is_repeated(name))
+    return sum(parameter.numel() for name, parameter in model.named_parameters() if not sharding.is_replicated(name))
 
 
 def equal_to_one_process(world: World, folder: Path) -> dict[str, Any]:
@@ -65,13 +65,13 @@ def equal_to_one_process(world: World, folder: Path) -> dict[str, Any]:
             losses = vocabulary_cross_entropy(hidden, head_weight(model), targets, axis, config.vocab_size)
             losses.sum().backward()
         gradients = gradients_of(model)
-        sharding.complete(gradients)
+        sharding.all_reduce_partial(gradients)
         errors = {
             "hidden": relative_error(hidden, wanted_hidden),
             "loss": relative_error(losses.sum(), wanted_loss),
         }
         for parameter, gradient in gradients.items():
-            errors[parameter] = relative_error(gradient, sharding.part(parameter, whole.get_parameter(parameter).grad))
+            errors[parameter] = relative_error(gradient, sharding.shard(parameter, whole.get_parameter(parameter).grad))
         worst = max(errors, key=errors.__getitem__)
         found[f"{name} {mode}"] = {
             "worst": [worst, errors[worst]],
@@ -126,7 +126,7 @@ def test_one_rank_is_left_as_it_is() -> None:
     losses = vocabulary_cross_entropy(model(batch), head_weight(model), targets, axis, config.vocab_size)
     wanted.backward()
     losses.sum().backward()
-    sharding.complete(gradients_of(model))
+    sharding.all_reduce_partial(gradients_of(model))
     assert torch.equal(losses.sum(), wanted)
     for name, gradient in gradients_of(model).items():
         assert torch.equal(gradient, whole.get_parameter(name).grad), name

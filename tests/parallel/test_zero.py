@@ -74,7 +74,7 @@ def divided(world: World, model: CausalLM, zero: int, **options: Any) -> tuple[P
 def reduced_gradient_errors(gradients: ZeroGradients, wanted: dict[str, torch.Tensor]) -> float:
     """Largest relative error of the parts' gradients."""
     errors = []
-    for part in gradients.parts:
+    for part in gradients.shards:
         held = wanted[part.name].flatten()[part.start : part.start + part.master.numel()]
         assert part.master.grad is not None
         errors.append(relative_error(part.master.grad, held) if held.any() else float(part.master.grad.abs().max()))
@@ -117,7 +117,7 @@ def sent_while_computing(world: World) -> dict[str, Any]:
             found["until the next gradient"] = [len(gradients._under_way)]
             gradients._open_bucket(["lm_head.weight"])
             found["until the next gradient"].append(len(gradients._under_way))
-        gradients.announce_last()
+        gradients.set_is_last_backward()
         loss_of(model, *own).backward()
         found[f"messages of zero {zero}"] = [first, len(sent)]
         gradients.accumulate()
@@ -157,11 +157,11 @@ def merged_graph(world: World) -> dict[str, Any]:
     error = reduced_gradient_errors(gradients, wanted)
     matrices = [name for name in copied if "_proj" in name]
     with torch.no_grad():
-        for master in (part.master for part in gradients.parts):
+        for master in (part.master for part in gradients.shards):
             master.mul_(2)
         for parameter in source.parameters():
             parameter.mul_(2)
-    gradients.start_gathering()
+    gradients.start_all_gather_weights()
     hidden = relative_error(graph(own[0]), source(own[0]))
     under_way = [bucket._gathering is not None for bucket in gradients._buckets]
     gradients.wait()
@@ -180,8 +180,11 @@ def copied_gradients(gradients: ZeroGradients) -> list[str]:
     """Grows by the names of parameters whose gradient autograd has made and a bucket copies."""
     copied: list[str] = []
     for bucket in gradients._buckets:
-        take = bucket.take
-        bucket.take = lambda names, gradient, take=take: (copied.extend(names), take(names, gradient))[1]  # type: ignore[method-assign, misc]
+        accumulate = bucket.accumulate
+        bucket.accumulate = lambda names, gradient, accumulate=accumulate: (
+            copied.extend(names),
+            accumulate(names, gradient),
+        )[1]  # type: ignore[method-assign, misc]
     return copied
 
 
@@ -192,15 +195,15 @@ def rounded_masters(world: World) -> dict[str, Any]:
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     _, gradients = divided(world, model, 1, compute_dtype=torch.bfloat16)
     with torch.no_grad():
-        for part in gradients.parts:
+        for part in gradients.shards:
             part.master.mul_(1 + 1e-4)
-    gradients.publish()
+    gradients.sync_weights()
     rounded = {name: (weight * (1 + 1e-4)).bfloat16() for name, weight in before.items()}
     equal = all(torch.equal(parameter, rounded[name]) for name, parameter in model.named_parameters())
     loss_of(model, *own).backward()
     gradients.accumulate()
     gradients.reduce()
-    return {"rounded": equal, "wide": all(part.master.grad.dtype == torch.float32 for part in gradients.parts)}
+    return {"rounded": equal, "wide": all(part.master.grad.dtype == torch.float32 for part in gradients.shards)}
 
 
 def filled_from_nothing(world: World) -> dict[str, Any]:
@@ -209,8 +212,8 @@ def filled_from_nothing(world: World) -> dict[str, Any]:
     with torch.device("meta"):
         model = build(CONFIG).double()
     parallel, gradients = divided(world, model, 2)
-    fill(gradients.parts, parallel.sharding, source.named_parameters())
-    gradients.publish()
+    fill(gradients.shards, parallel.sharding, source.named_parameters())
+    gradients.sync_weights()
     batch, _ = random_batch(CONFIG, [7, 5])
     # Parameters are views of a bucket: equal values at other addresses, on which the bits of a product may depend.
     equal = all(torch.equal(parameter, source.get_parameter(name)) for name, parameter in model.named_parameters())
@@ -256,7 +259,7 @@ def test_a_parameter_that_was_moved_away_is_told(alone: World) -> None:
     gradients = of_one_rank(alone, model)
     model.model.norm.weight.data = model.model.norm.weight.data.clone()
     with pytest.raises(RuntimeError, match=r"parameter model\.norm\.weight was moved away from the memory"):
-        gradients.publish()
+        gradients.sync_weights()
 
 
 @pytest.mark.parametrize("recompute", ["none", "mlp"])
@@ -291,7 +294,7 @@ def test_a_graph_waits_for_weights_no_sooner_than_it_needs_them(
 def test_a_gradient_that_comes_too_late_is_told(alone: World) -> None:
     model = random_model(CONFIG)
     gradients = of_one_rank(alone, model)
-    gradients.announce_last()
+    gradients.set_is_last_backward()
     loss_of(model, *random_batch(CONFIG, [5])).backward()
     model.model.norm.weight.grad = torch.ones_like(model.model.norm.weight)
     with pytest.raises(RuntimeError, match=r"a second gradient of model\.norm\.weight came after the first was sent"):
@@ -312,7 +315,7 @@ def test_values_of_another_model_are_refused(alone: World) -> None:
     values = dict(random_model(CONFIG).named_parameters())
     missing = [(name, value) for name, value in values.items() if "lm_head" not in name]
     with pytest.raises(ValueError, match=r"parameter lm_head\.weight is missing"):
-        fill(parallel.gradients.parts, parallel.sharding, missing)
+        fill(parallel.gradients.shards, parallel.sharding, missing)
     values["lm_head.weight"] = values["lm_head.weight"][:, :5]
     with pytest.raises(ValueError, match=r"parameter lm_head\.weight has the shape \[61, 5\]"):
-        fill(parallel.gradients.parts, parallel.sharding, values.items())
+        fill(parallel.gradients.shards, parallel.sharding, values.items())

@@ -13,7 +13,7 @@ import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from strata.serve.http import bodies
-from strata.serve.http.bodies import MOST_TOGETHER
+from strata.serve.http.bodies import MAX_TOGETHER
 from strata.serve.http.errors import ApiError
 from strata.serve.http.gate import Gate, is_loopback
 from strata.serve.http.keys import KeyHash, KeyRing
@@ -275,15 +275,15 @@ def test_other_encodings_are_refused_by_name(encoding: str) -> None:
 
 
 def test_bodies_are_bounded_together_and_none_takes_all() -> None:
-    together = bodies.Bodies(limit=MOST_TOGETHER)
+    together = bodies.Bodies(limit=MAX_TOGETHER)
     with together.of_one() as alices:
-        together.hold("alice", MOST_TOGETHER // 2)
-        alices.caller, alices.held = "alice", MOST_TOGETHER // 2
+        together.hold("alice", MAX_TOGETHER // 2)
+        alices.caller, alices.held = "alice", MAX_TOGETHER // 2
         with pytest.raises(ApiError) as caught:
             together.hold("alice", 1)
         assert (caught.value.status, caught.value.code) == (503, "bodies_full")
-        together.hold("bob", MOST_TOGETHER // 4)
-    together.hold("alice", MOST_TOGETHER // 4)
+        together.hold("bob", MAX_TOGETHER // 4)
+    together.hold("alice", MAX_TOGETHER // 4)
 
 
 def test_head_is_answered_as_get_is() -> None:

@@ -45,8 +45,8 @@ def stub(address: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @asynccontextmanager
-async def connected(address: str, most_silence: float) -> AsyncIterator[EngineClient]:
-    client = await EngineClient.connect(address, timeout=30, most_silence=most_silence)
+async def connected(address: str, silence_timeout: float) -> AsyncIterator[EngineClient]:
+    client = await EngineClient.connect(address, timeout=30, silence_timeout=silence_timeout)
     try:
         yield client
     finally:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from strata.serve.api.tokens_route import DetokenizeRequest, TokenizeRequest
 from strata.serve.http.validation import explain_fault
-from strata.serve.schema.base import MOST_FIELDS, RequestModel
+from strata.serve.schema.base import MAX_FIELDS, RequestModel
 from strata.serve.schema.chat import ChatRequest
 from strata.serve.schema.completions import CompletionRequest
 from strata.serve.schema.embeddings import EmbeddingRequest
@@ -57,4 +57,4 @@ def test_too_many_fields_are_told_as_that() -> None:
         faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in caught.value.errors()]
         message, named, _ = explain_fault(RequestValidationError(faults, body=body))
         assert named == param
-        assert message.startswith(f"{param or 'the body'} must have at most {MOST_FIELDS} fields")
+        assert message.startswith(f"{param or 'the body'} must have at most {MAX_FIELDS} fields")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from strata.cli.serve_options import ToolCallParser, tool_format
 from strata.serve.http.errors import ApiError
-from strata.serve.replies.json_reader import MOST_DEPTH, is_json_object
+from strata.serve.replies.json_reader import MAX_DEPTH, is_json_object
 from strata.serve.replies.reply_parser import (
     ContentDelta,
     Reply,
@@ -26,7 +26,7 @@ from strata.serve.replies.reply_parser import (
     collect,
 )
 from strata.serve.replies.tool_formats import format_in_template
-from strata.serve.replies.tools import MOST_SCHEMA_BYTES, MOST_TOOLS, Function, Named, ToolChoice, ToolUse, use_tools
+from strata.serve.replies.tools import MAX_SCHEMA_BYTES, MAX_TOOLS, Function, Named, ToolChoice, ToolUse, use_tools
 from strata.text.tokenizer import Tokenizer
 from strata.train.tasks.vocabulary import CHAT_TEMPLATE
 from tests.serve.conftest import BUILTIN
@@ -273,8 +273,8 @@ def test_the_reader_bounds_the_depth() -> None:
     def nested(depth: int) -> str:
         return '{"a": ' * depth + "1" + "}" * depth
 
-    assert is_json_object(nested(MOST_DEPTH))
-    assert not is_json_object(nested(MOST_DEPTH + 1))
+    assert is_json_object(nested(MAX_DEPTH))
+    assert not is_json_object(nested(MAX_DEPTH + 1))
 
 
 ADD = Function("add", "adds", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
@@ -309,8 +309,8 @@ def test_tools_are_shown_and_calls_looked_for_unless_the_choice_is_none() -> Non
         ([Function("f", None, {"type": "string"})], "auto", "hermes", 'must be a JSON schema of type "object"'),
         ([Function("f", None, {"properties": []})], "auto", "hermes", "properties must be an object"),
         ([Function("f", None, {"required": "a"})], "auto", "hermes", "required must be a list"),
-        ([Function("f", None, {"description": "x" * MOST_SCHEMA_BYTES})], "auto", "hermes", "at most 65536"),
-        ([Function(f"f{number}") for number in range(MOST_TOOLS + 1)], "auto", "hermes", "at most 128"),
+        ([Function("f", None, {"description": "x" * MAX_SCHEMA_BYTES})], "auto", "hermes", "at most 65536"),
+        ([Function(f"f{number}") for number in range(MAX_TOOLS + 1)], "auto", "hermes", "at most 128"),
     ],
 )
 def test_tools_that_cannot_be_used_are_refused(

@@ -110,7 +110,7 @@ def errors_of(world: World, family: str, method: str, layout: Layout, **options:
     state = {"expert_fractions": plain.fractions, "selection_bias": [one.selection_bias for one in plain.routers]}
     layers = [layer for layer, is_sparse in enumerate(config.experts.layers) if is_sparse]  # type: ignore[union-attr]
     names = [f"model.layers.{layer}.mlp.gate" for layer in layers]
-    for piece in step.pieces():
+    for piece in step.state_shards():
         if piece.kind == "master":
             whole = of_whole(piece, plain.model.get_parameter(piece.name))
             errors[piece.name] = relative_error(piece.tensor, whole)

@@ -46,7 +46,7 @@ def sleeps(folder: Path) -> None:
             watch.at(step, "reduce")
             gradients.reduce()
             watch.at(step, "update")
-            gradients.publish()
+            gradients.sync_weights()
 
 
 def freezes(folder: Path) -> None:

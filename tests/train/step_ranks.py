@@ -18,7 +18,7 @@ from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
-from strata.train.checkpoints.state import Piece
+from strata.train.checkpoints.state import StateShard
 from strata.train.data.pack import PackedBatch
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps.make import make_step
@@ -120,16 +120,16 @@ def errors_of(world: World, family: str, layout: Layout, **options: Any) -> dict
         result = step(packs_of(config, index, own), rate_of(index))
         errors[f"loss {index}"] = abs(float(result.loss) / losses[index] - 1)
         errors[f"norm {index}"] = abs(float(result.norm) / norms[index] - 1)
-    for piece in step.pieces():
-        if piece.kind == "master":
-            errors[piece.name] = relative_error(piece.tensor.cpu(), of_whole(piece, model.get_parameter(piece.name)))
+    for shard in step.state_shards():
+        if shard.kind == "master":
+            errors[shard.name] = relative_error(shard.tensor.cpu(), of_whole(shard, model.get_parameter(shard.name)))
     return errors
 
 
-def of_whole(piece: Piece, whole: Tensor) -> Tensor:
-    """The elements of a whole tensor that a piece holds."""
-    box = whole.detach()[tuple(slice(*span) for span in piece.box)]
-    return box.flatten()[piece.start : piece.start + piece.tensor.numel()]
+def of_whole(shard: StateShard, whole: Tensor) -> Tensor:
+    """The elements of a whole tensor that a shard holds."""
+    box = whole.detach()[tuple(slice(*span) for span in shard.box)]
+    return box.flatten()[shard.start : shard.start + shard.tensor.numel()]
 
 
 def worst(world: World, folder: Path, layouts: list[list[Any]]) -> list[list[Any]]:
@@ -143,35 +143,36 @@ def worst(world: World, folder: Path, layouts: list[list[Any]]) -> list[list[Any
 
 
 def skipped_and_restored(world: World, folder: Path) -> dict[str, Any]:
-    """A step with a gradient that is infinite on one rank alone; then another stepper goes on from the pieces."""
+    """A step with a gradient that is infinite on one rank alone; then another stepper goes on from the shards."""
     config, layout = config_of("llama"), Layout(shard=2, zero=2)
     called: list[int] = []
     step, _, own = made(world, config, layout, before_update=lambda: called.append(1))
     step(packs_of(config, 0, own), rate_of(0))
-    before = [copy.deepcopy(piece.tensor) for piece in step.pieces()]
+    before = [copy.deepcopy(shard.tensor) for shard in step.state_shards()]
     weight = step._passes._model.model.norm.weight  # type: ignore[attr-defined]
     handle = weight.register_hook(lambda gradient: gradient * (float("inf") if world.rank else 1.0))
     skipped = step(packs_of(config, 1, own), rate_of(1))
     handle.remove()
-    held = step.pieces()
-    same = all(torch.equal(piece.tensor, one) for piece, one in zip(held, before, strict=True))
+    held = step.state_shards()
+    same = all(torch.equal(shard.tensor, one) for shard, one in zip(held, before, strict=True))
     other, _, _ = made(world, config, layout)
     with torch.no_grad():
-        for mine, piece in zip(other.pieces(), held, strict=True):
-            mine.tensor.copy_(piece.tensor)
+        for mine, shard in zip(other.state_shards(), held, strict=True):
+            mine.tensor.copy_(shard.tensor)
     other.restored(2)
     results = [one(packs_of(config, 2, own), rate_of(2)) for one in (step, other)]
-    step.publish()
+    step.sync_weights()
     return {
         "finite": bool(skipped.norm.isfinite()),
         "loss": float(skipped.loss),
         "counted": float(skipped.metrics["counted"]),
         "wanted": sum(len(one.targets) for replica in range(2) for one in packs_of(config, 1, replica)),
         "same": same,
-        "kinds": sorted({piece.kind for piece in held}),
+        "kinds": sorted({shard.kind for shard in held}),
         "again": results[0].loss.equal(results[1].loss) and results[0].norm.equal(results[1].norm),
         "pieces": all(
-            torch.equal(one.tensor, two.tensor) for one, two in zip(step.pieces(), other.pieces(), strict=True)
+            torch.equal(one.tensor, two.tensor)
+            for one, two in zip(step.state_shards(), other.state_shards(), strict=True)
         ),
         "called": len(called),
     }
@@ -179,9 +180,9 @@ def skipped_and_restored(world: World, folder: Path) -> dict[str, Any]:
 
 def shapes(world: World) -> list[list[int] | None]:
     """What ranks agree on that have the same shape, another length, and one of them none."""
-    everyone = all_ranks(Layout(dp=2).mesh(world))
+    world_axis = all_ranks(Layout(dp=2).mesh(world))
     own = [(1, 2, 8), (1, 2, 8 + world.rank), None if world.rank else (1, 2, 8), (1 + world.rank, 2, 8)]
-    return [None if found is None else list(found) for found in (shape_of_all(one, everyone) for one in own)]
+    return [None if found is None else list(found) for found in (shape_of_all(one, world_axis) for one in own)]
 
 
 class Counting:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from strata.train.data.ahead import ahead
-from strata.train.data.loader import Loader, Place, Step
+from strata.train.data.loader import DataPosition, Loader, Step
 
 
 class Counted(Loader):
@@ -17,11 +17,11 @@ class Counted(Loader):
     def __init__(self, bad: int | None = None) -> None:
         self.asked, self.bad = 0, bad
 
-    def step(self, place: Place) -> Step:
+    def step(self, place: DataPosition) -> Step:
         self.asked += 1
         if place.window == self.bad:
             raise OSError("the disk is gone")
-        return Step([], Place(place.window + 1), 0, 1.0)
+        return Step([], DataPosition(place.window + 1), 0, 1.0)
 
 
 def threads() -> list[str]:
@@ -38,14 +38,14 @@ def settled(loader: Counted) -> int:
 
 
 def test_all_steps_in_order() -> None:
-    with ahead(Counted(), Place(7), 20) as steps:
+    with ahead(Counted(), DataPosition(7), 20) as steps:
         assert [step.next.window for step in steps] == list(range(8, 28))
     assert not threads()
 
 
 def test_it_runs_as_far_ahead_as_asked_and_no_further() -> None:
     loader = Counted()
-    with ahead(loader, Place(), 100, most=3) as steps:
+    with ahead(loader, DataPosition(), 100, most=3) as steps:
         assert settled(loader) == 3
         next(steps)
         next(steps)
@@ -54,7 +54,7 @@ def test_it_runs_as_far_ahead_as_asked_and_no_further() -> None:
 
 
 def test_an_error_comes_where_its_step_would() -> None:
-    with ahead(Counted(bad=2), Place(), 9) as steps:
+    with ahead(Counted(bad=2), DataPosition(), 9) as steps:
         assert [next(steps).next.window for _ in range(2)] == [1, 2]
         with pytest.raises(OSError, match="the disk is gone"):
             next(steps)
@@ -62,9 +62,9 @@ def test_an_error_comes_where_its_step_would() -> None:
 
 
 def test_leaving_early_ends_the_thread() -> None:
-    with ahead(Counted(), Place(), 9) as steps:
+    with ahead(Counted(), DataPosition(), 9) as steps:
         next(steps)
     assert not threads()
-    with ahead(Counted(), Place(), 0) as steps:
+    with ahead(Counted(), DataPosition(), 0) as steps:
         assert list(steps) == []
     assert not threads()

@@ -63,7 +63,9 @@ def test_balancing_acts_from_the_second_step_on() -> None:
 def test_a_step_that_is_not_finite_leaves_the_state_as_it_is(method: str) -> None:
     step, config, _, _ = balanced(ALONE, "mixtral", method, Layout())
     step(packs_of(config, 0, 0), rate_of(0))
-    before = {piece.kind: piece.tensor.clone() for piece in step.pieces() if piece.name == "model.layers.0.mlp.gate"}
+    before = {
+        piece.kind: piece.tensor.clone() for piece in step.state_shards() if piece.name == "model.layers.0.mlp.gate"
+    }
     assert len(before) == 1
     weight = step._passes._model.model.norm.weight  # type: ignore[attr-defined]
     handle = weight.register_hook(lambda gradient: gradient * float("inf"))
@@ -71,7 +73,7 @@ def test_a_step_that_is_not_finite_leaves_the_state_as_it_is(method: str) -> Non
     handle.remove()
 
     def is_same() -> bool:
-        now = {piece.kind: piece.tensor for piece in step.pieces() if piece.name == "model.layers.0.mlp.gate"}
+        now = {piece.kind: piece.tensor for piece in step.state_shards() if piece.name == "model.layers.0.mlp.gate"}
         return all(torch.equal(now[kind], tensor) for kind, tensor in before.items())
 
     assert is_same()

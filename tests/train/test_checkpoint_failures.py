@@ -26,7 +26,7 @@ from strata.train.checkpoints.checkpointer import Checkpointer
 from strata.train.checkpoints.folder import checkpoints, newest, read_state
 from strata.train.checkpoints.index import CorruptCheckpoint, Index
 from strata.train.checkpoints.reader import load
-from strata.train.checkpoints.state import Piece
+from strata.train.checkpoints.state import StateShard
 from tests.parallel.ranks import run_ranks
 
 ALONE = World(0, 0, 1, torch.device("cpu"), None)
@@ -34,11 +34,11 @@ FEW, MANY = 60_000, 1_000_000
 RECIPE = {"run": {"seed": 3}, "data": {"files": ["a", "b"]}}
 
 
-def pieces_with(value: float, rank: int = 0, ranks: int = 1, elements: int = FEW) -> list[Piece]:
+def pieces_with(value: float, rank: int = 0, ranks: int = 1, elements: int = FEW) -> list[StateShard]:
     """This rank's part of two tensors, filled with a value."""
     part = elements // ranks
     return [
-        Piece(kind, "weight", (elements,), ((0, elements),), rank * part, torch.full((part,), float(value)))
+        StateShard(kind, "weight", (elements,), ((0, elements),), rank * part, torch.full((part,), float(value)))
         for kind in ("master", "exp_avg")
     ]
 
@@ -80,13 +80,13 @@ def one_rank_cannot_write(world: World, folder: Path) -> dict[str, Any]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         remains = (where / f".step-{step:08}.part").exists()
         seen.append([path and path.name, [one.name for one in checkpoints(where)], remains])
-    pieces = pieces_with(float("nan"), world.rank, world.size)
-    restored = [checkpointer.restore(pieces, RECIPE)]
-    values = [piece.tensor.unique().tolist() for piece in pieces]
+    shards = pieces_with(float("nan"), world.rank, world.size)
+    restored = [checkpointer.restore(shards, RECIPE)]
+    values = [shard.tensor.unique().tolist() for shard in shards]
     if world.is_main:
         flip(where / "step-00000003" / "rank-00001.safetensors", -5)
-    restored.append(checkpointer.restore(pieces, RECIPE))
-    values += [piece.tensor.unique().tolist() for piece in pieces]
+    restored.append(checkpointer.restore(shards, RECIPE))
+    values += [shard.tensor.unique().tolist() for shard in shards]
     return {"cleared": cleared, "seen": seen, "warnings": warnings, "restored": restored, "values": values}
 
 
@@ -127,12 +127,12 @@ def killed_while_writing(folder: Path, kills: int) -> None:
         unfinished += bool(list(folder.glob(".step-*.part")))
         path = newest(folder, _fail)
         assert path is not None, "all checkpoints have gone"
-        pieces = pieces_with(float("nan"), elements=MANY)
-        load(path, pieces)
+        shards = pieces_with(float("nan"), elements=MANY)
+        load(path, shards)
         step = read_state(path)["position"]["step"]
         assert path.name == f"step-{step:08}"
         assert step >= last, "a checkpoint that was whole has gone"
-        assert all((piece.tensor == step).all() for piece in pieces)
+        assert all((shard.tensor == step).all() for shard in shards)
         last = step
     print(json.dumps({"last": last, "unfinished": unfinished}))
 
@@ -199,21 +199,21 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(kind: str, tmp_path:
     assert len(warnings) == (kind in SEEN_BY_SIZE)
     warnings.clear()
     checkpointer = Checkpointer(tmp_path, ALONE, keep=3, warn=warnings.append)
-    pieces = pieces_with(float("nan"))
-    assert checkpointer.restore(pieces, RECIPE) == state_at(10)
-    assert all((piece.tensor == 10).all() for piece in pieces)
+    shards = pieces_with(float("nan"))
+    assert checkpointer.restore(shards, RECIPE) == state_at(10)
+    assert all((shard.tensor == 10).all() for shard in shards)
     assert len(warnings) == 1
     damage(older)
     with pytest.raises(ValueError, match=r"all 2 checkpoints in .* are corrupt; remove them to begin again"):
-        checkpointer.restore(pieces, RECIPE)
+        checkpointer.restore(shards, RECIPE)
 
 
 def test_tables_that_do_not_make_up_whole_tensors_are_refused(tmp_path: Path) -> None:
     (path,) = write(tmp_path, 10)
     table = json.loads((path / "index.json").read_text())
     for change, message in (
-        ({"start": 1}, "a piece of master/weight lies outside of it"),
-        ({"elements": 59_999}, "master/weight has 60000 elements, and the pieces together 59999"),
+        ({"start": 1}, "a shard of master/weight lies outside of it"),
+        ({"elements": 59_999}, "master/weight has 60000 elements, and the shards together 59999"),
         ({"shape": [60_000.5]}, r"Expected `int`, got `float` - at `\$\.pieces\[0\]\.shape\[0\]`"),
         ({"surprise": 1}, r"unknown field `surprise` - at `\$\.pieces\[0\]`"),
     ):
@@ -233,10 +233,10 @@ def test_pieces_that_overlap_are_refused_before_memory_is_left_as_it_was(tmp_pat
     first, *others = table["pieces"]
     halves = [first | {"start": start, "elements": FEW // 2} for start in (0, FEW // 4)]
     (path / "index.json").write_text(json.dumps(table | {"pieces": [*halves, *others]}))
-    pieces = pieces_with(float("nan"))
-    with pytest.raises(CorruptCheckpoint, match="two pieces of master/weight overlap"):
-        load(path, pieces)
-    assert all(piece.tensor.isnan().all() for piece in pieces)
+    shards = pieces_with(float("nan"))
+    with pytest.raises(CorruptCheckpoint, match="two shards of master/weight overlap"):
+        load(path, shards)
+    assert all(shard.tensor.isnan().all() for shard in shards)
     assert newest(tmp_path, lambda _: None) is None
 
 
@@ -364,28 +364,28 @@ def test_a_start_waits_for_the_checkpoint_before_and_training_does_not(
 
     monkeypatch.setattr(os, "fsync", slow)
     checkpointer = Checkpointer(tmp_path, ALONE, keep=5, warn=_fail)
-    pieces = pieces_with(1)
-    checkpointer.prepare(pieces)
+    shards = pieces_with(1)
+    checkpointer.prepare(shards)
     assert checkpointer.stalled_seconds == 0
-    checkpointer.start(1, state_at(1), pieces)
+    checkpointer.start(1, state_at(1), shards)
     assert checkpointer.poll() is None
     checkpointer.before_update()
-    for piece in pieces:
-        piece.tensor.fill_(2)
+    for shard in shards:
+        shard.tensor.fill_(2)
     stalled = checkpointer.stalled_seconds
     threading.Timer(0.2, may_end.set).start()
-    checkpointer.start(2, state_at(2), pieces)
+    checkpointer.start(2, state_at(2), shards)
     assert may_end.is_set()
     assert checkpoints(tmp_path) == [tmp_path / "step-00000001"]
     assert checkpointer.stalled_seconds > stalled
     checkpointer.finish()
     for step in (1, 2):
-        load(tmp_path / f"step-{step:08}", pieces)
-        assert all((piece.tensor == step).all() for piece in pieces)
+        load(tmp_path / f"step-{step:08}", shards)
+        assert all((shard.tensor == step).all() for shard in shards)
 
 
 def test_what_cannot_be_stored_is_an_error_before_training(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, ALONE, keep=1, warn=_fail)
     for tensor in (torch.zeros(4, dtype=torch.int64), torch.zeros(2, 2), torch.zeros(8)[::2]):
         with pytest.raises(ValueError, match=r"master of weight must be flat, contiguous and of a float dtype, not "):
-            checkpointer.prepare([Piece("master", "weight", (4,), ((0, 4),), 0, tensor)])
+            checkpointer.prepare([StateShard("master", "weight", (4,), ((0, 4),), 0, tensor)])

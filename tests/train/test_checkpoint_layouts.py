@@ -20,12 +20,12 @@ from strata.parallel.data_parallel import gradient_axes
 from strata.parallel.layout import Layout
 from strata.parallel.parallelize import Parallel, parallelize
 from strata.parallel.schedules import make_schedule
-from strata.parallel.stages import ModelPart, layer_spans
+from strata.parallel.stages import ModelStages, layer_spans
 from strata.train.checkpoints.checkpointer import Checkpointer
 from strata.train.checkpoints.export import export
 from strata.train.checkpoints.folder import newest
 from strata.train.checkpoints.reader import load
-from strata.train.checkpoints.state import Piece, pieces_of
+from strata.train.checkpoints.state import StateShard, state_shards
 from tests.parallel.models import config_of, random_model
 from tests.parallel.ranks import run_ranks
 
@@ -67,33 +67,33 @@ def model_of(config: ModelConfig, layout: Layout, world: World) -> Any:
         return model
     schedule = make_schedule(layout.schedule, layout.pp, layout.micro_batches)
     stages = schedule.stages_of(layout.mesh(world).axis("pp").index)
-    return ModelPart(model, layer_spans(model, schedule.stages, 8), stages)
+    return ModelStages(model, layer_spans(model, schedule.stages, 8), stages)
 
 
-def pieces_under(world: World, config: ModelConfig, layout: Layout) -> tuple[list[Piece], Parallel]:
+def pieces_under(world: World, config: ModelConfig, layout: Layout) -> tuple[list[StateShard], Parallel]:
     """A rank's masters and moments, with no values yet."""
     mesh = layout.mesh(world)
     model = model_of(config, layout, world)
     parallel = parallelize(model, config, layout, mesh, compute_dtype=torch.bfloat16, bucket_elements=1)
-    parts = parallel.gradients.parts
+    parts = parallel.gradients.shards
     state = {kind: [torch.zeros(part.master.numel()) for part in parts] for kind in KINDS}
     axes = gradient_axes(mesh, parallel.sharding, layout.zero)
-    pieces = pieces_of(parts, state, parallel.sharding, axes)
-    assert len(pieces) == 3 * len(parts)
-    forget(pieces)
-    return pieces, parallel
+    shards = state_shards(parts, state, parallel.sharding, axes)
+    assert len(shards) == 3 * len(parts)
+    forget(shards)
+    return shards, parallel
 
 
-def forget(pieces: list[Piece]) -> None:
-    for piece in pieces:
-        piece.tensor.fill_(torch.nan)
+def forget(shards: list[StateShard]) -> None:
+    for shard in shards:
+        shard.tensor.fill_(torch.nan)
 
 
-def wanted(piece: Piece, parallel: Parallel) -> Tensor:
+def wanted(shard: StateShard, parallel: Parallel) -> Tensor:
     """By the cut that training makes."""
-    part = parallel.sharding.part(piece.name, value_of(piece.kind, piece.name, piece.shape))
-    assert list(part.shape) == [end - first for first, end in piece.box]
-    return part.flatten()[piece.start : piece.start + piece.tensor.numel()]
+    part = parallel.sharding.shard(shard.name, value_of(shard.kind, shard.name, shard.shape))
+    assert list(part.shape) == [end - first for first, end in shard.box]
+    return part.flatten()[shard.start : shard.start + shard.tensor.numel()]
 
 
 def write_and_read(world: World, folder: Path, others: list[str]) -> dict[str, Any]:
@@ -103,28 +103,28 @@ def write_and_read(world: World, folder: Path, others: list[str]) -> dict[str, A
     """
     layouts = LAYOUTS[world.size]
     made = {name: pieces_under(world, CONFIGS[kind], layout) for name, (kind, layout) in layouts.items()}
-    for name, (pieces, parallel) in made.items():
-        for piece in pieces:
-            piece.tensor.copy_(wanted(piece, parallel))
+    for name, (shards, parallel) in made.items():
+        for shard in shards:
+            shard.tensor.copy_(wanted(shard, parallel))
         checkpointer = Checkpointer(folder / name, world, keep=1, warn=_fail)
-        checkpointer.start(7, {"recipe": RECIPE, "position": {"step": 7}}, pieces)
+        checkpointer.start(7, {"recipe": RECIPE, "position": {"step": 7}}, shards)
         checkpointer.before_update()
-        forget(pieces)
+        forget(shards)
         path = checkpointer.finish()
         assert path == folder / name / "step-00000007"
         assert checkpointer.finish() is None
     wrong = []
-    for name, (pieces, parallel) in made.items():
+    for name, (shards, parallel) in made.items():
         for source in [*layouts, *others]:
             if family_of(source) == family_of(name):
-                forget(pieces)
-                load(folder / source / "step-00000007", pieces)
+                forget(shards)
+                load(folder / source / "step-00000007", shards)
                 wrong += [
-                    f"{source} under {name}: {piece.kind} of {piece.name}"
-                    for piece in pieces
-                    if not torch.equal(piece.tensor, wanted(piece, parallel))
+                    f"{source} under {name}: {shard.kind} of {shard.name}"
+                    for shard in shards
+                    if not torch.equal(shard.tensor, wanted(shard, parallel))
                 ]
-    held = {name: sorted({piece.name for piece in pieces}) for name, (pieces, _) in made.items()}
+    held = {name: sorted({shard.name for shard in shards}) for name, (shards, _) in made.items()}
     return {"wrong": wrong, "held": held}
 
 
@@ -152,15 +152,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_process_reads_what_any_layout_wrote(written: Path) -> None:
     world = World(0, 0, 1, torch.device("cpu"), None)
     for family in CONFIGS:
-        pieces, _ = pieces_under(world, CONFIGS[family], Layout())
+        shards, _ = pieces_under(world, CONFIGS[family], Layout())
         for source in (name for size in (2, 4) for name in LAYOUTS[size] if family_of(name) == family):
-            forget(pieces)
+            forget(shards)
             path = newest(written / source, _fail)
             assert path is not None
-            load(path, pieces)
-            for piece in pieces:
-                whole = value_of(piece.kind, piece.name, piece.shape)
-                assert torch.equal(piece.tensor.view(piece.shape), whole), (source, piece.kind, piece.name)
+            load(path, shards)
+            for shard in shards:
+                whole = value_of(shard.kind, shard.name, shard.shape)
+                assert torch.equal(shard.tensor.view(shard.shape), whole), (source, shard.kind, shard.name)
 
 
 def test_ranks_that_hold_the_same_share_the_writing(written: Path) -> None:
@@ -202,7 +202,7 @@ def test_another_model_is_an_error_that_names_the_difference(written: Path, tmp_
     ):
         with pytest.raises(ValueError, match=reason):
             export(path, config_of("qwen3-biases-tied", head_dim=2, **changes), tmp_path, tmp_path / "out")
-    momentum = Piece("momentum", "model.norm.weight", (24,), ((0, 24),), 0, torch.zeros(24))
+    momentum = StateShard("momentum", "model.norm.weight", (24,), ((0, 24),), 0, torch.zeros(24))
     with pytest.raises(ValueError, match=r"has no momentum of model\.norm\.weight; it is of another model or another"):
         load(path, [momentum])
 
@@ -214,11 +214,11 @@ def test_a_state_that_does_not_fit_its_part_is_an_error() -> None:
     with torch.device("meta"):
         model = build(CONFIGS["dense"])
     parallel = parallelize(model, CONFIGS["dense"], layout, mesh)
-    parts, axes = parallel.gradients.parts, gradient_axes(mesh, parallel.sharding, 0)
+    parts, axes = parallel.gradients.shards, gradient_axes(mesh, parallel.sharding, 0)
     state: Mapping[str, list[Tensor]] = {"momentum": [torch.zeros(0) for _ in parts]}
-    assert {piece.kind for piece in pieces_of(parts, state, parallel.sharding, axes)} == {"master"}
+    assert {shard.kind for shard in state_shards(parts, state, parallel.sharding, axes)} == {"master"}
     elsewhere = [torch.zeros(part.master.numel()) for part in parts]
-    made = pieces_of(parts, {"master": elsewhere}, parallel.sharding, axes)
-    assert [piece.tensor.data_ptr() for piece in made] == [tensor.data_ptr() for tensor in elsewhere]
-    with pytest.raises(ValueError, match=r"momentum of .* has 3 elements, its part"):
-        pieces_of(parts, {"momentum": [torch.zeros(3) for _ in parts]}, parallel.sharding, axes)
+    made = state_shards(parts, {"master": elsewhere}, parallel.sharding, axes)
+    assert [shard.tensor.data_ptr() for shard in made] == [tensor.data_ptr() for tensor in elsewhere]
+    with pytest.raises(ValueError, match=r"momentum of .* has 3 elements, its shard"):
+        state_shards(parts, {"momentum": [torch.zeros(3) for _ in parts]}, parallel.sharding, axes)

@@ -81,10 +81,10 @@ class Trained:
         with Calls() as calls:
             self.hidden.backward(upstream_of(self.hidden))
         self.calls = calls.counts
-        gradients.announce_last()
+        gradients.set_is_last_backward()
         gradients.accumulate()
         gradients.reduce()
-        self.gradients = {part.name: part.master.grad for part in gradients.parts}
+        self.gradients = {part.name: part.master.grad for part in gradients.shards}
 
     @property
     def products(self) -> int:

@@ -26,7 +26,7 @@ def tokenizer(folder: Path) -> Iterator[Tokenizer]:
 
 
 def wanted(tokenizer: Tokenizer, document: Document) -> str:
-    return tokenizer.decode(document.tokens[document.wanted].tolist(), skip_special_tokens=False)
+    return tokenizer.decode(document.tokens[document.loss_mask].tolist(), skip_special_tokens=False)
 
 
 def test_assistant_turns_and_their_ends_are_wanted(tokenizer: Tokenizer) -> None:
@@ -37,8 +37,8 @@ def test_assistant_turns_and_their_ends_are_wanted(tokenizer: Tokenizer) -> None
     for turn in (2, 4):
         prompt = tokenizer.encode_chat(TURNS[:turn])
         assert document.tokens[: len(prompt)].tolist() == prompt
-        assert document.wanted[len(prompt)]
-        assert not document.wanted[len(prompt) - 1]
+        assert document.loss_mask[len(prompt)]
+        assert not document.loss_mask[len(prompt) - 1]
 
 
 def test_what_a_template_writes_after_the_end_does_not_count(folder: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_document_a_turn(folder: 
         assert wanted(tokenizer, first) == "(hm)brown fox<|end|>"
         assert wanted(tokenizer, second) == "(hm)dog<|end|>"
         assert second.tokens.tolist()[: len(tokenizer.encode_chat(turns[:4]))] == tokenizer.encode_chat(turns[:4])
-        assert "hm" not in tokenizer.decode(second.tokens[~second.wanted].tolist())
+        assert "hm" not in tokenizer.decode(second.tokens[~second.loss_mask].tolist())
 
 
 def test_a_template_without_its_own_generation_prompt_is_refused(folder: Path) -> None:

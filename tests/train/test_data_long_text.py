@@ -16,7 +16,7 @@ from strata.text.tokenizer import Tokenizer
 from strata.train.data import encoding, long_text
 from strata.train.data.encoding import encode_text, last_cut, text_ids
 from strata.train.data.shards import TokenDataset
-from strata.train.data.sources import pieces_of, read_text
+from strata.train.data.sources import file_ranges, read_text
 from strata.train.data.tokenize import tokenize
 
 LETTERS = ["one", "Two", "größer", "東京", "слово", "word"]
@@ -86,7 +86,7 @@ def test_pieces_have_the_ids_of_the_whole(
     tokenizer, text = by_name[name], a_text(6000)
     whole = tokenizer.encode(text)
     monkeypatch.setattr(encoding, "_AT_ONCE", 300)
-    cuts = sum(1 for _ in encoding._in_pieces(text))
+    cuts = sum(1 for _ in encoding._chunks(text))
     assert cuts > 50
     ends = [tokenizer.eos_ids[0]] if tokenizer.eos_ids else []
     assert text_ids(tokenizer, text).tolist() == whole + ends
@@ -95,8 +95,8 @@ def test_pieces_have_the_ids_of_the_whole(
 
 def test_only_the_ends_of_a_text_have_what_a_tokenizer_adds(by_name: dict[str, Tokenizer]) -> None:
     tokenizer = by_name["built in"]
-    assert text_ids(tokenizer, "some", opens=False, closes=False).tolist() == tokenizer.encode("some", False)
-    parts = [text_ids(tokenizer, "some", closes=False), text_ids(tokenizer, " text", opens=False)]
+    assert text_ids(tokenizer, "some", is_first=False, is_last=False).tolist() == tokenizer.encode("some", False)
+    parts = [text_ids(tokenizer, "some", is_last=False), text_ids(tokenizer, " text", is_first=False)]
     assert np.concatenate(parts).tolist() == encode_text(tokenizer, "some text").tokens.tolist()
 
 
@@ -120,9 +120,9 @@ def test_where_a_text_is_cut(text: str, cut: str) -> None:
 @pytest.mark.parametrize("each", [1, 9, 64, 1000])
 def test_pieces_of_a_file_are_its_text_in_whole_characters(text: str, each: int, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(text.encode())
-    pieces = pieces_of([tmp_path / "a.txt"], each)
-    assert max(piece.end - piece.start for piece in pieces) <= max(each, 8)
-    assert "".join(read_text(piece) for piece in pieces) == (tmp_path / "a.txt").read_text(encoding="utf-8")
+    ranges = file_ranges([tmp_path / "a.txt"], each)
+    assert max(file_range.end - file_range.start for file_range in ranges) <= max(each, 8)
+    assert "".join(read_text(file_range) for file_range in ranges) == (tmp_path / "a.txt").read_text(encoding="utf-8")
 
 
 def test_what_is_no_utf_8_is_named_by_its_byte(folder: Path, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_documents_do_not_depend_on_parts_and_shards(
     for number in range(whole.samples):
         (one,), (other,) = whole.sample(number), parts.sample(number)
         assert np.array_equal(one.tokens, other.tokens)
-        assert np.array_equal(one.wanted, other.wanted)
+        assert np.array_equal(one.loss_mask, other.loss_mask)
     assert seen == sorted(seen)
     assert seen[-1][0] == seen[-1][1] > len(made.shards)
     assert not (out / "parts").exists()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from strata.models.config import config_from_dict
 from strata.text.tokenizer import Tokenizer
-from strata.train.data.loader import Loader, Place, Step, check_data
+from strata.train.data.loader import DataPosition, Loader, Step, check_data
 from strata.train.data.mixture import BLOCK, Mixture
 from strata.train.data.pack import SampleId
 from strata.train.data.packing import best_fit
@@ -127,7 +127,13 @@ def test_a_sample_longer_than_a_pack_is_refused() -> None:
         best_fit([3, 13], 12)
 
 
-def steps(datasets: list[TokenDataset], count: int, rank: int, ranks: int, place: Place = Place()) -> list[Step]:  # noqa: B008
+def steps(
+    datasets: list[TokenDataset],
+    count: int,
+    rank: int,
+    ranks: int,
+    place: DataPosition = DataPosition(),  # noqa: B008
+) -> list[Step]:
     loader = Loader(Mixture(datasets, [1.0, 1.0], seed=2), 64, 8, 50, rank=rank, ranks=ranks)
     made = []
     for _ in range(count):

@@ -41,7 +41,9 @@ def documents(tokenizer: Tokenizer, record: dict[str, Any]) -> list[Document]:
 def read(tokenizer: Tokenizer, record: dict[str, Any]) -> list[tuple[str, str]]:
     """Of each document its whole text and what of it is wanted."""
     return [
-        tuple(tokenizer.decode(ids.tolist(), skip_special_tokens=False) for ids in (one.tokens, one.tokens[one.wanted]))
+        tuple(
+            tokenizer.decode(ids.tolist(), skip_special_tokens=False) for ids in (one.tokens, one.tokens[one.loss_mask])
+        )
         for one in documents(tokenizer, record)
     ]
 
@@ -52,10 +54,10 @@ def test_a_completion_of_a_text_is_learned_with_its_end_and_the_prompt_is_not(to
     (document,) = documents(tokenizer, record)
     prompt, both = tokenizer.encode("the quick"), tokenizer.encode("the quick brown fox")
     assert document.tokens.tolist() == [*both, tokenizer.eos_ids[0]]
-    assert document.wanted.tolist() == [False] * len(prompt) + [True] * (len(both) - len(prompt) + 1)
+    assert document.loss_mask.tolist() == [False] * len(prompt) + [True] * (len(both) - len(prompt) + 1)
     (whole,) = documents(tokenizer, {"prompt": "", "completion": "fox"})
-    assert not whole.wanted[0]
-    assert whole.wanted[1:].all()
+    assert not whole.loss_mask[0]
+    assert whole.loss_mask[1:].all()
 
 
 def test_a_token_of_prompt_and_completion_together_is_learned(tokenizer: Tokenizer) -> None:
@@ -65,7 +67,7 @@ def test_a_token_of_prompt_and_completion_together_is_learned(tokenizer: Tokeniz
     (document,) = documents(tokenizer, {"prompt": whole[:at], "completion": whole[at:]})
     assert document.tokens.tolist()[:-1] == ids
     same = [one == other for one, other in zip(tokenizer.encode(whole[:at]), ids, strict=False)]
-    assert document.wanted.tolist().index(True) == max(1, same.index(False))
+    assert document.loss_mask.tolist().index(True) == max(1, same.index(False))
 
 
 def test_a_completion_of_messages_is_learned_and_turns_of_the_prompt_are_not(tokenizer: Tokenizer) -> None:

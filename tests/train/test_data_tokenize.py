@@ -44,7 +44,7 @@ def test_every_line_is_in_exactly_one_shard(
     for number, document in enumerate(expected):
         (read,) = dataset.sample(number)
         assert np.array_equal(read.tokens, document.tokens)
-        assert np.array_equal(read.wanted, document.wanted)
+        assert np.array_equal(read.loss_mask, document.loss_mask)
         assert read.tokens[-1] == loaded.eos_ids[0]
     lengths = [len(document.tokens) for document in expected]
     assert dataset.lengths(np.arange(dataset.samples)).tolist() == lengths
@@ -136,7 +136,7 @@ def test_long_text_is_split_and_long_chats_are_left_out(folder: Path, loaded: To
     assert max(len(part.tokens) for part in parts) == 16 == dataset.longest
     whole = [id for text in WORDS for id in encode_text(loaded, text).tokens]
     assert [id for part in parts for id in part.tokens] == whole
-    assert all(part.wanted[1:].all() and not part.wanted[0] for part in parts)
+    assert all(part.loss_mask[1:].all() and not part.loss_mask[0] for part in parts)
     chats = [
         {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]}
         for text in ("yes", "no " * 40)
@@ -199,7 +199,7 @@ def test_corrected_data_replaces_a_plan_without_shards(folder: Path, tmp_path: P
     jsonl(file, [{"text": "three"}])
     assert tokenize([file], folder, tmp_path / "out").shards[0].documents == 1
     jsonl(file, [{"text": "four and more"}])
-    with pytest.raises(ValueError, match="made with other files and pieces; choose another folder, or remove it"):
+    with pytest.raises(ValueError, match="made with other files and ranges; choose another folder, or remove it"):
         tokenize([file], folder, tmp_path / "out")
 
 

@@ -17,7 +17,7 @@ from strata.models.weights import load
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
 from strata.train.data.encoding import Document, Encoded
-from strata.train.data.loader import Loader, Place, Step
+from strata.train.data.loader import DataPosition, Loader, Step
 from strata.train.data.mixture import Mixture
 from strata.train.data.pack import SampleId, Samples, pack
 from strata.train.data.shards import TokenDataset
@@ -43,12 +43,12 @@ def mixture(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Mixture:
 
 
 def step_of(mixture: Mixture, packs: int) -> Step:
-    return Loader(mixture, 96, packs, 7).step(Place())
+    return Loader(mixture, 96, packs, 7).step(DataPosition())
 
 
 def reference_of(model: CausalLM, mixture: Mixture, cache: Path, base: str) -> Reference:
-    everyone = all_ranks(Layout().mesh(World(0, 0, 1, torch.device("cpu"), None)))
-    return Reference.computed(lambda: model, mixture, 96, cache, base, everyone)
+    world_axis = all_ranks(Layout().mesh(World(0, 0, 1, torch.device("cpu"), None)))
+    return Reference.computed(lambda: model, mixture, 96, cache, base, world_axis)
 
 
 def ids_of(step: Step) -> list[SampleId]:
@@ -58,10 +58,10 @@ def ids_of(step: Step) -> list[SampleId]:
 
 def plain_logprob(model: CausalLM, document: Document) -> Tensor:
     offsets = np.array([0, len(document.tokens)])
-    batch, _, _ = pack(Encoded(document.tokens, document.wanted, offsets)).to(torch.device("cpu"))
+    batch, _, _ = pack(Encoded(document.tokens, document.loss_mask, offsets)).to(torch.device("cpu"))
     each = model.head(model(batch)).log_softmax(-1)[:-1]
     chosen = each.gather(1, torch.from_numpy(document.tokens[1:].astype(np.int64))[:, None])[:, 0]
-    return (chosen * torch.from_numpy(document.wanted[1:])).sum()
+    return (chosen * torch.from_numpy(document.loss_mask[1:])).sum()
 
 
 def test_loss_and_gradient_equal_a_plain_script(folder: Path, mixture: Mixture, tmp_path: Path) -> None:

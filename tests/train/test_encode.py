@@ -50,7 +50,7 @@ def test_wanted_is_replies_and_their_ends(tokenizer: tokenizers.Tokenizer) -> No
     documents = [document(0, i) for i in range(60)]
     made = Encoder(tokenizer).encode(documents)
     for one, start, end in zip(documents, made.offsets[:-1], made.offsets[1:], strict=True):
-        ids, wanted = made.tokens[start:end], made.wanted[start:end]
+        ids, wanted = made.tokens[start:end], made.loss_mask[start:end]
         text = tokenizer.decode(ids[wanted].tolist(), skip_special_tokens=False)
         said = [text.replace(BOUNDARY, "") for example in one.examples for text in example.written]
         replies = "".join(text + "<|end|>" for text in said)

@@ -31,10 +31,10 @@ def least_seconds(shape: StepShape, recompute: str, on: Device) -> float:
 def test_memory_of_t6_by_hand() -> None:
     found = memory(T6, "none")
     assert found.state == 14 * WEIGHTS
-    assert found.sums == 0
+    assert found.accumulated == 0
     # A layer: two residuals and two normed rows, q k v, attention's result with 32 float32, gate and up, SwiGLU's.
-    assert found.kept == 16 * 16384 * (2 * (4 * 2048 + 3072 + 2048 + 3 * 8192) + 128)
-    assert found.working == 2 * 16384 * 128256 + 2 * HEAD
+    assert found.activations == 16 * 16384 * (2 * (4 * 2048 + 3072 + 2048 + 3 * 8192) + 128)
+    assert found.workspace == 2 * 16384 * 128256 + 2 * HEAD
     # Measured on an H200: 42.77 GiB.
     assert found.total / GIB == pytest.approx(42.77, rel=0.02)
 
@@ -42,22 +42,22 @@ def test_memory_of_t6_by_hand() -> None:
 def test_memory_with_recomputation_by_hand() -> None:
     some, more, most = memory(T6, "operations"), memory(T6, "mlp"), memory(T6, "layers")
     # What enters, q k v, attention's result with 32 float32, its product, gate and up.
-    assert some.kept == 16 * 16384 * (2 * (2048 + 3072 + 2048 + 2048 + 2 * 8192) + 128)
-    assert more.kept == some.kept - 16 * 16384 * 2 * 2 * 8192
-    assert most.kept == 16 * 16384 * 2 * 2048
-    assert most.working == some.working  # the logits are more than a layer
+    assert some.activations == 16 * 16384 * (2 * (2048 + 3072 + 2048 + 2048 + 2 * 8192) + 128)
+    assert more.activations == some.activations - 16 * 16384 * 2 * 2 * 8192
+    assert most.activations == 16 * 16384 * 2 * 2048
+    assert most.workspace == some.workspace  # the logits are more than a layer
     # So many tokens that gradients are less than they.
     small_head = replace(T6, tokens=65536, config=replace(T6.config, vocab_size=1000))
-    whole = memory(small_head, "none").kept // 16
-    assert memory(small_head, "layers").working == 2 * 1000 * 2048 + whole - 65536 * 2 * 2048
+    whole = memory(small_head, "none").activations // 16
+    assert memory(small_head, "layers").workspace == 2 * 1000 * 2048 + whole - 65536 * 2 * 2048
 
 
 def test_memory_in_eight_bits_and_of_several_batches() -> None:
     narrow = memory(replace(T6, precision="fp8-row"), "none")
     inputs = 16384 * (2 * 2048 + 2048 + 8192)  # of qkv, gate and up; of o; of down
-    wide = memory(T6, "none").kept - 2 * 16 * 16384 * (2 * 2048 + 8192)  # attention's result stays for attention
-    assert narrow.kept == wide + 16 * inputs + LAYERS
-    assert memory(replace(T6, batches=4), "none").sums == 4 * WEIGHTS
+    wide = memory(T6, "none").activations - 2 * 16 * 16384 * (2 * 2048 + 8192)  # attention's result stays for attention
+    assert narrow.activations == wide + 16 * inputs + LAYERS
+    assert memory(replace(T6, batches=4), "none").accumulated == 4 * WEIGHTS
 
 
 @pytest.mark.parametrize(("gib", "wanted"), [(141, "none"), (44, "operations"), (34, "mlp"), (29, "layers")])
@@ -73,8 +73,8 @@ def test_what_never_fits_is_refused_with_the_figures() -> None:
 def test_where_activations_are_few_the_gradients_are_the_fullest_moment() -> None:
     short = replace(T6, tokens=128, length=128, config=replace(T6.config, tied=False))
     layer = 128 * (2 * (4 * 2048 + 3072 + 2048 + 3 * 8192) + 128)
-    assert memory(short, "none").working == 2 * WEIGHTS
-    assert memory(short, "none").kept == layer
+    assert memory(short, "none").workspace == 2 * WEIGHTS
+    assert memory(short, "none").activations == layer
 
 
 def test_least_time_by_hand() -> None:
@@ -112,8 +112,8 @@ def test_experts_keep_the_results_of_their_products() -> None:
     # What enters, q k v, attention's result with 32 float32, its product; then logits and rows.
     attention, rows = 2 * (2048 + 5120 + 4096 + 2048) + 4 * 32, 2 * (128 + 8 * (2 * 768 + 2048))
     narrow = replace(shape, tokens=131072)  # so that activations, not gradients, are the fullest moment
-    assert memory(narrow, "operations").kept == 48 * 131072 * (attention + rows)
-    assert memory(narrow, "mlp").kept == 48 * 131072 * (attention + rows - 2 * 8 * 2 * 768)
+    assert memory(narrow, "operations").activations == 48 * 131072 * (attention + rows)
+    assert memory(narrow, "mlp").activations == 48 * 131072 * (attention + rows - 2 * 8 * 2 * 768)
     none, operations, more, most = (least_seconds(shape, one, h200) for one in RECOMPUTE)
     assert operations == none
     assert more - none == pytest.approx(48 * 16384 * 2 * 8 * 2 * 768 * 2048 / 800e12)

@@ -57,11 +57,11 @@ def test_zero_divides_state_and_sums(zero: int, state: float, sums: float) -> No
     layout = {"shard": 8} if zero else {"dp": 8}
     found = memory(replace(shape(zero=zero, **layout), batches=4), "layers")
     assert found.state == pytest.approx(state)
-    assert found.sums == pytest.approx(sums)
+    assert found.accumulated == pytest.approx(sums)
 
 
 def test_the_gradient_of_the_head_is_added_to_sums_that_are_whole() -> None:
-    whole, divided = (memory(replace(shape(shard=8, zero=zero), batches=4), "layers").working for zero in (1, 2))
+    whole, divided = (memory(replace(shape(shard=8, zero=zero), batches=4), "layers").workspace for zero in (1, 2))
     assert divided - whole == 4 * HEAD
 
 
@@ -71,15 +71,18 @@ def test_activations_are_divided_by_tp_and_by_tokens_only_with_sequence_parallel
     plain = 32 * TOKENS * (2 * (norms + read + matrices // 4) + log_sums // 4)
     divided = 32 * TOKENS * (2 * (norms // 4 + read + matrices // 4) + log_sums // 4)
     overlapped = 32 * TOKENS * (2 * (norms // 4 + read // 4 + matrices // 4) + log_sums // 4)
-    assert memory(shape(tp=4), "none").kept == plain
-    assert memory(shape(tp=4, sequence_parallel=True), "none").kept == divided
-    assert memory(shape(tp=4, sequence_parallel=True, overlap=True), "none").kept == overlapped
+    assert memory(shape(tp=4), "none").activations == plain
+    assert memory(shape(tp=4, sequence_parallel=True), "none").activations == divided
+    assert memory(shape(tp=4, sequence_parallel=True, overlap=True), "none").activations == overlapped
     norm_weights = 65 * 4096
     assert memory(shape(tp=4), "none").state == 14 * ((WEIGHTS - norm_weights) // 4 + norm_weights)
 
 
 def test_context_parallel_divides_tokens() -> None:
-    whole, part = memory(shape(), "none").kept, memory(shape(cp=4, zero=1, context="ulysses"), "none").kept
+    whole, part = (
+        memory(shape(), "none").activations,
+        memory(shape(cp=4, zero=1, context="ulysses"), "none").activations,
+    )
     assert part == whole // 4
 
 
@@ -111,10 +114,10 @@ def test_pipeline_ranks_hold_their_stages_and_as_many_micro_batches_as_are_under
     assert [bool(one.embedding) for one in held] == [True, False, False, False]
     assert [bool(one.head) for one in held] == [False, False, False, True]
     assert sum(one.total for one in held) == WEIGHTS
-    of_layer = memory(StepShape(CONFIG, 8192, 8192), "none").kept // 32
+    of_layer = memory(StepShape(CONFIG, 8192, 8192), "none").activations // 32
     found = memory_by_rank(given, "none")
-    assert [one.kept for one in found] == [4 * 8 * of_layer, 3 * 9 * of_layer, 2 * 9 * of_layer, 6 * of_layer]
-    assert all(one.sums == 4 * part.total for one, part in zip(found, held, strict=True))
+    assert [one.activations for one in found] == [4 * 8 * of_layer, 3 * 9 * of_layer, 2 * 9 * of_layer, 6 * of_layer]
+    assert all(one.accumulated == 4 * part.total for one, part in zip(found, held, strict=True))
 
 
 def test_experts_are_divided_by_ep_and_balanced() -> None:
@@ -131,8 +134,8 @@ def test_experts_are_divided_by_ep_and_balanced() -> None:
     routing = 2 * 128 + 4 * 128 + 8 * (4 + 8 + 16) + 2 * 2048
     rows = 8 * 2 * (2048 + 3 * 768 + 2048)
     # The fullest moment of one rank is the end, where there are all gradients and what one layer keeps.
-    assert memory(alone, "none").kept == 4096 * (attention + routing + rows)
-    assert memory(shared, "none").kept == 48 * 4096 * (attention + routing + rows)
+    assert memory(alone, "none").activations == 4096 * (attention + routing + rows)
+    assert memory(shared, "none").activations == 48 * 4096 * (attention + routing + rows)
     active = 48 * (2048 * (2 * 4096 + 2 * 512) + 2048 * 128 + 8 * 3 * 2048 * 768) + 151936 * 2048
     assert least_time(alone, "none", H200).products == pytest.approx(6 * active * 4096 / RATE)
 

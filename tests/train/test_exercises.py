@@ -13,7 +13,7 @@ from strata.cli.main import app
 from strata.models.config import config_from_dict
 from strata.text.tokenizer import Tokenizer
 from strata.train.data.encode import Encoder
-from strata.train.data.loader import Loader, Place, check_data
+from strata.train.data.loader import DataPosition, Loader, check_data
 from strata.train.data.mixture import Mixture
 from strata.train.data.shards import Index, TokenDataset
 from strata.train.data.tokenize import tokenizer_digest
@@ -45,7 +45,7 @@ def test_sample_i_is_document_i_as_the_chat_template_writes_it(written: Path) ->
             (read,) = dataset.sample(number)
             one = document(3, number)
             text = tokenizer.decode(read.tokens.tolist(), skip_special_tokens=False)
-            learned = tokenizer.decode(read.tokens[read.wanted].tolist(), skip_special_tokens=False)
+            learned = tokenizer.decode(read.tokens[read.loss_mask].tolist(), skip_special_tokens=False)
             messages = [message for example in one.examples for message in example.messages]
             said = [text.replace(BOUNDARY, "") for example in one.examples for text in example.written]
             replies = "".join(text + "<|end|>" for text in said)
@@ -57,7 +57,7 @@ def test_sample_i_is_document_i_as_the_chat_template_writes_it(written: Path) ->
                 tools = [tool.schema for tool in one.tools] or None
                 assert text == tokenizer.chat([*system, *messages], add_generation_prompt=False, tools=tools)
                 assert learned == replies
-            assert not read.wanted[0]
+            assert not read.loss_mask[0]
 
 
 def test_the_tokenizer_is_that_of_the_first_documents(written: Path) -> None:
@@ -104,21 +104,21 @@ def test_more_documents_begin_with_the_same(written: Path, tmp_path: Path) -> No
     for number in range(50):
         (one,), (other,) = fewer.sample(number), more.sample(number)
         assert np.array_equal(one.tokens, other.tokens)
-        assert np.array_equal(one.wanted, other.wanted)
+        assert np.array_equal(one.loss_mask, other.loss_mask)
 
 
 def test_a_step_has_what_the_encoder_wrote(written: Path) -> None:
     dataset = TokenDataset(written)
     encoder = Encoder.load(written / "tokenizer")
-    step = Loader(Mixture([dataset], [1.0], 0), 1024, 4, 50).step(Place())
+    step = Loader(Mixture([dataset], [1.0], 0), 1024, 4, 50).step(DataPosition())
     assert sum(len(batch.lengths) for batch in step.batches) > 20
     for batch in step.batches:
         assert batch.samples is not None
         made = encoder.encode([document(3, number) for number in batch.samples.numbers.tolist()])
         assert batch.tokens.tolist() == made.tokens.tolist()
         assert batch.offsets.tolist() == made.offsets.tolist()
-        assert (batch.rows + 1).tolist() == np.flatnonzero(made.wanted).tolist()
-        assert batch.targets.tolist() == made.tokens[made.wanted].tolist()
+        assert (batch.rows + 1).tolist() == np.flatnonzero(made.loss_mask).tolist()
+        assert batch.targets.tolist() == made.tokens[made.loss_mask].tolist()
 
 
 def test_the_data_fits_a_model_of_its_tokenizer(written: Path) -> None:

@@ -15,7 +15,7 @@ from strata.train.faults.config import FaultsConfig
 from strata.train.faults.guard import Kind, LossGuard, Verdict
 
 WINDOW = 16
-ROLLBACK = FaultsConfig(spike="rollback", spike_window=WINDOW, most_spikes=1, most_skipped=2)
+ROLLBACK = FaultsConfig(spike="rollback", spike_window=WINDOW, max_spikes=1, max_skipped=2)
 # Losses near 2, and now and then one that spikes; norms near 1, and now and then one that is not finite.
 LOSSES = st.one_of(st.floats(1.9, 2.1), st.floats(1.9, 2.1), st.floats(1.9, 2.1), st.floats(5.0, 9.0))
 NORMS = st.one_of(*[st.floats(0.5, 2.0)] * 5, st.sampled_from([math.inf, math.nan]))
@@ -40,7 +40,7 @@ def test_steps_that_are_not_finite_are_skipped_until_there_are_too_many() -> Non
     assert first.reason == "step 4: loss nan, gradient norm inf: not finite; skipped (1 in a row, at most 2)"
     assert last == Verdict(
         Kind.STOP,
-        "steps 4 to 6 have gradients that are not finite (norms inf, inf, nan), more in a row than faults.most_skipped "
+        "steps 4 to 6 have gradients that are not finite (norms inf, inf, nan), more in a row than faults.max_skipped "
         "= 2; lower optimizer.learning_rate and resume from the last checkpoint",
     )
 
@@ -122,7 +122,7 @@ def test_the_unit_of_the_loss_decides_nothing(run: list[tuple[float, float]], ex
 @settings(max_examples=60, deadline=None)
 def test_verdicts_are_those_of_the_definition(run: list[tuple[float, float]]) -> None:
     """Against the definition, written for a whole run at once."""
-    guard = LossGuard(FaultsConfig(spike_window=WINDOW, most_skipped=2))
+    guard = LossGuard(FaultsConfig(spike_window=WINDOW, max_skipped=2))
     finite: list[float] = []
     in_a_row = 0
     for verdict, (loss, norm) in zip(judged(guard, run), run, strict=True):
@@ -156,7 +156,7 @@ def test_every_sample_is_trained_on_or_left_out_once(run: list[tuple[float, floa
         ("non_finite", "ignore", "faults.non_finite = 'ignore' must be one of skip, stop"),
         ("spike", "skip", "faults.spike = 'skip' must be one of ignore, report, rollback"),
         ("spike_window", 4, "faults.spike_window = 4 must be at least 8"),
-        ("most_skipped", -1, "faults.most_skipped = -1 must be at least 0"),
+        ("max_skipped", -1, "faults.max_skipped = -1 must be at least 0"),
         ("spike_sigma", math.nan, "faults.spike_sigma = nan must be positive and finite"),
     ],
 )

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from strata.comm.observer import Call
-from strata.train.faults.blame import Heartbeat, blame
 from strata.train.faults.config import FaultsConfig
 from strata.train.faults.hang import HUNG
+from strata.train.faults.hang_diagnosis import Heartbeat, diagnose
 from tests.train.fault_ranks import HANG_SECONDS
 
 SHARD = (0, 1, 2, 3)
@@ -39,7 +39,7 @@ def test_the_rank_that_never_entered_a_collective_is_blamed() -> None:
     entered = calls("shard", SHARD, 8)
     beats = [beat(rank, 41, "reduce", entered, waits=entered[7]) for rank in SHARD]
     beats[3] = beat(3, 41, "backward", entered[:7])
-    assert blame(beats, NOW, 1.0) == (
+    assert diagnose(beats, NOW, 1.0) == (
         "rank 3 is at step 41, backward, and never entered reduce_scatter 8 of 'shard' (64 bytes) "
         "that ranks 0-2 wait in"
     )
@@ -55,31 +55,31 @@ def test_of_two_axes_the_rank_that_waits_for_nobody_is_blamed() -> None:
         beat(2, 7, "forward", first, along[0][:1], waits=first[4]),
         beat(3, 7, "forward", first[:4], along[1][:1]),
     ]
-    assert blame(beats, NOW, 1.0).startswith("rank 3 is at step 7, forward, and never entered ")
+    assert diagnose(beats, NOW, 1.0).startswith("rank 3 is at step 7, forward, and never entered ")
 
 
 def test_ranks_that_are_no_longer_heard_of_are_blamed() -> None:
     entered = calls("shard", SHARD, 2)
     beats: list[Heartbeat | None] = [beat(rank, 3, "reduce", entered, waits=entered[1]) for rank in SHARD]
     beats[1] = replace(beat(1, 3, "data", entered[:1]), hangs=False, time=NOW - 7)
-    assert blame(beats, NOW, 1.0) == (
+    assert diagnose(beats, NOW, 1.0) == (
         "rank 1 last wrote a heartbeat 7 s ago, at step 3, data: frozen, or its machine is out of reach; "
         "ranks 0, 2-3 wait in reduce_scatter 2 of 'shard' (64 bytes)"
     )
     beats[1] = None
-    assert blame(beats, NOW, 1.0).startswith("rank 1 never wrote a heartbeat; ranks 0, 2-3 wait in ")
+    assert diagnose(beats, NOW, 1.0).startswith("rank 1 never wrote a heartbeat; ranks 0, 2-3 wait in ")
 
 
 def test_without_a_missing_collective_the_rank_in_none_or_behind_is_blamed() -> None:
     entered = calls("shard", (0, 1), 3)
     waiting = beat(0, 9, "update", entered, waits=entered[2])
-    assert blame([waiting, beat(1, 9, "checkpoint", entered)], NOW, 1.0) == (
+    assert diagnose([waiting, beat(1, 9, "checkpoint", entered)], NOW, 1.0) == (
         "rank 1 is at step 9, checkpoint, in no collective; rank 0 waits in all_gather 3 of 'shard' (64 bytes)"
     )
-    assert blame([beat(0, 9, "data"), beat(1, 8, "log")], NOW, 1.0) == (
+    assert diagnose([beat(0, 9, "data"), beat(1, 8, "log")], NOW, 1.0) == (
         "rank 1 is at step 8, log; the others are at step 9"
     )
-    assert blame([beat(rank, 9, "update", entered) for rank in (0, 1)], NOW, 1.0) == (
+    assert diagnose([beat(rank, 9, "update", entered) for rank in (0, 1)], NOW, 1.0) == (
         "ranks 0-1 are at step 9, update, and all have entered the same collectives, up to all_gather 3 of 'shard' "
         "(64 bytes): if no rank computes, a device or the network stands still"
     )

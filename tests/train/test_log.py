@@ -18,7 +18,7 @@ import pytest
 from strata.train.log.config import LogConfig
 from strata.train.log.json_lines import JsonLines, read_lines
 from strata.train.log.logs import Logs, open_logs
-from strata.train.log.picture import draw_report
+from strata.train.log.picture import plot_report
 
 
 def values(step: int) -> dict[str, Any]:
@@ -162,16 +162,16 @@ def test_the_picture_has_a_panel_for_each_curve(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with open_logs(tmp_path, LogConfig(), 0, {}) as logs:
         logs.write(1, values(1))
-        assert draw_report(tmp_path) is None  # nothing to connect
+        assert plot_report(tmp_path) is None  # nothing to connect
         logs.write(2, {"loss": None, "gradient_norm": math.inf})
         logs.write(3, values(3))
-    picture = draw_report(tmp_path)
+    picture = plot_report(tmp_path)
     assert picture == tmp_path / "report.svg"
     text = picture.read_text()
     titles = ("loss", "gradient norm before clipping", "learning rate", "tokens/s", "MFU", "step")
     assert all(f">{title}</text>" in text for title in titles)
     first = picture.read_bytes()
-    draw_report(tmp_path)
+    plot_report(tmp_path)
     assert picture.read_bytes() == first
 
 
@@ -180,4 +180,4 @@ def test_no_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.Monke
         logs.write(1, values(1))
         logs.write(2, values(2))
     monkeypatch.setattr("strata.train.log.picture.find_spec", lambda name: None)
-    assert draw_report(tmp_path) is None
+    assert plot_report(tmp_path) is None

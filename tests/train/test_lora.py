@@ -88,7 +88,7 @@ def test_training_changes_adapters_alone(model: CausalLM) -> None:
     assert result.norm > 0
     assert all(torch.equal(model.get_parameter(name), weight) for name, weight in frozen.items())
     assert all(not torch.equal(weight, before[name]) for name, weight in adapters.named_parameters())
-    kept = [(piece.kind, piece.name) for piece in step.pieces()]
+    kept = [(piece.kind, piece.name) for piece in step.state_shards()]
     assert sorted(kept) == sorted((kind, name) for kind in ("master", "exp_avg", "exp_avg_sq") for name in before)
 
 

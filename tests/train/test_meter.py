@@ -15,7 +15,7 @@ from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
 from strata.train import meter
 from strata.train.data.encoding import Encoded
-from strata.train.data.loader import Place, Step
+from strata.train.data.loader import DataPosition, Step
 from strata.train.data.pack import pack
 from strata.train.faults.config import FaultsConfig
 from strata.train.faults.stragglers import ComputeClock
@@ -46,16 +46,16 @@ def test_readings_come_in_order_and_as_late_as_asked() -> None:
         Reading(4, 2.0, 4.0, {}),
     ]
     results.add(5, result(1.0))
-    results.forget()
+    results.discard()
     assert list(results.ready(behind=0)) == []
 
 
 def test_a_position_counts_what_was_used_and_what_was_left_out() -> None:
-    step = Step([], Place(2, 1), 500, 0.9)
+    step = Step([], DataPosition(2, 1), 500, 0.9)
     first = Position().after(step)
-    assert first == Position(step=1, data_step=1, place=Place(2, 1), tokens=500)
-    skipped = first.without(replace(step, next=Place(3, 0)))
-    assert skipped == Position(step=1, data_step=2, place=Place(3, 0), tokens=500)
+    assert first == Position(step=1, data_step=1, place=DataPosition(2, 1), tokens=500)
+    skipped = first.without(replace(step, next=DataPosition(3, 0)))
+    assert skipped == Position(step=1, data_step=2, place=DataPosition(3, 0), tokens=500)
     assert Position.from_json(json.loads(json.dumps(skipped.to_json()))) == skipped
 
 
@@ -77,9 +77,9 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 def made(*, peak: float | None = None, frozen: bool = False, replicas: int = 1) -> Meter:
     config = config_from_dict(SMALL["model"] | {"vocab_size": 600}, "model")
-    everyone = all_ranks(Layout().mesh(ALONE))
+    world_axis = all_ranks(Layout().mesh(ALONE))
     return Meter(
-        config, FaultsConfig(), everyone, replicas, CPU, ComputeClock(CPU), peak_flops=peak, weights_are_frozen=frozen
+        config, FaultsConfig(), world_axis, replicas, CPU, ComputeClock(CPU), peak_flops=peak, weights_are_frozen=frozen
     )
 
 
@@ -88,7 +88,7 @@ def step_of(*lengths: int, utilisation: float) -> Step:
     wanted = np.ones(offsets[-1], np.bool_)
     wanted[offsets[:-1]] = False
     batch = pack(Encoded(np.zeros(offsets[-1], np.int32), wanted, offsets))
-    return Step([batch], Place(), int(offsets[-1]), utilisation)
+    return Step([batch], DataPosition(), int(offsets[-1]), utilisation)
 
 
 def test_the_line_of_an_interval_by_hand(time: Time) -> None:

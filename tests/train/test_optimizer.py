@@ -1,4 +1,4 @@
-"""AdamW and Muon over parts in one process: the formulas, steps that are skipped, weights, and state in the host."""
+"""AdamW and Muon over shards in one process: the formulas, steps that are skipped, weights, and state in the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from strata.comm.launch import World
 from strata.kernels.optimizer.adamw import adamw
 from strata.kernels.optimizer.muon import muon_momentum, muon_update
 from strata.models.layers import CausalLM
-from strata.parallel.data_parallel import Part
+from strata.parallel.data_parallel import ParameterShard
 from strata.parallel.layout import Layout
 from strata.parallel.parallelize import Parallel, parallelize
 from strata.train.optimizer import make
@@ -23,14 +23,14 @@ from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.make import make_optimizer
 from strata.train.optimizer.memory import HostMemory
 from strata.train.optimizer.orthogonalize import orthogonalize
-from strata.train.optimizer.part_optimizer import PartOptimizer, joined
+from strata.train.optimizer.sharded_optimizer import ShardedOptimizer, joined
 from tests.parallel.models import config_of, random_model
 from tests.train.plain_optimizers import plain_step
 
 RATE = 1e-2
 ONE = torch.ones(())
 ALONE = World(0, 0, 1, torch.device("cpu"), None)
-Made = tuple[CausalLM, Parallel, PartOptimizer]
+Made = tuple[CausalLM, Parallel, ShardedOptimizer]
 
 
 def of_one_process(
@@ -44,7 +44,7 @@ def of_one_process(
     model = random_model(config, dtype)
     parallel = parallelize(model, config, layout, mesh, compute_dtype=compute_dtype)
     chosen = OptimizerConfig(learning_rate=RATE, **settings)
-    return model, parallel, make_optimizer(parallel.gradients.parts, chosen, mesh, parallel.sharding)
+    return model, parallel, make_optimizer(parallel.gradients.shards, chosen, mesh, parallel.sharding)
 
 
 def draw_gradients(model: nn.Module, seed: int) -> dict[str, Tensor]:
@@ -64,13 +64,13 @@ def step(made: Made, number: int, scale: Tensor | float, gradients: dict[str, Te
     parallel.gradients.reduce()
     optimizer.begin(RATE / number)
     optimizer.update(torch.as_tensor(scale, dtype=torch.float64))
-    parallel.gradients.publish()
+    parallel.gradients.sync_weights()
 
 
 def everything(made: Made) -> list[Tensor]:
     """Copies of weights, masters and state."""
     model, parallel, optimizer = made
-    masters = [part.master.detach() for part in parallel.gradients.parts]
+    masters = [shard.master.detach() for shard in parallel.gradients.shards]
     state = [one for tensors in optimizer.state().values() for one in tensors]
     return [one.detach().clone() for one in (*model.parameters(), *masters, *state)]
 
@@ -92,10 +92,10 @@ def test_four_steps_are_those_of_the_papers(name: str, model_name: str) -> None:
         plain_step(twin, state, settings, RATE / number, number, 0.5)
     for key, wanted in twin.named_parameters():
         torch.testing.assert_close(made[0].get_parameter(key), wanted, rtol=1e-10, atol=1e-12)
-    parts, found = made[1].gradients.parts, made[2].state()
+    shards, found = made[1].gradients.shards, made[2].state()
     for kind, tensors in found.items():
-        for part, tensor in zip(parts, tensors, strict=True):
-            wanted = state.get(f"{kind}.{part.name}", tensor.new_zeros(0))
+        for shard, tensor in zip(shards, tensors, strict=True):
+            wanted = state.get(f"{kind}.{shard.name}", tensor.new_zeros(0))
             torch.testing.assert_close(tensor, wanted.flatten(), rtol=1e-10, atol=1e-15)
 
 
@@ -136,13 +136,13 @@ def test_weights_are_rounded_masters_before_they_are_published(name: str) -> Non
     model, parallel, optimizer = made
     for number in (1, 2):
         step(made, number, 1.0)
-        for part in parallel.gradients.parts:
-            assert torch.equal(part.weight, part.master.detach().bfloat16())
+        for shard in parallel.gradients.shards:
+            assert torch.equal(shard.weight, shard.master.detach().bfloat16())
     with torch.no_grad():
-        for part in parallel.gradients.parts:
-            part.master.mul_(1.5)
+        for shard in parallel.gradients.shards:
+            shard.master.mul_(1.5)
     optimizer.restored(7)
-    assert all(torch.equal(part.weight, part.master.detach().bfloat16()) for part in parallel.gradients.parts)
+    assert all(torch.equal(shard.weight, shard.master.detach().bfloat16()) for shard in parallel.gradients.shards)
     assert model.model.norm.weight.dtype == torch.bfloat16
 
 
@@ -152,8 +152,8 @@ def test_restored_state_goes_on_with_the_same_bits(name: str) -> None:
     for number in (1, 2, 3):
         step(made, number, 1.0)
     with torch.no_grad():
-        for part, stored in zip(again[1].gradients.parts, made[1].gradients.parts, strict=True):
-            part.master.copy_(stored.master)
+        for shard, stored in zip(again[1].gradients.shards, made[1].gradients.shards, strict=True):
+            shard.master.copy_(stored.master)
         for kind, tensors in again[2].state().items():
             for tensor, stored in zip(tensors, made[2].state()[kind], strict=True):
                 tensor.copy_(stored)
@@ -165,25 +165,25 @@ def test_restored_state_goes_on_with_the_same_bits(name: str) -> None:
 
 def test_adamw_changes_many_parts_at_once_as_it_would_one_after_another() -> None:
     made = of_one_process("qwen3-biases-tied", torch.float32, torch.bfloat16)
-    parts = made[1].gradients.parts
-    apart = [copy_of(part) for part in parts]
+    shards = made[1].gradients.shards
+    apart = [copy_of(shard) for shard in shards]
     other = make_optimizer(apart, OptimizerConfig(learning_rate=RATE), Layout().mesh(ALONE), made[1].sharding)
     for number in range(1, 4):
         drawn = draw_gradients(made[0], number)
-        for part in apart:
-            part.master.grad = drawn[part.name].bfloat16().float().flatten()
+        for shard in apart:
+            shard.master.grad = drawn[shard.name].bfloat16().float().flatten()
         other.begin(RATE / number)
         other.update(torch.tensor(0.5))
         step(made, number, 0.5)
     assert isinstance(made[2], AdamW)
     assert isinstance(other, AdamW)
-    assert len(made[2]._runs) < 10 < len(parts) == len(other._runs)
-    for one, two in zip(parts, apart, strict=True):
+    assert len(made[2]._groups) < 10 < len(shards) == len(other._groups)
+    for one, two in zip(shards, apart, strict=True):
         torch.testing.assert_close(one.master, two.master, rtol=1e-6, atol=1e-7)
 
 
 def host_memory(device: torch.device, dtype: torch.dtype) -> HostMemory:
-    """Blocks that end within parts; a CPU takes the way of a GPU without its streams."""
+    """Blocks that end within shards; a CPU takes the way of a GPU without its streams."""
     return HostMemory(device, dtype, block=37)
 
 
@@ -195,34 +195,38 @@ def test_state_in_the_host_changes_alike(
     """To rounding: on a CPU the last elements of a block fill no vector, and round otherwise."""
     plain = of_one_process("mixtral", torch.float32, compute_dtype, name=name)
     monkeypatch.setattr(make, "_memory", lambda config, device, dtype: host_memory(device, dtype))
-    parts = [copy_of(part) for part in plain[1].gradients.parts]
+    shards = [copy_of(shard) for shard in plain[1].gradients.shards]
     mesh = Layout().mesh(ALONE)
     settings = OptimizerConfig(learning_rate=RATE, name=name, offload=True)
-    moved = make_optimizer(parts, settings, mesh, plain[1].sharding)
+    moved = make_optimizer(shards, settings, mesh, plain[1].sharding)
     for number in (1, 2, 3):
         drawn = draw_gradients(plain[0], number)
-        for part in parts:
-            part.master.grad = drawn[part.name].to(compute_dtype or torch.float32).float().view(part.master.shape)
+        for shard in shards:
+            shard.master.grad = drawn[shard.name].to(compute_dtype or torch.float32).float().view(shard.master.shape)
         moved.begin(RATE / number)
         moved.update(torch.tensor(0.5))
         step(plain, number, 0.5)
     state, wanted = moved.state(), plain[2].state()
     assert state.keys() == {"master", *wanted}
-    wanted["master"] = [part.master.detach() for part in plain[1].gradients.parts]
+    wanted["master"] = [shard.master.detach() for shard in plain[1].gradients.shards]
     for kind, tensors in state.items():
         for found, other in zip(tensors, wanted[kind], strict=True):
             torch.testing.assert_close(found, other, rtol=1e-6, atol=1e-6)
-    for part, master in zip(parts, state["master"], strict=True):
-        assert torch.equal(part.weight, master.to(part.weight.dtype))
-        is_freed = part.master.untyped_storage().nbytes() == 0
+    for shard, master in zip(shards, state["master"], strict=True):
+        assert torch.equal(shard.weight, master.to(shard.weight.dtype))
+        is_freed = shard.master.untyped_storage().nbytes() == 0
         assert is_freed == (compute_dtype is not None)
 
 
-def copy_of(part: Part) -> Part:
-    weight = part.weight.detach().clone()
-    is_weight = part.weight.data_ptr() == part.master.data_ptr()
-    return Part(
-        part.name, part.shape, part.start, weight, nn.Parameter(weight if is_weight else part.master.detach().clone())
+def copy_of(shard: ParameterShard) -> ParameterShard:
+    weight = shard.weight.detach().clone()
+    is_weight = shard.weight.data_ptr() == shard.master.data_ptr()
+    return ParameterShard(
+        shard.name,
+        shard.shape,
+        shard.start,
+        weight,
+        nn.Parameter(weight if is_weight else shard.master.detach().clone()),
     )
 
 

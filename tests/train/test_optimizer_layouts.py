@@ -72,18 +72,18 @@ def steps_against_one_process(world: World, name: str, layout: Layout, optimizer
     parallel = parallelize(model, config, layout, mesh, bucket_elements=1)  # a bucket a layer
     gradients = parallel.gradients
     settings = OptimizerConfig(learning_rate=RATE, name=optimizer, clip=CLIP)
-    changes = make_optimizer(gradients.parts, settings, mesh, parallel.sharding)
+    changes = make_optimizer(gradients.shards, settings, mesh, parallel.sharding)
     for step in range(STEPS):
         work = batches(config, step, documents.size, world.device)
         accumulate(model, config, parallel, work[documents.index], counted_tokens(work))
         gradients.reduce()
         changes.begin(RATE / (step + 1))
         changes.update(clip_scale(gradients.norm(), CLIP))
-        gradients.publish()
+        gradients.sync_weights()
     errors = weight_errors(model, parallel, wanted_model(config, documents.size, settings, world.device))
     worst = max(errors, key=errors.__getitem__)
     held = {kind: [one.numel() for one in tensors] for kind, tensors in changes.state().items()}
-    return {"worst": [worst, errors[worst]], "held": held, "parts": [part.master.numel() for part in gradients.parts]}
+    return {"worst": [worst, errors[worst]], "held": held, "parts": [part.master.numel() for part in gradients.shards]}
 
 
 def all_layouts(world: World, folder: Path) -> list[Any]:

@@ -105,7 +105,7 @@ def test_first_values_are_those_of_initialize_and_of_a_folder(tmp_path: Path) ->
         save(model, config, folder)
         for values in (fresh(3), stored(folder)):
             step = make_step(config, Layout(), Layout().mesh(ALONE), OptimizerConfig(learning_rate=1e-3), values)
-            masters = {piece.name: piece.tensor for piece in step.pieces() if piece.kind == "master"}
+            masters = {piece.name: piece.tensor for piece in step.state_shards() if piece.kind == "master"}
             for name, parameter in model.named_parameters():
                 assert torch.equal(masters[name], parameter.detach().flatten()), (family, name)
 

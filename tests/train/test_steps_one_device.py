@@ -46,7 +46,9 @@ def documents() -> list[Encoded]:
 def packed(chosen: Sequence[Encoded]) -> PackedBatch:
     offsets = np.cumsum([0, *(len(one.tokens) for one in chosen)])
     return pack(
-        Encoded(np.concatenate([one.tokens for one in chosen]), np.concatenate([one.wanted for one in chosen]), offsets)
+        Encoded(
+            np.concatenate([one.tokens for one in chosen]), np.concatenate([one.loss_mask for one in chosen]), offsets
+        )
     )
 
 
@@ -62,7 +64,7 @@ def step_of(family: str, dtype: torch.dtype = torch.float64, **options: Any) -> 
 
 def state(step: ParallelStep, kind: str) -> dict[str, Tensor]:
     """Copies of a kind of state, by parameter."""
-    return {piece.name: piece.tensor.detach().clone() for piece in step.pieces() if piece.kind == kind}
+    return {piece.name: piece.tensor.detach().clone() for piece in step.state_shards() if piece.kind == kind}
 
 
 def first_gradients(step: ParallelStep, batches: Sequence[PackedBatch]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -87,7 +89,7 @@ def test_loss_and_gradients_are_those_of_one_document_at_a_time_however_they_are
         logits = model(batch) @ head_weight(model).t()
         targets = torch.from_numpy(one.tokens[1:])
         each = F.cross_entropy(logits[:-1], targets, reduction="none")
-        losses.append(each[torch.from_numpy(one.wanted[1:])])
+        losses.append(each[torch.from_numpy(one.loss_mask[1:])])
     wanted = torch.cat(losses).mean()
     wanted.backward()
     for splits in ([(0, 6)], [(0, 2), (2, 6)], [(0, 1), (1, 2), (2, 3), (3, 6)]):
@@ -114,7 +116,7 @@ def test_weights_are_rounded_masters_and_packs_add_up_in_float32(narrow: None) -
         assert gradient.dtype == torch.float32
         assert (gradient - both).norm() < 0.02 * gradient.norm(), name
         assert (gradient - exact[name]).norm() < 0.1 * gradient.norm(), name
-    step.publish()
+    step.sync_weights()
     for name, master in state(step, "master").items():
         assert torch.equal(model.get_parameter(name).detach().flatten(), master.bfloat16()), name
         assert not torch.equal(master, before[name]), name
@@ -125,7 +127,7 @@ def test_small_updates_survive_in_the_masters(narrow: None) -> None:
     step = step_of("llama", torch.float32, values=fresh(0))
     before = state(step, "master")["model.norm.weight"]
     step([packed(documents())], 1e-6)
-    step.publish()
+    step.sync_weights()
     moved = (state(step, "master")["model.norm.weight"] - before).abs()
     assert (moved > 5e-7).any()
     weight = step._passes._model.model.norm.weight  # type: ignore[attr-defined]
@@ -166,14 +168,14 @@ def test_a_step_restored_from_pieces_goes_on_with_the_same_bits(narrow: None) ->
     for index in range(3):
         one(batches, RATE / (index + 1))
     with torch.no_grad():
-        for mine, piece in zip(other.pieces(), one.pieces(), strict=True):
+        for mine, piece in zip(other.state_shards(), one.state_shards(), strict=True):
             assert (mine.kind, mine.name) == (piece.kind, piece.name)
             mine.tensor.copy_(piece.tensor)
     other.restored(3)
     for index in (3, 4):
         losses = [step(batches, RATE / (index + 1)).loss for step in (one, other)]
         assert torch.equal(*losses)
-    for mine, piece in zip(other.pieces(), one.pieces(), strict=True):
+    for mine, piece in zip(other.state_shards(), one.state_shards(), strict=True):
         assert torch.equal(mine.tensor, piece.tensor), (piece.kind, piece.name)
 
 
@@ -260,10 +262,10 @@ def test_a_step_that_may_be_recorded_is_launched_as_a_recording_computes(
 def test_gradients_of_several_passes_add_up_in_the_masters_precision() -> None:
     model = nn.Linear(4, 4)
     held = OneDeviceGradients(model, CPU, torch.bfloat16)
-    (bias,) = (part for part in held.parts if part.name == "bias")
+    (bias,) = (part for part in held.shards if part.name == "bias")
     for is_last, value in ((False, 1.0), (True, 2**-9)):  # whose sum bfloat16 cannot hold
         if is_last:
-            held.announce_last()
+            held.set_is_last_backward()
         model.bias.grad = torch.full_like(model.bias, value)
         held.accumulate()
         assert model.bias.grad is None
@@ -271,7 +273,7 @@ def test_gradients_of_several_passes_add_up_in_the_masters_precision() -> None:
     assert bias.master.grad is not None
     assert bias.master.grad.tolist() == [1 + 2**-9] * 4
     assert held.norm().item() == pytest.approx(2 * (1 + 2**-9), rel=1e-6)
-    held.gather()
+    held.all_gather_weights()
     assert bias.master.grad is None
 
 
@@ -281,10 +283,10 @@ def test_the_gradient_of_a_single_pass_is_taken_as_it_is() -> None:
     held = OneDeviceGradients(model, CPU, torch.bfloat16)
     for value in (3.0, 1.0):
         model.bias.grad = given = torch.full_like(model.bias, value)
-        held.announce_last()
+        held.set_is_last_backward()
         held.accumulate()
         held.reduce()
-        found = {part.name: part.master.grad for part in held.parts}
+        found = {part.name: part.master.grad for part in held.shards}
         assert found["bias"] is not None
         assert found["weight"] is not None
         assert found["bias"].dtype == torch.bfloat16
@@ -292,7 +294,7 @@ def test_the_gradient_of_a_single_pass_is_taken_as_it_is() -> None:
         assert not found["weight"].any()
         assert held.norm().dtype == torch.float32
         assert held.norm() == 2 * value
-        held.publish()
+        held.sync_weights()
 
 
 def test_weights_become_rounded_masters_when_they_are_published() -> None:
@@ -300,10 +302,10 @@ def test_weights_become_rounded_masters_when_they_are_published() -> None:
     values = {name: one.detach().clone() for name, one in model.named_parameters()}
     held = OneDeviceGradients(model, CPU, torch.bfloat16)
     with torch.no_grad():
-        for part in held.parts:
+        for part in held.shards:
             assert torch.equal(part.master, values[part.name].flatten())
             part.master.mul_(3)
-    held.publish()
+    held.sync_weights()
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter.detach(), (3 * values[name]).bfloat16())

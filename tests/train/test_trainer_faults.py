@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from strata.comm.launch import World
 from strata.train.checkpoints.checkpointer import Checkpointer
 from strata.train.checkpoints.folder import checkpoints, read_state
-from strata.train.checkpoints.state import Piece
+from strata.train.checkpoints.state import StateShard
 from strata.train.config import TrainConfig
-from strata.train.data.loader import Place
+from strata.train.data.loader import DataPosition
 from strata.train.data.pack import PackedBatch
 from strata.train.finish import save_model
-from strata.train.schedule import learning_rate
+from strata.train.learning_rate import learning_rate
 from strata.train.settings import deterministic
 from strata.train.steps.make import fresh, make_step
 from strata.train.steps.result import StepResult
@@ -57,14 +57,14 @@ def breaks(run: Trainer, steps: set[int]) -> None:
         number += 1
         if number not in steps:
             return inner(batches, rate)
-        pieces: list[Piece] = inner.pieces()
+        pieces: list[StateShard] = inner.state_shards()
         norm = next(one.tensor for one in pieces if (one.kind, one.name) == ("master", "model.norm.weight"))
         kept, before = norm.clone(), [one.tensor.clone() for one in pieces]
         run.checkpoints.before_update()
         norm.fill_(float("inf"))
         result = inner(batches, rate)
         norm.copy_(kept)
-        assert all(torch.equal(one.tensor, was) for one, was in zip(inner.pieces(), before, strict=True))
+        assert all(torch.equal(one.tensor, was) for one, was in zip(inner.state_shards(), before, strict=True))
         return result
 
     Wrapped(run, around)
@@ -84,13 +84,13 @@ def test_steps_that_are_not_finite_are_skipped(small: Small, tmp_path: Path) -> 
 
 
 def test_too_many_skipped_steps_stop_the_run(small: Small, tmp_path: Path) -> None:
-    run = Trainer(small(faults={"most_skipped": 1}), ALONE)
+    run = Trainer(small(faults={"max_skipped": 1}), ALONE)
     breaks(run, {4, 5})
-    with pytest.raises(TrainingStopped, match=r"steps 4 to 5 .* more in a row than faults\.most_skipped = 1; lower"):
+    with pytest.raises(TrainingStopped, match=r"steps 4 to 5 .* more in a row than faults\.max_skipped = 1; lower"):
         run.train()
     # What was under way when the run was stopped is whole.
     assert [path.name for path in checkpoints(tmp_path / "run/checkpoints")] == ["step-00000003"]
-    resumed = Trainer(small(faults={"most_skipped": 1}), ALONE, resume=True)
+    resumed = Trainer(small(faults={"max_skipped": 1}), ALONE, resume=True)
     assert resumed.train().step == 6
     assert [line["step"] for line in log(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
@@ -106,7 +106,7 @@ def test_a_run_may_stop_at_the_first_that_is_not_finite(small: Small, tmp_path: 
 
 POISONED = 41, 42
 """Steps of the data whose samples do harm, when the text is learned."""
-GUARD = {"spike_window": 8, "spike_sigma": 6.0, "most_spikes": 1}
+GUARD = {"spike_window": 8, "spike_sigma": 6.0, "max_spikes": 1}
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def poison(run: Trainer) -> list[int]:
     """Let the model be asked for other tokens wherever samples of the steps in `POISONED` stand. Returns a list that
     grows whenever one of these is trained on.
     """
-    place, harmful = Place(), set()
+    place, harmful = DataPosition(), set()
     for number in range(1, max(POISONED) + 1):
         step = run.loader.step(place)
         if number in POISONED:
@@ -150,14 +150,14 @@ def positions(batches: Sequence[PackedBatch]) -> set[int]:
 def plain_run(config: TrainConfig, run: Trainer) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses and the last state of a loop over the steps of the data but the poisoned ones."""
     step = make_step(run.start.config, run.layout, run.mesh, config.optimizer, fresh(config.run.seed))
-    losses, place = [], Place()
+    losses, place = [], DataPosition()
     for number in range(1, 50 + len(POISONED) + 1):
         data = run.loader.step(place)
         place = data.next
         if number not in POISONED:
             rate = learning_rate(len(losses), peak=1e-2, steps=50, warmup=1, decay=1)
             losses.append(float(step(data.batches, rate).loss))
-    return losses, {f"{one.kind}/{one.name}": one.tensor for one in step.pieces()}
+    return losses, {f"{one.kind}/{one.name}": one.tensor for one in step.state_shards()}
 
 
 def assert_as_plain(config: TrainConfig, run: Trainer) -> None:
@@ -317,7 +317,7 @@ def test_a_slow_disk_is_no_hang(tmp_path: Path) -> None:
     world = World(0, 0, 1, torch.device("cpu"), None)
     writer = Checkpointer(tmp_path, world, keep=1, warn=pytest.fail, waits=lambda: told.append(time.monotonic()))
     tensor = torch.zeros(8_000_000)
-    piece = Piece("master", "weight", (tensor.numel(),), ((0, tensor.numel()),), 0, tensor)
+    piece = StateShard("master", "weight", (tensor.numel(),), ((0, tensor.numel()),), 0, tensor)
     writer.start(1, {"recipe": {}}, [piece])
     assert writer.finish() is not None
     assert told

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from strata.bench.kernels.cases import EPS, Case, angles, draw, full_pages, head_weights
+from strata.bench.kernels.cases import EPS, Case, angles, full_pages, head_weights, randn
 from strata.hardware.roofline import Workload
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.batch_parts import divide, library_reach
@@ -42,7 +42,11 @@ def _decode(config: ModelConfig, batch: int, context: int) -> Case:
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
 
     def make() -> tuple[Any, ...]:
-        q, k, v = draw(batch, heads, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim)
+        q, k, v = (
+            randn(batch, heads, dim),
+            randn(batch, kv_heads, dim),
+            randn(batch, kv_heads, dim),
+        )
         pages = _decode_pages(config, batch, context)
         return q, *kv_write(k, v, pages, 0), Sequences(_offsets(batch), 1, pages), AttentionSpec(0, dim**-0.5)
 
@@ -56,7 +60,7 @@ def _decode_from_product(config: ModelConfig, batch: int, context: int) -> Case:
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
 
     def make() -> tuple[Any, ...]:
-        product = draw(batch, (heads + 2 * kv_heads) * dim)
+        product = randn(batch, (heads + 2 * kv_heads) * dim)
         step = Sequences(_offsets(batch), 1, _decode_pages(config, batch, context))
         specs = HeadsSpec(0, heads, kv_heads, EPS), AttentionSpec(0, dim**-0.5)
         return product, *head_weights(config), *angles(batch, dim), step, *specs
@@ -79,7 +83,7 @@ def _prefill(config: ModelConfig, cached: int, new: int) -> Case:
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
 
     def make() -> tuple[Any, ...]:
-        q, k, v = draw(new, heads, dim), draw(new, kv_heads, dim), draw(new, kv_heads, dim)
+        q, k, v = randn(new, heads, dim), randn(new, kv_heads, dim), randn(new, kv_heads, dim)
         offsets = torch.tensor([0, new], dtype=torch.int32)
         pages = full_pages(kv_heads, dim, (cached + new,))
         parts = divide((cached,), (new,), library_reach(q.dtype, dim, (), cached + new))

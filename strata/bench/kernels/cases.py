@@ -54,7 +54,7 @@ class Case:
     libraries: tuple[Callable[..., object], ...] = ()
 
 
-def draw(*shape: int) -> Tensor:
+def randn(*shape: int) -> Tensor:
     """Standard normal numbers in bfloat16."""
     return torch.randn(shape, dtype=torch.bfloat16)
 
@@ -63,7 +63,7 @@ def full_pages(kv_heads: int, dim: int, lengths: tuple[int, ...]) -> PagedKV:
     """Full pools of one layer, the pages of each sequence scattered; one slot for each token of the first sequence."""
     most = max(-(-length // PAGE_SIZE) for length in lengths)
     tables = torch.randperm(len(lengths) * most).int().view(len(lengths), most)
-    keys, values = (draw(tables.numel(), PAGE_SIZE, kv_heads, dim) for _ in range(2))
+    keys, values = (randn(tables.numel(), PAGE_SIZE, kv_heads, dim) for _ in range(2))
     slots = (tables[0, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()[: lengths[0]].int()
     return PagedKV((keys,), (values,), tables, torch.tensor(lengths, dtype=torch.int32), slots)
 
@@ -78,7 +78,7 @@ def head_weights(config: ModelConfig) -> tuple[Tensor | None, Tensor | None]:
     """Of the norms of queries and keys, in the family that has them."""
     if not config.architecture.startswith("Qwen3"):
         return None, None
-    return draw(config.head_dim), draw(config.head_dim)
+    return randn(config.head_dim), randn(config.head_dim)
 
 
 def rows_beyond(row_bytes: int) -> int:
@@ -116,11 +116,11 @@ def _norms(config: ModelConfig) -> Iterator[Scalable]:
         def library(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             return F.rms_norm(x, weight.shape, weight, eps)
 
-        return _case(rms_norm, f"{hidden}", rows, lambda: (draw(rows, hidden), draw(hidden), EPS), library)
+        return _case(rms_norm, f"{hidden}", rows, lambda: (randn(rows, hidden), randn(hidden), EPS), library)
 
     def sum_and_norm(rows: int) -> Case:
         def make() -> tuple[Any, ...]:
-            return draw(rows, hidden), draw(rows, hidden), draw(hidden), EPS
+            return randn(rows, hidden), randn(rows, hidden), randn(hidden), EPS
 
         return _case(add_rms_norm, f"{hidden}", rows, make)
 
@@ -141,7 +141,7 @@ def _rotation(config: ModelConfig) -> Iterator[Scalable]:
 
     def rotate(rows: int) -> Case:
         def make() -> tuple[Any, ...]:
-            return draw(rows, product)[:, : heads * dim].unflatten(-1, (-1, dim)), *angles(rows, dim)
+            return randn(rows, product)[:, : heads * dim].unflatten(-1, (-1, dim)), *angles(rows, dim)
 
         return _case(rope, f"{heads}x{dim}", rows, make)
 
@@ -157,7 +157,7 @@ def _heads_to_pages(config: ModelConfig) -> Iterator[Scalable]:
         def make() -> tuple[Any, ...]:
             pages = full_pages(kv_heads, dim, (rows,))
             spec = HeadsSpec(0, heads, kv_heads, EPS)
-            return draw(rows, product), *head_weights(config), *angles(rows, dim), pages, spec
+            return randn(rows, product), *head_weights(config), *angles(rows, dim), pages, spec
 
         return _case(qk_rope_kv_write, f"{heads}+2*{kv_heads}x{dim}", rows, make)
 
@@ -169,7 +169,7 @@ def _activation(config: ModelConfig) -> Iterator[Scalable]:
 
     def case(rows: int) -> Case:
         def make() -> tuple[Any, ...]:
-            return tuple(draw(rows, 2 * inner).chunk(2, -1))
+            return tuple(randn(rows, 2 * inner).chunk(2, -1))
 
         return _case(silu_mul, f"{inner}", rows, make, lambda gate, up: F.silu(gate) * up)
 
@@ -180,7 +180,7 @@ def _gated_product(config: ModelConfig, rows: int) -> Case:
     hidden, inner = config.hidden_size, config.intermediate_size
 
     def make() -> tuple[Any, ...]:
-        return draw(rows, hidden), draw(2 * inner, hidden)
+        return randn(rows, hidden), randn(2 * inner, hidden)
 
     def library(x: Tensor, weight: Tensor) -> Tensor:
         gate, up = F.linear(x, weight).chunk(2, -1)
@@ -196,7 +196,7 @@ def _kv_writes(config: ModelConfig) -> Iterator[Scalable]:
 
     def case(rows: int) -> Case:
         def make() -> tuple[Any, ...]:
-            k, v = draw(rows, product)[:, heads * dim :].unflatten(-1, (-1, dim)).chunk(2, 1)
+            k, v = randn(rows, product)[:, heads * dim :].unflatten(-1, (-1, dim)).chunk(2, 1)
             return k, v, full_pages(kv_heads, dim, (rows,)), 0
 
         return _case(kv_write, f"{kv_heads}x{dim}", rows, make)
@@ -209,7 +209,7 @@ def _lookup(config: ModelConfig) -> Iterator[Scalable]:
 
     def case(rows: int) -> Case:
         def make() -> tuple[Any, ...]:
-            return torch.randperm(vocab)[:rows].int(), draw(vocab, hidden)
+            return torch.randperm(vocab)[:rows].int(), randn(vocab, hidden)
 
         return _case(embedding, f"{vocab}x{hidden}", rows, make, F.embedding)
 
@@ -220,18 +220,18 @@ def _sampling(vocab: int, rows: int) -> Iterator[Case]:
     def drawing() -> tuple[Any, ...]:
         seeds = torch.arange(rows)
         steps = torch.randint(100, (rows,), dtype=torch.int32)
-        return draw(rows, vocab), torch.ones(rows), seeds, steps
+        return randn(rows, vocab), torch.ones(rows), seeds, steps
 
     def filtering() -> tuple[Any, ...]:
         ones = torch.ones(rows)
-        return draw(rows, vocab) * 4, ones, (50 * ones).int(), 0.9 * ones, 0 * ones
+        return randn(rows, vocab) * 4, ones, (50 * ones).int(), 0.9 * ones, 0 * ones
 
     def chosen() -> tuple[Any, ...]:
         return torch.randn(rows, vocab), torch.randint(vocab, (rows, 2))
 
     def masking() -> tuple[Any, ...]:
         masks = torch.randint(-(2**31), 2**31, (rows, -(-vocab // WORD)), dtype=torch.int32)
-        return draw(rows, vocab), masks, torch.arange(rows, dtype=torch.int32)
+        return randn(rows, vocab), masks, torch.arange(rows, dtype=torch.int32)
 
     yield _case(apply_bitmask, f"{vocab}", rows, masking, apply_bitmask.reference)
     yield _case(gumbel_sample, f"{vocab}", rows, drawing, gumbel_sample.reference)

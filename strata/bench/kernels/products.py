@@ -18,7 +18,7 @@ from strata.models.config import ModelConfig
 DTYPE = torch.bfloat16
 _EPS = 1e-6
 # About what a weight streams at: only for how often to repeat a call.
-_BYTES_A_SECOND = 4e12
+_BYTES_PER_SECOND = 4e12
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Product:
     def call(self, rows: int, weight: Tensor) -> SkinnyProduct:
         """A product of random rows with a weight, on its device."""
 
-        def draw(*shape: int) -> Tensor:
+        def randn(*shape: int) -> Tensor:
             return torch.randn(*shape, dtype=DTYPE, device=weight.device)
 
-        x = draw(rows, self.width)
+        x = randn(rows, self.width)
         if self.operation == "linear":
             return SkinnyProduct(x, weight)
         if self.operation == linear_add.name:
-            return SkinnyProduct(x, weight, residual=draw(rows, self.out), norm_weight=draw(self.out))
+            return SkinnyProduct(x, weight, residual=randn(rows, self.out), norm_weight=randn(self.out))
         # As many blocks of squares as a `linear_add` with few or with more rows leaves.
         blocks = max(1, self.width // (4 if rows <= 2 else 64))
         squares = torch.rand(rows, blocks, device=weight.device).mul_(2 * self.width / blocks)
@@ -64,7 +64,7 @@ class Product:
 
     def estimate(self, rows: int) -> float:
         """About how many seconds a product with so many rows takes."""
-        return self.nbytes / _BYTES_A_SECOND * max(1.0, rows / 256)
+        return self.nbytes / _BYTES_PER_SECOND * max(1.0, rows / 256)
 
 
 def arguments(call: SkinnyProduct) -> tuple[Any, ...]:

@@ -28,8 +28,8 @@ LIBRARY = "cublas"
 _FINALISTS = 2
 _FIRST_REPEATS, _LAST_REPEATS = 3, 11
 # A tile has to beat the library by more than measurements differ.
-_LEAST_GAIN = 1.02
-_MOST_COMPILERS = 16
+_MIN_GAIN = 1.02
+_MAX_COMPILERS = 16
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def tune(products: Sequence[Product]) -> Iterator[Finding]:
         for rows in BUCKETS
     }
     with ProcessPoolExecutor(
-        min(_MOST_COMPILERS, os.cpu_count() or 1), multiprocessing.get_context("spawn")
+        min(_MAX_COMPILERS, os.cpu_count() or 1), multiprocessing.get_context("spawn")
     ) as compilers:
         _compile_ahead(compilers, first)
         last = {}
@@ -77,7 +77,7 @@ def tune(products: Sequence[Product]) -> Iterator[Finding]:
 def _choose(product: Product, finals: Sequence[tuple[float, SkinnyTile]], library: float) -> Choice | None:
     """The winner, which must beat the library where that does the same work; None if nothing can run."""
     won = finals[0] if finals else None
-    if product.operation == "linear" and (won is None or won[0] * _LEAST_GAIN > library):
+    if product.operation == "linear" and (won is None or won[0] * _MIN_GAIN > library):
         return Choice(LIBRARY, {}, library, library)
     return None if won is None else Choice(IMPLEMENTATION, asdict(won[1]), won[0], library)
 

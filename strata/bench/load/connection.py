@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httptools
 
 # A server closes connections that stay idle (uvicorn after 5 s); one that is about to be closed must not be taken.
-MOST_IDLE = 2.0
+MAX_IDLE = 2.0
 
 OnBody = Callable[[int, bytes], None]
 
@@ -83,7 +83,7 @@ class Client:
     async def _connection(self) -> _Connection:
         while self._idle:
             connection = self._idle.pop()
-            if connection.reusable and time.monotonic() - connection.idle_since < MOST_IDLE:
+            if connection.reusable and time.monotonic() - connection.idle_since < MAX_IDLE:
                 return connection
             connection.abort()
             self._open.discard(connection)

@@ -12,7 +12,7 @@ TICKS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
 LINES = {"p50": "#2a6fb0", "p90": "#8fb7dc", "p99": "#c05a3c"}
 
 
-def drawable(picture: Path) -> Path:
+def plottable(picture: Path) -> Path:
     """The file, if pictures can be drawn into it; else raises ValueError, before there is a measurement to lose."""
     if picture.suffix.lower() not in (".svg", ".png"):
         raise ValueError(f"--plot {picture}: give a file that ends in .svg or .png")
@@ -21,7 +21,7 @@ def drawable(picture: Path) -> Path:
     return picture
 
 
-def draw(results: Sequence[Mapping[str, Any]], picture: Path) -> None:
+def plot_latency(results: Sequence[Mapping[str, Any]], picture: Path) -> None:
     """Draw results (as `LoadResult.values` gives them) of several rates into an SVG or PNG file.
 
     One panel a latency, milliseconds on a logarithmic scale over requests a second; dashed: the bounds of goodput, and
@@ -30,7 +30,7 @@ def draw(results: Sequence[Mapping[str, Any]], picture: Path) -> None:
     import matplotlib
     from matplotlib import pyplot, ticker
 
-    points = sorted((one for one in results if _drawable(one)), key=lambda one: float(one["request_rate"]))
+    points = sorted((one for one in results if _is_plottable(one)), key=lambda one: float(one["request_rate"]))
     if not points:
         raise ValueError("--plot draws latency against --request-rate: give it finite rates (such as 25%,50%,75%,90%)")
     matplotlib.use("Agg")
@@ -55,7 +55,7 @@ def draw(results: Sequence[Mapping[str, Any]], picture: Path) -> None:
     pyplot.close(figure)
 
 
-def _drawable(result: Mapping[str, Any]) -> bool:
+def _is_plottable(result: Mapping[str, Any]) -> bool:
     return isinstance(result["request_rate"], float) and all(result[field] is not None for field in PANELS)
 
 

@@ -18,7 +18,7 @@ LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2e_ms": "E
 # Columns enough for any table here.
 WIDE = 200
 # Sent more than this late (milliseconds, p99), the load was not the one that was asked for.
-MOST_LAG = 10.0
+MAX_LAG = 10.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class LoadResult:
             bounds = ", ".join(f"{name} <= {most:g} ms" for name, most in figures.goodput.objectives.items())
             good = figures.goodput
             yield f"goodput {number(good.requests_per_second)} requests/s ({good.share:.1%} of requests): {bounds}"
-        if figures.send_lag_ms is not None and self.max_concurrency is None and figures.send_lag_ms.p99 > MOST_LAG:
+        if figures.send_lag_ms is not None and self.max_concurrency is None and figures.send_lag_ms.p99 > MAX_LAG:
             yield f"sent up to {figures.send_lag_ms.p99:.0f} ms late (p99): the load generator is the bottleneck"
 
 

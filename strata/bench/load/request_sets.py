@@ -42,16 +42,16 @@ class Lengths:
     output: int
     spread: float = 0.0
 
-    def draw(self, draw: random.Random) -> tuple[int, int]:
-        return self._around(self.prompt, draw), self._around(self.output, draw)
+    def sample(self, rng: random.Random) -> tuple[int, int]:
+        return self._around(self.prompt, rng), self._around(self.output, rng)
 
     @property
     def most(self) -> int:
         """Of a prompt and its output together."""
         return int(self.prompt * (1 + self.spread)) + int(self.output * (1 + self.spread))
 
-    def _around(self, mean: int, draw: random.Random) -> int:
-        return draw.randint(max(1, round(mean * (1 - self.spread))), int(mean * (1 + self.spread)))
+    def _around(self, mean: int, rng: random.Random) -> int:
+        return rng.randint(max(1, round(mean * (1 - self.spread))), int(mean * (1 + self.spread)))
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class RandomSet:
     ids: Sequence[int]
 
     def asks(self, count: int, seed: int) -> list[Ask]:
-        draw = random.Random(seed)
-        lengths = (self.lengths.draw(draw) for _ in range(count))
-        return [Ask(draw.choices(self.ids, k=prompt), output) for prompt, output in lengths]
+        rng = random.Random(seed)
+        lengths = (self.lengths.sample(rng) for _ in range(count))
+        return [Ask(rng.choices(self.ids, k=prompt), output) for prompt, output in lengths]
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class SharedPrefixSet:
     prefix_tokens: int
 
     def asks(self, count: int, seed: int) -> list[Ask]:
-        draw = random.Random(seed)
-        prefixes = [draw.choices(self.ids, k=self.prefix_tokens) for _ in range(self.groups)]
+        rng = random.Random(seed)
+        prefixes = [rng.choices(self.ids, k=self.prefix_tokens) for _ in range(self.groups)]
         of_group = [number % self.groups for number in range(count)]
-        draw.shuffle(of_group)
-        rest = RandomSet(self.lengths, self.ids).asks(count, draw.getrandbits(64))
+        rng.shuffle(of_group)
+        rest = RandomSet(self.lengths, self.ids).asks(count, rng.getrandbits(64))
         return [
             Ask([*prefixes[group], *ask.prompt], ask.output_tokens) for group, ask in zip(of_group, rest, strict=True)
         ]
@@ -99,11 +99,11 @@ class FileSet:
     def asks(self, count: int, seed: int) -> list[Ask]:
         if count > len(self.rows):
             raise ValueError(f"{self.path} has {len(self.rows)} requests, --num-prompts asks for {count}")
-        draw = random.Random(seed)
-        return [self._ask(row, draw) for row in self.rows[:count]]
+        rng = random.Random(seed)
+        return [self._ask(row, rng) for row in self.rows[:count]]
 
-    def _ask(self, row: FileRow, draw: random.Random) -> Ask:
-        prompt = row.messages or row.prompt or draw.choices(self.ids, k=row.input_length or 1)
+    def _ask(self, row: FileRow, rng: random.Random) -> Ask:
+        prompt = row.messages or row.prompt or rng.choices(self.ids, k=row.input_length or 1)
         due = None if row.timestamp is None else (row.timestamp - (self.rows[0].timestamp or 0.0)) / 1e3
         return Ask(prompt, row.output_length or self.output_tokens, due)
 

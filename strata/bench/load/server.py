@@ -44,8 +44,8 @@ async def find_model(client: Client, name: str | None) -> Served:
 
 async def text_ids(client: Client, model: str) -> list[int]:
     """The distinct token ids of a random text: ids that the server's vocabulary has and that are not special."""
-    draw = random.Random(0)
-    words = ("".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 8))) for _ in range(2000))
+    rng = random.Random(0)
+    words = ("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 8))) for _ in range(2000))
     question = {"model": model, "prompt": " ".join(words), "add_special_tokens": False}
     return sorted(set((await _ask(client, "/tokenize", question, _Tokens)).tokens))
 

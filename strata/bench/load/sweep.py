@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from strata.bench.load import server
+from strata.bench.load.arrivals import Rate, arrival_times, saturation_rate
 from strata.bench.load.connection import Client
 from strata.bench.load.measures import figures
 from strata.bench.load.report import LoadResult
@@ -26,10 +27,9 @@ from strata.bench.load.request_sets import (
     encode,
     read_rows,
 )
-from strata.bench.load.schedule import Rate, arrivals, saturation_rate
 from strata.bench.load.send import Outcome, send_all
 
-DRAWN = ("random", "shared-prefix")
+SYNTHETIC = ("random", "shared-prefix")
 REQUESTS = 1000
 SATURATING_CONCURRENCY = 256
 
@@ -37,14 +37,14 @@ Show = Callable[[LoadResult], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadConfig:
     """What is to be measured.
 
-    dataset: one of DRAWN, or a file. chat: prompts become chats. requests: of each load; None for 1000, or all of the
-    file. rates: of the loads; None to send the file's requests at their timestamps. burstiness: see `arrivals`.
-    max_concurrency: most requests under way, None for no bound; if rates are shares of saturation, while that is
-    measured. objectives: milliseconds by name, of the goodput.
-    timeout: seconds after which a request is given up.
+    dataset: one of SYNTHETIC, or a file. chat: prompts become chats. requests: of each load; None for 1000, or all of
+    the file. rates: of the loads; None to send the file's requests at their timestamps. burstiness: see
+    `arrival_times`. max_concurrency: most requests under way, None for no bound; if rates are shares of saturation,
+    while that is measured. objectives: milliseconds by name, of the goodput. timeout: seconds after which a request is
+    given up.
     """
 
     dataset: str
@@ -67,35 +67,35 @@ class Plan:
 
 
 async def measure(
-    client: Client, model: str | None, plan: Plan, show: Callable[[LoadResult], None]
+    client: Client, model: str | None, config: LoadConfig, show: Callable[[LoadResult], None]
 ) -> list[LoadResult]:
     """The result of each load, which `show` gets as it comes. Raises ValueError if the server cannot be measured."""
     served = await server.find_model(client, model)
-    sweep = Sweep(client, served.name, plan, await _request_set(client, served, plan), show)
+    sweep = Sweep(client, served.name, config, await _request_set(client, served, config), show)
     await sweep.try_one()
-    if plan.rates is None:
+    if config.rates is None:
         await sweep.replay()
-    saturation = await sweep.saturate() if plan.saturating else None
-    for rate in plan.rates or ():
+    saturation = await sweep.saturate() if config.saturating else None
+    for rate in config.rates or ():
         await sweep.offer(rate, saturation)
     return sweep.results
 
 
 class Sweep:
-    """The loads of a plan; `results` has those that are done. Each load draws prompts of its own from the seed, so that
-    none finds its prompts in the server's prefix cache (those of a file are what they are).
+    """The loads of a configuration; `results` has those that are done. Each load draws prompts of its own from the
+    seed, so that none finds its prompts in the server's prefix cache (those of a file are what they are).
     """
 
-    def __init__(self, client: Client, model: str, plan: Plan, asked: RequestSet, show: Show) -> None:
+    def __init__(self, client: Client, model: str, config: LoadConfig, asked: RequestSet, show: Show) -> None:
         self.results: list[LoadResult] = []
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._client = client
         self._model = model
-        self._plan = plan
+        self._config = config
         self._asked = asked
         self._show = show
-        self._seeds = random.Random(plan.seed)
-        self._requests = plan.requests or (len(asked.rows) if isinstance(asked, FileSet) else REQUESTS)
+        self._seeds = random.Random(config.seed)
+        self._requests = config.requests or (len(asked.rows) if isinstance(asked, FileSet) else REQUESTS)
 
     async def try_one(self) -> None:
         """One request before all loads. Raises ValueError if it does not get what it asks for."""
@@ -104,13 +104,13 @@ class Sweep:
 
     async def replay(self) -> None:
         """The file's requests at their own times."""
-        asks = await self._asks(self._requests, self._plan.seed)
-        outcomes = await self._send(asks, [ask.due or 0.0 for ask in asks], self._plan.max_concurrency, "replay")
-        self._add(outcomes, None, None, self._plan.max_concurrency)
+        asks = await self._asks(self._requests, self._config.seed)
+        outcomes = await self._send(asks, [ask.due or 0.0 for ask in asks], self._config.max_concurrency, "replay")
+        self._add(outcomes, None, None, self._config.max_concurrency)
 
     async def saturate(self) -> float:
         """Requests a second that the server sustains with `max_concurrency` of them always under way."""
-        concurrency = self._plan.max_concurrency or SATURATING_CONCURRENCY
+        concurrency = self._config.max_concurrency or SATURATING_CONCURRENCY
         asks = await self._asks(self._requests, self._seeds.getrandbits(64))
         outcomes = await self._send(asks, [0.0] * len(asks), concurrency, "saturation")
         rate = saturation_rate([outcome.ended for outcome in outcomes if outcome.fault is None], concurrency)
@@ -122,14 +122,14 @@ class Sweep:
         seed = self._seeds.getrandbits(64)
         asks = await self._asks(self._requests, seed)
         per_second = rate.per_second(saturation)
-        concurrency = None if rate.of_saturation else self._plan.max_concurrency
-        due = arrivals(len(asks), per_second, self._plan.burstiness, seed)
+        concurrency = None if rate.of_saturation else self._config.max_concurrency
+        due = arrival_times(len(asks), per_second, self._config.burstiness, seed)
         outcomes = await self._send(asks, due, concurrency, f"{per_second:.3g} requests/s")
         self._add(outcomes, per_second, saturation if rate.of_saturation else None, concurrency)
 
     async def _asks(self, count: int, seed: int) -> list[Ask]:
         asks = self._asked.asks(count, seed)
-        return await server.as_chats(self._client, self._model, asks) if self._plan.chat else asks
+        return await server.as_chats(self._client, self._model, asks) if self._config.chat else asks
 
     async def _send(self, asks: list[Ask], due: list[float], concurrency: int | None, name: str) -> list[Outcome]:
         requests = [encode(ask, self._model) for ask in asks]
@@ -142,7 +142,7 @@ class Sweep:
                 requests,
                 due,
                 max_concurrency=concurrency,
-                timeout=self._plan.timeout,
+                timeout=self._config.timeout,
                 on_end=lambda: progress.advance(task),
             )
 
@@ -152,41 +152,43 @@ class Sweep:
         result = LoadResult(
             started=self._started,
             model=self._model,
-            data=_in_words(self._plan),
+            data=_in_words(self._config),
             request_rate=rate,
             saturation=saturation,
-            burstiness=self._plan.burstiness,
+            burstiness=self._config.burstiness,
             max_concurrency=concurrency,
-            seed=self._plan.seed,
-            figures=figures(outcomes, self._plan.objectives),
+            seed=self._config.seed,
+            figures=figures(outcomes, self._config.objectives),
         )
         self.results.append(result)
         self._show(result)
 
 
-async def _request_set(client: Client, served: server.Served, plan: Plan) -> RequestSet:
-    if plan.dataset not in DRAWN:
-        path = Path(plan.dataset)
-        rows = read_rows(path, timed=plan.rates is None)
+async def _request_set(client: Client, served: server.Served, config: LoadConfig) -> RequestSet:
+    if config.dataset not in SYNTHETIC:
+        path = Path(config.dataset)
+        rows = read_rows(path, timed=config.rates is None)
         drawn = any(row.input_length for row in rows)
-        return FileSet(path, rows, plan.lengths.output, await server.text_ids(client, served.name) if drawn else ())
-    shared = plan.prefix_tokens if plan.dataset == "shared-prefix" else 0
-    most = plan.lengths.most + shared
+        return FileSet(path, rows, config.lengths.output, await server.text_ids(client, served.name) if drawn else ())
+    shared = config.prefix_tokens if config.dataset == "shared-prefix" else 0
+    most = config.lengths.most + shared
     if served.max_model_len is not None and most > served.max_model_len:
         raise ValueError(
             f"requests have up to {most} tokens with their answers, {served.name} takes {served.max_model_len}: "
             f"lower --input-len{', --prefix-len' if shared else ''} or --output-len"
         )
     ids = await server.text_ids(client, served.name)
-    return SharedPrefixSet(plan.lengths, ids, plan.prefix_groups, shared) if shared else RandomSet(plan.lengths, ids)
+    return (
+        SharedPrefixSet(config.lengths, ids, config.prefix_groups, shared) if shared else RandomSet(config.lengths, ids)
+    )
 
 
-def _in_words(plan: Plan) -> str:
-    lengths = plan.lengths
-    if plan.dataset not in DRAWN:
-        return Path(plan.dataset).name
+def _in_words(config: LoadConfig) -> str:
+    lengths = config.lengths
+    if config.dataset not in SYNTHETIC:
+        return Path(config.dataset).name
     spread = f" (+-{lengths.spread:.0%})" if lengths.spread else ""
-    words = f"{plan.dataset} prompts of {lengths.prompt}{spread} and answers of {lengths.output}{spread} tokens"
-    if plan.dataset == "shared-prefix":
-        words += f", {plan.prefix_groups} prefixes of {plan.prefix_tokens}"
-    return f"{words}, as chats" if plan.chat else words
+    words = f"{config.dataset} prompts of {lengths.prompt}{spread} and answers of {lengths.output}{spread} tokens"
+    if config.dataset == "shared-prefix":
+        words += f", {config.prefix_groups} prefixes of {config.prefix_tokens}"
+    return f"{words}, as chats" if config.chat else words

@@ -114,7 +114,7 @@ class _Run:
         self.layout = test.layout_of(config, world)
         self.layout.check(config, world.size)
         mesh = self.layout.mesh(world)
-        self.everyone: Axis = all_ranks(mesh)
+        self.world_axis: Axis = all_ranks(mesh)
         self.documents = mesh.flattened("dp", "shard")
         optimizer = OptimizerConfig(
             learning_rate=learning_rate(0, test.peak_rate), name=test.optimizer, offload=test.offload
@@ -157,7 +157,7 @@ class _Run:
         if self.world.device.type != "cuda":
             return {}
         own = [torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB]
-        found = all_gather_json(own, self.everyone, self.world.device)
+        found = all_gather_json(own, self.world_axis, self.world.device)
         most = [round(max(column), 2) for column in zip(*found, strict=True)]
         return dict(zip(("memory_gib", "reserved_gib"), most, strict=True))
 

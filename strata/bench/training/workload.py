@@ -28,10 +28,10 @@ def synthetic_tokens(step: int, sequences: int, length: int, vocabulary: int) ->
     0.95 nats a token once the cycle is learned.
     """
     cycle = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))[:CYCLE]
-    draw = torch.Generator().manual_seed(1 + step)
-    jumps = torch.rand(sequences, length + 1, generator=draw) < JUMP
+    rng = torch.Generator().manual_seed(1 + step)
+    jumps = torch.rand(sequences, length + 1, generator=rng) < JUMP
     jumps[:, 0] = True
-    places = torch.randint(len(cycle), (sequences, length + 1), generator=draw)
+    places = torch.randint(len(cycle), (sequences, length + 1), generator=rng)
     at = torch.arange(length + 1).expand(sequences, -1)
     last = torch.where(jumps, at, 0).cummax(1).values
     walk = cycle[(places.gather(1, last) + at - last) % len(cycle)]

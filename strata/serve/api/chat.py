@@ -40,7 +40,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 
 @dataclass(frozen=True)
-class _Understood:
+class _ParsedRequest:
     """parsers: one for each choice, None where all text is content. prompt_ids: to be told, None otherwise."""
 
     head: ReplyHead
@@ -50,34 +50,34 @@ class _Understood:
 
 
 async def _answer(body: ChatRequest, request: Request) -> Response:
-    understood = await _understand(body, request)
-    reply = ChatReply(understood.parsers, server_of(request).tokenizer)
-    async with understood.generation as generation:
-        async for pieces in generation:
-            reply.take(pieces)
-    return json_response(reply.completion(understood.head, usage_of([generation]), understood.prompt_ids))
+    parsed_request = await _parse(body, request)
+    reply = ChatReply(parsed_request.parsers, server_of(request).tokenizer)
+    async with parsed_request.generation as generation:
+        async for deltas in generation:
+            reply.take(deltas)
+    return json_response(reply.completion(parsed_request.head, usage_of([generation]), parsed_request.prompt_ids))
 
 
 async def _stream(body: ChatRequest, request: Request) -> AsyncGenerator[bytes, None]:
-    understood = await _understand(body, request)
-    async with understood.generation as generation:
+    parsed_request = await _parse(body, request)
+    async with parsed_request.generation as generation:
         stream = ChatStream(
-            understood.head,
-            understood.parsers,
+            parsed_request.head,
+            parsed_request.parsers,
             server_of(request).tokenizer,
             with_usage=body.includes_usage,
             usage=(lambda: usage_of([generation])) if body.continuous_usage else None,
-            prompt_ids=understood.prompt_ids,
+            prompt_ids=parsed_request.prompt_ids,
         )
         roles = stream.roles()
-        async for pieces in generation:
-            chunks, roles = roles + stream.pieces(pieces), b""
+        async for deltas in generation:
+            chunks, roles = roles + stream.chunks(deltas), b""
             if chunks:
                 yield chunks
     yield stream.usage(usage_of([generation])) + DONE if body.includes_usage else DONE
 
 
-async def _understand(body: ChatRequest, request: Request) -> _Understood:
+async def _parse(body: ChatRequest, request: Request) -> _ParsedRequest:
     """The request as the engine takes it. Raises ApiError for what cannot be served."""
     state = server_of(request)
     model = state.model_name(body.model)
@@ -104,7 +104,7 @@ async def _understand(body: ChatRequest, request: Request) -> _Understood:
     params = with_visible_tags(params, state.tokenizer, tools.tool_format, reasoning)
     parsed = reasoning or tools.tool_format is not None
     bad_words = await bad_words_of(state, admission, params)
-    return _Understood(
+    return _ParsedRequest(
         ReplyHead.new("chatcmpl", model),
         Generation(
             request,

@@ -7,7 +7,7 @@ from typing import Literal, cast
 
 from strata.engine.process.messages import TokenLogprobs
 from strata.serve.api.logprobs import chat_logprobs
-from strata.serve.generation import Piece
+from strata.serve.generation import SampleDelta
 from strata.serve.replies.reply_parser import Reply, ReplyParser, collect
 from strata.serve.schema.chat_reply import (
     AssistantReply,
@@ -28,9 +28,9 @@ class ChatReply:
     def __init__(self, parsers: Sequence[ReplyParser | None], tokenizer: Tokenizer) -> None:
         self._choices = [_Choice(index, parser, tokenizer) for index, parser in enumerate(parsers)]
 
-    def take(self, pieces: list[Piece]) -> None:
-        for piece in pieces:
-            self._choices[piece.index].take(piece)
+    def take(self, deltas: list[SampleDelta]) -> None:
+        for delta in deltas:
+            self._choices[delta.index].take(delta)
 
     def completion(self, head: ReplyHead, usage: Usage, prompt_ids: list[int] | None) -> ChatCompletion:
         """The answer. prompt_ids: told, together with the ids of each choice, unless None."""
@@ -56,13 +56,13 @@ class _Choice:
         self._reason = "stop"
         self._stop_reason: int | str | None = None
 
-    def take(self, piece: Piece) -> None:
-        self._text.append(piece.text)
-        self._ids += piece.token_ids
-        if piece.logprobs is not None:
-            self._logprobs = (self._logprobs or []) + piece.logprobs
-        if piece.finish_reason is not None:
-            self._reason, self._stop_reason = piece.finish_reason, piece.stop_reason
+    def take(self, delta: SampleDelta) -> None:
+        self._text.append(delta.text)
+        self._ids += delta.token_ids
+        if delta.logprobs is not None:
+            self._logprobs = (self._logprobs or []) + delta.logprobs
+        if delta.finish_reason is not None:
+            self._reason, self._stop_reason = delta.finish_reason, delta.stop_reason
 
     def finished(self, with_ids: bool) -> ChatChoice:
         text = "".join(self._text)

@@ -13,7 +13,7 @@ import msgspec
 from strata.engine.process.messages import TokenLogprobs
 from strata.serve.api.chat_reply import finish_reason
 from strata.serve.api.logprobs import chat_logprobs
-from strata.serve.generation import Piece
+from strata.serve.generation import SampleDelta
 from strata.serve.replies.reply_parser import ContentDelta, ReasoningDelta, ReplyEvent, ReplyParser, ToolCallStart
 from strata.serve.schema.reply import ReplyHead, Usage
 from strata.text.tokenizer import Tokenizer
@@ -58,9 +58,9 @@ class ChatStream:
         start = self._start + b',"prompt_token_ids":' + _encode(self._prompt_ids)
         return chunks.replace(self._start, start, 1)
 
-    def pieces(self, pieces: list[Piece]) -> bytes:
+    def chunks(self, deltas: list[SampleDelta]) -> bytes:
         """The chunks of what has come; empty if nothing of it can be shown yet."""
-        return b"".join([self._choices[piece.index].piece(piece) for piece in pieces])
+        return b"".join([self._choices[delta.index].chunks(delta) for delta in deltas])
 
     def usage(self, usage: Usage) -> bytes:
         """The last chunk of a stream with usage."""
@@ -95,28 +95,28 @@ class _ChoiceStream:
     def role(self) -> bytes:
         return self._chunk(b'{"role":"assistant","content":""}')
 
-    def piece(self, piece: Piece) -> bytes:
-        if piece.logprobs is not None:
-            self._logprobs += piece.logprobs
+    def chunks(self, delta: SampleDelta) -> bytes:
+        if delta.logprobs is not None:
+            self._logprobs += delta.logprobs
         if self._with_ids:
-            self._ids += piece.token_ids
+            self._ids += delta.token_ids
         if self._parser is None:
-            chunks = self._chunk(b'{"content":%b}' % _encode(piece.text)) if piece.text else b""
+            chunks = self._chunk(b'{"content":%b}' % _encode(delta.text)) if delta.text else b""
         else:
-            chunks = self._parsed(self._parser, piece)
-        return chunks if piece.finish_reason is None else chunks + self._last(piece)
+            chunks = self._parsed(self._parser, delta)
+        return chunks if delta.finish_reason is None else chunks + self._last(delta)
 
-    def _parsed(self, parser: ReplyParser, piece: Piece) -> bytes:
-        events = parser.append(piece.text)
-        if piece.finish_reason is not None:
+    def _parsed(self, parser: ReplyParser, delta: SampleDelta) -> bytes:
+        events = parser.append(delta.text)
+        if delta.finish_reason is not None:
             events += parser.finish()
         self._called = self._called or any(isinstance(event, ToolCallStart) for event in events)
         return b"".join([self._chunk(_encode(_delta(event))) for event in events])
 
-    def _last(self, piece: Piece) -> bytes:
-        assert piece.finish_reason is not None
-        reason = _encode(finish_reason(piece.finish_reason, self._called))
-        return self._chunk(b"{}", reason + b',"stop_reason":' + _encode(piece.stop_reason))
+    def _last(self, delta: SampleDelta) -> bytes:
+        assert delta.finish_reason is not None
+        reason = _encode(finish_reason(delta.finish_reason, self._called))
+        return self._chunk(b"{}", reason + b',"stop_reason":' + _encode(delta.stop_reason))
 
     def _chunk(self, delta: bytes, finish: bytes = b"null") -> bytes:
         logprobs, ids = b"null", b""

@@ -10,16 +10,16 @@ from typing import NamedTuple
 from strata.engine.process.messages import TokenLogprobs
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.api.completion_logprobs import LogprobLists, PromptStarts, SampleStarts, joined, logprob_lists
-from strata.serve.generation import Piece
+from strata.serve.generation import SampleDelta
 from strata.serve.http.errors import ApiError
 from strata.text.detokenize import IncrementalDetokenizer
 from strata.text.tokenizer import Tokenizer
 
 # Tokens whose log-probabilities are written before other tasks get a turn: a few milliseconds' work.
-_TOKENS_A_TURN = 256
+_TOKENS_PER_SLICE = 256
 
 # What prompts may come to in an answer that repeats them, each as often as it has choices.
-MOST_ECHOED_BYTES = 32 * 2**20
+MAX_ECHOED_BYTES = 32 * 2**20
 # A log-probability with its token's text, about.
 _ENTRY_BYTES = 32
 
@@ -30,7 +30,7 @@ class CompletionPrompt:
     ids: list[int]
 
 
-class Part(NamedTuple):
+class ChoiceDelta(NamedTuple):
     """More of a choice. logprobs: None unless asked for."""
 
     text: str
@@ -47,11 +47,11 @@ def check_echo(prompts: Sequence[CompletionPrompt], samples: int, logprobs: int 
     """
     entries = 0 if logprobs is None else logprobs + 1
     size = samples * sum(len(prompt.text) + _ENTRY_BYTES * entries * len(prompt.ids) for prompt in prompts)
-    if size > MOST_ECHOED_BYTES:
+    if size > MAX_ECHOED_BYTES:
         raise ApiError(
             400,
             f"echo: the prompts and their log-probabilities would be about {size >> 20} MB of the answer, which has at "
-            f"most {MOST_ECHOED_BYTES >> 20} MB for them: ask with a lower n or logprobs, or for fewer prompts at once",
+            f"most {MAX_ECHOED_BYTES >> 20} MB for them: ask with a lower n or logprobs, or for fewer prompts at once",
             param="echo",
             code="answer_too_large",
         )
@@ -59,22 +59,22 @@ def check_echo(prompts: Sequence[CompletionPrompt], samples: int, logprobs: int 
 
 async def echo_of(
     prompt: CompletionPrompt, prompt_logprobs: Sequence[TokenLogprobs] | None, tokenizer: Tokenizer
-) -> Part:
+) -> ChoiceDelta:
     """The prompt, which each of its choices begins with.
 
     prompt_logprobs: of its tokens from the second on, None unless they are asked for.
     """
     if prompt_logprobs is None:
-        return Part(prompt.text)
+        return ChoiceDelta(prompt.text)
     entries = [None, *prompt_logprobs]
     starts = PromptStarts(prompt.text, tokenizer)
     written = []
-    for first in range(0, len(prompt.ids), _TOKENS_A_TURN):
-        some = slice(first, first + _TOKENS_A_TURN)
+    for first in range(0, len(prompt.ids), _TOKENS_PER_SLICE):
+        some = slice(first, first + _TOKENS_PER_SLICE)
         ids = prompt.ids[some]
         written.append(logprob_lists(tokenizer, ids, entries[some], starts.take(ids)))
         await asyncio.sleep(0)
-    return Part(prompt.text, joined(written))
+    return ChoiceDelta(prompt.text, joined(written))
 
 
 class ChoiceText:
@@ -85,23 +85,23 @@ class ChoiceText:
         detokenizer = IncrementalDetokenizer(tokenizer, prompt.ids, skip_special_tokens=params.skip_special_tokens)
         self._starts = SampleStarts(detokenizer, start)
 
-    def part(self, piece: Piece) -> Part:
+    def append(self, delta: SampleDelta) -> ChoiceDelta:
         logprobs = None
-        if piece.logprobs is not None:
-            ids = [entry.token for entry in piece.logprobs]
-            logprobs = logprob_lists(self._tokenizer, ids, piece.logprobs, self._starts.take(ids))
-        return Part(piece.text, logprobs, piece.token_ids, piece.finish_reason, piece.stop_reason)
+        if delta.logprobs is not None:
+            ids = [entry.token for entry in delta.logprobs]
+            logprobs = logprob_lists(self._tokenizer, ids, delta.logprobs, self._starts.take(ids))
+        return ChoiceDelta(delta.text, logprobs, delta.token_ids, delta.finish_reason, delta.stop_reason)
 
 
-def merged(parts: Sequence[Part]) -> Part:
+def merged(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
     """Parts of one choice, in their order, as one."""
-    if len(parts) == 1:
-        return parts[0]
-    lists = [part.logprobs for part in parts if part.logprobs is not None]
-    return Part(
-        "".join(part.text for part in parts),
+    if len(deltas) == 1:
+        return deltas[0]
+    lists = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    return ChoiceDelta(
+        "".join(delta.text for delta in deltas),
         joined(lists) if lists else None,
-        [id for part in parts for id in part.token_ids],
-        parts[-1].finish_reason,
-        parts[-1].stop_reason,
+        [id for delta in deltas for id in delta.token_ids],
+        deltas[-1].finish_reason,
+        deltas[-1].stop_reason,
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from strata.serve.api.completion_choice import Part, merged
+from strata.serve.api.completion_choice import ChoiceDelta, merged
 from strata.serve.schema.reply import ReplyHead, Usage
 
 _encode = msgspec.json.encode
@@ -28,16 +28,16 @@ class CompletionStream:
         self._end = b',"usage":null}\n\n' if with_usage else b"}\n\n"
         self._usage = usage
         self._with_ids = with_ids
-        self._held: dict[int, list[Part]] = {}
+        self._held: dict[int, list[ChoiceDelta]] = {}
 
-    def part(self, index: int, part: Part, prompt_ids: list[int] | None = None) -> bytes:
-        """The chunk that shows a part of a choice; empty while there is no text to show.
+    def chunk(self, index: int, delta: ChoiceDelta, prompt_ids: list[int] | None = None) -> bytes:
+        """The chunk that shows a delta of a choice; empty while there is no text to show.
 
-        prompt_ids: told with the choice's first part.
+        prompt_ids: told with the choice's first delta.
         """
         held = self._held.setdefault(index, [])
-        held.append(part)
-        if not part.text and part.finish_reason is None and prompt_ids is None:
+        held.append(delta)
+        if not delta.text and delta.finish_reason is None and prompt_ids is None:
             return b""
         del self._held[index]
         choice = written_choice(index, merged(held), with_ids=self._with_ids, prompt_ids=prompt_ids)
@@ -55,25 +55,25 @@ def written_completion(head: ReplyHead, choices: list[bytes], usage: Usage) -> b
     return b"".join((start, b',"choices":[', b",".join(choices), b'],"usage":', usage.model_dump_json().encode(), b"}"))
 
 
-def written_choice(index: int, part: Part, *, with_ids: bool, prompt_ids: list[int] | None) -> bytes:
+def written_choice(index: int, delta: ChoiceDelta, *, with_ids: bool, prompt_ids: list[int] | None) -> bytes:
     """A `CompletionChoice` as JSON. with_ids: tell the token ids. prompt_ids: told unless None."""
     return b"".join(
         (
             b'{"index":%d,"text":' % index,
-            _encode(part.text),
+            _encode(delta.text),
             b',"logprobs":',
-            b"null" if part.logprobs is None else part.logprobs.written(),
+            b"null" if delta.logprobs is None else delta.logprobs.written(),
             b',"finish_reason":',
-            b"null" if part.finish_reason is None else _last(part),
-            b"" if not with_ids else b',"token_ids":' + _encode(part.token_ids),
+            b"null" if delta.finish_reason is None else _last(delta),
+            b"" if not with_ids else b',"token_ids":' + _encode(delta.token_ids),
             b"" if prompt_ids is None else b',"prompt_token_ids":' + _encode(prompt_ids),
             b"}",
         )
     )
 
 
-def _last(part: Part) -> bytes:
-    return _encode(part.finish_reason) + b',"stop_reason":' + _encode(part.stop_reason)
+def _last(delta: ChoiceDelta) -> bytes:
+    return _encode(delta.finish_reason) + b',"stop_reason":' + _encode(delta.stop_reason)
 
 
 def _with_usage(usage: Usage) -> bytes:

@@ -11,11 +11,11 @@ from fastapi import Request, Response
 
 from strata.serve.admission import admit_generation
 from strata.serve.api.answer_format import answer_grammar
-from strata.serve.api.completion_choice import ChoiceText, CompletionPrompt, Part, check_echo, echo_of, merged
+from strata.serve.api.completion_choice import ChoiceDelta, ChoiceText, CompletionPrompt, check_echo, echo_of, merged
 from strata.serve.api.completion_stream import CompletionStream, written_choice, written_completion
 from strata.serve.api.prompts import bad_words_of, encode_all
-from strata.serve.generation import Generation, Piece
-from strata.serve.generations import as_they_come
+from strata.serve.generation import Generation, SampleDelta
+from strata.serve.generations import merged_streams
 from strata.serve.http.json_route import api_router
 from strata.serve.http.limits import Admission
 from strata.serve.http.sse import DONE, EventStream, run_until_disconnect, streams
@@ -39,41 +39,45 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 
 
 async def _answer(body: CompletionRequest, request: Request) -> Response:
-    completing = await _understand(body, request)
-    parts: list[list[Part]] = [[] for _ in completing.choices]
-    async for batch in completing.parts():
-        for index, part in batch:
-            parts[index].append(part)
+    parsed_request = await _parse(body, request)
+    deltas: list[list[ChoiceDelta]] = [[] for _ in parsed_request.choices]
+    async for batch in parsed_request.choice_deltas():
+        for index, delta in batch:
+            deltas[index].append(delta)
     choices = []
-    for index, own in enumerate(parts):
-        prompt_ids = completing.prompt_of(index).ids if body.return_token_ids else None
+    for index, own in enumerate(deltas):
+        prompt_ids = parsed_request.prompt_of(index).ids if body.return_token_ids else None
         choices.append(written_choice(index, merged(own), with_ids=prompt_ids is not None, prompt_ids=prompt_ids))
         await asyncio.sleep(0)  # they may be long
-    return Response(written_completion(completing.head, choices, completing.usage()), media_type="application/json")
+    return Response(
+        written_completion(parsed_request.head, choices, parsed_request.usage()), media_type="application/json"
+    )
 
 
 async def _stream(body: CompletionRequest, request: Request) -> AsyncGenerator[bytes, None]:
-    completing = await _understand(body, request)
+    parsed_request = await _parse(body, request)
     stream = CompletionStream(
-        completing.head,
+        parsed_request.head,
         with_usage=body.includes_usage,
-        usage=completing.usage if body.continuous_usage else None,
+        usage=parsed_request.usage if body.continuous_usage else None,
         with_ids=bool(body.return_token_ids),
     )
-    untold = set(range(len(completing.choices))) if body.return_token_ids else set()
-    async with aclosing(completing.parts()) as batches:
+    untold = set(range(len(parsed_request.choices))) if body.return_token_ids else set()
+    async with aclosing(parsed_request.choice_deltas()) as batches:
         async for batch in batches:
             chunks = []
-            for index, part in batch:
-                chunks.append(stream.part(index, part, completing.prompt_of(index).ids if index in untold else None))
+            for index, delta in batch:
+                chunks.append(
+                    stream.chunk(index, delta, parsed_request.prompt_of(index).ids if index in untold else None)
+                )
                 untold.discard(index)
             if any(chunks):
                 yield b"".join(chunks)
-    yield stream.usage(completing.usage()) + DONE if body.includes_usage else DONE
+    yield stream.usage(parsed_request.usage()) + DONE if body.includes_usage else DONE
 
 
 @dataclass(frozen=True)
-class _Completing:
+class _ParsedRequest:
     """choices: of the first prompt first; each prompt has `samples`.
 
     scores: only the prompts are told of. The engine generates a token all the same, which nobody is told of.
@@ -96,30 +100,30 @@ class _Completing:
     def prompt_of(self, choice: int) -> CompletionPrompt:
         return self.prompts[choice // self.samples]
 
-    async def parts(self) -> AsyncGenerator[list[tuple[int, Part]], None]:
-        """(choice, part), as many as have come; closing it aborts what has not ended."""
+    async def choice_deltas(self) -> AsyncGenerator[list[tuple[int, ChoiceDelta]], None]:
+        """(choice, delta), as many as have come; closing it aborts what has not ended."""
         unechoed = set(range(len(self.generations))) if self.echo else set()
         async with AsyncExitStack() as stack:
             for generation in self.generations:
                 await stack.enter_async_context(generation)
-            async for number, pieces in await stack.enter_async_context(aclosing(as_they_come(self.generations))):
+            async for number, deltas in await stack.enter_async_context(aclosing(merged_streams(self.generations))):
                 batch = await self._echoes(number) if number in unechoed else []
                 unechoed.discard(number)
-                yield batch + [self._part(number, piece) for piece in pieces]
+                yield batch + [self._choice_delta(number, delta) for delta in deltas]
 
-    async def _echoes(self, number: int) -> list[tuple[int, Part]]:
+    async def _echoes(self, number: int) -> list[tuple[int, ChoiceDelta]]:
         prompt_logprobs = self.generations[number].prompt_logprobs if self.logprobs else None
         echo = await echo_of(self.prompts[number], prompt_logprobs, self.tokenizer)
         return [(index, echo) for index in range(number * self.samples, (number + 1) * self.samples)]
 
-    def _part(self, number: int, piece: Piece) -> tuple[int, Part]:
-        index = number * self.samples + piece.index
+    def _choice_delta(self, number: int, delta: SampleDelta) -> tuple[int, ChoiceDelta]:
+        index = number * self.samples + delta.index
         if self.scores:
-            return index, Part("", finish_reason="length")
-        return index, self.choices[index].part(piece)
+            return index, ChoiceDelta("", finish_reason="length")
+        return index, self.choices[index].append(delta)
 
 
-async def _understand(body: CompletionRequest, request: Request) -> _Completing:
+async def _parse(body: CompletionRequest, request: Request) -> _ParsedRequest:
     """The request as the engine takes it. Raises ApiError for what cannot be served."""
     state = server_of(request)
     model = state.model_name(body.model)
@@ -142,7 +146,7 @@ async def _understand(body: CompletionRequest, request: Request) -> _Completing:
         await state.grammars.check(grammar, admission)
     note_prompt(request.scope, "\n".join(prompt.text for prompt in prompts))
     bad_words = await bad_words_of(state, admission, params)
-    return _Completing(
+    return _ParsedRequest(
         ReplyHead.new("cmpl", model),
         prompts,
         [

@@ -44,7 +44,7 @@ async def _answer(body: EmbeddingRequest, request: Request) -> Response:
     state.require_serving()
     inputs = _inputs(body)
     # Each counts as a request, and as a sequence while the engine has it.
-    at_once = min(len(inputs), _AT_ONCE, state.limits.most_at_once)
+    at_once = min(len(inputs), _AT_ONCE, state.limits.max_concurrent)
     admission = admit(request, sequences=at_once, requests=len(inputs))
     prompts = await _prompts(inputs, state, admission)
     vectors = await _embed(state, admission, prompts, body.pooling or "last", at_once)

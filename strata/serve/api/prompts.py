@@ -91,7 +91,7 @@ async def off_the_loop(state: ServerState, admission: Admission, size: int, work
 
 def _check_length(state: ServerState, characters: int, param: str) -> None:
     """Tokenizing what the model can never take would cost seconds and hundreds of megabytes."""
-    each, tokens = state.tokenizer.characters_a_token, state.client.ready.max_model_len
+    each, tokens = state.tokenizer.characters_per_token, state.client.ready.max_model_len
     if each is not None and characters > each * tokens:
         raise ApiError(
             400,

@@ -23,33 +23,33 @@ class ResponseOutput:
 
     def take(self, event: ReplyEvent, logprobs: Logprobs) -> list[Event]:
         """What this part of the reply brings. logprobs: of the tokens of a content delta."""
-        told: list[Event] = []
+        events: list[Event] = []
         if isinstance(event, ToolCallStart):
             return self._begin(_Call(event))
         if isinstance(event, ContentDelta) and not isinstance(self._open, _Message):
-            told = self._begin(_Message())
+            events = self._begin(_Message())
         if isinstance(event, ReasoningDelta) and not isinstance(self._open, _Reasoning):
-            told = self._begin(_Reasoning())
+            events = self._begin(_Reasoning())
         assert self._open is not None, "arguments come after the start of their call"
-        return told + self._placed([self._open.more(event.text, logprobs)])
+        return events + self._placed([self._open.more(event.text, logprobs)])
 
     def finish(self, complete: bool) -> list[Event]:
         """The reply is at its end; a reply of nothing is an empty message. complete: it was not cut off."""
-        told = [] if self.items or self._open else self._begin(_Message())
-        return told + self._end("completed" if complete else "incomplete")
+        events = [] if self.items or self._open else self._begin(_Message())
+        return events + self._end("completed" if complete else "incomplete")
 
     def _begin(self, item: _Item) -> list[Event]:
-        told = self._end("completed")
+        events = self._end("completed")
         self._open = item
-        return told + self._placed(item.begin())
+        return events + self._placed(item.begin())
 
     def _end(self, status: str) -> list[Event]:
         if self._open is None:
             return []
-        told = self._placed(self._open.end(status))
+        events = self._placed(self._open.end(status))
         self.items.append(self._open.whole(status))
         self._open = None
-        return told
+        return events
 
     def _placed(self, events: list[Event]) -> list[Event]:
         for event in events:

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-MOST_RESPONSES = 1024
-MOST_BYTES = 16 * 1024 * 1024
+MAX_RESPONSES = 1024
+MAX_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ResponseStore:
     most, most_bytes: what one caller's responses may be; the least recently used make room for new ones.
     """
 
-    def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, most: int = MAX_RESPONSES, most_bytes: int = MAX_BYTES) -> None:
         self._most = most
         self._most_bytes = most_bytes
         self._shelves: dict[str, _Shelf] = {}

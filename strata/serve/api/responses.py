@@ -59,7 +59,7 @@ async def delete_response(request: Request, id: str) -> DeletedResponse:
 
 
 @dataclass(frozen=True)
-class _Understood:
+class _ParsedRequest:
     """messages: the conversation so far, without the instructions; None if the response is not to be kept."""
 
     response: ResponseInProgress
@@ -68,26 +68,26 @@ class _Understood:
 
 
 async def _answer(body: ResponsesRequest, request: Request) -> Response:
-    understood = await _understand(body, request)
-    async with understood.generation as generation:
-        async for pieces in generation:
-            for piece in pieces:
-                understood.response.take(piece)
-    _complete(understood, request)
-    return _json(understood.response.body)
+    parsed_request = await _parse(body, request)
+    async with parsed_request.generation as generation:
+        async for deltas in generation:
+            for delta in deltas:
+                parsed_request.response.take(delta)
+    _complete(parsed_request, request)
+    return _json(parsed_request.response.body)
 
 
 async def _stream(body: ResponsesRequest, request: Request) -> AsyncGenerator[bytes, None]:
-    understood = await _understand(body, request)
-    response, writer = understood.response, EventWriter()
+    parsed_request = await _parse(body, request)
+    response, writer = parsed_request.response, EventWriter()
     begun = False
-    async with understood.generation as generation:
+    async with parsed_request.generation as generation:
         try:
-            async for pieces in generation:
+            async for deltas in generation:
                 events = [] if begun else response.begin()
                 begun = True
-                for piece in pieces:
-                    events += response.take(piece)
+                for delta in deltas:
+                    events += response.take(delta)
                 if events:
                     yield writer.write(events)
         except ApiError as error:
@@ -95,22 +95,22 @@ async def _stream(body: ResponsesRequest, request: Request) -> AsyncGenerator[by
                 raise
             yield writer.write(response.fail(error))
             return
-    _complete(understood, request)
+    _complete(parsed_request, request)
     yield writer.write(response.end())
 
 
-def _complete(understood: _Understood, request: Request) -> None:
-    """After the last piece: complete the object, and keep it if that was asked for."""
-    response = understood.response
-    response.finish(understood.generation)
-    if understood.messages is None:
+def _complete(parsed_request: _ParsedRequest, request: Request) -> None:
+    """After the last delta: complete the object, and keep it if that was asked for."""
+    response = parsed_request.response
+    response.finish(parsed_request.generation)
+    if parsed_request.messages is None:
         return
-    messages = [*understood.messages, assistant_message(collect(response.reply))]
+    messages = [*parsed_request.messages, assistant_message(collect(response.reply))]
     kept = StoredResponse(response.body, messages)
     response.body["store"] = server_of(request).responses.put(caller_of(request).name, response.body["id"], kept)
 
 
-async def _understand(body: ResponsesRequest, request: Request) -> _Understood:
+async def _parse(body: ResponsesRequest, request: Request) -> _ParsedRequest:
     """The request as the engine takes it. Raises ApiError for what cannot be served."""
     state = server_of(request)
     model = state.model_name(body.model)
@@ -146,7 +146,7 @@ async def _understand(body: ResponsesRequest, request: Request) -> _Understood:
         parallel=tools.parallel,
     )
     bad_words = await bad_words_of(state, admission, params)
-    return _Understood(
+    return _ParsedRequest(
         ResponseInProgress(_new_body(body, model, params, keep), parser, state.tokenizer),
         Generation(
             request,

@@ -10,7 +10,7 @@ import msgspec
 
 from strata.serve.api.logprobs import chat_logprobs
 from strata.serve.api.response_output import Event, ResponseOutput
-from strata.serve.generation import Generation, Piece
+from strata.serve.generation import Generation, SampleDelta
 from strata.serve.http.errors import ApiError
 from strata.serve.replies.reply_events import ContentDelta, ReasoningDelta, ReplyEvent
 from strata.serve.replies.reply_parser import ReplyParser
@@ -18,7 +18,7 @@ from strata.text.tokenizer import Tokenizer
 
 
 class ResponseInProgress:
-    """Takes the pieces of a generation and tells the events that they bring.
+    """Takes the deltas of a generation and gives the events that they bring.
 
     body: the response object (`schema.responses_reply.ResponseObject`) as far as it is.
     reply: all that the model has written, as the parts that were recognised in it.
@@ -37,20 +37,20 @@ class ResponseInProgress:
     def begin(self) -> list[Event]:
         return [{"type": kind, "response": self.body.copy()} for kind in ("response.created", "response.in_progress")]
 
-    def take(self, piece: Piece) -> list[Event]:
-        self._tokens += len(piece.token_ids)
-        self._logprobs += chat_logprobs(self._tokenizer, piece.logprobs or ())
-        events = self._tell(self._parser.append(piece.text))
-        if piece.finish_reason is None:
+    def take(self, delta: SampleDelta) -> list[Event]:
+        self._tokens += len(delta.token_ids)
+        self._logprobs += chat_logprobs(self._tokenizer, delta.logprobs or ())
+        events = self._events_of(self._parser.append(delta.text))
+        if delta.finish_reason is None:
             return events
-        complete = piece.finish_reason == "stop"
+        complete = delta.finish_reason == "stop"
         self.body["status"] = "completed" if complete else "incomplete"
         if not complete:
             self.body["incomplete_details"] = {"reason": "max_output_tokens"}
-        return events + self._tell(self._parser.finish()) + self._output.finish(complete)
+        return events + self._events_of(self._parser.finish()) + self._output.finish(complete)
 
     def finish(self, generation: Generation) -> None:
-        """Complete the response object, after the last piece."""
+        """Complete the response object, after the last delta."""
         self.body["output"] = self._output.items
         self.body["usage"] = self._usage(generation)
         if self.body["status"] == "completed":
@@ -66,19 +66,19 @@ class ResponseInProgress:
         self.body["output"] = self._output.items
         self.body["error"] = {"code": "server_error", "message": error.message}
         detail = error.body()["error"]
-        told = {"type": "error", "code": detail["code"], "message": detail["message"], "param": detail["param"]}
-        return [{"type": "response.failed", "response": self.body}, told | {"error": detail}]
+        failure = {"type": "error", "code": detail["code"], "message": detail["message"], "param": detail["param"]}
+        return [{"type": "response.failed", "response": self.body}, failure | {"error": detail}]
 
-    def _tell(self, events: list[ReplyEvent]) -> list[Event]:
+    def _events_of(self, events: list[ReplyEvent]) -> list[Event]:
         self.reply += events
-        told: list[Event] = []
+        made: list[Event] = []
         for event in events:
-            told += self._output.take(event, self._logprobs if isinstance(event, ContentDelta) else [])
+            made += self._output.take(event, self._logprobs if isinstance(event, ContentDelta) else [])
             # What came before an event belongs to it: those of held back text, of tags and of white space.
             self._logprobs = []
             self._reasoning_tokens += self._tokens if isinstance(event, ReasoningDelta) else 0
             self._tokens = 0
-        return told
+        return made
 
     def _usage(self, generation: Generation) -> dict[str, Any]:
         prompt, output = generation.prompt_tokens, generation.completion_tokens

@@ -94,8 +94,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 
     def written() -> bytes:
         strings = [state.tokenizer.token(id) for id in tokens] if body.return_token_strs else None
-        told = {"count": len(tokens), "max_model_len": state.client.ready.max_model_len, "tokens": tokens}
-        return msgspec.json.encode({**told, "token_strs": strings})
+        body_fields = {"count": len(tokens), "max_model_len": state.client.ready.max_model_len, "tokens": tokens}
+        return msgspec.json.encode({**body_fields, "token_strs": strings})
 
     answer = await off_the_loop(state, admission, len(tokens), written)
     return Response(answer, media_type="application/json")

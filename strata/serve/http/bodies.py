@@ -15,7 +15,7 @@ from strata.serve.http.http_protocol import BODY_SECONDS
 from strata.serve.http.request_head import RequestHead
 from strata.serve.http.validation import shown
 
-MOST_TOGETHER = 128 * 1024 * 1024  # bytes of the bodies of all requests that an API process has
+MAX_TOGETHER = 128 * 1024 * 1024  # bytes of the bodies of all requests that an API process has
 _GZIP = 16 + zlib.MAX_WBITS  # with its header, as zlib calls it
 
 
@@ -43,7 +43,7 @@ class Bodies:
 
     def hold(self, caller: str, size: int) -> None:
         """Raises ApiError (503) if there is no room for so many bytes more."""
-        if self._held[caller] + size > MOST_TOGETHER - self._held.total():
+        if self._held[caller] + size > MAX_TOGETHER - self._held.total():
             message = "the requests that this server has hold as much as it can take: try again later"
             raise ApiError(503, message, code="bodies_full", headers={"retry-after": "1"})
         self._held[caller] += size

@@ -12,7 +12,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from strata.serve.http.errors import ApiError
 
 HEAD_LIMIT = 16 * 1024  # bytes of request line and headers
-MOST_HEADERS = 100
+MAX_HEADERS = 100
 HEAD_SECONDS = 10.0  # from a connection, or a request's first byte, to the end of its headers
 BODY_SECONDS = 30.0  # from there to the end of its body
 STALL_SECONDS = 60.0  # in which a client must take some of what waits for it
@@ -21,7 +21,7 @@ STALL_SECONDS = 60.0  # in which a client must take some of what waits for it
 DISCARD_LIMIT = 4 * 1024 * 1024
 LINGER_LIMIT = 512 * 1024
 LINGER_SECONDS = 2.0
-MOST_PIPELINED = 16  # requests that may follow one that is being answered
+MAX_PIPELINED = 16  # requests that may follow one that is being answered
 _GRACE_SECONDS = 5.0  # by which the application may be late with its own answer to a body that stalls
 
 
@@ -95,15 +95,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._in_head:  # a trailer
             return
         self._count_head(len(name) + len(value) + len(b": \r\n"))
-        if len(self.headers) == MOST_HEADERS:
+        if len(self.headers) == MAX_HEADERS:
             self._stop_reading(head_too_large())
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._set_deadline(BODY_SECONDS + _GRACE_SECONDS)
-        if len(self.pipeline) == MOST_PIPELINED:
-            self._stop_reading(ApiError(400, f"over {MOST_PIPELINED} requests came at once", code="invalid_http"))
+        if len(self.pipeline) == MAX_PIPELINED:
+            self._stop_reading(ApiError(400, f"over {MAX_PIPELINED} requests came at once", code="invalid_http"))
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             self.cycle.send = _without_chunks(self.cycle)  # type: ignore[assignment, method-assign]

@@ -13,8 +13,8 @@ from fastapi.routing import APIRoute
 
 from strata.serve.http.errors import ERROR_RESPONSES
 
-MOST_NESTING = 64
-MOST_CONTAINERS = 10_000  # objects and arrays; each costs a hundred times what a character of a string does
+MAX_NESTING = 64
+MAX_CONTAINERS = 10_000  # objects and arrays; each costs a hundred times what a character of a string does
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 
@@ -45,20 +45,20 @@ def read_json(body: bytes) -> Any:
     Raises json.JSONDecodeError, which FastAPI knows, for what is none, too deep, or has too many objects and arrays.
     """
     brackets = body.count(b"{") + body.count(b"[")
-    if brackets > MOST_CONTAINERS:  # unless most of them are in strings
+    if brackets > MAX_CONTAINERS:  # unless most of them are in strings
         outside = _STRING.sub(b"", body)
-        if outside.count(b"{") + outside.count(b"[") > MOST_CONTAINERS:
-            raise _fault(f"it has more than {MOST_CONTAINERS:,} objects and arrays")
+        if outside.count(b"{") + outside.count(b"[") > MAX_CONTAINERS:
+            raise _fault(f"it has more than {MAX_CONTAINERS:,} objects and arrays")
     try:
         value = msgspec.json.decode(body)
     except RecursionError:
-        raise _fault(f"it nests more than {MOST_NESTING} levels deep") from None
+        raise _fault(f"it nests more than {MAX_NESTING} levels deep") from None
     except UnicodeDecodeError:
         raise _fault("it is not UTF-8") from None
     except msgspec.DecodeError as error:
         raise _fault(_in_words(str(error))) from None
-    if brackets > MOST_NESTING and _deeper_than(value, MOST_NESTING):
-        raise _fault(f"it nests more than {MOST_NESTING} levels deep")
+    if brackets > MAX_NESTING and _deeper_than(value, MAX_NESTING):
+        raise _fault(f"it nests more than {MAX_NESTING} levels deep")
     return value
 
 

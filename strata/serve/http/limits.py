@@ -66,7 +66,7 @@ class Limits:
     runs `max_sequences` at once, so what is in flight beyond that waits, and `settings.max_queue` bounds it. Of several
     API processes each has an equal share of every bound. `clock` tells seconds.
 
-    callers: how many there are. Where there are several, one that fills the queue leaves as many places as it takes.
+    callers: how many there are. Where there are several, one that fills the queue leaves as much room as it takes.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Limits:
         return max(0, self._in_flight - self._runnable)
 
     @property
-    def most_at_once(self) -> int:
+    def max_concurrent(self) -> int:
         """Sequences that one request may have in flight."""
         return min(self._most_in_flight, self._most_of_caller or self._most_in_flight)
 
@@ -112,7 +112,7 @@ class Limits:
         if allowance.requests is not None:
             self._check_requests(allowance.requests, 1, now)
             allowance.requests.take(1.0, now)
-        self._check_places(allowance, 1, now)
+        self._check_sequences(allowance, 1, now)
 
     def admit(
         self,
@@ -124,7 +124,7 @@ class Limits:
         requests: int = 1,
         arrival: float | None = None,
     ) -> Admission:
-        """Give a request places for all its sequences, or none, until its `Admission` is released.
+        """Give a request room for all its sequences, or none, until its `Admission` is released.
 
         prompt_tokens: an estimate, before the prompts are made. most_tokens: the most that each of its `sequences` can
             generate. They are reserved in the caller's tokens per minute together with the prompts, up to a full
@@ -135,7 +135,7 @@ class Limits:
         """
         now = self._clock()
         allowance = self._allowance(caller, now)
-        most = self.most_at_once
+        most = self.max_concurrent
         if sequences > most:
             message = f"{sequences} sequences are more than may run at once here, {most}: send them in several requests"
             raise ApiError(400, message, param="n", code="too_many_sequences")
@@ -144,7 +144,7 @@ class Limits:
             raise ApiError(400, f"this counts as {requests} requests, and {bound}", code="too_many_requests")
         tokens = float(prompt_tokens + sequences * most_tokens)
         reserved = 0.0 if allowance.tokens is None else min(tokens, allowance.tokens.capacity)
-        self._check_places(allowance, sequences, now)
+        self._check_sequences(allowance, sequences, now)
         if allowance.requests is not None:
             self._check_requests(allowance.requests, requests - 1, now)
         if allowance.tokens is not None and (wait := allowance.tokens.wait(reserved, now)) > 0:
@@ -161,10 +161,10 @@ class Limits:
             caller=caller,
             arrival=start,
             deadline=start + self._settings.request_timeout,
-            places=sequences,
+            sequences=sequences,
             tokens=_HeldTokens(allowance.tokens, self._clock, reserved),
             prompt=prompt_tokens,
-            most_output=sequences * most_tokens,
+            max_output=sequences * most_tokens,
             free=lambda sequences: self._free(allowance, sequences),
         )
 
@@ -180,7 +180,7 @@ class Limits:
 
         return _Allowance(bucket(self._settings.requests_per_minute), bucket(self._settings.tokens_per_minute))
 
-    def _check_places(self, allowance: _Allowance, sequences: int, now: float) -> None:
+    def _check_sequences(self, allowance: _Allowance, sequences: int, now: float) -> None:
         if self._most_of_caller is not None and allowance.in_flight + sequences > self._most_of_caller:
             raise _over(f"{self._settings.concurrency} sequences at once", "concurrency", self._drain_time(now))
         free = self._most_in_flight - self._in_flight
@@ -238,20 +238,20 @@ class Admission:
         caller: Caller,
         arrival: float,
         deadline: float,
-        places: int,
+        sequences: int,
         tokens: _HeldTokens,
         prompt: float,
-        most_output: float,
+        max_output: float,
         free: Callable[[int], None],
     ) -> None:
         self.caller = caller
         self.arrival = arrival
         self.deadline = deadline
-        self._places = places
+        self._sequences = sequences
         self._tokens = tokens
         self._estimate: float | None = prompt
         self._prompt = prompt
-        self._most_output = most_output
+        self._most_output = max_output
         self._output = 0
         self._free = free
 
@@ -262,19 +262,19 @@ class Admission:
         self._tokens.hold(self._prompt + self._most_output)
 
     def release(self, sequences: int, output_tokens: int) -> None:
-        """So many of its sequences have ended, after so many tokens in all; their places are free."""
-        sequences = min(sequences, self._places)
+        """So many of its sequences have ended, after so many tokens in all; their room is free."""
+        sequences = min(sequences, self._sequences)
         if sequences == 0:
             return
-        self._places -= sequences
+        self._sequences -= sequences
         self._output += output_tokens
         self._free(sequences)
-        if self._places == 0:
+        if self._sequences == 0:
             self._tokens.spend(self._prompt + self._output)
 
     def close(self) -> None:
         """Release what it still has. A second call has no effect."""
-        self.release(self._places, 0)
+        self.release(self._sequences, 0)
 
     def timed_out(self) -> ApiError:
         """What it is answered with once its deadline has passed."""

@@ -10,7 +10,7 @@ import uuid
 from starlette.types import Scope
 
 from strata.serve.http.errors import ApiError
-from strata.serve.http.http_protocol import HEAD_LIMIT, MOST_HEADERS, head_too_large
+from strata.serve.http.http_protocol import HEAD_LIMIT, MAX_HEADERS, head_too_large
 from strata.serve.http.validation import shown
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -43,7 +43,7 @@ class RequestHead:
     def check(self) -> None:
         """Raises ApiError for headers that are too large, wrong, or ambiguous."""
         size = self._target_bytes + sum(len(name) + len(value) + len(": \r\n") for name, value in self._headers)
-        if size > HEAD_LIMIT or len(self._headers) > MOST_HEADERS:
+        if size > HEAD_LIMIT or len(self._headers) > MAX_HEADERS:
             raise head_too_large()
         names = [name for name, _ in self._headers]
         for name in _SINGLE:

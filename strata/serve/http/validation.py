@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 from fastapi.exceptions import RequestValidationError
 
-_MOST_SHOWN = 60
+_MAX_SHOWN = 60
 _CODES = {
     "missing": "missing_required_parameter",
     "extra_forbidden": "unknown_parameter",
@@ -77,7 +77,7 @@ def field_path(keys: Sequence[str | int], body: Any) -> str:
 def shown(value: Any) -> str:
     """A value for a message, as JSON, cut where it is long."""
     text = msgspec.json.encode(value).decode()
-    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
 def _explain_body(body: Any) -> str:
@@ -108,14 +108,14 @@ def _explain_field(fault: dict[str, Any], path: str) -> str:
 
 def _said(fault: dict[str, Any]) -> str:
     """What was expected, in the words of JSON rather than in those of Python and pydantic."""
-    kind, told = fault["type"], fault.get("ctx", {})
+    kind, context = fault["type"], fault.get("ctx", {})
     if kind in _KINDS:
         return f"must be {_KINDS[kind]}"
     if kind in _BOUNDS:
         words, bound = _BOUNDS[kind]
-        return f"must be {words} {shown(told[bound]).removesuffix('.0')}"
+        return f"must be {words} {shown(context[bound]).removesuffix('.0')}"
     if kind == "literal_error":
-        return f"must be {_in_quotes(told['expected'])}"
+        return f"must be {_in_quotes(context['expected'])}"
     if kind == "string_pattern_mismatch":
         return "has characters, or a form, that are not taken here"
     return re.sub(r"^\w+ should ", "must ", fault["msg"]).partition(" after validation")[0]

@@ -54,7 +54,7 @@ class JsonFormatter(logging.Formatter):
     """`{"time": RFC 3339, "level": ..., "logger": ..., "event": ..., and the event's own fields}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        told = {
+        entry = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -62,8 +62,8 @@ class JsonFormatter(logging.Formatter):
             **_fields_of(record),
         }
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told, default=str)
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
 
 
 class Generating(Protocol):
@@ -108,9 +108,9 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_and_look)
         finally:
-            self._tell(scope, start, time.monotonic() - arrival)
+            self._write_line(scope, start, time.monotonic() - arrival)
 
-    def _tell(self, scope: Scope, start: Message, seconds: float) -> None:
+    def _write_line(self, scope: Scope, start: Message, seconds: float) -> None:
         notes = _notes(scope)
         records = [generation.record for generation in notes.get("generations", []) if generation.record is not None]
         request_id = _header(start.get("headers", ()), b"x-request-id")

@@ -32,11 +32,14 @@ REJECTIONS: tuple[Rejection, ...] = (
 )  # fmt: skip
 
 _ENGINE_COUNTERS: dict[str, tuple[str, Callable[[Statistics], int]]] = {
-    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda told: told.prefix_queries),
-    "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda told: told.prefix_hits),
-    "num_preemptions": ("Sequences put back to wait for lack of KV pages.", lambda told: told.preemptions),
-    "corrupted_requests": ("Requests whose logits were no distribution.", lambda told: told.failed),
-    "engine_steps": ("Steps of the engine.", lambda told: told.steps),
+    "prefix_cache_queries": (
+        "Prompt tokens looked up in the prefix cache.",
+        lambda statistics: statistics.prefix_queries,
+    ),
+    "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda statistics: statistics.prefix_hits),
+    "num_preemptions": ("Sequences put back to wait for lack of KV pages.", lambda statistics: statistics.preemptions),
+    "corrupted_requests": ("Requests whose logits were no distribution.", lambda statistics: statistics.failed),
+    "engine_steps": ("Steps of the engine.", lambda statistics: statistics.steps),
 }
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
@@ -192,9 +195,9 @@ class Metrics:
 
     def _engine_counts(self, statistics: Statistics) -> Iterable[tuple[str, str, float]]:
         """(name, help, value) of what engines have counted, as this process knows or any has told."""
-        told = self._cells.largest()
+        largest = self._cells.largest()
         for name, (help_text, count) in _ENGINE_COUNTERS.items():
-            yield name, help_text, max(told[self._first[name]], self._former_engines[name] + count(statistics))
+            yield name, help_text, max(largest[self._first[name]], self._former_engines[name] + count(statistics))
 
     def _engine_counters(self, statistics: Statistics) -> Iterable[Metric]:
         for name, help_text, value in self._engine_counts(statistics):

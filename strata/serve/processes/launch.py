@@ -111,32 +111,32 @@ class _Launcher:
             traces_endpoint=asked.traces_endpoint,
         )
         self._api = ApiServer(job) if asked.settings.api_workers == 1 else ApiProcesses(job)
-        self._told = asyncio.Event()
+        self._signalled = asyncio.Event()
 
     async def run(self) -> int:
         start = time.monotonic()
-        self._on_signals(lambda _: self._told.set())
+        self._on_signals(lambda _: self._signalled.set())
         self._engine = await self._start_engine()
-        self._on_signals(self._tell)
+        self._on_signals(self._on_signal)
         try:
             if not await self._start_api():
-                return 0 if self._told.is_set() else 1
+                return 0 if self._signalled.is_set() else 1
             print(greeting(self._asked, self._listener.getsockname(), time.monotonic() - start), flush=True)
             return await self._watch()
         finally:
             await self._engine.stop(_ENGINE_STOP_SECONDS)
 
-    def _on_signals(self, tell: Callable[[int], None]) -> None:
+    def _on_signals(self, handle: Callable[[int], None]) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, tell, number)
+            asyncio.get_running_loop().add_signal_handler(number, handle, number)
 
-    def _tell(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         """The first signal ends the server in good order, the second at once; API processes end with this one."""
-        if self._told.is_set():
+        if self._signalled.is_set():
             self._engine.kill()
             shutil.rmtree(self._folder, ignore_errors=True)
             os._exit(128 + number)
-        self._told.set()
+        self._signalled.set()
 
     async def _start_engine(self) -> Child:
         job = {"address": engine_address(self._folder), **self._asked.engine}
@@ -151,7 +151,7 @@ class _Launcher:
         try:
             await starting
         except (EngineGone, asyncio.CancelledError):
-            if not self._told.is_set():
+            if not self._signalled.is_set():
                 await asyncio.wait((self._engine.ended,), timeout=_ENGINE_STOP_SECONDS)
                 self._explain_engine()
             return False
@@ -166,7 +166,7 @@ class _Launcher:
         """Until the server is told to end, or cannot go on."""
         while True:
             await self._any_of(self._engine.ended, self._api.ended)
-            if self._told.is_set():
+            if self._signalled.is_set():
                 _log.info("no new requests are taken; those under way get %g s", self._asked.settings.shutdown_timeout)
                 await self._api.drain(self._asked.settings.shutdown_timeout)
                 return 0
@@ -178,7 +178,7 @@ class _Launcher:
                 continue
             await self._any_of(asyncio.create_task(asyncio.sleep(_NOTICE_SECONDS)))
             await self._api.drain(_NOTICE_SECONDS)
-            return 0 if self._told.is_set() else 1
+            return 0 if self._signalled.is_set() else 1
 
     async def _replace_engine(self) -> bool:
         """Whether another engine is ready. One that dies before it is would do so again, and gets no successor."""
@@ -195,9 +195,9 @@ class _Launcher:
 
     async def _any_of(self, *tasks: asyncio.Task[Any]) -> None:
         """Wait until one of them is done, or the server is told to end."""
-        told = asyncio.create_task(self._told.wait())
-        await asyncio.wait((told, *tasks), return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+        signalled = asyncio.create_task(self._signalled.wait())
+        await asyncio.wait((signalled, *tasks), return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
 
 
 def greeting(asked: Launch, address: tuple[Any, ...], seconds: float) -> str:

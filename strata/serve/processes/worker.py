@@ -122,7 +122,7 @@ class ApiServer:
             # Starts the process that renders, while the engine starts, too; the first chat would wait for it.
             hello = tokenizer.rendering([{"role": "user", "content": "Hello"}])
             await asyncio.gather(*(renderer.render(hello) for renderer in renderers))
-        client = await EngineClient.connect(self._address, most_silence=settings.engine_timeout)
+        client = await EngineClient.connect(self._address, silence_timeout=settings.engine_timeout)
         return ServerState(
             settings=settings,
             client=client,
@@ -166,7 +166,7 @@ class ApiServer:
             await self._state.client.close()
             try:
                 silence = self._job.settings.engine_timeout
-                self._state.client = await EngineClient.connect(self._address, most_silence=silence)
+                self._state.client = await EngineClient.connect(self._address, silence_timeout=silence)
             except EngineGone as error:
                 _log.warning("the new engine is gone: %s", error)
             else:
@@ -204,15 +204,15 @@ def main() -> None:
 
 async def _serve(job: ApiJob) -> None:
     assert job.listener is not None
-    told = asyncio.Event()
+    terminated = asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, told.set)
+    loop.add_signal_handler(signal.SIGTERM, terminated.set)
     loop.add_reader(sys.stdin.fileno(), os._exit, 1)  # the launcher has died
     server = ApiServer(job)
     with socket.socket(fileno=job.listener) as listener:
         await server.start(listener)
         print(READY, flush=True)
-        await told.wait()
+        await terminated.wait()
         await server.drain(job.settings.shutdown_timeout)
 
 

@@ -12,7 +12,7 @@ Reading = Generator[None, str, bool]
 Advancing = Generator[None, str, None]
 
 # Deeper values would end in RecursionError when a client reads them.
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 
 _SPACE = frozenset(" \t\n\r")
 _DIGITS = frozenset("0123456789")
@@ -78,7 +78,7 @@ class JsonReader:
 
     def elements(self, start: str, element: Callable[[int], Reading], end: str, depth: int) -> Reading:
         """`start`, elements with commas between them, `end`. depth: of the object or array that this is, from 1."""
-        if depth > MOST_DEPTH or not (yield from self.expect(start)):
+        if depth > MAX_DEPTH or not (yield from self.expect(start)):
             return False
         yield from self.space()
         if self.current == end:
@@ -151,7 +151,7 @@ class JsonReader:
 
 
 def is_json_object(text: str) -> bool:
-    """Whether a whole text is one JSON object, nested no deeper than `MOST_DEPTH`."""
+    """Whether a whole text is one JSON object, nested no deeper than `MAX_DEPTH`."""
     reading = JsonReader(lambda _: None).whole_object()
     next(reading)
     try:

@@ -61,8 +61,8 @@ class ReasoningSplitter:
         else:
             sure = len(self._held) if ended else _before_closing(self._held)
             thought, self._held = self._held[:sure], self._held[sure:]
-        told: list[ContentDelta | ReasoningDelta] = [ReasoningDelta(thought)] if thought else []
-        return told + self._step(ended) if closed else told
+        deltas: list[ContentDelta | ReasoningDelta] = [ReasoningDelta(thought)] if thought else []
+        return deltas + self._step(ended) if closed else deltas
 
     def _begin_answer(self, ended: bool) -> list[ContentDelta | ReasoningDelta]:
         self._held = self._held.lstrip("\n")

@@ -38,15 +38,15 @@ class ToolCallParser:
     def append(self, text: str) -> list[ReplyEvent]:
         for character in text:
             self._reading.send(character)
-        return self._tell()
+        return self._take_events()
 
     def finish(self) -> list[ReplyEvent]:
         """What was held back, when the reply is at its end."""
         with suppress(StopIteration):
             self._reading.send("")
-        return self._tell()
+        return self._take_events()
 
-    def _tell(self) -> list[ReplyEvent]:
+    def _take_events(self) -> list[ReplyEvent]:
         events, self._events = merged(self._events), []
         return events
 

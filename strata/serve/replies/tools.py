@@ -14,8 +14,8 @@ from strata.serve.http.validation import shown
 from strata.serve.replies.tool_formats import FUNCTION_NAME, TOOL_FORMATS
 
 # Every request carries its tools through the template, and templates have a time limit.
-MOST_TOOLS = 128
-MOST_SCHEMA_BYTES = 64 * 1024
+MAX_TOOLS = 128
+MAX_SCHEMA_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def _callable(functions: Sequence[Function], choice: ToolChoice | None) -> Seque
 
 
 def _check(functions: Sequence[Function], param: str) -> None:
-    if len(functions) > MOST_TOOLS:
-        raise ApiError(400, f"{param} has {len(functions)} functions; at most {MOST_TOOLS} are taken", param=param)
+    if len(functions) > MAX_TOOLS:
+        raise ApiError(400, f"{param} has {len(functions)} functions; at most {MAX_TOOLS} are taken", param=param)
     seen: set[str] = set()
     for number, function in enumerate(functions):
         where = f"{param}[{number}]"
@@ -143,5 +143,5 @@ def _check_schema(schema: Mapping[str, Any], where: str) -> None:
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise ApiError(400, f"{where}.required must be a list of property names", param=where)
-    if (size := len(msgspec.json.encode(schema))) > MOST_SCHEMA_BYTES:
-        raise ApiError(400, f"{where} is {size} bytes of JSON; at most {MOST_SCHEMA_BYTES} are taken", param=where)
+    if (size := len(msgspec.json.encode(schema))) > MAX_SCHEMA_BYTES:
+        raise ApiError(400, f"{where} is {size} bytes of JSON; at most {MAX_SCHEMA_BYTES} are taken", param=where)

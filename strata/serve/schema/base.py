@@ -10,7 +10,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, ValidationError
 from pydantic_core.core_schema import ValidatorFunctionWrapHandler, no_info_plain_validator_function
 
-MOST_FIELDS = 256  # of one object
+MAX_FIELDS = 256  # of one object
 
 
 def _fail_fast(schema: Any) -> None:
@@ -40,10 +40,10 @@ class RequestModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MOST_FIELDS:
-            told = "Input should have at most {most} fields"
-            raise PydanticCustomError("too_many_fields", told, {"most": MOST_FIELDS})
+    def _bounded_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            message = "Input should have at most {most} fields"
+            raise PydanticCustomError("too_many_fields", message, {"most": MAX_FIELDS})
         return value
 
 
@@ -66,29 +66,29 @@ def json_response(reply: ReplyModel) -> Response:
     return Response(reply.model_dump_json(exclude_unset=True), media_type="application/json")
 
 
-class Refused:
-    """Marks a field of OpenAI's API that is not supported: only null and the values `taken` pass.
+class Unsupported:
+    """Marks a field of OpenAI's API that is not supported: only null and the values `accepted` pass.
 
-    Use as `Annotated[Any, Refused(...)]`. reason: what is told, after "... is not supported: ".
+    Use as `Annotated[Any, Unsupported(...)]`. reason: what is told, after "... is not supported: ".
     """
 
-    def __init__(self, reason: str, *taken: Any) -> None:
+    def __init__(self, reason: str, *accepted: Any) -> None:
         self._reason = reason
-        self._taken = taken
+        self._accepted = accepted
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return no_info_plain_validator_function(self._check)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"enum": [*self._taken, None], "description": f"Not supported: {self._reason}."}
+        return {"enum": [*self._accepted, None], "description": f"Not supported: {self._reason}."}
 
     def _check(self, value: Any) -> Any:
-        if value is None or any(type(value) is type(one) and value == one for one in self._taken):
+        if value is None or any(type(value) is type(one) and value == one for one in self._accepted):
             return value
         raise PydanticCustomError("refused", "{reason}", {"reason": self._reason})
 
 
-def said_as(kinds: str) -> WrapValidator:
+def described_as(kinds: str) -> WrapValidator:
     """For a union: its fault is told as one, "must be {kinds}", rather than as one fault for each kind."""
 
     def check(value: Any, handle: ValidatorFunctionWrapHandler) -> Any:

@@ -8,8 +8,8 @@ from pydantic import Field, StringConstraints
 
 from strata.serve.http.errors import ApiError
 from strata.serve.replies.tool_formats import FUNCTION_NAME
-from strata.serve.replies.tools import MOST_TOOLS
-from strata.serve.schema.base import Refused, RequestModel, said_as
+from strata.serve.replies.tools import MAX_TOOLS
+from strata.serve.schema.base import RequestModel, Unsupported, described_as
 from strata.serve.schema.messages import Message
 from strata.serve.schema.sampling import Count, SamplingFields, TopLogprobs
 from strata.serve.schema.structured import FormatFields
@@ -19,7 +19,9 @@ _OLD_TOOLS = "use tools and tool_choice"
 _TEXT_ONLY = "this server writes text only"
 
 FunctionName = Annotated[
-    str, StringConstraints(pattern=f"^{FUNCTION_NAME.pattern}$"), said_as("a string of 1 to 64 letters, digits, _ or -")
+    str,
+    StringConstraints(pattern=f"^{FUNCTION_NAME.pattern}$"),
+    described_as("a string of 1 to 64 letters, digits, _ or -"),
 ]
 
 
@@ -51,7 +53,7 @@ Verbosity = Literal["low", "medium", "high"]
 
 ToolChoice = Annotated[
     Literal["none", "auto", "required"] | NamedTool,
-    said_as('"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
+    described_as('"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
 ]
 
 
@@ -65,7 +67,7 @@ class ChatRequest(TemplateFields, FormatFields, SamplingFields):
     """Tell the log-probability of each token."""
     top_logprobs: TopLogprobs | None = None
     """Tell those of so many of the likeliest tokens too; needs logprobs."""
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call."""
     tool_choice: ToolChoice | None = None
     """May it call them (auto, the default), must it (required, or a named one), or not (none)."""
@@ -84,17 +86,17 @@ class ChatRequest(TemplateFields, FormatFields, SamplingFields):
     """Has no effect."""
     safety_identifier: str | None = None
     """Has no effect."""
-    service_tier: Annotated[Any, Refused("there is one tier here", "auto", "default")] = None
-    modalities: Annotated[Any, Refused(_TEXT_ONLY, ["text"])] = None
-    audio: Annotated[Any, Refused(_TEXT_ONLY)] = None
-    prediction: Annotated[Any, Refused("leave it out; the answer is the same without")] = None
+    service_tier: Annotated[Any, Unsupported("there is one tier here", "auto", "default")] = None
+    modalities: Annotated[Any, Unsupported(_TEXT_ONLY, ["text"])] = None
+    audio: Annotated[Any, Unsupported(_TEXT_ONLY)] = None
+    prediction: Annotated[Any, Unsupported("leave it out; the answer is the same without")] = None
     verbosity: Verbosity | None = None
     """Has no effect: models here take no such setting; say it in a message."""
-    prompt_cache_options: Annotated[Any, Refused("prefixes are cached by themselves")] = None
-    web_search_options: Annotated[Any, Refused("this server fetches nothing")] = None
-    moderation: Annotated[Any, Refused("this server does not moderate")] = None
-    functions: Annotated[Any, Refused(_OLD_TOOLS)] = None
-    function_call: Annotated[Any, Refused(_OLD_TOOLS)] = None
+    prompt_cache_options: Annotated[Any, Unsupported("prefixes are cached by themselves")] = None
+    web_search_options: Annotated[Any, Unsupported("this server fetches nothing")] = None
+    moderation: Annotated[Any, Unsupported("this server does not moderate")] = None
+    functions: Annotated[Any, Unsupported(_OLD_TOOLS)] = None
+    function_call: Annotated[Any, Unsupported(_OLD_TOOLS)] = None
 
     @property
     def most_tokens(self) -> int | None:

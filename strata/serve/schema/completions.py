@@ -8,21 +8,21 @@ from pydantic import Field
 
 from strata.engine.sampling_params import RANGES
 from strata.serve.http.errors import ApiError
-from strata.serve.schema.base import Refused, ReplyModel, said_as
+from strata.serve.schema.base import ReplyModel, Unsupported, described_as
 from strata.serve.schema.reply import Usage
 from strata.serve.schema.sampling import SamplingFields, TokenId, TopLogprobs
 from strata.serve.schema.structured import FormatFields
 
-MOST_PROMPTS = 128
+MAX_PROMPTS = 128
 DEFAULT_MAX_TOKENS = 16
 
 Ids = Annotated[list[TokenId], Field(min_length=1)]
 Prompt = Annotated[
     str
     | Ids
-    | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
-    | Annotated[list[Ids], Field(min_length=1, max_length=MOST_PROMPTS)],
-    said_as(f"a string, a list of token ids, or a list of 1 to {MOST_PROMPTS} of either"),
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)],
+    described_as(f"a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"),
 ]
 
 
@@ -39,8 +39,8 @@ class CompletionRequest(FormatFields, SamplingFields):
     """Tell the log-probabilities of each token and of so many of the likeliest."""
     add_special_tokens: bool | None = None
     """Begin texts with the special tokens that the tokenizer puts there; the default. (vLLM's extension.)"""
-    best_of: Annotated[Any, Refused("all n samples are returned, choose among them", 1)] = None
-    suffix: Annotated[Any, Refused("models here only write on; put what is to follow into the prompt", "")] = None
+    best_of: Annotated[Any, Unsupported("all n samples are returned, choose among them", 1)] = None
+    suffix: Annotated[Any, Unsupported("models here only write on; put what is to follow into the prompt", "")] = None
 
     def check(self) -> None:
         """Raises ApiError (400) for fields that do not go together."""

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from strata.serve.schema.base import Refused, ReplyModel, RequestModel
+from strata.serve.schema.base import ReplyModel, RequestModel, Unsupported
 from strata.serve.schema.sampling import TokenId
 
-MOST_INPUTS = 2048
+MAX_INPUTS = 2048
 
 Ids = Annotated[list[TokenId], Field(min_length=1)]
 
@@ -26,9 +26,9 @@ def _kind_of_input(value: Any) -> str | None:
 class EmbeddingRequest(RequestModel):
     input: Annotated[
         Annotated[str, Tag("text")]
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS), Tag("texts")]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS), Tag("texts")]
         | Annotated[Ids, Tag("ids")]
-        | Annotated[list[Ids], Field(min_length=1, max_length=MOST_INPUTS), Tag("lists")],
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_INPUTS), Tag("lists")],
         Discriminator(
             _kind_of_input,
             custom_error_type="input",
@@ -42,7 +42,7 @@ class EmbeddingRequest(RequestModel):
     """base64 is of little-endian float32; float is the default."""
     pooling: Literal["last", "mean"] | None = None
     """The hidden state of the last token, the default, or the mean of all. (An extension.)"""
-    dimensions: Annotated[Any, Refused("vectors are as long as the model makes them")] = None
+    dimensions: Annotated[Any, Unsupported("vectors are as long as the model makes them")] = None
     user: str | None = None
     """Has no effect: who sends a request is known by its key."""
 

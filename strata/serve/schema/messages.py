@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from strata.serve.http.json_route import read_json
-from strata.serve.schema.base import HistoryModel, Refused
+from strata.serve.schema.base import HistoryModel, Unsupported
 
 _TEXT_ONLY = "this server reads text only"
 
@@ -64,8 +64,8 @@ class AssistantMessage(HistoryModel):
     refusal: str | None = None
     """Taken as the content if there is none."""
     name: str | None = None
-    audio: Annotated[Any, Refused(_TEXT_ONLY)] = None
-    function_call: Annotated[Any, Refused("use tool_calls")] = None
+    audio: Annotated[Any, Unsupported(_TEXT_ONLY)] = None
+    function_call: Annotated[Any, Unsupported("use tool_calls")] = None
 
 
 class ToolMessage(HistoryModel):

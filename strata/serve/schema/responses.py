@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from strata.serve.http.errors import ApiError
-from strata.serve.schema.base import HistoryModel, Refused, RequestModel, said_as
+from strata.serve.schema.base import HistoryModel, RequestModel, Unsupported, described_as
 from strata.serve.schema.chat import Function, FunctionName, ReasoningEffort, Verbosity
 from strata.serve.schema.sampling import (
     Count,
@@ -38,7 +38,7 @@ class TextPart(HistoryModel):
 
 Content = Annotated[
     str | Annotated[list[TextPart], Field(min_length=1)],
-    said_as('a string or a list of {"type": "input_text" or "output_text", "text": ...}'),
+    described_as('a string or a list of {"type": "input_text" or "output_text", "text": ...}'),
 ]
 
 
@@ -114,7 +114,7 @@ class NamedTool(RequestModel):
 
 ToolChoice = Annotated[
     Literal["none", "auto", "required"] | NamedTool,
-    said_as('"none", "auto", "required" or {"type": "function", "name": ...}'),
+    described_as('"none", "auto", "required" or {"type": "function", "name": ...}'),
 ]
 
 
@@ -145,12 +145,12 @@ class TextConfig(RequestModel):
 class ReasoningConfig(RequestModel):
     effort: ReasoningEffort | None = None
     """A variable `reasoning_effort` for the chat template, which decides what comes of it; most have no use for it."""
-    summary: Annotated[Any, Refused("reasoning is told whole, in content", "auto")] = None
-    generate_summary: Annotated[Any, Refused("reasoning is told whole, in content", "auto")] = None
+    summary: Annotated[Any, Unsupported("reasoning is told whole, in content", "auto")] = None
+    generate_summary: Annotated[Any, Unsupported("reasoning is told whole, in content", "auto")] = None
 
 
 class StreamOptions(RequestModel):
-    include_obfuscation: Annotated[Any, Refused("events are not padded", False)] = None
+    include_obfuscation: Annotated[Any, Unsupported("events are not padded", False)] = None
 
 
 class ResponsesRequest(RequestModel):
@@ -218,16 +218,16 @@ class ResponsesRequest(RequestModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    background: Annotated[Any, Refused("ask without it, or with stream", False)] = None
-    conversation: Annotated[Any, Refused(_NOT_STORED)] = None
-    prompt: Annotated[Any, Refused("prompts are not stored here; send the text")] = None
-    service_tier: Annotated[Any, Refused("there is one tier here", "auto", "default")] = None
-    max_tool_calls: Annotated[Any, Refused("it bounds built-in tools, and there are none here")] = None
-    context_management: Annotated[Any, Refused("use truncation")] = None
-    moderation: Annotated[Any, Refused("this server does not moderate")] = None
-    access_programs: Annotated[Any, Refused("there are none here")] = None
-    image: Annotated[Any, Refused(_TEXT_ONLY)] = None
-    prompt_cache_options: Annotated[Any, Refused("prefixes are cached by themselves")] = None
+    background: Annotated[Any, Unsupported("ask without it, or with stream", False)] = None
+    conversation: Annotated[Any, Unsupported(_NOT_STORED)] = None
+    prompt: Annotated[Any, Unsupported("prompts are not stored here; send the text")] = None
+    service_tier: Annotated[Any, Unsupported("there is one tier here", "auto", "default")] = None
+    max_tool_calls: Annotated[Any, Unsupported("it bounds built-in tools, and there are none here")] = None
+    context_management: Annotated[Any, Unsupported("use truncation")] = None
+    moderation: Annotated[Any, Unsupported("this server does not moderate")] = None
+    access_programs: Annotated[Any, Unsupported("there are none here")] = None
+    image: Annotated[Any, Unsupported(_TEXT_ONLY)] = None
+    prompt_cache_options: Annotated[Any, Unsupported("prefixes are cached by themselves")] = None
 
     @property
     def reported_logprobs(self) -> int | None:

@@ -10,9 +10,9 @@ from pydantic.fields import FieldInfo
 from strata.engine.process.messages import Ready
 from strata.engine.sampling_params import RANGES, SamplingParams
 from strata.serve.http.errors import ApiError
-from strata.serve.schema.base import Refused, RequestModel, said_as
+from strata.serve.schema.base import RequestModel, Unsupported, described_as
 
-MOST_STOPS = 16
+MAX_STOPS = 16
 
 
 def ranged(name: str) -> FieldInfo:
@@ -24,7 +24,7 @@ def ranged(name: str) -> FieldInfo:
 Count = Annotated[int, ranged("max_tokens")]
 TokenId = Annotated[int, ranged("token id")]
 TokenText = Annotated[
-    str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$"), said_as("a token id, written in digits")
+    str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$"), described_as("a token id, written in digits")
 ]
 LogitBias = Annotated[
     dict[TokenText, Annotated[float, ranged("logit_bias")]],
@@ -39,8 +39,8 @@ Seed = Annotated[int, ranged("seed"), WithJsonSchema({"type": "integer", "format
 # A stop string is compared with every beginning of itself, so its length costs squared.
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 StopStrings = Annotated[
-    StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)],
-    said_as(f"a string of 1 to 256 characters, or a list of at most {MOST_STOPS} of them"),
+    StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)],
+    described_as(f"a string of 1 to 256 characters, or a list of at most {MAX_STOPS} of them"),
 ]
 TopLogprobs = Annotated[int, ranged("logprobs")]
 
@@ -50,7 +50,7 @@ class StreamOptions(RequestModel):
     """Send a last chunk with the usage of the whole request and no choices."""
     continuous_usage_stats: bool | None = None
     """Send the usage so far with every chunk (vLLM's extension); needs include_usage."""
-    include_obfuscation: Annotated[Any, Refused("chunks are not padded", False)] = None
+    include_obfuscation: Annotated[Any, Unsupported("chunks are not padded", False)] = None
 
 
 class SamplingFields(RequestModel):

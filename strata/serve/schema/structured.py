@@ -8,9 +8,9 @@ from pydantic import Field, StringConstraints, WithJsonSchema
 
 from strata.engine.grammars.structured_outputs import StructuredOutputsParams
 from strata.serve.http.errors import ApiError
-from strata.serve.schema.base import Refused, RequestModel, said_as
+from strata.serve.schema.base import RequestModel, Unsupported, described_as
 
-MOST_CHOICES = 1024
+MAX_CHOICES = 1024
 
 _ONE_SPACING = "JSON has one spacing here, that of Python's json.dumps"
 
@@ -47,8 +47,8 @@ ResponseFormat = Annotated[
     ),
 ]
 
-Schema = Annotated[dict[str, Any] | str, said_as("a JSON schema, as an object or as text")]
-Choices = Annotated[list[Annotated[str, StringConstraints(min_length=1)]], Field(min_length=1, max_length=MOST_CHOICES)]
+Schema = Annotated[dict[str, Any] | str, described_as("a JSON schema, as an object or as text")]
+Choices = Annotated[list[Annotated[str, StringConstraints(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
 class StructuredOutputs(RequestModel):
@@ -67,11 +67,11 @@ class StructuredOutputs(RequestModel):
     disable_any_whitespace: bool | None = None
     """Has no effect: JSON has one spacing. Nor has the next: there is one backend."""
     disable_fallback: bool | None = None
-    disable_additional_properties: Annotated[Any, Refused("write additionalProperties: true into the schema", True)] = (
-        None
-    )
-    whitespace_pattern: Annotated[Any, Refused(_ONE_SPACING)] = None
-    structural_tag: Annotated[Any, Refused("use tools, or a grammar")] = None
+    disable_additional_properties: Annotated[
+        Any, Unsupported("write additionalProperties: true into the schema", True)
+    ] = None
+    whitespace_pattern: Annotated[Any, Unsupported(_ONE_SPACING)] = None
+    structural_tag: Annotated[Any, Unsupported("use tools, or a grammar")] = None
 
 
 class FormatFields(RequestModel):
@@ -89,7 +89,7 @@ class FormatFields(RequestModel):
     """The older name of structured_outputs.grammar."""
     guided_decoding_backend: str | None = None
     """Has no effect: there is one."""
-    guided_whitespace_pattern: Annotated[Any, Refused(_ONE_SPACING)] = None
+    guided_whitespace_pattern: Annotated[Any, Unsupported(_ONE_SPACING)] = None
 
     def structured(self) -> tuple[StructuredOutputsParams, str] | None:
         """What vLLM's fields ask for, and the field that does. Raises ApiError (400) unless they ask for one thing."""

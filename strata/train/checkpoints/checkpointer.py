@@ -32,7 +32,7 @@ from strata.train.checkpoints.index import CorruptCheckpoint
 from strata.train.checkpoints.publication import Publication
 from strata.train.checkpoints.reader import load
 from strata.train.checkpoints.snapshot import HostBuffer, Snapshot
-from strata.train.checkpoints.state import Piece
+from strata.train.checkpoints.state import StateShard
 from strata.train.checkpoints.writer import ShareWriter
 
 _HOST = torch.device("cpu")
@@ -61,38 +61,38 @@ class Checkpointer:
             raise ValueError(f"keep = {keep} checkpoints must be at least 1")
         self.folder, self.world, self.keep, self.warn, self._waits = folder, world, keep, warn, waits
         self.stalled_seconds = 0.0
-        self._everyone = Mesh.of(world, {"dp": world.size}).axis("dp")
+        self._world_axis = Mesh.of(world, {"dp": world.size}).axis("dp")
         self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
         self._buffer = HostBuffer(0, pinned=False)
         self._writer: ShareWriter | None = None
         self._is_handed_over = False  # the one under way, whose shares are all written, to `_publication`
         self._publication: Publication | None = None  # the last, on the first rank
-        self._told: Pending | None = None  # how far all ranks were at the poll before
+        self._status: Pending | None = None  # how far all ranks were at the poll before
         self._step = 0
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             remove(unfinished(folder))
-        start_all_reduce(torch.ones(1), self._everyone).wait()  # no rank writes before it is tidy
+        start_all_reduce(torch.ones(1), self._world_axis).wait()  # no rank writes before it is tidy
 
-    def prepare(self, pieces: Sequence[Piece]) -> None:
-        """Allocate the host memory for checkpoints of such pieces. The first `start` does it otherwise, and pinned
+    def prepare(self, shards: Sequence[StateShard]) -> None:
+        """Allocate the host memory for checkpoints of such shards. The first `start` does it otherwise, and pinned
         memory takes seconds. The memory is kept.
         """
-        snapshot = Snapshot(pieces)
+        snapshot = Snapshot(shards)
         if self._buffer.size < snapshot.size or (snapshot.is_on_device and not self._buffer.pinned):
             self._buffer = HostBuffer(snapshot.size, pinned=snapshot.is_on_device)
 
-    def start(self, step: int, state: Mapping[str, Any], pieces: Sequence[Piece]) -> None:
-        """Begin the checkpoint of a step. The pieces may change again after `before_update`.
+    def start(self, step: int, state: Mapping[str, Any], shards: Sequence[StateShard]) -> None:
+        """Begin the checkpoint of a step. The shards may change again after `before_update`.
 
-        state: of the run, what JSON can hold; `restore` wants a "recipe" in it. pieces: as the current stream leaves
+        state: of the run, what JSON can hold; `restore` wants a "recipe" in it. shards: as the current stream leaves
         them. If the checkpoint before is not yet written, waits for it.
         """
         self.finish()
         with self._stall():
-            self.prepare(pieces)
-            snapshot = Snapshot(pieces)
+            self.prepare(shards)
+            snapshot = Snapshot(shards)
             complete = self._copy(snapshot)
             text = json.dumps(state, indent=2) + "\n" if self.world.is_main else None
             self._step = step
@@ -106,7 +106,7 @@ class Checkpointer:
             )
 
     def before_update(self) -> None:
-        """Call this before the pieces change: the device's stream, not the host, waits for copies of what is on the
+        """Call this before the shards change: the device's stream, not the host, waits for copies of what is on the
         device; the host waits for those of what it holds itself.
 
         An update that is part of a recorded graph begins with the graph: call this before the replay.
@@ -144,9 +144,9 @@ class Checkpointer:
         return path
 
     def restore(
-        self, pieces: Sequence[Piece], recipe: Mapping[str, Any], *, before: int | None = None
+        self, shards: Sequence[StateShard], recipe: Mapping[str, Any], *, before: int | None = None
     ) -> dict[str, Any] | None:
-        """Fill the pieces from the newest checkpoint that can be read, whatever layout wrote it. Returns the state that
+        """Fill the shards from the newest checkpoint that can be read, whatever layout wrote it. Returns the state that
         was given to `start`; None if there is no checkpoint.
 
         recipe: what the checkpoint must have been made with, see `check_recipe`. before: if given, checkpoints of this
@@ -158,19 +158,19 @@ class Checkpointer:
                 if step_of(path) >= before:
                     set_aside(path)
         # As the first rank sees the folder, so that all ranks read the same.
-        found = all_gather_json([path.name for path in checkpoints(self.folder)], self._everyone, _HOST)[0]
+        found = all_gather_json([path.name for path in checkpoints(self.folder)], self._world_axis, _HOST)[0]
         for number, path in reversed([*enumerate(self.folder / name for name in found)]):
             state: dict[str, Any] = {}
             outcome = {"corrupt": "", "wrong": ""}
             try:
                 state = read_state(path)
                 check_recipe(path, state["recipe"], recipe)
-                load(path, pieces)
+                load(path, shards)
             except CorruptCheckpoint as error:
                 outcome["corrupt"] = str(error)
             except ValueError as error:
                 outcome["wrong"] = str(error)
-            outcomes = all_gather_json(outcome, self._everyone, _HOST)
+            outcomes = all_gather_json(outcome, self._world_axis, _HOST)
             if wrong := [one["wrong"] for one in outcomes if one["wrong"]]:
                 raise ValueError(wrong[0])
             if not (corrupt := [one["corrupt"] for one in outcomes if one["corrupt"]]):
@@ -199,29 +199,29 @@ class Checkpointer:
         Several ranks go by what they said at the poll before, which has arrived by now: steps never end at one moment
         on all.
         """
-        told = self._tell(writer) if self._everyone.group is None else self._told
-        self._told = None
-        if told is not None:
-            all_good, all_written, all_published = (bool(flag) for flag in told.wait().tolist())
+        status = self._share_status(writer) if self._world_axis.group is None else self._status
+        self._status = None
+        if status is not None:
+            all_good, all_written, all_published = (bool(flag) for flag in status.wait().tolist())
             if all_published:
                 return self._end()
             if not all_good:
                 writer.stop()
             if all_written and not self._is_handed_over:
                 self._hand_over(writer)
-        self._told = self._tell(writer)
+        self._status = self._share_status(writer)
         return None
 
-    def _tell(self, writer: ShareWriter) -> Pending:
+    def _share_status(self, writer: ShareWriter) -> Pending:
         """Begin to tell the ranks how far this one is: whether nothing failed, all is written and all is published."""
         written = writer.is_done  # read first: an error is there before the end
         published = self._is_handed_over and (self._publication is None or self._publication.is_done)
         flags = torch.tensor((writer.error is None, written, published), dtype=torch.int32)
-        return start_all_reduce(flags, self._everyone, "min")
+        return start_all_reduce(flags, self._world_axis, "min")
 
     def _hand_over(self, writer: ShareWriter) -> None:
         """Give the reports of all ranks to the first one's thread."""
-        reports = all_gather_bytes(writer.report(), self._everyone, _HOST)
+        reports = all_gather_bytes(writer.report(), self._world_axis, _HOST)
         self._is_handed_over = True
         if self.world.is_main:
             self._publication = Publication(self.folder, self._step, self.keep, reports)
@@ -229,8 +229,8 @@ class Checkpointer:
     def _end(self) -> Path | None:
         """Tell all ranks what has become of the checkpoint; its path, if there is one."""
         self._writer, self._copied, self._is_handed_over = None, None, False
-        told = ([], []) if self._publication is None else (self._publication.errors, self._publication.warnings)
-        errors, warnings = all_gather_json(told, self._everyone, _HOST)[0]
+        status = ([], []) if self._publication is None else (self._publication.errors, self._publication.warnings)
+        errors, warnings = all_gather_json(status, self._world_axis, _HOST)[0]
         for warning in warnings:
             self.warn(warning)
         if errors:

@@ -11,8 +11,8 @@ from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.save import save
 from strata.models.weights import materialize
+from strata.train.checkpoints.flat_ranges import FlatRange
 from strata.train.checkpoints.reader import Reader
-from strata.train.checkpoints.regions import Run
 from strata.train.checkpoints.state import MASTER
 
 
@@ -30,11 +30,11 @@ def export(path: Path, config: ModelConfig, tokenizer: Path, out: Path, dtype: t
         wanted = dict(model.named_parameters())
         for name, parameter in wanted.items():
             reader.check(MASTER, name, tuple(parameter.shape))
-        stored_names = {piece.name for piece in reader.index.pieces if piece.kind == MASTER}
+        stored_names = {shard.name for shard in reader.index.shards if shard.kind == MASTER}
         if unknown := sorted(stored_names - wanted.keys()):
             raise ValueError(f"checkpoint {path} has {unknown[0]}, which this model has not; it is of another model")
         materialize(model, torch.device("cpu"), dtype)
         for name, parameter in model.named_parameters():
-            whole = Run(tuple((0, size) for size in parameter.shape), 0, math.prod(parameter.shape))
+            whole = FlatRange(tuple((0, size) for size in parameter.shape), 0, math.prod(parameter.shape))
             reader.fill(MASTER, name, whole, parameter.view(-1))
     save(model, config, out, tokenizer)

@@ -68,7 +68,7 @@ def check_files(path: Path) -> Index:
             raise CorruptCheckpoint(file, "it is missing")
         if file.stat().st_size != size:
             raise CorruptCheckpoint(file, f"it has {file.stat().st_size} bytes, {size} were written")
-    if absent := {STATE, *(piece.file for piece in index.pieces)} - index.files.keys():
+    if absent := {STATE, *(shard.file for shard in index.shards)} - index.files.keys():
         raise CorruptCheckpoint(path / INDEX, f"it does not list {min(absent)}")
     if zlib.crc32((path / STATE).read_bytes()) != index.state_crc32:
         raise CorruptCheckpoint(path / STATE, "its checksum is not that of what was written")

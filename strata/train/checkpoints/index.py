@@ -1,4 +1,4 @@
-"""The table of a checkpoint: which file holds which piece of which tensor, as JSON."""
+"""The table of a checkpoint: which file holds which shard of which tensor, as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import torch
 
-from strata.train.checkpoints.regions import Run, are_apart
+from strata.train.checkpoints.flat_ranges import FlatRange, are_disjoint
 
 INDEX, STATE = "index.json", "state.json"
 _FORMAT = "strata-checkpoint-1"
@@ -26,8 +26,8 @@ class CorruptCheckpoint(ValueError):
         super().__init__(f"checkpoint {file.parent} is corrupt: {file.name}: {reason}")
 
 
-class StoredPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """A piece as a file has it, under the key `kind/name`. crc32: of its bytes. The rest as in `Piece`."""
+class StoredShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """A shard as a file has it, under the key `kind/name`. crc32: of its bytes. The rest as in `StateShard`."""
 
     file: str
     kind: str
@@ -43,19 +43,19 @@ class StoredPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=
         edges = zip(self.box, self.shape, strict=False)
         inside = len(self.box) == len(self.shape) and all(first <= end <= size for (first, end), size in edges)
         if not inside or self.start + self.elements > math.prod(end - first for first, end in self.box):
-            raise ValueError(f"a piece of {self.key} lies outside of it")
+            raise ValueError(f"a shard of {self.key} lies outside of it")
 
     @property
     def key(self) -> str:
         return key_of(self.kind, self.name)
 
     @cached_property
-    def run(self) -> Run:
-        return Run(self.box, self.start, self.elements)
+    def flat_range(self) -> FlatRange:
+        return FlatRange(self.box, self.start, self.elements)
 
 
 def key_of(kind: str, name: str) -> str:
-    """What a safetensors file calls a piece."""
+    """What a safetensors file calls a shard."""
     return f"{kind}/{name}"
 
 
@@ -64,26 +64,26 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True, 
 
     files: dict[str, int]
     state_crc32: int
-    pieces: list[StoredPiece]
+    shards: list[StoredShard] = msgspec.field(name="pieces")  # as files have it
 
     @cached_property
-    def by_key(self) -> dict[str, list[StoredPiece]]:
-        """The pieces of each tensor."""
-        found: dict[str, list[StoredPiece]] = {}
-        for piece in self.pieces:
-            found.setdefault(piece.key, []).append(piece)
+    def by_key(self) -> dict[str, list[StoredShard]]:
+        """The shards of each tensor."""
+        found: dict[str, list[StoredShard]] = {}
+        for shard in self.shards:
+            found.setdefault(shard.key, []).append(shard)
         return found
 
     def check(self) -> None:
-        """Raise ValueError unless every element of every tensor lies in one piece."""
-        for key, pieces in self.by_key.items():
-            if len({piece.shape for piece in pieces}) != 1:
-                raise ValueError(f"the pieces of {key} are of different shapes")
-            stored, whole = sum(piece.elements for piece in pieces), math.prod(pieces[0].shape)
+        """Raise ValueError unless every element of every tensor lies in one shard."""
+        for key, shards in self.by_key.items():
+            if len({shard.shape for shard in shards}) != 1:
+                raise ValueError(f"the shards of {key} are of different shapes")
+            stored, whole = sum(shard.elements for shard in shards), math.prod(shards[0].shape)
             if stored != whole:
-                raise ValueError(f"{key} has {whole} elements, and the pieces together {stored}")
-            if not are_apart([piece.run for piece in pieces]):
-                raise ValueError(f"two pieces of {key} overlap, and other elements lie in none")
+                raise ValueError(f"{key} has {whole} elements, and the shards together {stored}")
+            if not are_disjoint([shard.flat_range for shard in shards]):
+                raise ValueError(f"two shards of {key} overlap, and other elements lie in none")
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self)
@@ -108,5 +108,5 @@ def read_index(path: Path) -> Index:
     except FileNotFoundError:
         raise CorruptCheckpoint(file, "it is missing") from None
     except (OSError, ValueError) as error:
-        raise CorruptCheckpoint(file, f"it is no table of pieces: {error}") from None
+        raise CorruptCheckpoint(file, f"it is no table of shards: {error}") from None
     raise ValueError(f"{file} is of the format {found!r}; this version reads {_FORMAT!r}")

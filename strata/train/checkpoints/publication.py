@@ -61,7 +61,7 @@ class Publication:
         if self.errors:
             return
         files = {name: size for report in reports for name, size in report.files.items()}
-        index = Index(files, reports[0].state_crc32, [piece for report in reports for piece in report.pieces])
+        index = Index(files, reports[0].state_crc32, [shard for report in reports for shard in report.shards])
         index.check()
         path = publish(self._folder, self._step, index)
         try:

@@ -1,4 +1,4 @@
-"""Reads a checkpoint into the pieces of any layout: from each stored piece what a wanted one has in common with it."""
+"""Reads a checkpoint into the shards of any layout: from each stored shard what a wanted one has in common with it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from strata.train.checkpoints.flat_ranges import FlatRange, copy_common
 from strata.train.checkpoints.folder import check_files
-from strata.train.checkpoints.index import INDEX, CorruptCheckpoint, StoredPiece, key_of
-from strata.train.checkpoints.regions import Run, copy_common
-from strata.train.checkpoints.state import Piece
+from strata.train.checkpoints.index import INDEX, CorruptCheckpoint, StoredShard, key_of
+from strata.train.checkpoints.state import StateShard
 
 
 class Reader:
@@ -47,34 +47,34 @@ class Reader:
                 f"it is of another model"
             )
 
-    def fill(self, kind: str, name: str, run: Run, out: Tensor) -> None:
+    def fill(self, kind: str, name: str, run: FlatRange, out: Tensor) -> None:
         """Put a run of a tensor into `out`, [elements], contiguous, on any device and of any float dtype.
 
         Raises CorruptCheckpoint, naming the file, if what is read is not what was written.
         """
-        pieces = [piece for piece in self.index.by_key[key_of(kind, name)] if piece.run.overlaps(run)]
-        if len(pieces) == 1 and pieces[0].run == run:
-            out.copy_(self._values(pieces[0]))
+        shards = [shard for shard in self.index.by_key[key_of(kind, name)] if shard.flat_range.overlaps(run)]
+        if len(shards) == 1 and shards[0].flat_range == run:
+            out.copy_(self._values(shards[0]))
             return
         host = out if out.device.type == "cpu" else torch.empty_like(out, device="cpu")
-        copied = sum(copy_common(piece.run, self._values(piece), run, host) for piece in pieces)
+        copied = sum(copy_common(shard.flat_range, self._values(shard), run, host) for shard in shards)
         if copied != run.elements:
             reason = f"it lists {copied} of {run.elements} elements of {kind} of {name}"
             raise CorruptCheckpoint(self.path / INDEX, reason)
         if host is not out:
             out.copy_(host)
 
-    def _values(self, piece: StoredPiece) -> Tensor:
-        """A stored piece, [elements], checked."""
-        file = self.path / piece.file
+    def _values(self, shard: StoredShard) -> Tensor:
+        """A stored shard, [elements], checked."""
+        file = self.path / shard.file
         try:
-            values: Tensor = self._open(piece.file).get_tensor(piece.key)
+            values: Tensor = self._open(shard.file).get_tensor(shard.key)
         except (OSError, SafetensorError) as error:
             raise CorruptCheckpoint(file, str(error)) from None
-        if values.shape != (piece.elements,) or str(values.dtype) != f"torch.{piece.dtype}":
-            raise CorruptCheckpoint(file, f"{piece.key} is {values.dtype} {list(values.shape)}, not as the index says")
-        if zlib.crc32(values.view(torch.uint8).numpy().data) != piece.crc32:
-            raise CorruptCheckpoint(file, f"the checksum of {piece.key} is not that of what was written")
+        if values.shape != (shard.elements,) or str(values.dtype) != f"torch.{shard.dtype}":
+            raise CorruptCheckpoint(file, f"{shard.key} is {values.dtype} {list(values.shape)}, not as the index says")
+        if zlib.crc32(values.view(torch.uint8).numpy().data) != shard.crc32:
+            raise CorruptCheckpoint(file, f"the checksum of {shard.key} is not that of what was written")
         return values
 
     def _open(self, file: str) -> Any:
@@ -84,13 +84,13 @@ class Reader:
 
 
 @torch.no_grad()
-def load(path: Path, pieces: Sequence[Piece]) -> None:
-    """Fill the pieces, in place, from a checkpoint that any layout on any number of ranks has written.
+def load(path: Path, shards: Sequence[StateShard]) -> None:
+    """Fill the shards, in place, from a checkpoint that any layout on any number of ranks has written.
 
-    Raises CorruptCheckpoint, naming the file, if what is read is not what was written; ValueError if a piece is of
-    another model or optimizer. The pieces may be filled in part then.
+    Raises CorruptCheckpoint, naming the file, if what is read is not what was written; ValueError if a shard is of
+    another model or optimizer. The shards may be filled in part then.
     """
     with Reader(path) as reader:
-        for piece in pieces:
-            reader.check(piece.kind, piece.name, piece.shape)
-            reader.fill(piece.kind, piece.name, piece.run, piece.tensor)
+        for shard in shards:
+            reader.check(shard.kind, shard.name, shard.shape)
+            reader.fill(shard.kind, shard.name, shard.flat_range, shard.tensor)

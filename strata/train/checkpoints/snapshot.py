@@ -1,4 +1,4 @@
-"""Copies of a rank's pieces in host memory, which a thread writes while training changes the originals."""
+"""Copies of a rank's shards in host memory, which a thread writes while training changes the originals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from strata.train.checkpoints.index import DTYPES
-from strata.train.checkpoints.state import Piece
+from strata.train.checkpoints.state import StateShard
 
 # PyTorch rounds each pinned allocation up to a power of two: one of 12 GB would take 16.
 _CHUNK_BYTES = 1 << 28
@@ -35,21 +35,21 @@ class HostBuffer:
 
 
 class Snapshot:
-    """The pieces that this rank writes, and where each lies in a buffer: one after another, as in its file."""
+    """The shards that this rank writes, and where each lies in a buffer: one after another, as in its file."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        """Raises ValueError for a piece that cannot be stored."""
-        for piece in pieces:
-            tensor = piece.tensor
+    def __init__(self, shards: Sequence[StateShard]) -> None:
+        """Raises ValueError for a shard that cannot be stored."""
+        for shard in shards:
+            tensor = shard.tensor
             if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.dtype not in DTYPES:
                 raise ValueError(
-                    f"{piece.kind} of {piece.name} must be flat, contiguous and of a float dtype, not {tensor.dtype} "
+                    f"{shard.kind} of {shard.name} must be flat, contiguous and of a float dtype, not {tensor.dtype} "
                     f"{list(tensor.shape)} with strides {list(tensor.stride())}"
                 )
-        counted = [piece for piece in pieces if piece.is_counted]
+        counted = [shard for shard in shards if shard.is_written]
         # Wide elements first, so that all are aligned.
-        self.pieces = sorted(counted, key=lambda piece: -piece.tensor.itemsize)
-        self.edges = [0, *accumulate(piece.tensor.nbytes for piece in self.pieces)]
+        self.shards = sorted(counted, key=lambda shard: -shard.tensor.itemsize)
+        self.edges = [0, *accumulate(shard.tensor.nbytes for shard in self.shards)]
 
     @property
     def size(self) -> int:
@@ -58,14 +58,14 @@ class Snapshot:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether a piece is on a GPU."""
-        return any(piece.tensor.is_cuda for piece in self.pieces)
+        """Whether a shard is on a GPU."""
+        return any(shard.tensor.is_cuda for shard in self.shards)
 
     def copy(self, buffer: HostBuffer, *, from_device: bool) -> None:
-        """Copy the pieces of a GPU, on the current stream and without waiting for it; or those of the host, at once."""
-        for piece, first, end in zip(self.pieces, self.edges, self.edges[1:], strict=False):
-            if piece.tensor.is_cuda == from_device:
+        """Copy the shards of a GPU, on the current stream and without waiting for it; or those of the host, at once."""
+        for shard, first, end in zip(self.shards, self.edges, self.edges[1:], strict=False):
+            if shard.tensor.is_cuda == from_device:
                 views = list(buffer.views(first, end))
-                parts = piece.tensor.view(torch.uint8).split([len(view) for view in views])
+                parts = shard.tensor.view(torch.uint8).split([len(view) for view in views])
                 for view, part in zip(views, parts, strict=True):
                     view.copy_(part, non_blocking=from_device)

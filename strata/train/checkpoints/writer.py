@@ -1,6 +1,6 @@
 """A thread that writes one rank's share of a checkpoint: a safetensors file, and for the first rank the run's state.
 
-The file is written piece by piece from the snapshot, with a checksum over the bytes on their way: the library's own
+The file is written shard by shard from the snapshot, with a checksum over the bytes on their way: the library's own
 writer takes whole tensors, makes no checksums and cannot be stopped. CRC-32 runs at 2.1 GiB/s on one core (SHA-256:
 1.3), without Python's lock, and finds what disks do to data; nobody forges a checkpoint of his own.
 """
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from strata.train.checkpoints.folder import write_durably
-from strata.train.checkpoints.index import DTYPES, STATE, StoredPiece, key_of
+from strata.train.checkpoints.index import DTYPES, STATE, StoredShard, key_of
 from strata.train.checkpoints.snapshot import HostBuffer, Snapshot
 
 # Bytes that are summed up and written at once. In smaller blocks the thread would ask too often for Python's lock.
@@ -38,14 +38,14 @@ class ShareReport(msgspec.Struct, frozen=True):
 
     files: dict[str, int]
     state_crc32: int
-    pieces: list[StoredPiece]
+    shards: list[StoredShard]
     error: str | None
 
 
 class ShareWriter:
     """Writes one rank's share in a thread of its own.
 
-    files: by name the bytes of each, pieces: of this rank, state_crc32: of `state.json`, 0 where another rank writes
+    files: by name the bytes of each, shards: of this rank, state_crc32: of `state.json`, 0 where another rank writes
     it; all complete as soon as `is_done`. error: what went wrong, in words, or None.
     """
 
@@ -68,7 +68,7 @@ class ShareWriter:
         self._snapshot, self._buffer = snapshot, buffer
         self._complete, self._copied = complete, copied
         self.files: dict[str, int] = {}
-        self.pieces: list[StoredPiece] = []
+        self.shards: list[StoredShard] = []
         self.state_crc32 = 0
         self.error: str | None = None
         self._is_stopped = False
@@ -81,7 +81,7 @@ class ShareWriter:
         return self._done.is_set()
 
     def wait_for_host_copies(self) -> None:
-        """Until the pieces on the host may change."""
+        """Until the shards on the host may change."""
         self._host_copied.wait()
 
     def stop(self) -> None:
@@ -90,7 +90,7 @@ class ShareWriter:
 
     def report(self) -> bytes:
         """A `ShareReport` as JSON."""
-        return msgspec.json.encode(ShareReport(self.files, self.state_crc32, self.pieces, self.error))
+        return msgspec.json.encode(ShareReport(self.files, self.state_crc32, self.shards, self.error))
 
     def _run(self) -> None:
         try:
@@ -100,7 +100,7 @@ class ShareWriter:
                 data = self._state.encode()
                 write_durably(self.part / STATE, data)
                 self.files[STATE], self.state_crc32 = len(data), zlib.crc32(data)
-            if self._snapshot.pieces:
+            if self._snapshot.shards:
                 self._write_tensors(f"rank-{self.rank:05}.safetensors")
         except _Stopped:
             self.error = STOPPED
@@ -121,12 +121,12 @@ class ShareWriter:
         header = self._header()
         with (self.part / name).open("wb") as stream:
             stream.write(header)
-            places = zip(self._snapshot.pieces, self._snapshot.edges, self._snapshot.edges[1:], strict=False)
-            for piece, first, end in places:
+            places = zip(self._snapshot.shards, self._snapshot.edges, self._snapshot.edges[1:], strict=False)
+            for shard, first, end in places:
                 crc32 = self._write_bytes(stream, first, end)
-                dtype = str(piece.tensor.dtype).removeprefix("torch.")
-                place = piece.shape, piece.box, piece.start, piece.tensor.numel()
-                self.pieces.append(StoredPiece(name, piece.kind, piece.name, *place, dtype, crc32))
+                dtype = str(shard.tensor.dtype).removeprefix("torch.")
+                place = shard.shape, shard.box, shard.start, shard.tensor.numel()
+                self.shards.append(StoredShard(name, shard.kind, shard.name, *place, dtype, crc32))
             stream.flush()
             os.fsync(stream.fileno())
         self.files[name] = len(header) + self._snapshot.size
@@ -148,10 +148,10 @@ class ShareWriter:
         """Length and JSON, padded so that the data is aligned (https://github.com/huggingface/safetensors)."""
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         edges = self._snapshot.edges
-        for piece, first, end in zip(self._snapshot.pieces, edges, edges[1:], strict=False):
-            entries[key_of(piece.kind, piece.name)] = {
-                "dtype": DTYPES[piece.tensor.dtype],
-                "shape": [piece.tensor.numel()],
+        for shard, first, end in zip(self._snapshot.shards, edges, edges[1:], strict=False):
+            entries[key_of(shard.kind, shard.name)] = {
+                "dtype": DTYPES[shard.tensor.dtype],
+                "shape": [shard.tensor.numel()],
                 "data_offsets": [first, end],
             }
         text = json.dumps(entries).encode()

@@ -18,7 +18,8 @@ from strata.train.tasks.vocabulary import ASSISTANT, BEGIN, END, SYSTEM, TOOL, U
 
 
 class Encoder:
-    """Writes documents as the chat template does; what the model says and its `<|end|>` are wanted, nothing else."""
+    """Writes documents as the chat template does; the loss counts what the model says and its `<|end|>`, nothing
+    else."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -49,13 +50,13 @@ class Encoder:
     def encode(self, documents: Sequence[Document]) -> Encoded:
         """All documents, encoded in one call of the tokenizer."""
         pieces: list[str | int] = []
-        wanted: list[bool] = []
+        loss_mask: list[bool] = []
         starts = [0]
         for document in documents:
             for text, counts in self._parts(document):
                 split: list[str | int] = [text] if isinstance(text, int) else [*text.split(BOUNDARY)]
                 pieces += split
-                wanted += [counts] * len(split)
+                loss_mask += [counts] * len(split)
             starts.append(len(pieces))
         texts = [piece for piece in pieces if isinstance(piece, str)]
         encoded = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
@@ -63,10 +64,10 @@ class Encoder:
         lengths = np.array([len(one) for one in ids], dtype=np.int64)
         ends = np.concatenate([[0], np.cumsum(lengths)])
         tokens = np.fromiter(chain.from_iterable(ids), dtype=np.uint32, count=int(ends[-1]))
-        return Encoded(tokens, np.repeat(np.array(wanted, dtype=np.bool_), lengths), ends[np.array(starts)])
+        return Encoded(tokens, np.repeat(np.array(loss_mask, dtype=np.bool_), lengths), ends[np.array(starts)])
 
     def _parts(self, document: Document) -> list[tuple[str | int, bool]]:
-        """Texts and special ids in order, each with whether it is wanted."""
+        """Texts and special ids in order, each with whether the loss counts it."""
         parts: list[tuple[str | int, bool]] = [(self._id[BEGIN], False)]
         if document.plain:
             example = document.examples[0]
@@ -82,9 +83,9 @@ class Encoder:
         return parts
 
     def _turn(self, role: str, text: str) -> list[tuple[str | int, bool]]:
-        """What the model says is wanted, with the end that it sets."""
-        wanted = role == ASSISTANT
-        return [(self._id[role], False), (text, wanted), (self._id[END], wanted)]
+        """The loss counts what the model says and the end that it sets."""
+        loss_mask = role == ASSISTANT
+        return [(self._id[role], False), (text, loss_mask), (self._id[END], loss_mask)]
 
 
 def _known(tokenizer: tokenizers.Tokenizer, token: str) -> int:

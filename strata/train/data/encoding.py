@@ -25,49 +25,50 @@ _CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?:(?<=\S\n)|(?<=\S\r\n))(?=[^\W\
 class Document:
     """A sequence that the model reads by itself.
 
-    tokens: [tokens] ids, uint16 or uint32. wanted: [tokens] bool, whether the loss counts the prediction of this token;
-    never true for the first.
+    tokens: [tokens] ids, uint16 or uint32. loss_mask: [tokens] bool, whether the loss counts the prediction of this
+    token; never true for the first.
     """
 
     tokens: NDArray[Any]
-    wanted: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Encoded:
     """Documents one after another.
 
-    tokens: [tokens] ids, uint16, int32 or uint32. wanted: [tokens] bool, as of a `Document`. offsets: [documents + 1]
-    int64, where each document begins.
+    tokens: [tokens] ids, uint16, int32 or uint32. loss_mask: [tokens] bool, as of a `Document`. offsets: [documents +
+    1] int64, where each document begins.
     """
 
     tokens: NDArray[Any]
-    wanted: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
     offsets: NDArray[np.int64]
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> Document:
-    """A text as the tokenizer encodes it, closed with its end of sequence; all of it is wanted but the first token."""
+    """A text as the tokenizer encodes it, closed with its end of sequence; the loss counts all of it but the first
+    token."""
     ids = text_ids(tokenizer, text)
-    wanted = np.ones(len(ids), np.bool_)
-    wanted[:1] = False
-    return Document(ids, wanted)
+    loss_mask = np.ones(len(ids), np.bool_)
+    loss_mask[:1] = False
+    return Document(ids, loss_mask)
 
 
-def text_ids(tokenizer: Tokenizer, text: str, *, opens: bool = True, closes: bool = True) -> NDArray[np.uint32]:
+def text_ids(tokenizer: Tokenizer, text: str, *, is_first: bool = True, is_last: bool = True) -> NDArray[np.uint32]:
     """The ids of a part of a text, [tokens]: what the tokenizer puts before and after a text only where one does.
 
-    opens, closes: whether it is the first and the last part. A long part is encoded in pieces, which bounds memory;
+    is_first, is_last: whether it is the first and the last part. A long part is encoded in chunks, which bounds memory;
     see `last_cut` for which tokenizers that changes nothing.
     """
-    if opens and closes and len(text) <= _AT_ONCE:
+    if is_first and is_last and len(text) <= _AT_ONCE:
         ids = np.array(tokenizer.encode(text), np.uint32)
     else:
         before, after = _added(tokenizer)
-        encoded = (tokenizer.encode(piece, add_special_tokens=False) for piece in _in_pieces(text))
-        parts = [np.array(part, np.uint32) for part in (before * opens, *encoded, after * closes)]
+        encoded = (tokenizer.encode(chunk, add_special_tokens=False) for chunk in _chunks(text))
+        parts = [np.array(part, np.uint32) for part in (before * is_first, *encoded, after * is_last)]
         ids = np.concatenate(parts)
-    if closes and tokenizer.eos_ids and ids[-1:].tolist() != [tokenizer.eos_ids[0]]:
+    if is_last and tokenizer.eos_ids and ids[-1:].tolist() != [tokenizer.eos_ids[0]]:
         ids = np.append(ids, np.uint32(tokenizer.eos_ids[0]))
     return ids
 
@@ -83,11 +84,11 @@ def last_cut(text: str) -> int:
 
 def encode_completion(tokenizer: Tokenizer, prompt: str, completion: str) -> Document:
     """A text that continues another, as the tokenizer encodes both together, without a chat template; the completion
-    and what closes it are wanted. Raises ValueError if it is empty.
+    and what closes it count in the loss. Raises ValueError if it is empty.
     """
     if not completion:
         raise ValueError("'completion' is empty, so there is nothing to learn")
-    before, ids = text_ids(tokenizer, prompt, closes=False), text_ids(tokenizer, prompt + completion)
+    before, ids = text_ids(tokenizer, prompt, is_last=False), text_ids(tokenizer, prompt + completion)
     return _document(ids.tolist(), [(_common(before.tolist(), ids.tolist()), len(ids))])
 
 
@@ -97,7 +98,8 @@ def encode_chat(
     first: int = 0,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[Document]:
-    """The documents of one conversation; assistant turns from messages[first] on, with what ends each, are wanted.
+    """The documents of one conversation; assistant turns from messages[first] on, with what ends each, count in the
+    loss.
 
     A turn begins where the prompt ends that the template writes for it (`add_generation_prompt`), so training sees what
     generation will. A template that writes earlier turns otherwise once more follow (dropping their reasoning) cannot
@@ -132,7 +134,7 @@ def encode_preference(
     rejected: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[Document, Document]:
-    """Two conversations, chosen and rejected; the turn after the prompt is wanted. tools: as of `encode_chat`."""
+    """Two conversations, chosen and rejected; the loss counts the turn after the prompt. tools: as of `encode_chat`."""
     one, other = (
         encode_chat(tokenizer, [*prompt, *reply], first=len(prompt), tools=tools) for reply in (chosen, rejected)
     )
@@ -159,7 +161,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _in_pieces(text: str) -> Iterator[str]:
+def _chunks(text: str) -> Iterator[str]:
     start = 0
     while len(text) - start > _AT_ONCE:
         end = start + last_cut(text[start : start + _AT_ONCE])
@@ -180,8 +182,8 @@ def _role(message: Any) -> Any:
 
 
 def _document(ids: list[int], spans: Sequence[tuple[int, int]]) -> Document:
-    wanted = np.zeros(len(ids), np.bool_)
+    loss_mask = np.zeros(len(ids), np.bool_)
     for start, end in spans:
-        wanted[start:end] = True
-    wanted[:1] = False
-    return Document(np.array(ids, np.uint32), wanted)
+        loss_mask[start:end] = True
+    loss_mask[:1] = False
+    return Document(np.array(ids, np.uint32), loss_mask)

@@ -20,7 +20,7 @@ ORDER = 2
 
 
 @dataclass(frozen=True)
-class Place:
+class DataPosition:
     """How far in the data a run is: packs of the window before `pack` are done, and all windows before `window`."""
 
     window: int = 0
@@ -36,7 +36,7 @@ class Step:
     """
 
     batches: list[PackedBatch]
-    next: Place
+    next: DataPosition
     tokens: int
     utilisation: float
 
@@ -67,7 +67,7 @@ class Loader:
         self._capacity, self._packs, self._window, self._rank, self._ranks = capacity, packs, window, rank, ranks
         self._held: tuple[int, list[Samples]] | None = None
 
-    def step(self, place: Place) -> Step:
+    def step(self, place: DataPosition) -> Step:
         """The step that begins at `place`, as this rank has it."""
         chosen: list[Samples] = []
         window, first = place.window, place.pack
@@ -80,7 +80,7 @@ class Loader:
                 window, first = window + 1, 0
         tokens = sum(pack.tokens for pack in chosen)
         batches = [collate(self.mixture, one) for one in chosen[self._rank :: self._ranks]]
-        return Step(batches, Place(window, first), tokens, tokens / (self._capacity * self._packs))
+        return Step(batches, DataPosition(window, first), tokens, tokens / (self._capacity * self._packs))
 
     def _packs_of(self, window: int) -> list[Samples]:
         """The packs of a window. The window used last is remembered."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from strata.text.tokenizer import Tokenizer
 from strata.train.data.encoding import Encoded, text_ids
 from strata.train.data.shards import ShardEntry, write_encoded
-from strata.train.data.sources import Piece, read_text, split_text
+from strata.train.data.sources import FileRange, read_text, split_text
 from strata.train.data.writing import ShardJob
 
 # What a process encodes between two reports of progress.
@@ -23,12 +23,12 @@ BYTES_PER_PART = 4 * 10**6
 
 @dataclass(frozen=True)
 class PartJob(ShardJob):
-    """The tokens of a part of a text. opens, closes: whether it is the first and the last."""
+    """The tokens of a part of a text. is_first, is_last: whether it is the first and the last."""
 
-    piece: Piece
+    file_range: FileRange
     tokenizer: Path
-    opens: bool
-    closes: bool
+    is_first: bool
+    is_last: bool
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,18 @@ class CutJob(ShardJob):
 class LongText:
     """A text file that is encoded in parts."""
 
-    def __init__(self, shards: Mapping[str, Piece], folder: Path, tokenizer: Path) -> None:
-        """shards: the piece of the file that each of its shards is made of, in order. folder: for the parts."""
-        divided = {name: split_text(piece, BYTES_PER_PART) for name, piece in shards.items()}
-        ends = [piece.end for pieces in divided.values() for piece in pieces]
+    def __init__(self, shards: Mapping[str, FileRange], folder: Path, tokenizer: Path) -> None:
+        """shards: the file_range of the file that each of its shards is made of, in order. folder: for the parts."""
+        divided = {name: split_text(file_range, BYTES_PER_PART) for name, file_range in shards.items()}
+        ends = [file_range.end for ranges in divided.values() for file_range in ranges]
         self._parts = {
             name: [
-                PartJob(folder, f"{name}.{at:04}", piece, tokenizer, piece.start == 0, piece.end == ends[-1])
-                for at, piece in enumerate(pieces)
+                PartJob(
+                    folder, f"{name}.{at:04}", file_range, tokenizer, file_range.start == 0, file_range.end == ends[-1]
+                )
+                for at, file_range in enumerate(ranges)
             ]
-            for name, pieces in divided.items()
+            for name, ranges in divided.items()
         }
 
     @property
@@ -78,9 +80,9 @@ class LongText:
 
 def write_part(job: PartJob) -> ShardEntry:
     """Encode and write a part, as a shard of one document."""
-    text = read_text(job.piece)
+    text = read_text(job.file_range)
     with Tokenizer.load(job.tokenizer) as tokenizer:
-        ids = text_ids(tokenizer, text, opens=job.opens, closes=job.closes)
+        ids = text_ids(tokenizer, text, is_first=job.is_first, is_last=job.is_last)
         return _write(job, ids, np.array([0, len(ids)]), tokenizer.vocab_size)
 
 
@@ -95,6 +97,6 @@ def write_cut(job: CutJob) -> ShardEntry:
 
 
 def _write(job: ShardJob, tokens: NDArray[Any], offsets: NDArray[np.int64], vocab_size: int) -> ShardEntry:
-    wanted = np.ones(len(tokens), np.bool_)
-    wanted[offsets[:-1]] = False
-    return write_encoded(job.folder, job.name, "text", Encoded(tokens, wanted, offsets), vocab_size)
+    loss_mask = np.ones(len(tokens), np.bool_)
+    loss_mask[offsets[:-1]] = False
+    return write_encoded(job.folder, job.name, "text", Encoded(tokens, loss_mask, offsets), vocab_size)

@@ -78,5 +78,5 @@ def pack(documents: Encoded, samples: Samples | None = None) -> PackedBatch:
     """The documents in order."""
     tokens, offsets = documents.tokens.astype(np.int32), documents.offsets.astype(np.int32)
     positions = np.arange(len(tokens), dtype=np.int32) - np.repeat(offsets[:-1], np.diff(offsets))
-    predicted = np.flatnonzero(documents.wanted)
+    predicted = np.flatnonzero(documents.loss_mask)
     return PackedBatch(tokens, positions, offsets, predicted - 1, tokens[predicted].astype(np.int64), samples)

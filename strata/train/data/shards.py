@@ -76,12 +76,13 @@ def documents_per_sample(kind: str) -> int:
 def write_shard(
     folder: Path, name: str, kind: str, documents: Sequence[Document], vocab_size: int, left_out: int
 ) -> ShardEntry:
-    """Write the files of a shard, each whole or not at all. Text needs no mask: all but the first token is wanted."""
+    """Write the files of a shard, each whole or not at all. Text needs no mask: all but the first token counts in the
+    loss."""
     lengths = np.array([len(document.tokens) for document in documents], np.int64)
     tokens = np.concatenate([np.zeros(0, np.uint16), *(document.tokens for document in documents)])
-    wanted = np.concatenate([np.zeros(0, np.bool_), *(document.wanted for document in documents)])
+    loss_mask = np.concatenate([np.zeros(0, np.bool_), *(document.loss_mask for document in documents)])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return write_encoded(folder, name, kind, Encoded(tokens, wanted, offsets), vocab_size, left_out)
+    return write_encoded(folder, name, kind, Encoded(tokens, loss_mask, offsets), vocab_size, left_out)
 
 
 def write_encoded(
@@ -92,7 +93,7 @@ def write_encoded(
     small = np.uint16 if vocab_size <= 2**16 else np.uint32
     arrays: dict[str, NDArray[Any]] = {"tokens": tokens.astype(small), "offsets": encoded.offsets}
     if kind != "text":
-        arrays["wanted"] = encoded.wanted
+        arrays["wanted"] = encoded.loss_mask
     sums = {}
     for part, array in arrays.items():
         file = folder / f"{name}.{part}.npy"
@@ -151,7 +152,7 @@ class TokenDataset:
         self._ends = np.cumsum([shard.documents // self._each for shard in shards])
         self._tokens = [self._map(shard, "tokens") for shard in shards]
         self._offsets = [self._map(shard, "offsets") for shard in shards]
-        self._wanted = [self._map(shard, "wanted") for shard in shards] if self.index.kind != "text" else None
+        self._loss_mask = [self._map(shard, "wanted") for shard in shards] if self.index.kind != "text" else None
         self.samples = int(self._ends[-1])
         self.tokens = sum(shard.tokens for shard in shards)
         self.longest = max(shard.longest for shard in shards)
@@ -178,17 +179,18 @@ class TokenDataset:
         return lengths
 
     def copy(self, spans: Spans, into: Encoded, at: NDArray[np.int64]) -> None:
-        """Put the tokens of each span, and which are wanted, into `into` from index at[i] on; `at` is [documents]."""
-        if self._wanted is None:
-            into.wanted[indices(at, spans.lengths)] = True
-            into.wanted[at] = False
+        """Put the tokens of each span, and which count in the loss, into `into` from index at[i] on; `at` is
+        [documents]."""
+        if self._loss_mask is None:
+            into.loss_mask[indices(at, spans.lengths)] = True
+            into.loss_mask[at] = False
         for home in np.unique(spans.shards):
             chosen = spans.shards == home
             source = indices(spans.starts[chosen], spans.lengths[chosen])
             target = indices(at[chosen], spans.lengths[chosen])
             into.tokens[target] = self._tokens[home][source]
-            if self._wanted is not None:
-                into.wanted[target] = self._wanted[home][source]
+            if self._loss_mask is not None:
+                into.loss_mask[target] = self._loss_mask[home][source]
 
     def sample(self, number: int) -> list[Document]:
         """The documents of a sample: one, or two of a preference."""
@@ -197,7 +199,7 @@ class TokenDataset:
         made = Encoded(np.empty(offsets[-1], self._tokens[0].dtype), np.empty(offsets[-1], np.bool_), offsets)
         self.copy(spans, made, offsets[:-1])
         cut = [slice(*ends) for ends in pairwise(offsets)]
-        return [Document(made.tokens[one], made.wanted[one]) for one in cut]
+        return [Document(made.tokens[one], made.loss_mask[one]) for one in cut]
 
     def _map(self, shard: ShardEntry, part: str) -> NDArray[Any]:
         """An array of a shard. torch maps it, since Python's mmap keeps a file open, and many shards are too many."""

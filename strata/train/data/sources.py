@@ -1,4 +1,4 @@
-"""Input files as records: JSONL, Parquet and raw text, in pieces that processes can read apart."""
+"""Input files as records: JSONL, Parquet and raw text, in ranges that processes can read apart."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from strata.files.json_object import why_no_json
 from strata.train.data.encoding import last_cut
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text", ".md": "text"}
-# Bytes before a limit among which a text is cut, and the fewest of a piece: whole characters, whichever they are.
+# Bytes before a limit among which a text is cut, and the fewest of a range: whole characters, whichever they are.
 _WINDOW = 2**16
 _FEWEST = 8
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileRange:
     """A part of an input file, `start` to `end`: bytes of JSONL or of text, row groups of Parquet.
 
-    A line of JSONL belongs to the piece in which it begins. A text is cut where no token reaches across.
+    A line of JSONL belongs to the range in which it begins. A text is cut where no token reaches across.
     """
 
     path: str
@@ -49,34 +49,34 @@ class Line:
         return f"{self.path}, line {self.number}"
 
 
-def pieces_of(paths: Sequence[Path], bytes_per_piece: int) -> list[Piece]:
-    """The pieces of files and of all files below folders, in order of their names.
+def file_ranges(paths: Sequence[Path], bytes_per_range: int) -> list[FileRange]:
+    """The ranges of files and of all files below folders, in order of their names.
 
     Raises ValueError for a path that does not exist or has another ending, and when there is nothing to read.
     """
-    pieces = []
+    ranges = []
     for file in _files(paths):
         format = FORMATS[file.suffix]
         size = file.stat().st_size
         if format == "jsonl":
-            starts = range(0, size, bytes_per_piece)
-            pieces += [Piece(str(file), format, start, min(start + bytes_per_piece, size)) for start in starts]
+            starts = range(0, size, bytes_per_range)
+            ranges += [FileRange(str(file), format, start, min(start + bytes_per_range, size)) for start in starts]
         elif format == "parquet":
             groups = _parquet(file).num_row_groups
-            each = max(1, groups * bytes_per_piece // max(1, size))
-            pieces += [Piece(str(file), format, at, min(at + each, groups)) for at in range(0, groups, each)]
+            each = max(1, groups * bytes_per_range // max(1, size))
+            ranges += [FileRange(str(file), format, at, min(at + each, groups)) for at in range(0, groups, each)]
         elif size:
-            pieces += split_text(Piece(str(file), format, 0, size), bytes_per_piece)
-    if not pieces:
+            ranges += split_text(FileRange(str(file), format, 0, size), bytes_per_range)
+    if not ranges:
         raise ValueError(f"no data in {', '.join(map(str, paths))}: every file is empty")
-    return pieces
+    return ranges
 
 
-def split_text(piece: Piece, bytes_per_piece: int) -> list[Piece]:
-    """A piece of text in pieces of at most `bytes_per_piece` (8 at least), cut where `last_cut` says."""
-    starts, each = [piece.start], max(bytes_per_piece, _FEWEST)
-    with Path(piece.path).open("rb") as stream:
-        while (limit := starts[-1] + each) < piece.end:
+def split_text(file_range: FileRange, bytes_per_range: int) -> list[FileRange]:
+    """A range of text in ranges of at most `bytes_per_range` (8 at least), cut where `last_cut` says."""
+    starts, each = [file_range.start], max(bytes_per_range, _FEWEST)
+    with Path(file_range.path).open("rb") as stream:
+        while (limit := starts[-1] + each) < file_range.end:
             begin = max(starts[-1], limit - _WINDOW)
             stream.seek(begin)
             raw = stream.read(limit - begin)
@@ -85,32 +85,36 @@ def split_text(piece: Piece, bytes_per_piece: int) -> list[Piece]:
             text = whole.decode("utf-8", errors="ignore").removesuffix("\r")
             cut = len(text[: last_cut(text)].encode())
             starts.append(begin + len(raw) - len(whole) + cut if cut else limit)
-    return [Piece(piece.path, piece.format, *ends) for ends in zip(starts, [*starts[1:], piece.end], strict=True)]
+    return [
+        FileRange(file_range.path, file_range.format, *ends)
+        for ends in zip(starts, [*starts[1:], file_range.end], strict=True)
+    ]
 
 
-def read_piece(piece: Piece) -> Iterator[tuple[Line | str, dict[str, Any]]]:
-    """The records of a piece, each with where it stands (for messages). A piece of text is one record, its "text".
+def read_range(file_range: FileRange) -> Iterator[tuple[Line | str, dict[str, Any]]]:
+    """The records of a range, each with where it stands (for messages). A range of text is one record, its
+    "text".
 
     Raises ValueError for a line that is no JSON object and for text that is no UTF-8.
     """
-    if piece.format == "jsonl":
-        yield from _lines(piece)
-    elif piece.format == "parquet":
-        yield from _rows(piece)
+    if file_range.format == "jsonl":
+        yield from _lines(file_range)
+    elif file_range.format == "parquet":
+        yield from _rows(file_range)
     else:
-        yield piece.path, {"text": read_text(piece)}
+        yield file_range.path, {"text": read_text(file_range)}
 
 
-def read_text(piece: Piece) -> str:
-    """A piece of a text file, with "\\n" for every end of a line. Raises ValueError if it is no UTF-8."""
-    with Path(piece.path).open("rb") as stream:
-        stream.seek(piece.start)
-        raw = stream.read(piece.end - piece.start)
+def read_text(file_range: FileRange) -> str:
+    """A range of a text file, with "\\n" for every end of a line. Raises ValueError if it is no UTF-8."""
+    with Path(file_range.path).open("rb") as stream:
+        stream.seek(file_range.start)
+        raw = stream.read(file_range.end - file_range.start)
     try:
         return raw.decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        at = piece.start + error.start
-        raise ValueError(f"{piece.path} is not UTF-8: {error.reason} at byte {at}; convert it first") from None
+        at = file_range.start + error.start
+        raise ValueError(f"{file_range.path} is not UTF-8: {error.reason} at byte {at}; convert it first") from None
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
@@ -129,16 +133,16 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
             yield path
 
 
-def _lines(piece: Piece) -> Iterator[tuple[Line, dict[str, Any]]]:
-    with Path(piece.path).open("rb") as stream:
-        if piece.start:
-            stream.seek(piece.start - 1)
-            stream.readline()  # the rest of a line that begins in the piece before
-        while (at := stream.tell()) < piece.end:
+def _lines(file_range: FileRange) -> Iterator[tuple[Line, dict[str, Any]]]:
+    with Path(file_range.path).open("rb") as stream:
+        if file_range.start:
+            stream.seek(file_range.start - 1)
+            stream.readline()  # the rest of a line that begins in the range before
+        while (at := stream.tell()) < file_range.end:
             line = stream.readline().rstrip(b"\r\n")
             if not line.strip():
                 continue
-            where = Line(piece.path, at)
+            where = Line(file_range.path, at)
             try:
                 record = json.loads(line.decode("utf-8-sig"))  # of bytes, json guesses the encoding
             except (ValueError, RecursionError) as error:
@@ -150,11 +154,11 @@ def _lines(piece: Piece) -> Iterator[tuple[Line, dict[str, Any]]]:
             yield where, record
 
 
-def _rows(piece: Piece) -> Iterator[tuple[str, dict[str, Any]]]:
-    file = _parquet(Path(piece.path))
-    for group in range(piece.start, piece.end):
+def _rows(file_range: FileRange) -> Iterator[tuple[str, dict[str, Any]]]:
+    file = _parquet(Path(file_range.path))
+    for group in range(file_range.start, file_range.end):
         for number, record in enumerate(file.read_row_group(group).to_pylist()):
-            yield f"{piece.path}, row group {group}, row {number}", record
+            yield f"{file_range.path}, row group {group}, row {number}", record
 
 
 def _parquet(path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Tokenizing once: input files become shards, a piece of a file each."""
+"""Tokenizing once: input files become shards, a file_range of a file each."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from strata.train.data.encoding import Document
 from strata.train.data.long_text import BYTES_PER_PART, LongText, write_cut, write_part
 from strata.train.data.records import encode_record, kind_of
 from strata.train.data.shards import VERSION, Index, ShardEntry, documents_per_sample, write_shard
-from strata.train.data.sources import Piece, pieces_of, read_piece
-from strata.train.data.writing import Job, ShardJob, finished, keep_plan, named, write_missing
+from strata.train.data.sources import FileRange, file_ranges, read_range
+from strata.train.data.writing import Job, ShardJob, finished, named, write_manifest, write_missing
 
 # Of the parts of long texts: the folder, which goes when the shards are there.
 PARTS = "parts"
@@ -22,9 +22,9 @@ PARTS = "parts"
 
 @dataclass(frozen=True)
 class _Job(ShardJob):
-    """One shard to write, from a piece of the input."""
+    """One shard to write, from a file_range of the input."""
 
-    piece: Piece
+    file_range: FileRange
     tokenizer: Path
     kind: str
     longest: int | None
@@ -52,13 +52,15 @@ def tokenize(
     """
     if longest is not None and longest < 2:
         raise ValueError(f"longest = {longest} must be at least 2: the first token of a document is not predicted")
-    pieces = pieces_of(paths, bytes_per_shard)
-    kind = _first_kind(pieces)
+    ranges = file_ranges(paths, bytes_per_shard)
+    kind = _first_kind(ranges)
     with Tokenizer.load(tokenizer_folder) as tokenizer:
         digest, vocab_size = tokenizer_digest(tokenizer), tokenizer.vocab_size
-    made_of = {"kind": kind, "tokenizer": digest, "longest": longest, "files": _files(pieces)}
-    keep_plan(out, made_of | {"pieces": [[piece.path, piece.start, piece.end] for piece in pieces]})
-    jobs = [_Job(out, name, piece, tokenizer_folder, kind, longest) for name, piece in named(pieces)]
+    made_of = {"kind": kind, "tokenizer": digest, "longest": longest, "files": _files(ranges)}
+    write_manifest(
+        out, made_of | {"pieces": [[file_range.path, file_range.start, file_range.end] for file_range in ranges]}
+    )
+    jobs = [_Job(out, name, file_range, tokenizer_folder, kind, longest) for name, file_range in named(ranges)]
     shards = _write_all(out, jobs, vocab_size, workers, report)
     if not any(shard.documents for shard in shards):
         left_out = sum(shard.left_out for shard in shards)
@@ -77,10 +79,11 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
 def _write_all(
     out: Path, jobs: Sequence[_Job], vocab_size: int, workers: int, report: Callable[[int, int], None]
 ) -> list[ShardEntry]:
-    """The shards of all jobs, in their order: each from its piece, but those of a long text from its encoded parts."""
+    """The shards of all jobs, in their order: each from its file_range, but those of a long text from its encoded
+    parts."""
     long = list(_long_texts(jobs))
     missing = [text for text in long if not all(map(finished, text))]
-    texts = [LongText({job.name: job.piece for job in text}, out / PARTS, text[0].tokenizer) for text in missing]
+    texts = [LongText({job.name: job.file_range for job in text}, out / PARTS, text[0].tokenizer) for text in missing]
     parts = [part for text in texts for part in text.parts]
     together = {job.name for text in missing for job in text}
     entries: dict[str, ShardEntry] = {}
@@ -104,10 +107,10 @@ def _long_texts(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
     """The jobs of each text file that is more than one part."""
     texts: list[list[_Job]] = []
     for job in jobs:
-        if job.kind == job.piece.format == "text":
-            texts += [[]] if job.piece.start == 0 else []
+        if job.kind == job.file_range.format == "text":
+            texts += [[]] if job.file_range.start == 0 else []
             texts[-1].append(job)
-    return (text for text in texts if len(text) > 1 or text[0].piece.end > BYTES_PER_PART)
+    return (text for text in texts if len(text) > 1 or text[0].file_range.end > BYTES_PER_PART)
 
 
 def _write(job: _Job) -> ShardEntry:
@@ -115,7 +118,7 @@ def _write(job: _Job) -> ShardEntry:
     documents: list[Document] = []
     left_out = 0
     with Tokenizer.load(job.tokenizer) as tokenizer:
-        for where, record in read_piece(job.piece):
+        for where, record in read_range(job.file_range):
             try:
                 encoded = encode_record(tokenizer, job.kind, record)
             except ValueError as error:
@@ -135,25 +138,25 @@ def _fitting(encoded: list[Document], kind: str, longest: int | None) -> Iterato
             # A document of one token predicts nothing.
             yield from (document for document in sample if len(document.tokens) > 1)
         elif kind == "text":
-            tokens, wanted = sample[0].tokens, sample[0].wanted.copy()
-            wanted[::longest] = False
+            tokens, loss_mask = sample[0].tokens, sample[0].loss_mask.copy()
+            loss_mask[::longest] = False
             for at in range(0, len(tokens) - 1, longest):
-                yield Document(tokens[at : at + longest], wanted[at : at + longest])
+                yield Document(tokens[at : at + longest], loss_mask[at : at + longest])
 
 
-def _first_kind(pieces: list[Piece]) -> str:
-    for piece in pieces:
-        if piece.format == "text":
+def _first_kind(ranges: list[FileRange]) -> str:
+    for file_range in ranges:
+        if file_range.format == "text":
             return "text"
-        for where, record in read_piece(piece):
+        for where, record in read_range(file_range):
             try:
                 return kind_of(record)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}; correct or remove the record") from None
-    raise ValueError(f"no records in {pieces[0].path} and the files after it")
+    raise ValueError(f"no records in {ranges[0].path} and the files after it")
 
 
-def _files(pieces: list[Piece]) -> dict[str, list[int]]:
+def _files(ranges: list[FileRange]) -> dict[str, list[int]]:
     """Size and time of change of each file, by which a changed input is noticed."""
-    stats = {piece.path: Path(piece.path).stat() for piece in pieces}
+    stats = {file_range.path: Path(file_range.path).stat() for file_range in ranges}
     return {path: [stat.st_size, stat.st_mtime_ns] for path, stat in stats.items()}

@@ -20,7 +20,7 @@ import msgspec
 
 from strata.train.data.shards import ShardEntry, write_atomically
 
-PLAN = "plan.json"
+MANIFEST = "plan.json"
 Source = TypeVar("Source")
 Result = TypeVar("Result")
 
@@ -41,14 +41,14 @@ def named(sources: Iterable[Source]) -> Iterator[tuple[str, Source]]:
     return ((f"shard-{number:05}", source) for number, source in enumerate(sources))
 
 
-def keep_plan(out: Path, plan: dict[str, Any]) -> None:
+def write_manifest(out: Path, manifest: dict[str, Any]) -> None:
     """Write down what `out` is made of. Raises ValueError if anything has been made of something else there."""
     out.mkdir(parents=True, exist_ok=True)
-    if not (out / PLAN).exists() or all(path.name == PLAN for path in out.rglob("*.json")):
-        write_atomically(out / PLAN, json.dumps(plan, indent=1).encode())
+    if not (out / MANIFEST).exists() or all(path.name == MANIFEST for path in out.rglob("*.json")):
+        write_atomically(out / MANIFEST, json.dumps(manifest, indent=1).encode())
         return
-    before = json.loads((out / PLAN).read_text(encoding="utf-8"))
-    if different := [key for key in plan if plan[key] != before.get(key)]:
+    before = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
+    if different := [key for key in manifest if manifest[key] != before.get(key)]:
         raise ValueError(
             f"{out} holds data made with other {' and '.join(different)}; choose another folder, or remove it"
         )

@@ -13,20 +13,20 @@ SPIKES = ("ignore", "report", "rollback")
 class FaultsConfig:
     """Bad numbers: see `LossGuard`. Hangs: see `HangWatch`. Slow ranks: see `Stragglers`.
 
-    non_finite: "skip" steps whose gradient is not finite, at most `most_skipped` in a row, or "stop" at the first.
+    non_finite: "skip" steps whose gradient is not finite, at most `max_skipped` in a row, or "stop" at the first.
     spike: what follows when a loss exceeds the median of the last `spike_window` by more than `spike_sigma` standard
-    deviations, more than `most_spikes` times in a row for "rollback".
+    deviations, more than `max_spikes` times in a row for "rollback".
     hang_seconds: without progress for so long, a rank hangs; 0 watches for none.
     straggler_share: a rank is slow when it takes longer than the median by this share, in `straggler_intervals`
     intervals of the log in a row.
     """
 
     non_finite: str = "skip"
-    most_skipped: int = 5
+    max_skipped: int = 5
     spike: str = "report"
     spike_sigma: float = 8.0
     spike_window: int = 128
-    most_spikes: int = 2
+    max_spikes: int = 2
     hang_seconds: float = 300.0
     straggler_share: float = 0.1
     straggler_intervals: int = 3
@@ -36,9 +36,9 @@ class FaultsConfig:
             if choice not in choices:
                 raise ValueError(f"faults.{name} = {choice!r} must be one of {', '.join(choices)}")
         for name, value, least in (
-            ("most_skipped", self.most_skipped, 0),
+            ("max_skipped", self.max_skipped, 0),
             ("spike_window", self.spike_window, 8),  # fewer say nothing of how losses scatter
-            ("most_spikes", self.most_spikes, 0),
+            ("max_spikes", self.max_spikes, 0),
             ("straggler_intervals", self.straggler_intervals, 1),
         ):
             if value < least:

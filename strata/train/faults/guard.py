@@ -16,7 +16,7 @@ from strata.train.faults.config import FaultsConfig
 _SIGMA_OF_MAD = 1.4826
 # Losses that scatter less than this share of their median are taken to scatter so much: a run that has converged to
 # almost one value would call anything a spike.
-_LEAST_SCATTER = 1e-3
+_MIN_SCATTER = 1e-3
 
 
 class Kind(Enum):
@@ -84,7 +84,7 @@ class LossGuard:
             return _FINE
         self._spikes.append(step)
         reason = f"step {step}: loss {loss:.4g} spikes above {limit:.4g} (gradient norm {norm:.3g})"
-        if self._config.spike == "report" or len(self._spikes) <= self._config.most_spikes:
+        if self._config.spike == "report" or len(self._spikes) <= self._config.max_spikes:
             return Verdict(Kind.SPIKE, reason)
         return self._roll_back(step, reason)
 
@@ -115,7 +115,7 @@ class LossGuard:
 
     def _skip(self, step: int, loss: float, norm: float) -> Verdict:
         self._skipped.append((step, norm))
-        count, most = len(self._skipped), self._config.most_skipped
+        count, most = len(self._skipped), self._config.max_skipped
         shown = f"loss {loss:.4g}, gradient norm {norm}"
         if self._config.non_finite == "stop":
             return Verdict(
@@ -131,7 +131,7 @@ class LossGuard:
         return Verdict(
             Kind.STOP,
             f"steps {self._skipped[0][0]} to {step} have gradients that are not finite (norms {norms}), more in a row "
-            f"than faults.most_skipped = {most}; lower optimizer.learning_rate and resume from the last checkpoint",
+            f"than faults.max_skipped = {most}; lower optimizer.learning_rate and resume from the last checkpoint",
         )
 
     def _limit(self) -> float:
@@ -140,7 +140,7 @@ class LossGuard:
             return math.inf
         middle = median(self._losses)
         scatter = _SIGMA_OF_MAD * median(abs(loss - middle) for loss in self._losses)
-        return middle + self._config.spike_sigma * max(scatter, _LEAST_SCATTER * abs(middle))
+        return middle + self._config.spike_sigma * max(scatter, _MIN_SCATTER * abs(middle))
 
     def _roll_back(self, step: int, reason: str) -> Verdict:
         first, window = self._spikes[0], self._config.spike_window

@@ -24,13 +24,13 @@ import msgspec
 
 from strata.comm.launch import World
 from strata.comm.observer import Call
-from strata.train.faults.blame import Heartbeat, blame
+from strata.train.faults.hang_diagnosis import Heartbeat, diagnose
 
 # The exit code of a rank in a run that hangs: "a temporary failure, try again" in sysexits.h.
 HUNG = 75
 # The rank that writes the report ends first, so that a launcher that shows one rank shows the report.
 _REPORTER_FIRST_SECONDS = 2.0
-_MOST_RECENT = 1024
+_MAX_RECENT = 1024
 
 
 class HangWatch:
@@ -54,7 +54,7 @@ class HangWatch:
         self._moved = time.monotonic()
         self._waits: Call | None = None
         self._last: dict[tuple[str, tuple[int, ...]], Call] = {}
-        self._recent: deque[Call] = deque(maxlen=_MOST_RECENT)
+        self._recent: deque[Call] = deque(maxlen=_MAX_RECENT)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
 
@@ -129,7 +129,7 @@ class HangWatch:
 
     def _report(self) -> None:
         beats, now = self._read(), time.time()
-        line = f"strata: no progress for {self._hang_seconds:g} s: {blame(beats, now, self._interval)}"
+        line = f"strata: no progress for {self._hang_seconds:g} s: {diagnose(beats, now, self._interval)}"
         shown = {"line": line, "time": now, "ranks": beats}
         name = time.strftime("hang-%Y%m%dT%H%M%SZ.json", time.gmtime(now))
         (self._folder / name).write_bytes(msgspec.json.encode(shown))

@@ -67,10 +67,10 @@ class Slowest:
 class Stragglers:
     """Compares the ranks once an interval of the log. All ranks judge alike."""
 
-    def __init__(self, config: FaultsConfig, everyone: Axis) -> None:
-        """everyone: all ranks."""
-        self._config, self._everyone = config, everyone
-        self._slow_for = [0] * everyone.size
+    def __init__(self, config: FaultsConfig, world_axis: Axis) -> None:
+        """world_axis: all ranks."""
+        self._config, self._world_axis = config, world_axis
+        self._slow_for = [0] * world_axis.size
 
     def report(self, seconds: Sequence[float], step_seconds: float) -> Slowest:
         """Exchange what each rank measured, through the host. All ranks call it at the same step.
@@ -79,7 +79,7 @@ class Stragglers:
         waiting.
         """
         own = torch.tensor([median(seconds)], dtype=torch.float64)
-        return self.judge(start_all_gather(own, self._everyone).wait().tolist(), step_seconds)
+        return self.judge(start_all_gather(own, self._world_axis).wait().tolist(), step_seconds)
 
     def judge(self, seconds: Sequence[float], step_seconds: float) -> Slowest:
         """`report`, from what the ranks measured, in their order."""

@@ -21,23 +21,23 @@ PANELS = {
 }
 
 
-def draw_report(folder: Path) -> Path | None:
+def plot_report(folder: Path) -> Path | None:
     """Draw `report.svg` from the log of the run in `folder`, a panel for each curve that it has.
 
     Returns the picture's path; None, and draws nothing, without matplotlib or without two lines to connect.
     """
     lines = read_lines(folder / FILE) if (folder / FILE).exists() else []
     curves = {name: _points(lines, name) for name in PANELS}
-    drawn = {name: points for name, points in curves.items() if len(points) > 1}
-    if not drawn or find_spec("matplotlib") is None:
+    plotted = {name: points for name, points in curves.items() if len(points) > 1}
+    if not plotted or find_spec("matplotlib") is None:
         return None
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"svg.hashsalt": "strata", "svg.fonttype": "none", "font.size": 8}):
-        figure = Figure(figsize=(8, 1.6 * len(drawn)), layout="constrained")
-        panels = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
-        for panel, (name, points) in zip(panels, drawn.items(), strict=True):
+        figure = Figure(figsize=(8, 1.6 * len(plotted)), layout="constrained")
+        panels = figure.subplots(len(plotted), 1, sharex=True, squeeze=False)[:, 0]
+        for panel, (name, points) in zip(panels, plotted.items(), strict=True):
             title, is_logarithmic = PANELS[name]
             panel.plot(*zip(*points, strict=True), color="#2a6fb0", linewidth=1)
             panel.set_title(title, loc="left", fontsize=8)

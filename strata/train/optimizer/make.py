@@ -1,4 +1,4 @@
-"""From an optimizer's config and this rank's parts to the optimizer."""
+"""From an optimizer's config and this rank's shards to the optimizer."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ import torch
 
 from strata.comm.exchange import all_gather_json
 from strata.comm.mesh import Mesh
-from strata.parallel.data_parallel import Part
+from strata.parallel.data_parallel import ParameterShard
 from strata.parallel.families import Placement
 from strata.parallel.tensor import TensorSharding
 from strata.train.optimizer.adamw import AdamW
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.memory import DeviceMemory, HostMemory, StateMemory
 from strata.train.optimizer.muon import Muon
-from strata.train.optimizer.muon_plan import Holding, is_layer_matrix, plan_rounds
-from strata.train.optimizer.part_optimizer import PartOptimizer
+from strata.train.optimizer.muon_rounds import Holding, is_layer_matrix, make_rounds
+from strata.train.optimizer.sharded_optimizer import ShardedOptimizer
 
 
 def make_optimizer(
-    parts: Sequence[Part], config: OptimizerConfig, mesh: Mesh, sharding: TensorSharding
-) -> PartOptimizer:
+    shards: Sequence[ParameterShard], config: OptimizerConfig, mesh: Mesh, sharding: TensorSharding
+) -> ShardedOptimizer:
     """The optimizer of this rank. A collective call: every rank of the mesh makes it.
 
-    parts: `Gradients.parts`, when their masters have values, because these may move to the host here. sharding: how the
-    model was divided along "tp" and "ep". Raises ValueError if Muon finds a matrix that the ranks do not hold once.
+    shards: `Gradients.shards`, when their masters have values, because these may move to the host here. sharding: how
+    the model was divided along "tp" and "ep". Raises ValueError if Muon finds a matrix that the ranks do not hold once.
     """
     device = mesh.world.device
-    dtype = parts[0].master.dtype if parts else torch.float32
+    dtype = shards[0].master.dtype if shards else torch.float32
     if config.name == "adamw":
         memory = _memory(config, device, dtype)
-        return AdamW(parts, memory.masters(parts), config, memory, device, dtype)
+        return AdamW(shards, memory.masters(shards), config, memory, device, dtype)
     axis = mesh.flattened("dp", "shard", "cp", "tp")
-    own = {"dtype": str(dtype) if parts else None, "holdings": [asdict(one) for one in _holdings(parts, sharding)]}
+    own = {"dtype": str(dtype) if shards else None, "holdings": [asdict(one) for one in _holdings(shards, sharding)]}
     found = all_gather_json(own, axis, device)
-    # A rank without parts has to send and receive what the others do.
+    # A rank without shards has to send and receive what the others do.
     dtype = next((_dtype(one["dtype"]) for one in found if one["dtype"]), dtype)
-    rounds = plan_rounds([msgspec.convert(one["holdings"], list[Holding]) for one in found])
+    rounds = make_rounds([msgspec.convert(one["holdings"], list[Holding]) for one in found])
     memory = _memory(config, device, dtype)
-    return Muon(parts, memory.masters(parts), config, memory, rounds, axis, device, dtype)
+    return Muon(shards, memory.masters(shards), config, memory, rounds, axis, device, dtype)
 
 
 def _memory(config: OptimizerConfig, device: torch.device, dtype: torch.dtype) -> StateMemory:
@@ -49,20 +49,20 @@ def _memory(config: OptimizerConfig, device: torch.device, dtype: torch.dtype) -
     return HostMemory(device, dtype) if is_moved else DeviceMemory(device)
 
 
-def _holdings(parts: Sequence[Part], sharding: TensorSharding) -> Iterator[Holding]:
-    for part in parts:
-        if is_layer_matrix(part.name, part.shape):
-            placement = sharding.placements[part.name]
+def _holdings(shards: Sequence[ParameterShard], sharding: TensorSharding) -> Iterator[Holding]:
+    for shard in shards:
+        if is_layer_matrix(shard.name, shard.shape):
+            placement = sharding.placements[shard.name]
             cut = placement.divided_dim
             experts = sharding.experts if placement is Placement.EXPERT else None
             yield Holding(
-                part.name,
+                shard.name,
                 0 if experts is None else experts.index,
                 0 if cut is None else sharding.axis.index,
                 cut,
-                tuple(part.shape),
-                part.start,
-                part.start + part.master.numel(),
+                tuple(shard.shape),
+                shard.start,
+                shard.start + shard.master.numel(),
             )
 
 

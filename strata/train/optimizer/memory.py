@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from strata.parallel.data_parallel import Part
-from strata.train.optimizer.part_optimizer import has_own_master
+from strata.parallel.data_parallel import ParameterShard
+from strata.train.optimizer.sharded_optimizer import has_own_master
 
 # Work on a range of elements, given that range of every state tensor, on the device; what it writes there stays.
 Work = Callable[[slice, Sequence[Tensor]], None]
@@ -23,13 +23,13 @@ Work = Callable[[slice, Sequence[Tensor]], None]
 class StateMemory(Protocol):
     """Keeps the state of an optimizer and gives it to work on the device.
 
-    keeps_masters: whether masters leave the memory that they had in the parts.
+    keeps_masters: whether masters leave the memory that they had in the shards.
     """
 
     keeps_masters: bool
 
-    def masters(self, parts: Sequence[Part]) -> list[Tensor]:
-        """Of each part, flat, where they lie from now on."""
+    def masters(self, shards: Sequence[ParameterShard]) -> list[Tensor]:
+        """Of each shard, flat, where they lie from now on."""
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor of zeros, for state."""
@@ -52,8 +52,8 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def masters(self, parts: Sequence[Part]) -> list[Tensor]:
-        return [part.master.detach().view(-1) for part in parts]
+    def masters(self, shards: Sequence[ParameterShard]) -> list[Tensor]:
+        return [shard.master.detach().view(-1) for shard in shards]
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(count, dtype=dtype, device=self._device)
@@ -87,15 +87,15 @@ class HostMemory:
         self._slots = [_Slot(torch.empty(tensors, block, dtype=dtype, device=device)) for _ in range(slots)]
         self._next = 0
 
-    def masters(self, parts: Sequence[Part]) -> list[Tensor]:
-        """Copies the masters to the host and frees their memory on the device: the parameters in `parts` keep shape and
-        gradient, and hold no values any more.
+    def masters(self, shards: Sequence[ParameterShard]) -> list[Tensor]:
+        """Copies the masters to the host and frees their memory on the device: the parameters in `shards` keep shape
+        and gradient, and hold no values any more.
         """
         moved: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         found = []
-        for part in parts:
-            flat = part.master.detach().view(-1)
-            if has_own_master(part):
+        for shard in shards:
+            flat = shard.master.detach().view(-1)
+            if has_own_master(shard):
                 storage = flat.untyped_storage()
                 if storage.data_ptr() not in moved:
                     whole = torch.as_strided(flat, (storage.nbytes() // flat.element_size(),), (1,), 0)

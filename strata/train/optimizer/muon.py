@@ -1,7 +1,7 @@
 """Muon (Jordan et al. 2024) for the matrices of the layers, whole whatever the layout, and AdamW for the rest.
 
-Momentum is divided as the parts are. Every matrix is gathered to one rank, orthogonalized there, and the result goes
-back in parts, while the next ones are gathered (`muon_plan`).
+Momentum is divided as the shards are. Every matrix is gathered to one rank, orthogonalized there, and the result goes
+back in shards, while the next ones are gathered (`muon_rounds`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 from strata.comm.collectives import Pending, start_all_to_all
 from strata.comm.mesh import Axis
 from strata.kernels.optimizer.muon import muon_momentum, muon_update
-from strata.parallel.data_parallel import Part
+from strata.parallel.data_parallel import ParameterShard
 from strata.train.optimizer.adamw import AdamW
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.memory import StateMemory
-from strata.train.optimizer.muon_plan import Round, Stack, Transfer, is_layer_matrix
+from strata.train.optimizer.muon_rounds import MatrixTransfer, Round, Stack, is_layer_matrix
 from strata.train.optimizer.orthogonalize import orthogonalize
-from strata.train.optimizer.part_optimizer import decay_of, gradient_of
+from strata.train.optimizer.sharded_optimizer import decay_of, gradient_of
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Elements of one of this rank's parts. size: of the step of their matrix."""
+class _LocalSlice:
+    """Elements of one of this rank's shards. size: of the step of their matrix."""
 
-    part: int
+    shard: int
     held: slice
     size: float
 
@@ -44,19 +44,19 @@ class _OwnRound:
     """
 
     batch: tuple[Stack, ...]
-    sent: tuple[_Piece, ...]
-    idle: tuple[_Piece, ...]
+    sent: tuple[_LocalSlice, ...]
+    idle: tuple[_LocalSlice, ...]
     sent_counts: tuple[int, ...]
-    arriving: tuple[Transfer, ...]
+    arriving: tuple[MatrixTransfer, ...]
     arriving_counts: tuple[int, ...]
-    results: tuple[Transfer, ...]
+    results: tuple[MatrixTransfer, ...]
     result_counts: tuple[int, ...]
-    changed: tuple[_Piece, ...]
+    changed: tuple[_LocalSlice, ...]
     changed_counts: tuple[int, ...]
 
 
 class Muon:
-    """A `PartOptimizer`: kinds of state are "momentum", and those of `AdamW`.
+    """A `ShardedOptimizer`: kinds of state are "momentum", and those of `AdamW`.
 
     A step is rate * 0.2 * sqrt(max(rows, columns)) against the orthogonal matrix, whose elements then have a root mean
     square as AdamW's steps do, so its learning rate carries over (Liu et al. 2025).
@@ -64,7 +64,7 @@ class Muon:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        shards: Sequence[ParameterShard],
         masters: Sequence[Tensor],
         config: OptimizerConfig,
         memory: StateMemory,
@@ -75,15 +75,15 @@ class Muon:
     ) -> None:
         """masters, dtype: as for `AdamW`. rounds: of the ranks along `axis`, which together hold every matrix whole."""
         self._config, self._memory, self._axis = config, memory, axis
-        self._parts, self._masters = parts, masters
-        self._is_matrix = [is_layer_matrix(part.name, part.shape) for part in parts]
-        counts = [part.master.numel() if own else 0 for part, own in zip(parts, self._is_matrix, strict=True)]
+        self._parameter_shards, self._masters = shards, masters
+        self._is_matrix = [is_layer_matrix(shard.name, shard.shape) for shard in shards]
+        counts = [shard.master.numel() if own else 0 for shard, own in zip(shards, self._is_matrix, strict=True)]
         self._momentum = [memory.zeros(count, dtype) for count in counts]
         others = [place for place, own in enumerate(self._is_matrix) if not own]
         self._adamw = AdamW(
-            [parts[place] for place in others], [masters[place] for place in others], config, memory, device, dtype
+            [shards[place] for place in others], [masters[place] for place in others], config, memory, device, dtype
         )
-        places = {part.name: (place, part) for place, part in enumerate(parts)}
+        places = {shard.name: (place, shard) for place, shard in enumerate(shards)}
         self._rounds = [_own_round(one, axis, places) for one in rounds]
         # Learning rate, and what gradients are multiplied by: see `muon_momentum`.
         self._step = torch.zeros(2, dtype=dtype, device=device)
@@ -118,30 +118,30 @@ class Muon:
 
     def _start_gather(self, now: _OwnRound) -> Pending:
         """Change the momentum of what this rank holds, and send it to the owners."""
-        pieces = (*now.sent, *now.idle)
-        counts = [piece.held.stop - piece.held.start for piece in pieces]
+        slices = (*now.sent, *now.idle)
+        counts = [local.held.stop - local.held.start for local in slices]
         made = torch.empty(sum(counts), dtype=self._dtype, device=self._step.device)
-        for piece, result in zip(pieces, made.split(counts) if counts else (), strict=True):
-            gradient = gradient_of(self._parts[piece.part])[piece.held]
+        for local, result in zip(slices, made.split(counts) if counts else (), strict=True):
+            gradient = gradient_of(self._parameter_shards[local.shard])[local.held]
             work = partial(self._change_momentum, result, gradient)
-            self._memory.run([self._momentum[piece.part][piece.held]], work)
+            self._memory.run([self._momentum[local.shard][local.held]], work)
         return start_all_to_all(made[: sum(now.sent_counts)], self._axis, now.sent_counts, now.arriving_counts)
 
     def _change_momentum(self, result: Tensor, gradient: Tensor, held: slice, state: Sequence[Tensor]) -> None:
         muon_momentum(result[held], state[0], gradient[held], self._step, self._config.momentum)
 
     def _apply(self, now: _OwnRound, returned: Pending) -> None:
-        counts = [piece.held.stop - piece.held.start for piece in now.changed]
-        for piece, direction in zip(now.changed, returned.wait().split(counts) if counts else (), strict=True):
-            weight = self._parts[piece.part].weight.view(-1)[piece.held]
-            work = partial(self._change_master, weight, direction, piece)
-            self._memory.run([self._masters[piece.part][piece.held]], work)
+        counts = [local.held.stop - local.held.start for local in now.changed]
+        for local, direction in zip(now.changed, returned.wait().split(counts) if counts else (), strict=True):
+            weight = self._parameter_shards[local.shard].weight.view(-1)[local.held]
+            work = partial(self._change_master, weight, direction, local)
+            self._memory.run([self._masters[local.shard][local.held]], work)
 
     def _change_master(
-        self, weight: Tensor, direction: Tensor, piece: _Piece, held: slice, state: Sequence[Tensor]
+        self, weight: Tensor, direction: Tensor, local: _LocalSlice, held: slice, state: Sequence[Tensor]
     ) -> None:
-        decay = decay_of(self._parts[piece.part], self._config.weight_decay)
-        muon_update(weight[held], state[0], direction[held], self._step, piece.size, decay)
+        decay = decay_of(self._parameter_shards[local.shard], self._config.weight_decay)
+        muon_update(weight[held], state[0], direction[held], self._step, local.size, decay)
 
     def state(self) -> dict[str, list[Tensor]]:
         kinds = {"momentum": self._momentum}
@@ -154,9 +154,9 @@ class Muon:
     @torch.no_grad()
     def restored(self, steps: int) -> None:
         self._adamw.restored(steps)
-        for part, master, own in zip(self._parts, self._masters, self._is_matrix, strict=True):
+        for shard, master, own in zip(self._parameter_shards, self._masters, self._is_matrix, strict=True):
             if own:
-                part.weight.view(-1).copy_(master)
+                shard.weight.view(-1).copy_(master)
 
 
 def _orthogonalized(now: _OwnRound, arrived: Tensor) -> Tensor:
@@ -167,8 +167,8 @@ def _orthogonalized(now: _OwnRound, arrived: Tensor) -> Tensor:
     batch = arrived.new_empty((count, *shape))
     regions = dict(_regions(now.batch, batch))
     flat = {key: region.view(-1) if region.is_contiguous() else region.flatten() for key, region in regions.items()}
-    for transfer, piece in zip(now.arriving, arrived.split([one.elements for one in now.arriving]), strict=True):
-        flat[transfer.stack, transfer.box][transfer.start : transfer.end] = piece
+    for transfer, local in zip(now.arriving, arrived.split([one.elements for one in now.arriving]), strict=True):
+        flat[transfer.stack, transfer.box][transfer.start : transfer.end] = local
     for key, region in regions.items():
         if not region.is_contiguous():
             region.copy_(flat[key].view_as(region))
@@ -185,8 +185,8 @@ def _regions(stacks: Sequence[Stack], batch: Tensor) -> Iterator[tuple[tuple[Sta
             yield (stack, number), rows[slice(*box.rows), slice(*box.columns)]
 
 
-def _own_round(whole: Round, axis: Axis, places: dict[str, tuple[int, Part]]) -> _OwnRound:
-    """places: this rank's parts by name, with their numbers."""
+def _own_round(whole: Round, axis: Axis, places: dict[str, tuple[int, ParameterShard]]) -> _OwnRound:
+    """places: this rank's shards by name, with their numbers."""
     own = axis.index
     sent = sorted((one for one in whole.gathered if one.source == own), key=lambda one: one.target)
     arriving = sorted((one for one in whole.gathered if one.target == own), key=lambda one: one.source)
@@ -196,26 +196,28 @@ def _own_round(whole: Round, axis: Axis, places: dict[str, tuple[int, Part]]) ->
     idle = [one for one in changed if (one.stack, one.box, one.start) not in sends]
     return _OwnRound(
         whole.batches[own],
-        _pieces(sent, places),
-        _pieces(idle, places),
+        _local_slices(sent, places),
+        _local_slices(idle, places),
         _counts([(one.target, one.elements) for one in sent], axis.size),
         tuple(arriving),
         _counts([(one.source, one.elements) for one in arriving], axis.size),
         tuple(results),
         _counts([(one.target, one.elements) for one in results], axis.size),
-        _pieces(changed, places),
+        _local_slices(changed, places),
         _counts([(one.source, one.elements) for one in changed], axis.size),
     )
 
 
-def _pieces(transfers: Sequence[Transfer], places: dict[str, tuple[int, Part]]) -> tuple[_Piece, ...]:
-    pieces = []
+def _local_slices(
+    transfers: Sequence[MatrixTransfer], places: dict[str, tuple[int, ParameterShard]]
+) -> tuple[_LocalSlice, ...]:
+    slices = []
     for one in transfers:
-        place, part = places[one.stack.name]
-        first = one.stack.boxes[one.box].start + one.start - part.start
+        place, shard = places[one.stack.name]
+        first = one.stack.boxes[one.box].start + one.start - shard.start
         size = 0.2 * max(one.stack.shape) ** 0.5
-        pieces.append(_Piece(place, slice(first, first + one.elements), size))
-    return tuple(pieces)
+        slices.append(_LocalSlice(place, slice(first, first + one.elements), size))
+    return tuple(slices)
 
 
 def _counts(elements: Sequence[tuple[int, int]], ranks: int) -> tuple[int, ...]:

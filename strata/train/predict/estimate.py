@@ -10,11 +10,11 @@ from strata.kernels.loss.loss_grad import CHUNK_BYTES
 from strata.models.config import ModelConfig
 from strata.parallel.families import TABLES, Placement
 from strata.parallel.layout import Layout
-from strata.parallel.timeline import peak_kept
+from strata.parallel.timeline import peak_saved
 from strata.train.config import TrainConfig
 from strata.train.predict.flops import document_flops
 from strata.train.predict.least_time import BUCKET, StepTime, least_time
-from strata.train.predict.step_shape import Held, StepShape
+from strata.train.predict.step_shape import RankParameters, StepShape
 from strata.train.steps.passes import LOGITS_BYTES
 
 # Of a device's memory, what a run may plan with: the rest is the driver's, the libraries' and lost between blocks.
@@ -25,16 +25,16 @@ USABLE = 0.94
 class Memory:
     """Bytes at the fullest moment of a step, on one rank.
 
-    state: weights (bfloat16), masters and two moments (float32), as far as ZeRO leaves them here. sums: float32
-    gradients of the batches before. kept: activations for the backward pass, with a pipeline of all micro-batches
-    under way. working: what only the fullest moment holds, which is the loss with its logits and the head's gradient,
+    state: weights (bfloat16), masters and two moments (float32), as far as ZeRO leaves them here. accumulated: float32
+    gradients of the batches before. activations: for the backward pass, with a pipeline of all micro-batches
+    under way. workspace: what only the fullest moment holds, which is the loss with its logits and the head's gradient,
     the backward pass of a layer, or the gradients at the end of the backward pass.
     """
 
     state: int
-    sums: int
-    kept: int
-    working: int
+    accumulated: int
+    activations: int
+    workspace: int
 
     @property
     def total(self) -> int:
@@ -114,14 +114,14 @@ def memory_by_rank(shape: StepShape, recompute: str) -> tuple[Memory, ...]:
 
     recompute: one of `shape.recomputes`. Experts are taken to get equally many tokens each.
     """
-    under_way = peak_kept(shape.schedule)
+    under_way = peak_saved(shape.schedule)
     return tuple(
         _memory(shape, recompute, held, micro_batches)
         for held, micro_batches in zip(shape.held, under_way, strict=True)
     )
 
 
-def _memory(shape: StepShape, recompute: str, held: Held, micro_batches: float) -> Memory:
+def _memory(shape: StepShape, recompute: str, held: RankParameters, micro_batches: float) -> Memory:
     state, sums = _state_bytes(shape, held), _sum_bytes(shape, held)
     kept = [_layer_bytes(shape, layer, recompute) for layer in held.layers]
     whole = [_layer_bytes(shape, layer, "none") for layer in held.layers]
@@ -139,14 +139,14 @@ def _memory(shape: StepShape, recompute: str, held: Held, micro_batches: float) 
     return max(fullest, end, key=lambda one: one.total)
 
 
-def _state_bytes(shape: StepShape, held: Held) -> int:
+def _state_bytes(shape: StepShape, held: RankParameters) -> int:
     dense, experts = shape.data_ranks
     divided = -(-held.dense // dense) + -(-held.experts // experts)
     whole = 0 if shape.layout.zero == 3 else 2 * held.total
     return whole + 12 * divided
 
 
-def _sum_bytes(shape: StepShape, held: Held) -> int:
+def _sum_bytes(shape: StepShape, held: RankParameters) -> int:
     """ZeRO-1 reduces once a step and keeps whole gradients until then; 2 and 3 keep their part."""
     if shape.batches == 1:
         return 0
@@ -154,7 +154,7 @@ def _sum_bytes(shape: StepShape, held: Held) -> int:
     return 4 * (-(-held.dense // dense) + -(-held.experts // experts))
 
 
-def _new_gradient_bytes(shape: StepShape, held: Held) -> int:
+def _new_gradient_bytes(shape: StepShape, held: RankParameters) -> int:
     """The gradients that the pass itself leaves, beside the sums."""
     if shape.layout.ranks == 1:
         return 2 * held.total  # autograd's own, which AdamW reads
@@ -165,7 +165,7 @@ def _new_gradient_bytes(shape: StepShape, held: Held) -> int:
     return 4 * (-(-held.dense // dense) + -(-held.experts // experts)) + in_flight
 
 
-def _loss_bytes(shape: StepShape, held: Held) -> tuple[int, int]:
+def _loss_bytes(shape: StepShape, held: RankParameters) -> tuple[int, int]:
     """The head's gradient (and the head, if it is another rank's embedding), and the logits that exist at once."""
     if not held.head:
         return 0, 0

@@ -19,7 +19,7 @@ from strata.hardware.roofline import Cost, floor
 from strata.hardware.specs import Device
 from strata.parallel.timeline import Durations, simulate
 from strata.train.predict.flops import active_elements, visible_pairs
-from strata.train.predict.step_shape import Held, StepShape
+from strata.train.predict.step_shape import RankParameters, StepShape
 
 # Elements of a message of gradients or weights at least (`strata.parallel.parallelize`).
 BUCKET = 1 << 25
@@ -266,7 +266,7 @@ class _Passes:
         return (there + vectors).times(layers), (there + back if again else back).times(layers)
 
 
-def _data_messages(shape: StepShape, held: Held, passes: _Passes, link: Link | None) -> dict[str, Messages]:
+def _data_messages(shape: StepShape, held: RankParameters, passes: _Passes, link: Link | None) -> dict[str, Messages]:
     """Gradients are summed while the backward pass goes on, weights gathered while the next forward pass does."""
     if link is None:
         return {}
@@ -298,14 +298,14 @@ def _data_messages(shape: StepShape, held: Held, passes: _Passes, link: Link | N
 def _reduction(shape: StepShape, link: Link, dense: int, experts: int, calls: int) -> Messages:
     """The sum of so many bytes of float32 gradients outside experts and in them, each in so many calls."""
     layout = shape.layout
-    everyone = layout.dp * layout.shard * layout.cp
+    all_ranks = layout.dp * layout.shard * layout.cp
     of_dense, of_experts = shape.data_ranks
     # What is whole after the sum over the ranks that divide it, goes on over those that repeat it.
     costs = [
         reduce_scatter_cost(dense, of_dense),
-        all_reduce_cost(dense // of_dense, everyone // of_dense),
+        all_reduce_cost(dense // of_dense, all_ranks // of_dense),
         reduce_scatter_cost(experts, of_experts),
-        all_reduce_cost(experts // of_experts, everyone // layout.ep // of_experts),
+        all_reduce_cost(experts // of_experts, all_ranks // layout.ep // of_experts),
     ]
     if layout.sequence_parallel:  # each rank of tp saw a part of the tokens
         costs.append(all_reduce_cost(experts // of_experts, layout.tp))
@@ -337,7 +337,7 @@ def _at_least(messages: Messages, exposed: float) -> Messages:
     return Messages(messages.cost, messages.seconds, min(messages.seconds, max(messages.exposed, exposed)))
 
 
-def _update_seconds(shape: StepShape, held: Held, device: Device) -> float:
+def _update_seconds(shape: StepShape, held: RankParameters, device: Device) -> float:
     """AdamW reads and writes master and moments (float32), reads the gradient and writes the weight (bfloat16)."""
     dense, experts = shape.data_ranks
     parameters = held.dense // dense + held.experts // experts

@@ -85,24 +85,24 @@ def read_step_trace(events: Iterable[Mapping[str, Any]], step: str, floors: Mapp
     lanes = defaultdict(list)
     for event in work:
         lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], kind_of(event["name"])))
-    pieces = [piece for lane in lanes.values() for piece in _flattened(lane)]
-    microseconds = _each_instant_once(pieces)
+    intervals = [interval for lane in lanes.values() for interval in _flattened(lane)]
+    microseconds = _each_instant_once(intervals)
     microseconds[IDLE] = max(0.0, end - start - sum(microseconds.values()))
     per_step = 1e-6 / len(marks)
     seconds = {kind: microseconds[kind] * per_step for kind in ORDER}
     return StepTable(len(marks), sum(seconds.values()), seconds, floors)
 
 
-_Piece = tuple[float, float, str]  # start, end, kind
+_Interval = tuple[float, float, str]  # start, end, kind
 
 
-def _flattened(lane: Sequence[_Piece]) -> Iterator[_Piece]:
+def _flattened(lane: Sequence[_Interval]) -> Iterator[_Interval]:
     """Nested intervals of one thread or stream as intervals side by side; the outermost known kind is that of all it
     holds, so a product inside the optimizer is the optimizer's.
     """
-    open_: list[_Piece] = []
+    open_: list[_Interval] = []
     at = 0.0
-    for start, end, kind in sorted(lane, key=lambda piece: (piece[0], -piece[1])):
+    for start, end, kind in sorted(lane, key=lambda interval: (interval[0], -interval[1])):
         while open_ and open_[-1][1] <= start:
             yield at, open_[-1][1], open_[-1][2]
             at = open_.pop()[1]
@@ -117,14 +117,14 @@ def _flattened(lane: Sequence[_Piece]) -> Iterator[_Piece]:
         at = open_.pop()[1]
 
 
-def _each_instant_once(pieces: Iterable[_Piece]) -> Counter[str]:
+def _each_instant_once(intervals: Iterable[_Interval]) -> Counter[str]:
     """Time by kind: of work side by side the first that started counts, and communication only where nothing else is.
 
     Microseconds, of any kind that there is.
     """
     found: Counter[str] = Counter()
     busy: list[tuple[float, float]] = []
-    ordered = sorted(pieces)
+    ordered = sorted(intervals)
     for start, end, kind in ordered:
         if kind == COMMUNICATION:
             continue

@@ -14,14 +14,14 @@ from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.parallel.families import TABLES, Placement, placements
 from strata.parallel.layout import Layout
-from strata.parallel.schedules import Schedule, make_schedule
+from strata.parallel.schedules import PipelineSchedule, make_schedule
 from strata.parallel.stages import layer_spans
 from strata.train.config import RECOMPUTE
 from strata.train.recompute import RECOMPUTE_OF_MODULES
 
 
 @dataclass(frozen=True)
-class Held:
+class RankParameters:
     """What a rank of a pipeline holds, in elements, after tp and ep have divided it; ZeRO not yet.
 
     layers: the numbers of those of its stages. in_layers: their parameters. dense: all outside experts, embedding and
@@ -107,12 +107,12 @@ class StepShape:
         return divided, (divided // layout.ep if layout.zero else 1)
 
     @cached_property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> PipelineSchedule:
         """Of the pipeline; without one, of a single rank."""
         return make_schedule(self.layout.schedule if self.layout.pp > 1 else "1f1b", self.layout.pp, self.batches)
 
     @cached_property
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[RankParameters, ...]:
         """Of each rank of the pipeline."""
         with torch.device("meta"):
             model = build(self.config)
@@ -133,7 +133,7 @@ class StepShape:
             experts = sum(elements[name] for name in names if ".mlp.experts." in name)
             ends = [elements.get(f"{end}.weight", 0) for end in ("model.embed_tokens", "lm_head")]
             found.append(
-                Held(
+                RankParameters(
                     layers,
                     sum(elements[name] for name in names if name.startswith("model.layers.")),
                     sum(elements[name] for name in names) - experts,

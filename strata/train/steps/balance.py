@@ -17,7 +17,7 @@ from strata.models.config import ModelConfig
 from strata.models.expert_config import ExpertsConfig
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
-from strata.train.checkpoints.state import Piece
+from strata.train.checkpoints.state import StateShard
 from strata.train.config import BalanceConfig
 
 
@@ -42,7 +42,7 @@ class NoBalancing:
         """Of the step, for the log, [] each."""
         return {}
 
-    def pieces(self) -> list[Piece]:
+    def state_shards(self) -> list[StateShard]:
         """What the next step needs of this one: every rank has all of it, and one writes it to a checkpoint."""
         return []
 
@@ -56,7 +56,7 @@ class Balancing(NoBalancing):
     def __init__(self, experts: ExpertsConfig, method: BalanceConfig, layout: Layout, mesh: Mesh) -> None:
         self._experts, self._method = experts, method
         self._layers = [layer for layer, is_sparse in enumerate(experts.layers) if is_sparse]
-        self._everyone = all_ranks(mesh)
+        self._world_axis = all_ranks(mesh)
         # Ranks along "tp" see the same tokens, unless they share them out.
         self._repeats = 1 if layout.sequence_parallel else layout.tp
         shape, device = (len(self._layers), experts.count), mesh.world.device
@@ -79,7 +79,7 @@ class Balancing(NoBalancing):
             self._slopes.copy_(balancing_slopes(self._fractions, tokens.clamp(min=1), weight))
 
     def reduce(self) -> None:
-        self._totals.copy_(start_all_reduce(self._totals.clone(), self._everyone).wait() / self._repeats)
+        self._totals.copy_(start_all_reduce(self._totals.clone(), self._world_axis).wait() / self._repeats)
 
     @torch.no_grad()
     def update(self, norm: Tensor) -> None:
@@ -104,14 +104,16 @@ class Balancing(NoBalancing):
             "busiest_expert": (counts / chosen).max(),
         }
 
-    def pieces(self) -> list[Piece]:
+    def state_shards(self) -> list[StateShard]:
         states = {"loss": ("expert_fractions", self._fractions), "bias": ("selection_bias", self._bias)}
         if self._method.method not in states:
             return []
         kind, state = states[self._method.method]
         shape = (self._experts.count,)
         return [
-            Piece(kind, f"model.layers.{layer}.mlp.gate", shape, ((0, *shape),), 0, one, self._everyone.index == 0)
+            StateShard(
+                kind, f"model.layers.{layer}.mlp.gate", shape, ((0, *shape),), 0, one, self._world_axis.index == 0
+            )
             for layer, one in zip(self._layers, state, strict=True)
         ]
 

@@ -21,15 +21,15 @@ from strata.parallel.layout import Layout
 from strata.parallel.parallelize import Parallel, parallelize
 from strata.parallel.pipeline import Pipeline
 from strata.parallel.schedules import make_schedule
-from strata.parallel.stages import ModelPart, layer_spans
+from strata.parallel.stages import ModelStages, layer_spans
 from strata.parallel.tensor import shard_model
 from strata.parallel.zero import ZeroGradients
-from strata.train.checkpoints.state import pieces_of
+from strata.train.checkpoints.state import state_shards
 from strata.train.compile import TrainingGraph
 from strata.train.config import PRECISIONS, RECOMPUTE, BalanceConfig
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.make import make_optimizer
-from strata.train.phases import NOBODY, Phases
+from strata.train.phases import NO_PHASES, Phases
 from strata.train.recompute import RECOMPUTE_OF_MODULES, recompute_modules
 from strata.train.steps.balance import NoBalancing, make_balancing
 from strata.train.steps.one_device import OneDeviceGradients
@@ -68,7 +68,7 @@ def make_step(
     precision: str = "bf16",
     recompute: str = "none",
     balance: BalanceConfig | None = None,
-    phases: Phases = NOBODY,
+    phases: Phases = NO_PHASES,
     before_update: Callable[[], None] = lambda: None,
     max_length: int | None = None,
     dtype: torch.dtype = torch.float32,
@@ -100,17 +100,17 @@ def make_step(
         recompute_modules(model, recompute)
         way = _through_stages if layout.pp > 1 else _through_modules
         parallel, passes = way(model, setting)
-    parts = parallel.gradients.parts
-    fill(parts, parallel.sharding, values(whole, {part.name for part in parts}))
-    parallel.gradients.publish()
-    optimizer = make_optimizer(parts, optimizer_config, mesh, parallel.sharding)
+    shards = parallel.gradients.shards
+    fill(shards, parallel.sharding, values(whole, {shard.name for shard in shards}))
+    parallel.gradients.sync_weights()
+    optimizer = make_optimizer(shards, optimizer_config, mesh, parallel.sharding)
     axes = gradient_axes(mesh, parallel.sharding, layout.zero)
     return ParallelStep(
         passes,
         parallel,
         optimizer,
         balancing,
-        lambda: pieces_of(parts, optimizer.state(), parallel.sharding, axes) + balancing.pieces(),
+        lambda: state_shards(shards, optimizer.state(), parallel.sharding, axes) + balancing.state_shards(),
         layout,
         mesh,
         clip=optimizer_config.clip,
@@ -156,7 +156,7 @@ class _Setting:
     compute_dtype: torch.dtype
     balancing: NoBalancing
 
-    def divide(self, model: CausalLM | ModelPart) -> Parallel:
+    def divide(self, model: CausalLM | ModelStages) -> Parallel:
         parallel = parallelize(
             model,
             self.config,
@@ -191,7 +191,7 @@ def _through_stages(model: CausalLM, setting: _Setting) -> tuple[Parallel, Passe
     layout, mesh = setting.layout, setting.mesh
     schedule = make_schedule(layout.schedule, layout.pp, layout.micro_batches)
     spans = layer_spans(model, schedule.stages, model.model.rotary.table.shape[0])
-    part = ModelPart(model, spans, schedule.stages_of(mesh.axis("pp").index))
-    parallel = setting.divide(part)
-    pipeline = Pipeline(part, schedule, mesh, sequence_parallel=layout.sequence_parallel)
+    stages = ModelStages(model, spans, schedule.stages_of(mesh.axis("pp").index))
+    parallel = setting.divide(stages)
+    pipeline = Pipeline(stages, schedule, mesh, sequence_parallel=layout.sequence_parallel)
     return parallel, PipelinePasses(pipeline, parallel.gradients)

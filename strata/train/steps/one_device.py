@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from strata.parallel.buckets import divide_into_buckets
-from strata.parallel.data_parallel import Part
+from strata.parallel.data_parallel import ParameterShard
 from strata.parallel.zero import leave_meta
 
 
@@ -19,7 +19,7 @@ class OneDeviceGradients:
     Gradients of a step with one pass keep the model's dtype; those of several passes add up in the masters'.
     """
 
-    parts: Sequence[Part]
+    shards: Sequence[ParameterShard]
 
     def __init__(self, model: nn.Module, device: torch.device, compute_dtype: torch.dtype) -> None:
         """The parameters of `model` become views of flat memory on `device`, so that those which may be merged lie side
@@ -32,13 +32,13 @@ class OneDeviceGradients:
         wide = parameters[order[0]].dtype
         self._weights = torch.zeros(sum(sizes.values()), dtype=compute_dtype, device=device)
         self._masters = self._weights if wide == compute_dtype else torch.zeros_like(self._weights, dtype=wide)
-        self.parts = list(self._place(parameters, order))
+        self.shards = list(self._place(parameters, order))
         self._leaves: dict[Tensor, list[str]] = {parameter: [name] for name, parameter in parameters.items()}
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._held: dict[str, Tensor] = {}
         self._is_first, self._is_last = True, False
 
-    def _place(self, parameters: dict[str, nn.Parameter], order: Sequence[str]) -> Iterator[Part]:
+    def _place(self, parameters: dict[str, nn.Parameter], order: Sequence[str]) -> Iterator[ParameterShard]:
         end = 0
         for name in order:
             parameter = parameters[name]
@@ -50,7 +50,7 @@ class OneDeviceGradients:
                 master.copy_(values)
                 weight.copy_(values)
             parameter.data = weight.view(parameter.shape)
-            yield Part(name, parameter.shape, 0, weight, master)
+            yield ParameterShard(name, parameter.shape, 0, weight, master)
 
     def watch(self, leaf: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         """Take the gradient of `leaf`, which is a view of several parameters that lie side by side, as theirs."""
@@ -64,7 +64,7 @@ class OneDeviceGradients:
     def written(self, leaf: Tensor) -> None:
         """Nothing waits for this gradient."""
 
-    def announce_last(self) -> None:
+    def set_is_last_backward(self) -> None:
         self._is_last = True
 
     @torch.no_grad()
@@ -73,9 +73,9 @@ class OneDeviceGradients:
         for leaf, names in self._leaves.items():
             if leaf.grad is None:
                 continue
-            pieces = leaf.grad.split([self._shapes[name][0] for name in names])
-            for name, piece in zip(names, pieces, strict=True):
-                self._add(name, piece.flatten(), copy=not is_only)
+            parts = leaf.grad.split([self._shapes[name][0] for name in names])
+            for name, part in zip(names, parts, strict=True):
+                self._add(name, part.flatten(), copy=not is_only)
             leaf.grad = None
         self._is_first = False
 
@@ -86,34 +86,34 @@ class OneDeviceGradients:
             self._held[name] = gradient.to(self._masters.dtype, copy=True) if copy else gradient
 
     def reduce(self) -> None:
-        for part in self.parts:
-            held = self._held.get(part.name)
-            part.master.grad = torch.zeros_like(part.master) if held is None else held
+        for shard in self.shards:
+            held = self._held.get(shard.name)
+            shard.master.grad = torch.zeros_like(shard.master) if held is None else held
         self._held = {}
         self._is_first, self._is_last = True, False
 
     def norm(self) -> Tensor:
-        gradients = [part.master.grad for part in self.parts if part.master.grad is not None]
+        gradients = [shard.master.grad for shard in self.shards if shard.master.grad is not None]
         norms = torch._foreach_norm(gradients, 2, dtype=self._masters.dtype)
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return norm
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def sync_weights(self) -> None:
         if self._masters is not self._weights:
             self._weights.copy_(self._masters)
-        self.gather()
+        self.all_gather_weights()
 
-    def gather(self) -> None:
-        self.start_gathering()
+    def all_gather_weights(self) -> None:
+        self.start_all_gather_weights()
 
-    def start_gathering(self) -> None:
+    def start_all_gather_weights(self) -> None:
         """Nobody else has weights."""
-        self.forget()
+        self.free_gradients()
 
-    def forget(self) -> None:
-        for part in self.parts:
-            part.master.grad = None
+    def free_gradients(self) -> None:
+        for shard in self.shards:
+            shard.master.grad = None
 
     def wait(self) -> None:
         """The weights are there."""

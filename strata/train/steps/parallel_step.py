@@ -14,10 +14,10 @@ from strata.comm.to_device import to_device
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
 from strata.parallel.parallelize import Parallel
-from strata.train.checkpoints.state import Piece
+from strata.train.checkpoints.state import StateShard
 from strata.train.data.pack import PackedBatch
 from strata.train.optimizer.clip import clip_scale
-from strata.train.optimizer.part_optimizer import PartOptimizer
+from strata.train.optimizer.sharded_optimizer import ShardedOptimizer
 from strata.train.phases import PASSES, Phases
 from strata.train.steps.balance import NoBalancing
 from strata.train.steps.micro_batch import WholeBatch, micro_batch, whole_batch
@@ -39,9 +39,9 @@ class ParallelStep:
         self,
         passes: Passes,
         parallel: Parallel,
-        optimizer: PartOptimizer,
+        optimizer: ShardedOptimizer,
         balancing: NoBalancing,
-        pieces: Callable[[], list[Piece]],
+        state_shards: Callable[[], list[StateShard]],
         layout: Layout,
         mesh: Mesh,
         *,
@@ -51,18 +51,23 @@ class ParallelStep:
         before_update: Callable[[], None],
         records: bool,
     ) -> None:
-        """pieces: those of the parts and of the optimizer's state. clip: the largest norm of the gradient of an update.
-        dtype: of the loss. before_update: is called right before masters and state change. records: whether steps that
-        recur in shape are recorded, where they can be. phases: hears of the parts of a step.
+        """state_shards: of masters and optimizer state. clip: the largest norm of the gradient of an
+        update. dtype: of the loss. before_update: is called right before masters and state change. records: whether
+        steps that recur in shape are recorded, where they can be. phases: hears of the phases of a step.
         """
-        self._passes, self._gradients, self._optimizer, self._pieces = passes, parallel.gradients, optimizer, pieces
+        self._passes, self._gradients, self._optimizer, self._state_shards = (
+            passes,
+            parallel.gradients,
+            optimizer,
+            state_shards,
+        )
         self._balancing = balancing
         self._clip, self._dtype, self._phases, self._before_update = clip, dtype, phases, before_update
         self._device = mesh.world.device
         self._to_micro_batch = partial(micro_batch, device=self._device, context=mesh.axis("cp"), method=layout.context)
         self._documents = mesh.flattened("dp", "shard")
         self._tokens = mesh.flattened("dp", "shard", "cp")
-        self._everyone = all_ranks(mesh)
+        self._world_axis = all_ranks(mesh)
         self._records = records and self._device.type == "cuda" and isinstance(passes, GraphPasses)
         self._before: Shape | None = None
         self._in_a_row, self._wanted = 0, 2  # steps of the shape of the one before; those that it takes to record
@@ -82,15 +87,15 @@ class ParallelStep:
             loss, norm, counted = self._run(batches)
         return StepResult(loss, norm, {"counted": counted, **self._balancing.metrics()})
 
-    def pieces(self) -> list[Piece]:
-        return self._pieces()
+    def state_shards(self) -> list[StateShard]:
+        return self._state_shards()
 
     def restored(self, steps: int) -> None:
         self._optimizer.restored(steps)
-        self._gradients.gather()
+        self._gradients.all_gather_weights()
 
-    def publish(self) -> None:
-        self._gradients.gather()
+    def sync_weights(self) -> None:
+        self._gradients.all_gather_weights()
 
     def _run(self, batches: Sequence[PackedBatch]) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, norm and number of counted tokens."""
@@ -137,16 +142,18 @@ class ParallelStep:
         self._balancing.update(norm)
 
     def _shape_of_all(self, batches: Sequence[PackedBatch]) -> Shape | None:
-        return shape_of_all(fixed_shape(batches), self._everyone) if self._records else None
+        return shape_of_all(fixed_shape(batches), self._world_axis) if self._records else None
 
     def _recording(self) -> RecordedStep:
         """The recorded step of the shape that recurs on all ranks."""
         assert self._before is not None
         assert isinstance(self._passes, GraphPasses)
         if self._recorded is None:
-            self._passes.forget()  # the gradient of the step before, whose update has been launched
+            self._passes.free_gradients()  # the gradient of the step before, whose update has been launched
             torch.cuda.empty_cache()  # a recording has memory of its own
-            self._recorded = RecordedStep(self._before, self._device, self._over_all, self._update, self._passes.forget)
+            self._recorded = RecordedStep(
+                self._before, self._device, self._over_all, self._update, self._passes.free_gradients
+            )
         return self._recorded
 
     def _forget_recording(self) -> None:
@@ -154,6 +161,6 @@ class ParallelStep:
         if self._recorded is not None:
             assert isinstance(self._passes, GraphPasses)
             self._recorded = None
-            self._passes.forget()  # they lie in it
+            self._passes.free_gradients()  # they lie in it
             self._wanted *= 2
             torch.cuda.empty_cache()

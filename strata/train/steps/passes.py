@@ -47,11 +47,11 @@ class WatchedGradients(Gradients, Protocol):
     def written(self, leaf: Tensor) -> None:
         """It is there, and complete for this pass."""
 
-    def forget(self) -> None:
+    def free_gradients(self) -> None:
         """The gradients that `reduce` left, and free their memory."""
 
-    def start_gathering(self) -> None:
-        """`gather` without its end: parameters hold neither old nor new weights until `wait`."""
+    def start_all_gather_weights(self) -> None:
+        """`all_gather_weights` without its end: parameters hold neither old nor new weights until `wait`."""
 
     def wait(self) -> None:
         """Until all weights are there. On a GPU the stream waits, not the host."""
@@ -65,11 +65,11 @@ class ModulePasses:
         self._tensor_axis, self._vocab_size = tensor_axis, vocab_size
 
     def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
-        self._gradients.gather()
+        self._gradients.all_gather_weights()
         total = torch.zeros_like(counted)
         for one in batches:
             if one is batches[-1]:
-                self._gradients.announce_last()
+                self._gradients.set_is_last_backward()
             hidden = self._model(one.batch).index_select(0, one.rows)
             # Read after the forward pass, which gathers it where weights are divided.
             head = head_weight(self._model)
@@ -93,7 +93,7 @@ class PipelinePasses:
         self._pipeline, self._gradients = pipeline, gradients
 
     def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
-        self._gradients.gather()
+        self._gradients.all_gather_weights()
         return self._pipeline.run(batches, counted, self._gradients)
 
 
@@ -104,7 +104,7 @@ class GraphPasses:
         self._model, self._graph, self._gradients = model, graph, gradients
         for whole, parameters in graph.merged:
             gradients.watch(whole, parameters)
-        self.forget = gradients.forget
+        self.free_gradients = gradients.free_gradients
 
     def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
         return self._over([(one.batch, one.rows, one.targets) for one in batches], counted)
@@ -115,7 +115,7 @@ class GraphPasses:
 
     def _over(self, given: Sequence[tuple[Batch, Tensor | None, Tensor]], counted: Tensor) -> Tensor:
         scale = counted.reciprocal()
-        self._gradients.start_gathering()
+        self._gradients.start_all_gather_weights()
         total = torch.zeros_like(counted)
         for one in given:
             total += self._pass(*one, scale, is_last=one is given[-1])
@@ -123,7 +123,7 @@ class GraphPasses:
 
     def _pass(self, batch: Batch, rows: Tensor | None, targets: Tensor, scale: Tensor, *, is_last: bool) -> Tensor:
         if is_last:
-            self._gradients.announce_last()
+            self._gradients.set_is_last_backward()
         hidden = self._graph(batch)
         self._gradients.wait()  # for the head, which is not in the graph
         counted = hidden if rows is None else hidden.index_select(0, rows)

@@ -28,14 +28,15 @@ class RecordedStep:
         device: torch.device,
         passes: Callable[[Sequence[WholeBatch], Tensor], tuple[Tensor, Tensor, Tensor]],
         update: Callable[[Tensor], None],
-        forget: Callable[[], None],
+        free_gradients: Callable[[], None],
     ) -> None:
         """passes: batches and this rank's count of their targets [] to loss, norm and the count of all ranks, [] each;
-        run again without an update, they give the same. update: takes the norm. forget: the gradients that passes left.
+        run again without an update, they give the same. update: takes the norm. free_gradients: the gradients that
+        passes left.
         """
         packs, sequences, length = shape
         count = sequences * length
-        self.shape, self._passes, self._update, self._forget = shape, passes, update, forget
+        self.shape, self._passes, self._update, self._free_gradients = shape, passes, update, free_gradients
         self._tokens = torch.zeros(packs, count, dtype=torch.int32, device=device)
         self._targets = torch.zeros(packs, count, dtype=torch.int64, device=device)
         positions = torch.arange(length, dtype=torch.int32, device=device).repeat(sequences)
@@ -72,7 +73,7 @@ class RecordedStep:
         """Of what the warm-up left, and of autograd graphs that nothing but cycles hold: their nodes for the weights
         belong to the stream of launched steps, where a recorded backward pass would run them.
         """
-        self._forget()
+        self._free_gradients()
         gc.collect()
 
     def _run_passes(self) -> None:
@@ -92,8 +93,8 @@ def fixed_shape(batches: Sequence[PackedBatch]) -> Shape | None:
     return (len(batches), counts.pop(), lengths.pop()) if len(counts) == len(lengths) == 1 else None
 
 
-def shape_of_all(shape: Shape | None, everyone: Axis) -> Shape | None:
+def shape_of_all(shape: Shape | None, world_axis: Axis) -> Shape | None:
     """`shape` if all ranks have it, else None. The hosts wait for each other, not for the devices."""
     own = torch.tensor(shape or (0, 0, 0))
-    least, negated_most = start_all_reduce(torch.cat([own, -own]), everyone, "min").wait().view(2, -1)
+    least, negated_most = start_all_reduce(torch.cat([own, -own]), world_axis, "min").wait().view(2, -1)
     return shape if shape is not None and bool((least == -negated_most).all()) else None

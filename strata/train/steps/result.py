@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from strata.train.checkpoints.state import Piece
+from strata.train.checkpoints.state import StateShard
 from strata.train.data.pack import PackedBatch
 
 
@@ -31,11 +31,11 @@ class Stepper(Protocol):
     def __call__(self, batches: Sequence[PackedBatch], rate: float) -> StepResult:
         """One step. batches: this rank's packs, as many on every rank, alike along "cp", "tp" and "pp"."""
 
-    def pieces(self) -> list[Piece]:
+    def state_shards(self) -> list[StateShard]:
         """What a checkpoint stores of this rank: the live memory of masters and optimizer state."""
 
     def restored(self, steps: int) -> None:
-        """Go on after `steps` steps from pieces that were filled in place."""
+        """Go on after `steps` steps from shards that were filled in place."""
 
-    def publish(self) -> None:
+    def sync_weights(self) -> None:
         """Let the model compute with the weights of the last step, for whatever calls it outside of a step."""

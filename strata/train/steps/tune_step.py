@@ -16,12 +16,12 @@ from strata.parallel.families import Placement
 from strata.parallel.layout import Layout
 from strata.parallel.tensor import TensorSharding
 from strata.parallel.zero import ZeroGradients
-from strata.train.checkpoints.state import Piece, pieces_of
+from strata.train.checkpoints.state import StateShard, state_shards
 from strata.train.data.pack import PackedBatch
 from strata.train.optimizer.clip import clip_scale
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.make import make_optimizer
-from strata.train.phases import NOBODY, PASSES, Phases
+from strata.train.phases import NO_PHASES, PASSES, Phases
 from strata.train.steps.objective import Objective
 from strata.train.steps.result import StepResult
 
@@ -41,7 +41,7 @@ class TuneStep:
         mesh: Mesh,
         *,
         compute_dtype: torch.dtype | None = None,
-        phases: Phases = NOBODY,
+        phases: Phases = NO_PHASES,
         before_update: Callable[[], None] = lambda: None,
     ) -> None:
         """trained: the module whose parameters change, `model` or what was put into it, in float32 and alike on all
@@ -66,7 +66,7 @@ class TuneStep:
             compute_dtype=compute_dtype,
             bucket_elements=BUCKET_ELEMENTS,
         )
-        self._optimizer = make_optimizer(self._gradients.parts, config, mesh, self._sharding)
+        self._optimizer = make_optimizer(self._gradients.shards, config, mesh, self._sharding)
 
     def __call__(self, batches: Sequence[PackedBatch], rate: float) -> StepResult:
         own = to_device(torch.tensor(float(sum(map(self._objective.count, batches)))), self._device)
@@ -75,7 +75,7 @@ class TuneStep:
         self._phases.at(PASSES)
         for packed in batches:
             if packed is batches[-1]:
-                self._gradients.announce_last()
+                self._gradients.set_is_last_backward()
             total, sums = self._objective(self.model, packed)
             (total / counted).backward()
             self._gradients.accumulate()
@@ -86,15 +86,15 @@ class TuneStep:
         named = dict(zip(totals, means.unbind(), strict=True))
         return StepResult(named.pop("loss"), self._update(rate), named | {"counted": counted})
 
-    def pieces(self) -> list[Piece]:
-        return pieces_of(self._gradients.parts, self._optimizer.state(), self._sharding, self._axes)
+    def state_shards(self) -> list[StateShard]:
+        return state_shards(self._gradients.shards, self._optimizer.state(), self._sharding, self._axes)
 
     def restored(self, steps: int) -> None:
         self._optimizer.restored(steps)
-        self._gradients.gather()
+        self._gradients.all_gather_weights()
 
-    def publish(self) -> None:
-        self._gradients.gather()
+    def sync_weights(self) -> None:
+        self._gradients.all_gather_weights()
 
     def _update(self, rate: float) -> Tensor:
         self._gradients.reduce()
@@ -103,5 +103,5 @@ class TuneStep:
         self._before_update()
         self._optimizer.begin(rate)
         self._optimizer.update(clip_scale(norm, self._clip))
-        self._gradients.gather()
+        self._gradients.all_gather_weights()
         return norm

@@ -14,7 +14,7 @@ from strata.train.data.encode import Encoder
 from strata.train.data.encoding import Encoded
 from strata.train.data.shards import VERSION, Index, ShardEntry, write_encoded
 from strata.train.data.tokenize import tokenizer_digest
-from strata.train.data.writing import ShardJob, in_process, keep_plan, named, write_missing
+from strata.train.data.writing import ShardJob, in_process, named, write_manifest, write_missing
 from strata.train.tasks.mixture import document
 from strata.train.tasks.vocabulary import make_tokenizer, write_tokenizer
 
@@ -60,17 +60,17 @@ def write_exercises(
         raise ValueError(f"documents = {documents} must be positive")
     if not 512 <= vocab_size <= 65_536:
         raise ValueError(f"vocab_size = {vocab_size} must lie in 512..65536")
-    plan = {"kind": "exercises", "seed": seed, "documents": documents, "documents_per_shard": documents_per_shard}
+    manifest = {"kind": "exercises", "seed": seed, "documents": documents, "documents_per_shard": documents_per_shard}
     if tokenizer_folder is None:
         tokenizer_folder = out / "tokenizer"
-        keep_plan(out, plan | {"vocab_size": vocab_size, "tokenizer_documents": tokenizer_documents})
+        write_manifest(out, manifest | {"vocab_size": vocab_size, "tokenizer_documents": tokenizer_documents})
         if not (tokenizer_folder / "tokenizer.json").exists():
             report(0, -(-documents // documents_per_shard))
             in_process(partial(_make_tokenizer, tokenizer_folder, seed, tokenizer_documents, vocab_size))
         digest, size = _digest_and_size(tokenizer_folder)
     else:
         digest, size = _digest_and_size(tokenizer_folder)
-        keep_plan(out, plan | {"tokenizer": digest})
+        write_manifest(out, manifest | {"tokenizer": digest})
     jobs = [
         _Job(out, name, first, min(first + documents_per_shard, documents), seed, tokenizer_folder, size)
         for name, first in named(range(0, documents, documents_per_shard))
@@ -99,6 +99,6 @@ def _write(job: _Job) -> ShardEntry:
     lengths = np.concatenate([np.diff(part.offsets) for part in parts])
     if lengths.max() > LONGEST:
         raise ValueError(f"document {job.first + int(lengths.argmax())} has {lengths.max()} tokens, over {LONGEST}")
-    tokens, wanted = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "wanted"))
-    encoded = Encoded(tokens, wanted, np.concatenate([[0], np.cumsum(lengths)]))
+    tokens, loss_mask = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "loss_mask"))
+    encoded = Encoded(tokens, loss_mask, np.concatenate([[0], np.cumsum(lengths)]))
     return write_encoded(job.folder, job.name, "chat", encoded, job.vocab_size)

@@ -35,7 +35,7 @@ class Heartbeat:
         return f"at step {self.step}, {self.phase}"
 
 
-def blame(beats: Sequence[Heartbeat | None], now: float, interval: float) -> str:
+def diagnose(beats: Sequence[Heartbeat | None], now: float, interval: float) -> str:
     """One line for a person, naming the ranks that hold up the others.
 
     beats: the newest heartbeat of each rank, None for one that never wrote any. now: as `Heartbeat.time`. interval:

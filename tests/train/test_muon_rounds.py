@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strata.train.optimizer.muon_plan import Holding, Round, Transfer, is_layer_matrix, plan_rounds
+from strata.train.optimizer.muon_rounds import Holding, MatrixTransfer, Round, is_layer_matrix, make_rounds
 from strata.train.optimizer.orthogonalize import orthogonalization_flops
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -15,7 +15,7 @@ def holding(start: int, end: int, name: str = NAME, box: int = 0, **of_shard: ob
     return Holding(name, box=box, start=start, end=end, **values)  # type: ignore[arg-type]
 
 
-def told(transfers: tuple[Transfer, ...]) -> list[tuple[int, ...]]:
+def told(transfers: tuple[MatrixTransfer, ...]) -> list[tuple[int, ...]]:
     return [(one.source, one.target, one.box, one.start, one.end) for one in transfers]
 
 
@@ -48,7 +48,7 @@ def test_flops_of_an_orthogonalization() -> None:
 
 
 def test_parts_go_to_one_owner_and_back() -> None:
-    (found,) = plan_rounds([[holding(0, 10)], [holding(10, 24)]])
+    (found,) = make_rounds([[holding(0, 10)], [holding(10, 24)]])
     assert told(found.gathered) == [(0, 0, 0, 0, 10), (1, 0, 0, 10, 24)]
     assert told(found.returned) == [(0, 0, 0, 0, 10), (0, 1, 0, 10, 24)]
 
@@ -56,7 +56,7 @@ def test_parts_go_to_one_owner_and_back() -> None:
 def test_copies_are_sent_once_and_returned_to_all() -> None:
     """Two replicas of two ranks: what the owner's replica holds does not come from the other."""
     replica = [[holding(0, 10)], [holding(10, 24)]]
-    (found,) = plan_rounds([*replica, *replica])
+    (found,) = make_rounds([*replica, *replica])
     assert told(found.gathered) == [(0, 0, 0, 0, 10), (1, 0, 0, 10, 24)]
     assert sorted(told(found.returned)) == [(0, 0, 0, 0, 10), (0, 1, 0, 10, 24), (0, 2, 0, 0, 10), (0, 3, 0, 10, 24)]
 
@@ -66,7 +66,7 @@ def test_shards_of_columns_become_one_matrix() -> None:
         [holding(0, 12, cut=1, shape=(6, 2))],
         [holding(0, 18, box=1, cut=1, shape=(6, 3))],
     ]
-    (found,) = plan_rounds(shards)
+    (found,) = make_rounds(shards)
     (stack,) = found.batches[0]
     assert stack.shape == (6, 5)
     assert [(box.rows, box.columns) for box in stack.boxes] == [((0, 6), (0, 2)), ((0, 6), (2, 5))]
@@ -77,7 +77,7 @@ def test_experts_are_shared_out_in_stacks() -> None:
     """Three experts of gate and up, [3, 4, 5]: six matrices of 2 x 5, three to each rank; a part ends within one."""
     name = "model.layers.0.mlp.experts.gate_up_proj"
     parts = [[holding(0, 36, name, cut=None, shape=(3, 4, 5))], [holding(36, 60, name, cut=None, shape=(3, 4, 5))]]
-    (found,) = plan_rounds(parts)
+    (found,) = make_rounds(parts)
     stacks = [stack for batch in found.batches for stack in batch]
     assert [(stack.count, stack.shape, stack.boxes[0].start) for stack in stacks] == [(3, (2, 5), 0), (3, (2, 5), 30)]
     assert told(found.gathered) == [(0, 0, 0, 0, 30), (0, 1, 0, 0, 6), (1, 1, 0, 6, 30)]
@@ -92,7 +92,7 @@ def test_work_is_even() -> None:
         for layer in range(3)
         for name, (rows, columns) in shapes.items()
     ]
-    rounds = plan_rounds([everything] * 4, batch_elements=2 * 64 * 256)
+    rounds = make_rounds([everything] * 4, batch_elements=2 * 64 * 256)
     work = [sum(stack.flops for one in rounds for stack in one.batches[rank]) for rank in range(4)]
     assert len(owners(rounds)) == len(everything)
     assert max(work) < 1.1 * sum(work) / 4
@@ -107,10 +107,10 @@ def test_work_is_even() -> None:
 def test_a_matrix_that_is_not_held_whole_is_told() -> None:
     for parts in ([[holding(0, 10)], [holding(11, 24)]], [[holding(0, 10)], [holding(9, 24)]], [[holding(0, 23)]]):
         with pytest.raises(ValueError, match=f"the ranks do not hold all of {NAME} once"):
-            plan_rounds(parts)
+            make_rounds(parts)
     with pytest.raises(ValueError, match=f"the ranks do not hold all of {NAME};"):
-        plan_rounds([[holding(0, 24, box=1)]])
+        make_rounds([[holding(0, 24, box=1)]])
 
 
 def test_a_model_without_matrices_has_no_rounds() -> None:
-    assert plan_rounds([[], []]) == []
+    assert make_rounds([[], []]) == []

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-MOST_PERCENT = 1000.0
+MAX_PERCENT = 1000.0
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def parse_rates(text: str) -> list[Rate]:
     return [_parse_rate(word.strip()) for word in text.split(",")]
 
 
-def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
     """Seconds from the start at which `count` requests are sent, rising.
 
     rate: requests a second. burstiness: the shape of the gamma distribution of the gaps between them, whose coefficient
@@ -43,8 +43,8 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
     """
     if math.isinf(rate):
         return [0.0] * count
-    draw = random.Random(seed)
-    gaps = [1.0 if math.isinf(burstiness) else draw.gammavariate(burstiness, 1.0) for _ in range(count)]
+    rng = random.Random(seed)
+    gaps = [1.0 if math.isinf(burstiness) else rng.gammavariate(burstiness, 1.0) for _ in range(count)]
     scale = count / rate / sum(gaps)
     return [scale * sum_of_gaps for sum_of_gaps in accumulate(gaps)]
 
@@ -72,11 +72,11 @@ def _parse_rate(word: str) -> Rate:
         value = float(word.removesuffix("%"))
     except ValueError:
         value = math.nan
-    if of_saturation and 0 < value <= MOST_PERCENT:
+    if of_saturation and 0 < value <= MAX_PERCENT:
         return Rate(value / 100, of_saturation=True)
     if of_saturation or not value > 0:
         raise ValueError(
             f"--request-rate takes requests a second (4), inf, or percent of saturation (25%, at most "
-            f"{MOST_PERCENT:.0f}%), several between commas; got {word!r}"
+            f"{MAX_PERCENT:.0f}%), several between commas; got {word!r}"
         )
     return Rate(value)

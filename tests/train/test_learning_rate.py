@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strata.train.schedule import learning_rate
+from strata.train.learning_rate import learning_rate
 
 
 def test_ten_steps_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""What a training step asks of an optimizer, and what optimizers know of the parts of parameters that they change."""
+"""What a training step asks of an optimizer, and what optimizers know of the shards of parameters that they change."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from strata.parallel.data_parallel import Part
+from strata.parallel.data_parallel import ParameterShard
 
 EMBEDDING = "model.embed_tokens.weight"
 
 
-class PartOptimizer(Protocol):
-    """Changes the masters of the parts that a rank keeps, and rounds them into the parts' weights.
+class ShardedOptimizer(Protocol):
+    """Changes the masters of the shards that a rank keeps, and rounds them into the shards' weights.
 
     A step: `begin` on the host, then, once `Gradients.reduce` has set the gradients of the masters, `update`. All ranks
     call these alike.
@@ -33,9 +33,9 @@ class PartOptimizer(Protocol):
         """
 
     def state(self) -> dict[str, list[Tensor]]:
-        """By kind, one flat tensor for each part, the live memory; without elements where a part has none of a kind.
+        """By kind, one flat tensor for each shard, the live memory; without elements where a shard has none of a kind.
 
-        The kind "master" is there only if state lies in host memory: masters of the parts then may hold no values.
+        The kind "master" is there only if state lies in host memory: masters of the shards then may hold no values.
         Host tensors are complete when the device has done what `update` launched.
         """
 
@@ -43,21 +43,21 @@ class PartOptimizer(Protocol):
         """Go on after `steps` steps from masters and state that were filled in place: weights are rounded anew."""
 
 
-def decay_of(part: Part, decay: float) -> float:
+def decay_of(shard: ParameterShard, decay: float) -> float:
     """Decay of norms, of biases and of the embedding's rows that a step has not seen would only shrink them."""
-    return decay if len(part.shape) > 1 and part.name != EMBEDDING else 0.0
+    return decay if len(shard.shape) > 1 and shard.name != EMBEDDING else 0.0
 
 
-def gradient_of(part: Part) -> Tensor:
-    """Of the part, flat. Raises RuntimeError if there is none."""
-    if part.master.grad is None:
-        raise RuntimeError(f"the gradient of {part.name} is missing; reduce the gradients before the update")
-    return part.master.grad.view(-1)
+def gradient_of(shard: ParameterShard) -> Tensor:
+    """Of the shard, flat. Raises RuntimeError if there is none."""
+    if shard.master.grad is None:
+        raise RuntimeError(f"the gradient of {shard.name} is missing; reduce the gradients before the update")
+    return shard.master.grad.view(-1)
 
 
-def has_own_master(part: Part) -> bool:
+def has_own_master(shard: ParameterShard) -> bool:
     """Whether the master is other memory than the weight."""
-    return part.master.data_ptr() != part.weight.data_ptr()
+    return shard.master.data_ptr() != shard.weight.data_ptr()
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Which rank orthogonalizes which matrices, and what travels to it and back: counted once, from who holds what.
 
 Ranks divide parameters in any way: flat parts of buckets, rows, shards of the tensor axis, or each rank holds
-everything. Every rank makes the same plan.
+everything. Every rank computes the same rounds.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class MatrixTransfer:
     """Elements `start` to `end` - 1 of a flattened box go from one rank to another, or stay where both are the same."""
 
     source: int
@@ -101,14 +101,14 @@ class Round:
     """
 
     batches: tuple[tuple[Stack, ...], ...]
-    gathered: tuple[Transfer, ...]
-    returned: tuple[Transfer, ...]
+    gathered: tuple[MatrixTransfer, ...]
+    returned: tuple[MatrixTransfer, ...]
 
 
-def plan_rounds(holdings: Sequence[Sequence[Holding]], batch_elements: int = BATCH_ELEMENTS) -> list[Round]:
+def make_rounds(holdings: Sequence[Sequence[Holding]], batch_elements: int = BATCH_ELEMENTS) -> list[Round]:
     """holdings: of each rank. Raises ValueError if ranks together do not hold all of a matrix."""
     stacks, holders = _stacks(holdings, batch_elements)
-    batches = [_batches(owned, batch_elements) for owned in share_out(stacks, len(holdings))]
+    batches = [_batches(owned, batch_elements) for owned in assign_owners(stacks, len(holdings))]
     rounds = []
     for number in range(max(map(len, batches))):
         now = tuple(own[number] if number < len(own) else () for own in batches)
@@ -117,13 +117,13 @@ def plan_rounds(holdings: Sequence[Sequence[Holding]], batch_elements: int = BAT
             for stack in batch:
                 for (box, start, end), ranks in _intervals(stack, holders[stack.name, stack.experts]).items():
                     nearest = min(ranks, key=lambda rank: (abs(rank - owner), rank))
-                    gathered.append(Transfer(nearest, owner, stack, box, start, end))
-                    returned += [Transfer(owner, rank, stack, box, start, end) for rank in ranks]
+                    gathered.append(MatrixTransfer(nearest, owner, stack, box, start, end))
+                    returned += [MatrixTransfer(owner, rank, stack, box, start, end) for rank in ranks]
         rounds.append(Round(now, tuple(gathered), tuple(returned)))
     return rounds
 
 
-def share_out(stacks: Iterable[Stack], ranks: int) -> list[list[Stack]]:
+def assign_owners(stacks: Iterable[Stack], ranks: int) -> list[list[Stack]]:
     """The stacks of each rank: the largest first, each to the rank with the least work (Graham 1969)."""
     owned: list[list[Stack]] = [[] for _ in range(ranks)]
     work = [0] * ranks
@@ -197,16 +197,17 @@ def _stacked_matrices(shard: Holding, ranks: int, batch_elements: int) -> Iterat
 
 
 def _intervals(stack: Stack, holders: Holders) -> dict[tuple[int, int, int], list[int]]:
-    """The ranks that hold each piece (box, start, end) of a stack. Raises ValueError if pieces overlap or miss."""
+    """The ranks that hold each slice (box, start, end) of a stack. Raises ValueError if slices overlap or
+    miss."""
     found: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for number, box in enumerate(stack.boxes):
         for rank, holding in holders[number]:
             start, end = max(holding.start - box.start, 0), min(holding.end - box.start, box.elements)
             if start < end:
                 found[number, start, end].append(rank)
-    pieces = dict(sorted(found.items()))
+    slices = dict(sorted(found.items()))
     for number, box in enumerate(stack.boxes):
-        bounds = [(start, end) for place, start, end in pieces if place == number]
+        bounds = [(start, end) for place, start, end in slices if place == number]
         if [0, *(end for _, end in bounds)] != [*(start for start, _ in bounds), box.elements]:
             raise ValueError(f"the ranks do not hold all of {stack.name} once; its matrices cannot be orthogonalized")
-    return pieces
+    return slices

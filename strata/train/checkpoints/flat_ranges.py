@@ -1,4 +1,4 @@
-"""Which elements of a tensor a flat run of a box of it covers, as rectangles, and copies of what two runs share."""
+"""Which elements of a tensor a flat run of a box of it covers, as rectangles, and copies of what two ranges share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Rectangle:
 
 
 @dataclass(frozen=True)
-class Run:
+class FlatRange:
     """The elements `start` to `start + elements` - 1 of the flattened `box` of a tensor."""
 
     box: Box
@@ -52,16 +52,16 @@ class Run:
             at += math.prod(_sizes(block))
         return tuple(found)
 
-    def overlaps(self, other: Run) -> bool:
-        """Whether the two, runs of one tensor, have an element in common."""
+    def overlaps(self, other: FlatRange) -> bool:
+        """Whether the two, ranges of one tensor, have an element in common."""
         pairs = product(self.rectangles, other.rectangles)
         return any(_common(one.box, another.box) is not None for one, another in pairs)
 
 
-def are_apart(runs: Sequence[Run]) -> bool:
-    """Whether no element of a tensor lies in two of the runs."""
-    by_box: dict[Box, list[Run]] = {}
-    for run in filter(lambda run: run.elements, runs):
+def are_disjoint(ranges: Sequence[FlatRange]) -> bool:
+    """Whether no element of a tensor lies in two of the ranges."""
+    by_box: dict[Box, list[FlatRange]] = {}
+    for run in filter(lambda run: run.elements, ranges):
         by_box.setdefault(run.box, []).append(run)
     # Runs of one box, as many as there are ranks, are compared with their neighbours alone.
     for alike in by_box.values():
@@ -72,8 +72,8 @@ def are_apart(runs: Sequence[Run]) -> bool:
     return not any(one.overlaps(other) for a, b in crossing for one, other in product(by_box[a], by_box[b]))
 
 
-def copy_common(source: Run, values: Tensor, target: Run, out: Tensor) -> int:
-    """Copy what two runs of one tensor have in common. Returns how many elements that is.
+def copy_common(source: FlatRange, values: Tensor, target: FlatRange, out: Tensor) -> int:
+    """Copy what two ranges of one tensor have in common. Returns how many elements that is.
 
     values: [source.elements]. out: [target.elements], changed in place; its dtype may differ.
     """
