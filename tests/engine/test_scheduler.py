@@ -295,6 +295,27 @@ class TestRunAhead:
         step(of)
         assert of.needs_known_ids
 
+    def test_ids_that_would_complete_a_bad_word_are_banned_from_this_draw_alone(self) -> None:
+        of = scheduler()
+        words = ((3,), (4, 5), (5, 6, 8), (9, 9, 9, 9))
+        (first, second) = of.add(Request("a", (1, 4), SamplingParams(n=2), bad_words=words))
+        plan = step(of, 5)
+        assert plan is not None
+        assert [new.sampling.banned_ids for new in plan.new] == [(3,), (3,)]
+        assert sorted(plan.banned) == [(first.slot, 5), (second.slot, 5)]
+        for token, banned in ((6, []), (7, [(first.slot, 8), (second.slot, 8)]), (7, [])):
+            plan = step(of, token)
+            assert plan is not None
+            assert sorted(plan.banned) == banned
+
+    def test_a_runner_is_told_of_a_sequence_when_it_takes_a_slot_and_when_the_slot_is_free(self) -> None:
+        of = scheduler(slots=1, pages=4, page_size=4)
+        of.add(request("a", 3, max_tokens=2))
+        of.add(request("b", 2, max_tokens=1))
+        told = [([(of.names[new.id], new.slot, new.tokens) for new in plan.new], plan.ended) for plan in finish(of)]
+        a, b = (("a", 0, (97000, 97001, 97002)), ("b", 0, (98000, 98001)))
+        assert told == [([a], ()), ([], ()), ([b], (0,))]
+
 
 class TestEnds:
     @pytest.mark.parametrize(
