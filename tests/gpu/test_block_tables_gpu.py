@@ -27,7 +27,7 @@ def test_the_device_follows_though_it_is_behind() -> None:
         if step % 4 == 0:
             torch.cuda._sleep(CYCLES)
         tables.send()
-        found.append(tables.of(rows, 2 * MAX_CHANGES))
+        found.append(tables.on_device.index_select(0, rows))
         wanted.append(torch.from_numpy(tables.rows.copy()))
     for mine, other in zip(found, wanted, strict=True):
         assert torch.equal(mine.cpu(), other)
@@ -37,10 +37,10 @@ def test_a_recording_reads_what_the_tables_hold_when_it_is_replayed() -> None:
     device = torch.device("cuda")
     tables = BlockTables(5, 512, device)
     rows = torch.tensor([3, 0, tables.padding], dtype=torch.int32, device=device)
-    tables.of(rows, 512)
+    tables.on_device.index_select(0, rows)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = tables.of(rows, 512)
+        found = tables.on_device.index_select(0, rows)
     for value in range(1, 4):
         tables.update(3, 10 * value, [value] * 7)
         tables.update(0, 500, [value] * 12)

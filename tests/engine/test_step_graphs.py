@@ -1,0 +1,151 @@
+"""What the graphs of a step run on a device that is not here, against its table of kernels and counts on paper."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import strata
+from strata.bench.costing import MetaModel, find_config, meta_model
+from strata.graph.cost import total
+from strata.hardware.roofline import Workload
+from strata.hardware.specs import device
+
+pytest.importorskip("triton")
+
+HIDDEN, INNER, HEADS, KV_HEADS, DIM, LAYERS, VOCABULARY = 4096, 14336, 32, 8, 128, 32, 128256
+QKV, GATE_UP = ((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), (2 * INNER, HIDDEN)
+O, DOWN, HEAD = (HIDDEN, HIDDEN), (HIDDEN, INNER), (VOCABULARY, HIDDEN)
+SAMPLING = ["filter_bounds_kernel", "gumbel_blocks_kernel", "gumbel_reduce_kernel", "(ATen)"]
+
+
+@pytest.fixture(scope="module")
+def model() -> MetaModel:
+    return meta_model(find_config("8B"), device("h200"))
+
+
+@pytest.fixture(scope="module")
+def tuned() -> dict[tuple[object, ...], str]:
+    """The kernel that is in the table of the H200 for an operation, a weight and a number of rows."""
+    table = Path(strata.__file__).parent / "kernels" / "tuned" / "nvidia_h200.json"
+    kernels = {"gemv": "gemv_kernel", "dot": "dot_kernel", None: "(cuBLAS)"}
+    return {
+        (entry["operation"], (entry["out"], entry["width"]), entry["rows"]): kernels[entry["parameters"].get("kernel")]
+        for entry in json.loads(table.read_text())["entries"]
+        if entry["dtype"] == "bfloat16"
+    }
+
+
+def decodes(sequences: int, length: int = 1000) -> Workload:
+    return Workload((1,) * sequences, (length,) * sequences)
+
+
+@pytest.mark.parametrize("sequences", [1, 8, 64])
+def test_small_decode_steps_run_five_kernels_a_layer(sequences: int, model: MetaModel, tuned: dict) -> None:
+    step = model.step(decodes(sequences))
+    assert step.graph == "decode_small_batch"
+    projections = {"linear": QKV, "linear_add": O, "scaled_linear_silu_mul": GATE_UP}
+    first, out, gate_up = (tuned[name, weight, sequences] for name, weight in projections.items())
+    down, qkv, head = (
+        tuned[name, weight, sequences]
+        for name, weight in (("linear_add", DOWN), ("scaled_linear", QKV), ("scaled_linear", HEAD))
+    )
+    layer = ["decode_attention_kernel", out, gate_up, down]
+    assert step.kernels == [
+        "newest_tokens_kernel", "gather_tables_kernel", "embedding_kernel", "rope_angles_kernel", "rms_norm_kernel",
+        first, *[*layer, qkv] * (LAYERS - 1), *layer, head, *SAMPLING,
+    ]  # fmt: skip
+
+
+def test_large_decode_steps_run_what_was_fastest_for_each_product(model: MetaModel, tuned: dict) -> None:
+    step = model.step(decodes(256))
+    assert step.graph == "decode_large_batch"
+    qkv, out, gate_up, down, head = (tuned["linear", weight, 256] for weight in (QKV, O, GATE_UP, DOWN, HEAD))
+    assert "(cuBLAS)" in (qkv, out, gate_up, down, head)
+    layer = [
+        qkv, "decode_attention_kernel", out, "add_rms_norm_kernel", gate_up, "silu_mul_kernel", down,
+        "add_rms_norm_kernel",
+    ]  # fmt: skip
+    assert step.kernels[4:-4] == ["rms_norm_kernel", *layer * LAYERS, head]
+
+
+@pytest.mark.parametrize(
+    ("workload", "attention"),
+    [
+        (Workload((700,), (700,)), ["attention_kernel"]),
+        (Workload((2048,), (2048,)), ["(cuDNN)"]),
+        (Workload((2100,), (2100,)), ["(cuDNN)", "attention_kernel"]),
+        (Workload((1, 1, 300), (900, 7, 300)), ["decode_attention_kernel", "attention_kernel"]),
+        # 1024 cached keys and the new ones fill blocks of cuDNN, which sees the cached ones apart.
+        (Workload((2048,), (3072,)), ["(cuDNN)", "kv_read_kernel", "(cuDNN)", "attention_join_kernel"]),
+    ],
+)
+def test_attention_of_steps_with_prompts(workload: Workload, attention: list[str], model: MetaModel) -> None:
+    step = model.step(workload)
+    assert step.graph == "logits"
+    inputs = ["newest_tokens_kernel"] * (1 in workload.new) + ["(ATen)"]
+    assert [kernel for node in step.inputs for kernel in node.kernels] == inputs
+    found = [list(node.kernels) for node in step.model if node.operation == "attention"]
+    assert found == [attention] * LAYERS
+    after = [node.operation for node in step.model[-9:]]
+    assert after == [
+        "attention", "index_select", "linear", "index_select", "add_rms_norm", "linear_silu_mul", "linear",
+        "add_rms_norm", "linear",
+    ]  # fmt: skip
+    assert step.draw[0].kernels == ("gumbel_blocks_kernel", "gumbel_reduce_kernel")
+
+
+def test_gate_and_up_of_long_prompts_are_one_kernel(model: MetaModel) -> None:
+    long, short = (model.step(Workload((tokens,), (tokens,))).kernels for tokens in (4096, 2048))
+    assert long.count("linear_silu_mul_kernel") == LAYERS - 1  # the last layer has one row
+    assert short.count("linear_silu_mul_kernel") == 0
+    assert short.count("silu_mul_kernel") == LAYERS
+
+
+def test_a_device_without_a_table_runs_what_should_do() -> None:
+    step = meta_model(find_config("1B"), device("h100")).step(decodes(8))
+    products = {(node.operation, node.kernels) for node in step.model if "linear" in node.operation}
+    assert products == {
+        ("linear", ("(cuBLAS)",)),
+        *((name, ("dot_kernel",)) for name in ("linear_add", "scaled_linear", "scaled_linear_silu_mul")),
+    }
+
+
+def test_deterministic_steps_run_invariant_kernels_alone() -> None:
+    step = meta_model(find_config("1B"), device("h200"), deterministic=True).step(decodes(8))
+    chosen = {node.operation: node.implementation for node in step.model}
+    assert (chosen["linear"], chosen["attention"]) == ("cublaslt", "triton fixed")
+    assert "fixed_decode_kernel" in step.kernels
+
+
+@pytest.mark.parametrize("workload", [decodes(200), Workload((1, 1, 300), (900, 7, 300)), Workload((2048,), (2048,))])
+def test_a_step_costs_what_its_nodes_cost(workload: Workload, model: MetaModel) -> None:
+    assert total(model.step(workload).model).least == model.step_costs().step(workload, len(workload.new))
+
+
+def test_a_step_of_fused_products_costs_as_much_but_for_the_scales_of_norms(model: MetaModel) -> None:
+    workload = decodes(32)
+    fused, plain = total(model.step(workload).model).least, model.step_costs().step(workload, 32)
+    assert (fused.weights, fused.cached, fused.bytes) == (plain.weights, plain.cached, plain.bytes)
+    assert fused.flops == pytest.approx(plain.flops, rel=1e-3)
+
+
+def test_fused_nodes_of_a_decode_step_against_a_count_on_paper(model: MetaModel) -> None:
+    sequences, length = 32, 1000
+    nodes = {node.name: node.cost for node in model.step(decodes(sequences, length)).model}
+    product = nodes["linear_add"]
+    assert product.weights == 2 * (HIDDEN * HIDDEN + HIDDEN)
+    # An addition, the norm's weight, and a square that is added up, of each element of the sum.
+    assert product.flops == sequences * HIDDEN * (2 * HIDDEN + 4)
+    assert product.read == product.weights + 2 * sequences * 2 * HIDDEN  # rows and residual
+    assert product.written == sequences * (2 * 2 * HIDDEN + 4)  # the sum, the sum by the weight, squares
+    attention = nodes["decode_attention"]
+    rotated, new = (HEADS + KV_HEADS) * DIM, 2 * KV_HEADS * DIM
+    assert attention.flops == sequences * (4 * HEADS * DIM * length + 3 * rotated)
+    assert attention.cached == 2 * sequences * length * new
+    angles_and_slot = 4 * DIM + 4
+    given = 2 * (rotated + KV_HEADS * DIM) + angles_and_slot
+    assert attention.read == sequences * given + 2 * sequences * (length - 1) * new
+    assert attention.written == 2 * sequences * (HEADS * DIM + new)
