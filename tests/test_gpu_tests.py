@@ -8,7 +8,7 @@ import pytest
 
 from tools import gpu_tests
 
-FILES = sorted(gpu_tests.FOLDER.glob("test_*.py"))
+FILES = sorted(gpu_tests.FOLDER.rglob("test_*.py"))
 
 
 def test_files_about_kernels_share_and_engines_do_not() -> None:

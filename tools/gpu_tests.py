@@ -208,7 +208,7 @@ def main() -> int:
     if not gpus:
         print("torch sees no CUDA device: tests/gpu needs one (tests of all else: make test)", file=sys.stderr)
         return 1
-    files = [file for file in sorted(FOLDER.glob("test_*.py")) if not sys.argv[1:] or _named(file, sys.argv[1:])]
+    files = [file for file in sorted(FOLDER.rglob("test_*.py")) if not sys.argv[1:] or _named(file, sys.argv[1:])]
     if not files:
         print(f"no file of {FOLDER} has {' or '.join(map(repr, sys.argv[1:]))} in its name", file=sys.stderr)
         return 1

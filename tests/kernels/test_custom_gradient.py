@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from strata.kernels.linear import fp8 as linear_fp8
 from strata.kernels.linear import into as linear_into
-from tests.kernels.test_linear_into import Target
+from tests.kernels.linear.test_linear_into import Target
 
 Product = Callable[[Tensor, Tensor], Tensor]
 

@@ -1,4 +1,4 @@
-"""The client against an engine that says exactly what a test wants; a real one is in tests/engine/test_worker.py."""
+"""The client against an engine that says exactly what a test wants; a real one is in tests/engine/process."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Through torch the library may divide k among programs where rows are few, and then adds up in another order. Called
 directly it can be told not to. On a Hopper GPU a row then has the same bits in every batch, which was measured and is
-what tests/gpu/test_gemm_cublaslt_gpu.py checks. 32-bit floats, small weights and other GPUs are left to own kernels.
+what tests/gpu/kernels/test_gemm_cublaslt_gpu.py checks. 32-bit floats, small weights and other GPUs are left to own
+kernels.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_least_time_by_hand() -> None:
 
 
 def test_the_command_prints_all_ways_and_marks_one() -> None:
-    recipe = Path(__file__).parents[2] / "examples/builtin.toml"
+    recipe = Path(__file__).parents[3] / "examples/builtin.toml"
     # One rank of a model whose tokenizer is at hand.
     lines = estimate_text(read_train_config(recipe, [("start.tokenizer", "builtin")]), "h200", 1).splitlines()
     assert "1 x 131072 tokens a replica, bf16, NVIDIA H200" in lines[0]

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from strata.serve.http import bodies, http_protocol
-from tests.serve.test_gate import KEYS, Server
+from tests.serve.http.test_gate import KEYS, Server
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 
 from strata import LLM, SamplingParams, StructuredOutputsParams
 from strata.engine.outputs import RequestOutput
-from tests.gpu.test_engine_gpu import prompts
+from tests.gpu.engine.test_engine_gpu import prompts
 
 pytestmark = pytest.mark.gpu
 

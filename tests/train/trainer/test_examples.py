@@ -13,7 +13,7 @@ from strata.models.config import config_from_dict
 from strata.models.families import build
 from strata.train.config import read_train_config
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @pytest.mark.parametrize(("name", "billions", "head_dim"), [("1b", 1.498, 64), ("8b", 8.030, 128)])

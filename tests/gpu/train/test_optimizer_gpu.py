@@ -25,7 +25,7 @@ from strata.train.optimizer.make import make_optimizer
 from strata.train.optimizer.orthogonalize import orthogonalize
 from strata.train.optimizer.sharded_optimizer import ShardedOptimizer
 from tests.gpu.ranks import found_by_ranks
-from tests.train.test_optimizer_layouts import steps_against_one_process
+from tests.train.optimizer.test_optimizer_layouts import steps_against_one_process
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -14,7 +14,7 @@ from strata.kernels.attention.fixed_triton import PART_KEYS, PARTS
 from strata.kernels.attention.spec import AttentionSpec, Sequences
 from strata.kernels.split_counters import split_counters
 from strata.kernels.state.paged import PagedKV
-from tests.gpu.test_attention_gpu import TOLERANCE, Case, cumulative
+from tests.gpu.kernels.test_attention_gpu import TOLERANCE, Case, cumulative
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 

@@ -20,7 +20,7 @@ from strata.train.tasks.mixture import TASKS, held_out_examples
 from strata.train.trainer import Trainer
 from tests.train.conftest import log
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
 

@@ -3,7 +3,7 @@
 Half of the cases cover the document (of each field its bounds, null, wrong types, too few, too many), half are random.
 They are 300 unless the environment says another number; `-s` shows how many there were of each operation:
 
-    STRATA_SCHEMATHESIS_CASES=2000 pytest -s tests/serve/test_schemathesis.py
+    STRATA_SCHEMATHESIS_CASES=2000 pytest -s tests/serve/http/test_schemathesis.py
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from strata.engine.process.messages import Add, Delta, Embed, FromEngine, Hello,
 from strata.engine.process.worker import main
 from strata.engine.samples import Sample
 from strata.serve.client import EngineClient, EngineGone, EngineRefused, Stream
-from tests.engine.worker_process import BUILTIN, WorkerProcess
+from tests.engine.process.worker_process import BUILTIN, WorkerProcess
 
 PROMPTS = ["Once upon a time", "The capital of", "def main():", "2 + 2 ="]
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
