@@ -22,7 +22,7 @@ Int32Array = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class StepShape:
+class BufferShape:
     """How many of each a step buffer holds. `draws`: rows that are sampled."""
 
     tokens: int
@@ -70,7 +70,7 @@ class StepBuffer:
     steps: [draws] how many ids the sequence drew before.
     """
 
-    def __init__(self, shape: StepShape, staging: Staging, target: Tensor) -> None:
+    def __init__(self, shape: BufferShape, staging: Staging, target: Tensor) -> None:
         """`staging` holds at least `shape.size` elements, and they travel to `target`, made by `Staging.target`."""
         self.shape = shape
         sizes = shape.sizes()

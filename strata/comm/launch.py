@@ -26,7 +26,7 @@ class World:
     rank: from 0 to size - 1. local_rank: the same among the processes of this machine. device: where this process
     computes. backend: what torch.distributed was started with; None for one process alone, which starts nothing.
     restarts: how often all ranks were started again after one failed. timeout_seconds: how long a collective of any
-    group waits for the other ranks before it fails. observer: told of the collectives along the axes
+    group waits for the other ranks before it fails. observer: notified of the collectives along the axes
     of this world; `dataclasses.replace` gives a world one. on_shutdown: called before NCCL ends, which
     waits for every CUDA graph that holds messages: who records one adds what frees it.
     """

@@ -40,7 +40,7 @@ class Axis:
     """The ranks that differ from this one along one direction of the mesh, this one included.
 
     index: the place of this rank in `ranks`, which holds ranks of the world. group: None if and only if size is 1; the
-    collectives are the identity then, so code for one process needs no branches. observer: told of each collective.
+    collectives are the identity then, so code for one process needs no branches. observer: notified of each collective.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Who is told of a rank's collectives, so that a run that hangs can say in which one."""
+"""The observer of a rank's collectives, so that a run that hangs can say in which one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Call(NamedTuple):
 
 
 class Observer(Protocol):
-    """Told by `strata.comm.collectives` on the host; on a GPU the collective itself runs later.
+    """Called by `strata.comm.collectives` on the host; on a GPU the collective itself runs later.
 
-    What torch.compile traces and what a CUDA graph replays is not told. That is so on all ranks of an axis alike, and
-    the numbers stay comparable.
+    What torch.compile traces and what a CUDA graph replays is not reported. That is so on all ranks of an axis alike,
+    and the numbers stay comparable.
     """
 
     def started(self, operation: str, axis: str, ranks: tuple[int, ...], nbytes: int) -> Call:

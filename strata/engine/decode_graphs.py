@@ -11,7 +11,7 @@ from torch import Tensor
 from strata.cache.block_tables import BlockTables
 from strata.cache.pool import KVPool
 from strata.cache.staging import Staging
-from strata.cache.tables import StepBuffer, StepShape
+from strata.cache.tables import BufferShape, StepBuffer
 from strata.engine.sampler import DrawInputs
 from strata.engine.step_graphs import DrawStep, StepGraphs, StepInputs
 from strata.graph.cudagraph import CudaGraphs, non_owning_view
@@ -81,7 +81,7 @@ class DecodeGraphs:
         return self._outputs[bucket].ids
 
     def record(self, bucket: int) -> None:
-        shape = StepShape(bucket, bucket, bucket)
+        shape = BufferShape(bucket, bucket, bucket)
         device = self._staging[0].target(shape.size)
         self._buffers[bucket] = {staging: StepBuffer(shape, staging, device) for staging in self._staging}
         buffer = self._buffers[bucket][self._staging[0]]

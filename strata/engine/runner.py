@@ -15,7 +15,7 @@ from torch import Tensor
 from strata.cache.block_tables import BlockTables
 from strata.cache.pool import KVPool
 from strata.cache.staging import Staging
-from strata.cache.tables import StepBuffer, StepShape
+from strata.cache.tables import BufferShape, StepBuffer
 from strata.engine.decode_graphs import DecodeGraphs, draw_inputs, step_inputs
 from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS
@@ -192,7 +192,7 @@ class Runner:
         self._masks = Masks(config.mask_ids, config.max_sequences, device)
         # One id more than slots: padding rows of a CUDA graph read and write the last one.
         self._newest = torch.zeros(config.max_sequences + 1, dtype=torch.int32, device=device)
-        largest = StepShape(config.max_tokens, config.max_sequences, config.max_sequences).size
+        largest = BufferShape(config.max_tokens, config.max_sequences, config.max_sequences).size
         # Two, so that a step can be prepared while the one before it has not left its buffer.
         self._staging = [Staging(largest, device) for _ in range(2)]
         pinned = device.type == "cuda"
@@ -264,7 +264,7 @@ class Runner:
 
     def _launch_eager(self, plan: StepPlan, arrays: PlanArrays) -> Launched | Undrawn:
         draws = len(arrays.drawn)
-        shape = StepShape(plan.tokens, len(plan.chunks), draws)
+        shape = BufferShape(plan.tokens, len(plan.chunks), draws)
         buffer = StepBuffer(shape, self._staging[0], self._staging[0].target(shape.size))
         missing = self._fill(buffer, plan, arrays)
         parts = None

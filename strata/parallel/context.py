@@ -1,4 +1,4 @@
-"""Context parallelism: the ranks of an axis share out the tokens of every document, and attention brings them together.
+"""Context parallelism: the ranks of an axis divide the tokens of every document, and attention brings them together.
 
 A document of n tokens is cut into 2 * ranks chunks, and rank r takes chunks r and 2 * ranks - 1 - r ("zigzag"), so that
 all ranks have about as many pairs of queries and keys although late tokens see more keys than early ones.

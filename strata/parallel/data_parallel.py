@@ -36,7 +36,7 @@ class GradientAxes:
 def gradient_axes(mesh: Mesh, sharding: TensorSharding, zero: int) -> dict[str, GradientAxes]:
     """By parameter. zero: the stage (see `Layout`); 0 divides nothing.
 
-    Every rank along ("dp", "shard", "cp") sees other tokens. Experts that are shared out are held alike by the ranks
+    Every rank along ("dp", "shard", "cp") sees other tokens. Experts that are divided are held alike by the ranks
     along "ep_shard", and get the tokens of all ranks along "ep" by themselves.
     """
     alone = mesh.flattened()
@@ -50,8 +50,8 @@ def gradient_axes(mesh: Mesh, sharding: TensorSharding, zero: int) -> dict[str, 
         expert = alone, (mesh.axis("dp"), mesh.axis("ep_shard"))
     found = {}
     for name, placement in sharding.placements.items():
-        is_shared_out = placement is Placement.EXPERT and sharding.experts is not None
-        divided, data = expert if is_shared_out else dense
+        is_divided = placement is Placement.EXPERT and sharding.experts is not None
+        divided, data = expert if is_divided else dense
         repeated = (*data, sharding.axis) if sharding.is_replicated(name) else data
         added = (*data, sharding.axis) if placement.gradient_is_partial(sharding.sequence_parallel) else data
         found[name] = GradientAxes(divided, _several(added), _several(repeated))

@@ -110,7 +110,7 @@ def _units(
 ) -> Iterator[tuple[nn.Module, Axis]]:
     """What is gathered at once, inner modules first, with the axis that divides it: experts, layers, the rest.
 
-    Experts that are shared out are apart, because fewer ranks hold the same ones.
+    Experts that are divided are apart, because fewer ranks hold the same ones.
     """
     if sharding.experts is not None:
         owners = {name.rpartition(".")[0]: axes[name].reduce_scatter for name in axes if _is_expert(sharding, name)}

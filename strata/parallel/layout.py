@@ -23,7 +23,7 @@ class Layout:
 
     pp: pipeline stages. dp: replicas of everything. shard: ranks of a replica that each take other documents and divide
     among them what `zero` says. cp: ranks that divide each sequence. tp: ranks that divide each matrix. ep: ranks of
-    shard * cp that share the experts out.
+    shard * cp that divide the experts.
 
     zero: 0 divides nothing, 1 optimizer state, 2 also gradients, 3 also weights (ZeRO, Rajbhandari et al. 2020; 3 is
     FSDP). What is divided, is divided over shard * cp; a rank of "dp" repeats it (hybrid sharding).

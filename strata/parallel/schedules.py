@@ -1,6 +1,6 @@
 """Pipeline schedules as data: which passes of which micro-batches a rank runs, in what order; made without torch.
 
-Stages are numbered from the embedding to the head. A schedule holds computation alone; `strata.parallel.timeline` tells
+Stages are numbered from the embedding to the head. A schedule holds computation alone; `strata.parallel.timeline` gives
 how long it takes, what it holds, and where the transfers go.
 """
 

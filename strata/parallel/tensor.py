@@ -30,7 +30,7 @@ _DECODER, _LAST_NORM = "model", "model.norm"
 class TensorSharding:
     """How the ranks of a tensor axis hold the parameters of a model, by name.
 
-    shapes: of the whole parameters. experts: the axis that shares the experts out; None while every rank holds all of
+    shapes: of the whole parameters. experts: the axis that divides the experts; None while every rank holds all of
     them.
     """
 
@@ -227,7 +227,7 @@ def _linear(model: nn.Module, name: str) -> Linear:
 
 def _input_hook(axis: Axis, sequence_parallel: bool) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
     """Before a module whose first matrices have divided outputs: it wants all tokens, and each rank's part of their
-    gradient is added up. Padding is cut off where the module is told how many tokens there are.
+    gradient is added up. Padding is cut off where the module knows how many tokens there are.
     """
 
     def enter(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -130,7 +130,7 @@ class EngineClient:
     The engine's death ends it: nothing is sent anew, since the engine has lost all requests. Make another for the next
     engine.
 
-    ready: what the engine is. statistics: the newest that it told, twice a second at least.
+    ready: what the engine is. statistics: the newest that it sent, twice a second at least.
     alive: whether requests can still be answered.
     """
 

@@ -51,7 +51,7 @@ class Generation:
     endpoint: for the metrics. bad_words: those of `params` as ids. grammar: one that was found to compile.
     priority: lower runs first.
     cached_tokens: how much of the prompt was in the prefix cache. completion_tokens: of all samples so far.
-    record: what the metrics were told of it, None until it has ended.
+    record: what the metrics have of it, None until it has ended.
 
     The iteration raises ApiError: 400 for a prompt that does not fit the model, 408 at the deadline, 503 when the
     engine is gone, 500 when it failed on the request.

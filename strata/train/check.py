@@ -1,4 +1,4 @@
-"""What can be told of a run before its ranks start, which takes them seconds."""
+"""Errors of a run that can be found before its ranks start, which takes them seconds."""
 
 from __future__ import annotations
 
@@ -32,4 +32,4 @@ def check_run(config: TrainConfig, ranks: int, *, resume: bool) -> None:
 
 
 def _ignored(_: str) -> None:
-    """The ranks tell it."""
+    """The ranks report it."""

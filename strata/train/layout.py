@@ -15,7 +15,8 @@ from strata.train.config import TrainConfig
 
 
 def chosen_layout(config: TrainConfig, model: ModelConfig, world: World, report: Callable[[str], None]) -> Layout:
-    """The layout of a run, checked. report: hears why, if it was chosen here. Raises ValueError if none fits."""
+    """The layout of a run, checked. report: is called with why, if it was chosen here. Raises ValueError if none
+    fits."""
     layout = config.parallel
     if layout is None and (config.lora is not None or config.dpo is not None):
         layout = Layout(dp=world.size)

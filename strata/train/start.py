@@ -35,8 +35,8 @@ def resumed(folder: Path, *, wanted: bool) -> bool:
 
 
 def open_data(config: DataConfig, warn: Callable[[str], None], *, checksums: bool = True) -> list[TokenDataset]:
-    """The sources of a run, every shard checked, by its checksums if asked. warn: hears of shards that are left out.
-    Raises ValueError for others that are damaged.
+    """The sources of a run, every shard checked, by its checksums if asked. warn: is called with shards that are left
+    out. Raises ValueError for others that are damaged.
     """
     datasets = [
         TokenDataset(one.folder, skip_corrupt=config.skip_corrupt, checksums=checksums) for one in config.sources

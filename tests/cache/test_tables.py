@@ -9,13 +9,13 @@ import torch
 from strata.cache.block_tables import MAX_CHANGES, BlockTables
 from strata.cache.pool import KVPool, PoolShape
 from strata.cache.staging import Staging
-from strata.cache.tables import StepBuffer, StepShape
+from strata.cache.tables import BufferShape, StepBuffer
 
 PAGE = 4
 
 
 def buffer(tokens: int, sequences: int, draws: int) -> StepBuffer:
-    shape = StepShape(tokens, sequences, draws)
+    shape = BufferShape(tokens, sequences, draws)
     staging = Staging(shape.size, torch.device("cpu"))
     staging.host.fill_(-77)
     return StepBuffer(shape, staging, staging.target(shape.size))

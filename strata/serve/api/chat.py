@@ -41,7 +41,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 @dataclass(frozen=True)
 class _ParsedRequest:
-    """parsers: one for each choice, None where all text is content. prompt_ids: to be told, None otherwise."""
+    """parsers: one for each choice, None where all text is content. prompt_ids: to be reported, None otherwise."""
 
     head: ReplyHead
     generation: Generation

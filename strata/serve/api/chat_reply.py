@@ -33,7 +33,7 @@ class ChatReply:
             self._choices[delta.index].take(delta)
 
     def completion(self, head: ReplyHead, usage: Usage, prompt_ids: list[int] | None) -> ChatCompletion:
-        """The answer. prompt_ids: told, together with the ids of each choice, unless None."""
+        """The answer. prompt_ids: reported, together with the ids of each choice, unless None."""
         completion = ChatCompletion(
             **head.fields("chat.completion"),
             choices=[choice.finished(prompt_ids is not None) for choice in self._choices],

@@ -25,9 +25,9 @@ class ChatStream:
     """Writes the events of one answer.
 
     parsers: one for each choice, None where all text is content. tokenizer: for the texts of log-probabilities.
-    usage: tells what has been used so far, for every chunk (continuous_usage_stats); None shows no usage in them.
+    usage: gives what has been used so far, for every chunk (continuous_usage_stats); None shows no usage in them.
     with_usage: there will be a last chunk of usage, so the others say null.
-    prompt_ids: told in the first chunk, and the ids of each choice in all, unless None.
+    prompt_ids: reported in the first chunk, and the ids of each choice in all, unless None.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class ChoiceDelta(NamedTuple):
 def check_echo(prompts: Sequence[CompletionPrompt], samples: int, logprobs: int | None) -> None:
     """Raises ApiError (400) if the prompts, repeated in each choice, would make too large an answer.
 
-    logprobs: how many of the likeliest tokens are told at each place, None for no log-probabilities.
+    logprobs: how many of the likeliest tokens are reported at each position, None for no log-probabilities.
     """
     entries = 0 if logprobs is None else logprobs + 1
     size = samples * sum(len(prompt.text) + _ENTRY_BYTES * entries * len(prompt.ids) for prompt in prompts)

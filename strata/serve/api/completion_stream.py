@@ -18,9 +18,9 @@ _encode = msgspec.json.encode
 class CompletionStream:
     """Writes the events of one answer.
 
-    usage: tells what has been used so far, for every chunk (continuous_usage_stats); None shows no usage in them.
+    usage: gives what has been used so far, for every chunk (continuous_usage_stats); None shows no usage in them.
     with_usage: there will be a last chunk of usage, so the others say null.
-    with_ids: tell token ids.
+    with_ids: report token ids.
     """
 
     def __init__(self, head: ReplyHead, *, with_usage: bool, usage: Callable[[], Usage] | None, with_ids: bool) -> None:
@@ -33,7 +33,7 @@ class CompletionStream:
     def chunk(self, index: int, delta: ChoiceDelta, prompt_ids: list[int] | None = None) -> bytes:
         """The chunk that shows a delta of a choice; empty while there is no text to show.
 
-        prompt_ids: told with the choice's first delta.
+        prompt_ids: reported with the choice's first delta.
         """
         held = self._held.setdefault(index, [])
         held.append(delta)
@@ -56,7 +56,7 @@ def written_completion(head: ReplyHead, choices: list[bytes], usage: Usage) -> b
 
 
 def written_choice(index: int, delta: ChoiceDelta, *, with_ids: bool, prompt_ids: list[int] | None) -> bytes:
-    """A `CompletionChoice` as JSON. with_ids: tell the token ids. prompt_ids: told unless None."""
+    """A `CompletionChoice` as JSON. with_ids: report the token ids. prompt_ids: reported unless None."""
     return b"".join(
         (
             b'{"index":%d,"text":' % index,

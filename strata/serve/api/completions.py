@@ -80,7 +80,7 @@ async def _stream(body: CompletionRequest, request: Request) -> AsyncGenerator[b
 class _ParsedRequest:
     """choices: of the first prompt first; each prompt has `samples`.
 
-    scores: only the prompts are told of. The engine generates a token all the same, which nobody is told of.
+    scores: only the prompts are reported. The engine generates a token all the same, which is dropped.
     """
 
     head: ReplyHead

@@ -1,4 +1,4 @@
-"""The output items of a response, built from what a model writes, and the stream events that tell of them.
+"""The output items of a response, built from what a model writes, and their stream events.
 
 The shapes of both are in `schema.responses_reply`. Events get their sequence_number when they are sent.
 """

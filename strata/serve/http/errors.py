@@ -84,7 +84,7 @@ class ApiError(Exception):
 
 
 def count_rejection(app: FastAPI, error: ApiError) -> None:
-    """Tell the metrics of a request that is not served, or not to its end, for another cause than a fault of ours."""
+    """Count in the metrics a request that is not served, or not to its end, for another cause than a fault of ours."""
     reason = rejection_of(error)
     if reason is not None:
         app.state.server.metrics.rejected(reason)

@@ -51,7 +51,7 @@ class Gate:
     own refusals included.
 
     enter: counts a caller's request that may cost something, or raises ApiError; its body has not been read yet.
-    rejected: told why a request is refused here.
+    rejected: called with the reason when a request is refused here.
     """
 
     def __init__(

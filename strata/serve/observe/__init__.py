@@ -1,1 +1,1 @@
-"""What a server tells of itself: metrics, log lines, traces."""
+"""What a server reports: metrics, log lines, traces."""

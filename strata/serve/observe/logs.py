@@ -1,4 +1,4 @@
-"""What the server says of itself: one line per event for people, or one JSON object per line (`--log-json`).
+"""What the server logs: one line per event for people, or one JSON object per line (`--log-json`).
 
 No line holds a header, a query or a key; prompts stand in the request's line only if `--log-prompts` asks for them.
 """
@@ -74,7 +74,7 @@ class Generating(Protocol):
 
 
 def note_generation(scope: Scope, generation: Generating) -> None:
-    """Tell the request's line and trace of a generation that the request has started."""
+    """Note for the request's line and trace a generation that the request has started."""
     _notes(scope).setdefault("generations", []).append(generation)
 
 

@@ -1,7 +1,7 @@
 """What the server counts, as Prometheus reads it: the names are vLLM's with `strata_` before them.
 
 What concerns requests is counted here, in the API process. What concerns the engine is in its newest `Statistics`, of
-which the processes hear at different times: what one of them has told is the least that any tells from then on.
+which the processes hear at different times: what one of them has reported is the least that any reports from then on.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Metrics:
         for name, (_, bounds) in _HISTOGRAMS.items():
             self._first[name] = count
             count += len(bounds) + 2  # one bucket above the last bound, and the sum
-        for name in _ENGINE_COUNTERS:  # as they were told last
+        for name in _ENGINE_COUNTERS:  # as they were last reported
             self._first[name] = count
             count += 1
         self._former_engines = dict.fromkeys(_ENGINE_COUNTERS, 0.0)
@@ -134,7 +134,7 @@ class Metrics:
         self._values[self._first["aborts"]] += 1
 
     def tokens(self, *, prompt: int, output: int) -> None:
-        """Tokens that the engine has computed, told as they come: a prompt with its request's first delta."""
+        """Tokens that the engine has computed, counted as they come: a prompt with its request's first delta."""
         self._values[self._first["prompt_tokens"]] += prompt
         self._values[self._first["generation_tokens"]] += output
 
@@ -194,7 +194,7 @@ class Metrics:
             yield histogram
 
     def _engine_counts(self, statistics: Statistics) -> Iterable[tuple[str, str, float]]:
-        """(name, help, value) of what engines have counted, as this process knows or any has told."""
+        """(name, help, value) of what engines have counted, as this process or any other has reported."""
         largest = self._cells.largest()
         for name, (help_text, count) in _ENGINE_COUNTERS.items():
             yield name, help_text, max(largest[self._first[name]], self._former_engines[name] + count(statistics))

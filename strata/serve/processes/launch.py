@@ -55,7 +55,7 @@ class Launch:
 
 
 def launch(asked: Launch) -> int:
-    """Run a server until it is told to end. Returns the exit status: 0, or 1 if the engine died or did not start.
+    """Run a server until a signal ends it. Returns the exit status: 0, or 1 if the engine died or did not start.
 
     Raises ValueError if it cannot listen, or cannot serve the model.
     """
@@ -143,7 +143,7 @@ class _Launcher:
         return await Child.start(ENGINE_MODULE, msgspec.json.encode(job))
 
     async def _start_api(self) -> bool:
-        """Whether requests are served now; if not, the server was told to end, or the engine did not start."""
+        """Whether requests are served now; if not, a signal ended the server, or the engine did not start."""
         starting = asyncio.create_task(self._api.start(self._listener))
         await self._any_of(starting, self._engine.ended)
         if not starting.done():
@@ -163,7 +163,7 @@ class _Launcher:
             _log.error("the engine process %s", how_it_ended(self._engine.ended.result()))
 
     async def _watch(self) -> int:
-        """Until the server is told to end, or cannot go on."""
+        """Until a signal ends the server, or it cannot go on."""
         while True:
             await self._any_of(self._engine.ended, self._api.ended)
             if self._signalled.is_set():
@@ -194,7 +194,7 @@ class _Launcher:
         return False
 
     async def _any_of(self, *tasks: asyncio.Task[Any]) -> None:
-        """Wait until one of them is done, or the server is told to end."""
+        """Wait until one of them is done, or a signal ends the server."""
         signalled = asyncio.create_task(self._signalled.wait())
         await asyncio.wait((signalled, *tasks), return_when=asyncio.FIRST_COMPLETED)
         signalled.cancel()

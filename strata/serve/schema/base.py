@@ -69,7 +69,7 @@ def json_response(reply: ReplyModel) -> Response:
 class Unsupported:
     """Marks a field of OpenAI's API that is not supported: only null and the values `accepted` pass.
 
-    Use as `Annotated[Any, Unsupported(...)]`. reason: what is told, after "... is not supported: ".
+    Use as `Annotated[Any, Unsupported(...)]`. reason: what the error says, after "... is not supported: ".
     """
 
     def __init__(self, reason: str, *accepted: Any) -> None:

@@ -53,8 +53,8 @@ class Checkpointer:
     def __init__(
         self, folder: Path, world: World, *, keep: int, warn: Warn, waits: Callable[[], None] = lambda: None
     ) -> None:
-        """Removes what an interrupted run left unfinished. keep: how many checkpoints remain. warn: is told, on every
-        rank, of a checkpoint that could not be written or read. waits: called now and then while a call waits for one
+        """Removes what an interrupted run left unfinished. keep: how many checkpoints remain. warn: is called, on every
+        rank, for a checkpoint that could not be written or read. waits: called now and then while a call waits for one
         to be written, which may take long.
         """
         if keep < 1:
@@ -213,7 +213,7 @@ class Checkpointer:
         return None
 
     def _share_status(self, writer: ShareWriter) -> Pending:
-        """Begin to tell the ranks how far this one is: whether nothing failed, all is written and all is published."""
+        """Begin to share how far this rank is: whether nothing failed, all is written and all is published."""
         written = writer.is_done  # read first: an error is there before the end
         published = self._is_handed_over and (self._publication is None or self._publication.is_done)
         flags = torch.tensor((writer.error is None, written, published), dtype=torch.int32)
@@ -227,7 +227,7 @@ class Checkpointer:
             self._publication = Publication(self.folder, self._step, self.keep, reports)
 
     def _end(self) -> Path | None:
-        """Tell all ranks what has become of the checkpoint; its path, if there is one."""
+        """Share with all ranks what has become of the checkpoint; its path, if there is one."""
         self._writer, self._copied, self._is_handed_over = None, None, False
         status = ([], []) if self._publication is None else (self._publication.errors, self._publication.warnings)
         errors, warnings = all_gather_json(status, self._world_axis, _HOST)[0]

@@ -41,13 +41,13 @@ def part_path(folder: Path, step: int) -> Path:
 def newest(folder: Path, warn: Warn) -> Path | None:
     """The newest checkpoint that is whole: all files are there and have their sizes. Checksums are for `load`.
 
-    warn: is told of each newer one that is not.
+    warn: is called with each newer one that is not.
     """
     return next(whole_checkpoints(folder, warn), None)
 
 
 def whole_checkpoints(folder: Path, warn: Warn) -> Iterator[Path]:
-    """Newest first. warn: is told of those that are left out."""
+    """Newest first. warn: is called with those that are left out."""
     for path in reversed(checkpoints(folder)):
         try:
             check_files(path)

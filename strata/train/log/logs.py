@@ -73,8 +73,8 @@ def open_logs(
     """The logs of the run in `folder`: `log.jsonl`, and what `config` asks for.
 
     step: how many steps are done; what an earlier run logged after them is dropped. run_config: what the run was
-    started with, as JSON has it. rank: of the world; others than 0 write nothing. warn: hears of sinks that fail later.
-    Raises ValueError, on every rank, if a package that the config asks for is not installed.
+    started with, as JSON has it. rank: of the world; others than 0 write nothing. warn: is called with sinks that fail
+    later. Raises ValueError, on every rank, if a package that the config asks for is not installed.
     """
     _require("tensorboard", config.tensorboard, "pip install 'strata-llm[log]'")
     _require("wandb", config.wandb, "pip install wandb")

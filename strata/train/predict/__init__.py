@@ -1,1 +1,1 @@
-"""What a training step takes, told before it runs: FLOPs, memory, the least time."""
+"""What a training step takes, predicted before it runs: FLOPs, memory, the least time."""

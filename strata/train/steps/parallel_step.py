@@ -53,7 +53,7 @@ class ParallelStep:
     ) -> None:
         """state_shards: of masters and optimizer state. clip: the largest norm of the gradient of an
         update. dtype: of the loss. before_update: is called right before masters and state change. records: whether
-        steps that recur in shape are recorded, where they can be. phases: hears of the phases of a step.
+        steps that recur in shape are recorded, where they can be. phases: is called at the phases of a step.
         """
         self._passes, self._gradients, self._optimizer, self._state_shards = (
             passes,
