@@ -41,6 +41,9 @@ class Cost:
             self.cached + other.cached,
         )
 
+    def __sub__(self, other: Cost) -> Cost:
+        return self + Cost(-other.flops, -other.read, -other.written, -other.weights, -other.cached)
+
 
 @dataclass(frozen=True)
 class Workload:

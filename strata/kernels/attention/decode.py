@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.hardware.roofline import Cost, Workload
+from strata.hardware.roofline import Cost
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, PackedBatch
-from strata.kernels.op import operation
+from strata.kernels.fused import Run, fused
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 from strata.kernels.triton_import import HAS_TRITON
 
 
-def _cost(
+def _saved(
     product: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
@@ -27,41 +27,15 @@ def _cost(
     batch: PackedBatch,
     heads: HeadsSpec,
     spec: AttentionSpec,
-    *,
-    workload: Workload,
 ) -> Cost:
-    pages = batch.pages
-    assert pages is not None
-    given = (product, q_weight, k_weight, cos, sin, pages, heads)
-    q, k, v = qk_rope_kv_write.meta(*given)
-    made = qk_rope_kv_write.cost(*given, workload=workload)
-    read = attention.cost(q, k, v, batch, spec, workload=workload)
-    # Queries and keys are not written to be read again, nor are the new keys and values read from the pages.
-    new = 2 * k.numel() * pages.keys[spec.layer].element_size()
-    return Cost(
-        made.flops + read.flops,
-        made.read + read.read - q.nbytes - new,
-        made.written + read.written - q.nbytes - k.nbytes,
-        made.weights,
-        read.cached,  # the new ones are written, the others read
-    )
+    """The new values are at hand, as the new keys are: they are not read from the pages."""
+    assert batch.pages is not None
+    return Cost(read=product.shape[0] * heads.kv_heads * cos.shape[-1] * batch.pages.values[spec.layer].element_size())
 
 
-def _meta(
-    product: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    batch: PackedBatch,
-    heads: HeadsSpec,
-    spec: AttentionSpec,
-) -> Tensor:
-    return product.new_empty((product.shape[0], heads.heads, cos.shape[-1]), device="meta")
-
-
-@operation(_cost, meta=_meta, mutates=("batch",), reads_state=True)
+@fused(mutates=("batch",), reads_state=True, saved=_saved)
 def decode_attention(
+    run: Run,
     product: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
@@ -79,8 +53,9 @@ def decode_attention(
     Returns [tokens, heads, head_dim] in the product's dtype. Rows of a sequence with length 0 are unspecified but
     finite.
     """
-    q, k, v = qk_rope_kv_write.reference(product, q_weight, k_weight, cos, sin, batch.pages, heads)
-    return attention.reference(q, k, v, batch, spec)  # type: ignore[no-any-return]
+    q, k, v = run(qk_rope_kv_write, product, q_weight, k_weight, cos, sin, batch.pages, heads)
+    result: Tensor = run(attention, q, k, v, batch, spec)
+    return result
 
 
 def _triton(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.fused import Run, fused
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.skinny import SkinnyProduct, kernel_of, multiply
 from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, any_tile
@@ -85,30 +86,17 @@ def scaled_linear(weighted: Tensor, squares: Tensor, eps: float, weight: Tensor,
     return product
 
 
-def _gated_cost(
-    weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None, *, workload: Workload
-) -> Cost:
-    gate = _gated_meta(weighted, squares, eps, weight, bias)
-    product = _scaled_cost(weighted, squares, eps, weight, bias, workload=workload)
-    gating = silu_mul.cost(gate, gate, workload=workload)
-    return Cost(product.flops + gating.flops, product.read, gating.written, product.weights)
-
-
-def _gated_meta(weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return weighted.new_empty((*weighted.shape[:-1], weight.shape[0] // 2), device="meta")
-
-
-@operation(_gated_cost, meta=_gated_meta, rowwise=True)
+@fused(rowwise=True)
 def scaled_linear_silu_mul(
-    weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+    run: Run, weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
     """`silu_mul` of the two halves of `scaled_linear`.
 
     As `scaled_linear`, with weight [2 * inner, width] (and bias) the rows of the gate and then those of `up`
     -> [..., inner].
     """
-    gate, up = scaled_linear.reference(weighted, squares, eps, weight, bias).chunk(2, -1)
-    result: Tensor = silu_mul.reference(gate, up)
+    gate, up = run(scaled_linear, weighted, squares, eps, weight, bias).chunk(2, -1)
+    result: Tensor = run(silu_mul, gate, up)
     return result
 
 

@@ -12,38 +12,25 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import DeviceLimits
+from strata.kernels.fused import Run, fused
 from strata.kernels.linear.linear import linear
-from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-def _cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, workload: Workload) -> Cost:
-    product = linear.cost(x, weight, bias, workload=workload)
-    inner = weight.shape[0] // 2
-    rows = x.numel() // weight.shape[1]
-    written = rows * inner * x.element_size()
-    return Cost(product.flops + 5 * rows * inner, product.read, written, product.weights)
-
-
-def _meta(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0] // 2), device="meta")
-
-
-@operation(_cost, meta=_meta, rowwise=True, product=True, gated=True)
-def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+@fused(rowwise=True, product=True, gated=True)
+def linear_silu_mul(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`silu(gate) * up`, where gate and up are the halves of the columns of `linear(x, weight, bias)`.
 
     x [..., width], weight [2 * inner, width] (gate's rows, then up's), bias [2 * inner] or None -> [..., inner].
     """
-    gate, up = linear.reference(x, weight, bias).chunk(2, -1)
-    result: Tensor = silu_mul.reference(gate, up)
+    gate, up = run(linear, x, weight, bias).chunk(2, -1)
+    result: Tensor = run(silu_mul, gate, up)
     return result
 
 

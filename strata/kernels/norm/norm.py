@@ -10,6 +10,7 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.fused import Run, add, fused
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 
@@ -44,25 +45,15 @@ def _torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, None, eps).mul_(weight)
 
 
-def _sum_cost(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, workload: Workload) -> Cost:
-    # The addition, and what the norm of the sum computes without reading it again.
-    read = x.nbytes + residual.nbytes + weight.nbytes
-    return Cost(flops=5 * x.numel(), read=read, written=2 * x.nbytes, weights=weight.nbytes)
-
-
-def _sum_meta(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, device="meta"), x.new_empty(x.shape, device="meta")
-
-
-@operation(_sum_cost, meta=_sum_meta, rowwise=True)
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+@fused(rowwise=True)
+def add_rms_norm(run: Run, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`x + residual`, and `rms_norm` of that sum.
 
     x, residual [..., width], weight [width] of one dtype -> two tensors like x. The sum is rounded to x.dtype before it
     is normalized, so the results have the bits of the two operations one after the other.
     """
-    total = x + residual
-    return total, rms_norm.reference(total, weight, eps)
+    total = run(add, x, residual)
+    return total, run(rms_norm, total, weight, eps)
 
 
 @add_rms_norm.implement("torch", "cpu", invariant=True)

@@ -20,7 +20,7 @@ def _cost(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int, *, workload: 
 
 
 def _meta(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tensor, Tensor]:
-    return k.new_empty(k.shape, device="meta"), v.new_empty(v.shape, device="meta")
+    return k.to("meta"), v.to("meta")
 
 
 @operation(_cost, meta=_meta, mutates=("pages",))

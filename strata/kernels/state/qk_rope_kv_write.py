@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strata.hardware.roofline import Cost, Workload
+from strata.hardware.roofline import Cost
 from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.fused import Run, fused
 from strata.kernels.norm.norm import inverse_rms, rms_norm, scaled
-from strata.kernels.op import operation
 from strata.kernels.rotary.rope import rope
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 
 
-def _cost(
+def _saved(
     product: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
@@ -24,39 +24,14 @@ def _cost(
     sin: Tensor,
     pages: PagedKV | None,
     spec: HeadsSpec,
-    *,
-    workload: Workload,
 ) -> Cost:
-    heads, kv_heads = spec.heads, spec.kv_heads
-    # A rotation takes three operations an element, a norm four. Half of the cosines and sines repeat the other half.
-    rotated = product.shape[0] * (heads + kv_heads) * cos.shape[-1]
-    cached = 2 * product.shape[0] * kv_heads * cos.shape[-1]
-    weights = sum(weight.nbytes for weight in (q_weight, k_weight) if weight is not None)
-    angles = (cos.nbytes + sin.nbytes) // 2
-    read, written = rotated * product.element_size(), rotated * product.element_size()
-    if pages is not None:
-        read += cached // 2 * product.element_size() + pages.slots.nbytes
-        written += cached * pages.keys[spec.layer].element_size()
-    return Cost((3 if q_weight is None else 7) * rotated, read + angles + weights, written, weights)
+    """The angles are read once for queries and keys."""
+    return Cost(read=(cos.nbytes + sin.nbytes) // 2)
 
 
-def _meta(
-    product: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    pages: PagedKV | None,
-    spec: HeadsSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, head_dim = product.shape[0], cos.shape[-1]
-    kinds = (spec.heads, spec.kv_heads, spec.kv_heads)
-    q, k, v = (product.new_empty((tokens, kind, head_dim), device="meta") for kind in kinds)
-    return q, k, v
-
-
-@operation(_cost, meta=_meta, mutates=("pages",))
+@fused(mutates=("pages",), saved=_saved)
 def qk_rope_kv_write(
+    run: Run,
     product: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
@@ -76,9 +51,11 @@ def qk_rope_kv_write(
     """
     q, k, v = _parts(product, spec, cos.shape[-1])
     if q_weight is not None:
-        q, k = rms_norm.reference(q, q_weight, spec.eps), rms_norm.reference(k, k_weight, spec.eps)
-    k, v = kv_write.reference(rope.reference(k, cos, sin), v, pages, spec.layer)
-    return rope.reference(q, cos, sin), k, v
+        q, k = run(rms_norm, q, q_weight, spec.eps), run(rms_norm, k, k_weight, spec.eps)
+    k = run(rope, k, cos, sin)
+    if pages is not None:
+        run(kv_write, k, v, pages, spec.layer)
+    return run(rope, q, cos, sin), k, v
 
 
 def _parts(product: Tensor, spec: HeadsSpec, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:

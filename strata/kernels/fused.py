@@ -1,0 +1,99 @@
+"""A fused operation out of those that it replaces: its reference, its results' shapes and its cost follow from theirs.
+
+What they are is said once, by a function of `run` and the arguments that calls `run(operation, *arguments)` for each.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.op import Operation, operation
+
+Run = Callable[..., Any]
+Composition = Callable[..., Any]
+
+
+def _add_cost(x: Tensor, y: Tensor, *, workload: Workload) -> Cost:
+    return Cost(flops=x.numel(), read=x.nbytes + y.nbytes, written=x.nbytes)
+
+
+# An addition is no operation of its own in a graph, and so it is not in the registry.
+add = Operation("add", operator.add, _add_cost, lambda x, y: x.new_empty(x.shape, device="meta"))
+
+
+def fused(
+    *, mutates: tuple[str, ...] = (), saved: Callable[..., Cost] | None = None, **traits: bool
+) -> Callable[[Composition], Operation]:
+    """Make a composition `name(run, *arguments)` the fused operation `name(*arguments)`, as `operation` does.
+
+    Its cost is that of all parts, less what these write for one another and read of it. saved: of the arguments, what
+    it does not do besides (`Cost`). mutates, traits: see `Operation`.
+    """
+
+    def define(composition: Composition) -> Operation:
+        def reference(*args: Any) -> Any:
+            return composition(_reference, *args)
+
+        def meta(*args: Any) -> Any:
+            return composition(_meta, *map(_on_meta, args))
+
+        def cost(*args: Any, workload: Workload) -> Cost:
+            args = tuple(map(_on_meta, args))
+            found = _Costs(workload)
+            whole = found.without_intermediates(composition(found, *args))
+            return whole if saved is None else whole - saved(*args)
+
+        reference.__name__, reference.__doc__ = composition.__name__, composition.__doc__
+        return operation(cost, meta=meta, mutates=mutates, **traits)(reference)
+
+    return define
+
+
+def _reference(part: Operation, *args: Any) -> Any:
+    return part.reference(*args)
+
+
+def _meta(part: Operation, *args: Any) -> Any:
+    return part.meta(*args)
+
+
+def _on_meta(argument: Any) -> Any:
+    return argument.to("meta") if isinstance(argument, Tensor) else argument
+
+
+class _Costs:
+    """Adds up what parts cost while it runs them on shapes, without what they read of one another's results."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._total = Cost()
+        self._made: dict[int, Tensor] = {}  # by storage, so that views of a result are known too
+
+    def __call__(self, part: Operation, *args: Any) -> Any:
+        given = [argument for argument in args if isinstance(argument, Tensor)]
+        read = sum(argument.nbytes for argument in given if _storage(argument) in self._made)
+        self._total += part.cost(*args, workload=self._workload) - Cost(read=read)
+        results = part.meta(*args)
+        known = {_storage(argument) for argument in given}
+        self._made |= {_storage(one): one for one in _tensors(results) if _storage(one) not in known}
+        return results
+
+    def without_intermediates(self, results: Any) -> Cost:
+        """The cost when only `results` are written."""
+        wanted = {_storage(one) for one in _tensors(results)}
+        unwritten = sum(one.nbytes for storage, one in self._made.items() if storage not in wanted)
+        return self._total - Cost(written=unwritten)
+
+
+def _tensors(results: Any) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
