@@ -96,4 +96,3 @@ def _tensors(results: Any) -> tuple[Tensor, ...]:
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-

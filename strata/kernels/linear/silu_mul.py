@@ -44,7 +44,7 @@ def _one_after_the_other(x: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 
 def _kernels_of_both(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[str, ...]:
-    half = _meta(x, weight, bias)
+    half = linear_silu_mul.meta(x, weight, bias)
     return _linear.launches(x, weight, bias) + _silu_mul.launches(half, half)
 
 

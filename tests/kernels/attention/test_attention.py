@@ -246,14 +246,16 @@ def test_cost_is_the_hand_count():
     key = 2 * 2 * 16 * 2  # bytes of a token's key and value
     # A prompt of 4 sees 1 + 2 + 3 + 4 keys; a decoding query at position 9 sees 10.
     assert cost(Workload((4, 1), (4, 10)), None) == Cost(
-        flops=4 * 8 * 16 * (10 + 10), read=5 * row + 14 * key, written=5 * row
+        flops=4 * 8 * 16 * (10 + 10), read=5 * row + 14 * key, written=5 * row, cached=14 * key
     )
     # With a window of 3: 1 + 2 + 3 + 3, and 3; the decoding query reads 3 keys.
     assert cost(Workload((4, 1), (4, 10)), 3) == Cost(
-        flops=4 * 8 * 16 * (9 + 3), read=5 * row + 7 * key, written=5 * row
+        flops=4 * 8 * 16 * (9 + 3), read=5 * row + 7 * key, written=5 * row, cached=7 * key
     )
     # Positions 6 to 9 with a window of 3 read the keys 4 to 9.
-    assert cost(Workload((4,), (10,)), 3) == Cost(flops=4 * 8 * 16 * 12, read=4 * row + 6 * key, written=4 * row)
+    assert cost(Workload((4,), (10,)), 3) == Cost(
+        flops=4 * 8 * 16 * 12, read=4 * row + 6 * key, written=4 * row, cached=6 * key
+    )
     # A window longer than everything changes nothing.
     assert cost(Workload((4, 1), (4, 10)), 99) == cost(Workload((4, 1), (4, 10)), None)
     # The pools decide what a key takes.

@@ -137,6 +137,7 @@ def test_cost_is_the_hand_count(normed: bool, window: int | None, seen: int) -> 
         read=3 * (row + token) + 3 * 16 * 4 + 3 * 4 + weights + (seen - 3) * token,
         written=3 * (row + token),
         weights=weights,
+        cached=seen * token,
     )
     result = decode_attention.meta(*given)
     assert result.is_meta
