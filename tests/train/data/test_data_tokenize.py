@@ -199,7 +199,7 @@ def test_corrected_data_replaces_a_plan_without_shards(folder: Path, tmp_path: P
     jsonl(file, [{"text": "three"}])
     assert tokenize([file], folder, tmp_path / "out").shards[0].documents == 1
     jsonl(file, [{"text": "four and more"}])
-    with pytest.raises(ValueError, match="made with other files and ranges; choose another folder, or remove it"):
+    with pytest.raises(ValueError, match="made with other files and pieces; choose another folder, or remove it"):
         tokenize([file], folder, tmp_path / "out")
 
 
