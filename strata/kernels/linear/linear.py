@@ -43,13 +43,11 @@ def _tuned(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     return skinny_tiles.tuned_tile(linear.name, x, weight) is not None
 
 
-def _tuned_kernels(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
-    tile = skinny_tiles.tuned_tile(linear.name, x, weight)
-    assert tile is not None
-    return (skinny.kernel_of(tile),)
+def _kernels(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
+    return skinny.kernels_of(skinny_tiles.tuned_tile(linear.name, x, weight))
 
 
-@linear.implement(skinny_tiles.IMPLEMENTATION, "cuda", supports=_tuned, kernels=_tuned_kernels)
+@linear.implement(skinny_tiles.IMPLEMENTATION, "cuda", supports=_tuned, kernels=_kernels)
 def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     tile = skinny_tiles.tuned_tile(linear.name, x, weight)
     assert tile is not None

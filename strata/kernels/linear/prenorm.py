@@ -17,7 +17,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.fused import Run, fused
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.skinny import SkinnyProduct, kernel_of, multiply
+from strata.kernels.linear.skinny import SkinnyProduct, kernels_of, multiply
 from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, any_tile
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON
@@ -135,18 +135,12 @@ def _scales_skinny(
     return result.view(*weighted.shape[:-1], result.shape[-1])
 
 
-def _kernels(operation: str, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
-    tile = any_tile(operation, x, weight)
-    assert tile is not None
-    return (kernel_of(tile),)
-
-
 def _add_kernels(x: Tensor, weight: Tensor, *_: Any) -> tuple[Any, ...]:
-    return _kernels(linear_add.name, x, weight)
+    return kernels_of(any_tile(linear_add.name, x, weight))
 
 
-def _scale_kernels(operation: str, weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, *_: Any) -> Any:
-    return _kernels(operation, weighted, weight)
+def _scale_kernels(operation: str, weighted: Tensor, _: Any, eps: float, weight: Tensor, __: Any) -> tuple[Any, ...]:
+    return kernels_of(any_tile(operation, weighted, weight))
 
 
 if HAS_TRITON:

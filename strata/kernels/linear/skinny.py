@@ -123,9 +123,10 @@ def multiply(product: SkinnyProduct, tile: SkinnyTile) -> tuple[Tensor, ...]:
     return launch(product, tile).run()
 
 
-def kernel_of(tile: SkinnyTile) -> Any:
-    """The kernel that multiplies with a tile."""
-    return gemv_kernel if tile.kernel == "gemv" else dot_kernel
+def kernels_of(tile: SkinnyTile | None) -> tuple[Any, ...]:
+    """What multiplies with the tile that was found."""
+    assert tile is not None
+    return (gemv_kernel if tile.kernel == "gemv" else dot_kernel,)
 
 
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: SkinnyTile) -> Tensor:
