@@ -14,7 +14,7 @@ import strata
 from strata.cli.ending import ending
 from strata.cli.help import Command
 
-_HOMES = {
+_MODULES = {
     "serve": "strata.cli.serve:command",
     "run-batch": "strata.cli.run_batch:run",
     "generate": "strata.cli.generate:generate",
@@ -26,11 +26,11 @@ _HOMES = {
 }
 
 
-class _Homes(Mapping[str, Any]):
+class _LazyCommands(Mapping[str, Any]):
     """Imports a sub-command when it is asked for: a server has no use for what trains, and torch takes its time."""
 
     def __getitem__(self, name: str) -> Any:
-        module, member = _HOMES[name].split(":")
+        module, member = _MODULES[name].split(":")
         found = getattr(import_module(module), member)
         if not isinstance(found, typer.Typer):
             function, found = found, typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -40,16 +40,16 @@ class _Homes(Mapping[str, Any]):
         return command
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_HOMES)
+        return iter(_MODULES)
 
     def __len__(self) -> int:
-        return len(_HOMES)
+        return len(_MODULES)
 
 
 class _Commands(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands: Any = _Homes()
+        self.commands: Any = _LazyCommands()
 
 
 app = typer.Typer(

@@ -14,9 +14,9 @@ from strata.comm.launch import World
 from strata.parallel.data_parallel import all_ranks
 from strata.train.checkpoints.checkpointer import Checkpointer
 from strata.train.config import TrainConfig
-from strata.train.data.ahead import ahead
 from strata.train.data.loader import Loader, Step
 from strata.train.data.mixture import Mixture
+from strata.train.data.prefetch import prefetch
 from strata.train.faults.guard import Kind, LossGuard, Verdict
 from strata.train.faults.hang import HangWatch
 from strata.train.faults.stragglers import ComputeClock
@@ -160,7 +160,7 @@ class Trainer:
         run = self.config.run
         self._meter.restart(self.position.tokens)
         last = self._guard.data_step(run.steps)
-        with ahead(self.loader, self.position.place, last - self.position.data_step) as steps:
+        with prefetch(self.loader, self.position.place, last - self.position.data_step) as steps:
             while self.position.step < run.steps:
                 with self._traced(self.position.step + 1):
                     self._one_step(self._next(steps))

@@ -29,30 +29,30 @@ class ResponseStore:
     def __init__(self, most: int = MAX_RESPONSES, most_bytes: int = MAX_BYTES) -> None:
         self._most = most
         self._most_bytes = most_bytes
-        self._shelves: dict[str, _Shelf] = {}
+        self._by_caller: dict[str, _CallerResponses] = {}
 
     def put(self, caller: str, id: str, response: StoredResponse) -> bool:
         """Keep a response; False if it is larger than all that is kept for a caller."""
         encoded = msgspec.json.encode((response.body, response.messages))
         if len(encoded) > self._most_bytes:
             return False
-        shelf = self._shelves.setdefault(caller, _Shelf())
-        shelf.put(id, encoded)
-        while len(shelf) > self._most or shelf.bytes > self._most_bytes:
-            shelf.drop_oldest()
+        own = self._by_caller.setdefault(caller, _CallerResponses())
+        own.put(id, encoded)
+        while len(own) > self._most or own.bytes > self._most_bytes:
+            own.drop_oldest()
         return True
 
     def get(self, caller: str, id: str) -> StoredResponse | None:
         """A response of this caller, which is used by this; None if it has none of that id."""
-        encoded = self._shelves[caller].get(id) if caller in self._shelves else None
+        encoded = self._by_caller[caller].get(id) if caller in self._by_caller else None
         return None if encoded is None else StoredResponse(*msgspec.json.decode(encoded))
 
     def delete(self, caller: str, id: str) -> bool:
         """Whether there was such a response of this caller."""
-        return caller in self._shelves and self._shelves[caller].delete(id)
+        return caller in self._by_caller and self._by_caller[caller].delete(id)
 
 
-class _Shelf:
+class _CallerResponses:
     """Encoded responses, the least recently used first."""
 
     def __init__(self) -> None:

@@ -61,7 +61,7 @@ class DirectRoutes:
         body, state = await request.body(), request.scope["state"]
         if len(body) <= _SHORT:
             return route.read(request, body)
-        async with self._share.turn(state["caller"].name):
+        async with self._share.time_slice(state["caller"].name):
             return route.read(request, body)
 
 

@@ -74,12 +74,14 @@ def _writes(sharding: TensorSharding, axes: Mapping[str, GradientAxes]) -> dict[
     """
     found: dict[str, bool] = {}
     loads: dict[tuple[Axis, ...], list[int]] = {}
-    for name, way in axes.items():
-        load = loads.setdefault(way.replicated, [0] * math.prod(axis.size for axis in way.replicated))
+    for name, gradient_axes in axes.items():
+        load = loads.setdefault(
+            gradient_axes.replicated, [0] * math.prod(axis.size for axis in gradient_axes.replicated)
+        )
         chosen = load.index(min(load))
         load[chosen] += math.prod(sharding.shapes[name])
         own = 0
-        for axis in way.replicated:
+        for axis in gradient_axes.replicated:
             own = own * axis.size + axis.index
         found[name] = own == chosen
     return found

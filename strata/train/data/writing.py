@@ -95,7 +95,7 @@ def in_process(call: Callable[[], Result]) -> Result:
 def _processes(count: int) -> Iterator[ProcessPoolExecutor]:
     """Processes that end with the block, also when they have work left: shards take long, and are written again."""
     others = set(active_children())
-    pool = ProcessPoolExecutor(count, get_context("spawn"), _be_one_of_many)
+    pool = ProcessPoolExecutor(count, get_context("spawn"), _init_worker)
     try:
         yield pool
     except BrokenProcessPool:
@@ -119,7 +119,7 @@ def _children_not_interrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _be_one_of_many() -> None:
+def _init_worker() -> None:
     """One thread a process, for the processes share the host already; and none outlives the one that started it."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     Thread(target=_end_with_parent, daemon=True).start()

@@ -14,7 +14,7 @@ def test_a_caller_rests_longer_than_it_works_and_others_do_not_wait_for_it() -> 
         done: list[str] = []
 
         async def work(caller: str) -> None:
-            async with share.turn(caller):
+            async with share.time_slice(caller):
                 time.sleep(0.02)
                 done.append(caller)
 
@@ -34,11 +34,11 @@ def test_work_that_fails_or_is_cancelled_keeps_nobody_waiting() -> None:
         share = LoopShare()
         for error in (ValueError, asyncio.CancelledError):
             try:
-                async with share.turn("a"):
+                async with share.time_slice("a"):
                     raise error
             except (ValueError, asyncio.CancelledError):
                 pass
-        async with asyncio.timeout(10), share.turn("a"):
+        async with asyncio.timeout(10), share.time_slice("a"):
             pass
 
     asyncio.run(scenario())

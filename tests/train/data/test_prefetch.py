@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from strata.train.data.ahead import ahead
 from strata.train.data.loader import DataPosition, Loader, Step
+from strata.train.data.prefetch import prefetch
 
 
 class Counted(Loader):
@@ -38,14 +38,14 @@ def settled(loader: Counted) -> int:
 
 
 def test_all_steps_in_order() -> None:
-    with ahead(Counted(), DataPosition(7), 20) as steps:
+    with prefetch(Counted(), DataPosition(7), 20) as steps:
         assert [step.next.window for step in steps] == list(range(8, 28))
     assert not threads()
 
 
 def test_it_runs_as_far_ahead_as_asked_and_no_further() -> None:
     loader = Counted()
-    with ahead(loader, DataPosition(), 100, most=3) as steps:
+    with prefetch(loader, DataPosition(), 100, most=3) as steps:
         assert settled(loader) == 3
         next(steps)
         next(steps)
@@ -54,7 +54,7 @@ def test_it_runs_as_far_ahead_as_asked_and_no_further() -> None:
 
 
 def test_an_error_comes_where_its_step_would() -> None:
-    with ahead(Counted(bad=2), DataPosition(), 9) as steps:
+    with prefetch(Counted(bad=2), DataPosition(), 9) as steps:
         assert [next(steps).next.window for _ in range(2)] == [1, 2]
         with pytest.raises(OSError, match="the disk is gone"):
             next(steps)
@@ -62,9 +62,9 @@ def test_an_error_comes_where_its_step_would() -> None:
 
 
 def test_leaving_early_ends_the_thread() -> None:
-    with ahead(Counted(), DataPosition(), 9) as steps:
+    with prefetch(Counted(), DataPosition(), 9) as steps:
         next(steps)
     assert not threads()
-    with ahead(Counted(), DataPosition(), 0) as steps:
+    with prefetch(Counted(), DataPosition(), 0) as steps:
         assert list(steps) == []
     assert not threads()

@@ -11,7 +11,7 @@ from strata.train.data.loader import DataPosition, Loader, Step
 
 
 @contextmanager
-def ahead(loader: Loader, place: DataPosition, steps: int, most: int = 4) -> Iterator[Iterator[Step]]:
+def prefetch(loader: Loader, place: DataPosition, steps: int, most: int = 4) -> Iterator[Iterator[Step]]:
     """The `steps` steps from `place` on, up to `most` of them prepared before they are asked for.
 
     An error of the loader is raised where its step is asked for. On leaving, whether all steps were taken or not, the
