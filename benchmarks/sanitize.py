@@ -142,7 +142,7 @@ def _rowwise(rows: int, width: int) -> Iterator[Call]:
 def _heads(head_dim: int) -> Iterator[Call]:
     tokens = 7
     pages = full_pages(KV_HEADS, head_dim, (tokens,))
-    pages.slots[2] = -1  # a token that is written nowhere
+    pages.slot_mapping[2] = -1  # a token that is written nowhere
     product = randn(tokens, (HEADS + 2 * KV_HEADS) * head_dim)
     q, k, v = product.unflatten(-1, (-1, head_dim)).split_with_sizes((HEADS, KV_HEADS, KV_HEADS), -2)
     cos_sin = angles(tokens, head_dim)

@@ -45,7 +45,7 @@ def test_the_worked_step_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert made.pages is not None
         pages = made.pages
         used = -(-int(pages.lengths[0]) // 4)
-        tensors = (pages.tables[0, :used], made.tokens, made.positions, made.offsets, pages.slots, pages.lengths)
+        tensors = (pages.tables[0, :used], made.tokens, made.positions, made.offsets, pages.slot_mapping, pages.lengths)
         batches.append([tensor.tolist() for tensor in tensors])  # at once: the buffer is filled again
         return made
 

@@ -93,7 +93,7 @@ class MetaModel:
         model = graphs.logits if recorded is None else recorded
         inputs = graphs.decode_inputs if recorded else graphs.mixed_inputs if decodes else graphs.prompt_inputs
         tables = StepInputs(
-            batch.pages.tables, rows, batch.positions, batch.pages.slots, batch.pages.page_size,
+            batch.pages.tables, rows, batch.positions, batch.pages.slot_mapping, batch.pages.page_size,
             batch.tokens, batch.tokens, rows,
         )  # fmt: skip
         floats = rows.new_empty(rows.shape, dtype=torch.float32)

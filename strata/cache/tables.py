@@ -36,7 +36,7 @@ class BufferShape:
             "tokens": self.tokens,
             "sources": self.tokens,
             "positions": self.tokens,
-            "slots": self.tokens,
+            "slot_mapping": self.tokens,
             "offsets": self.sequences + 1,
             "starts": self.sequences,
             "lengths": self.sequences,
@@ -60,7 +60,7 @@ class StepBuffer:
 
     tokens: [tokens] ids known to the host.
     sources: [tokens] slot whose newest id, which only the device knows, stands in for the token; -1 for none.
-    positions, slots, offsets, lengths: see `Batch` and `PagedKV`.
+    positions, slot_mapping, offsets, lengths: see `Batch` and `PagedKV`.
     table_rows: [sequences] which rows of the block tables are theirs.
     starts: see `BatchParts`; only `divide` fills it.
     rows: [draws] row of the hidden states that is sampled.
@@ -107,7 +107,7 @@ class StepBuffer:
             position = np.arange(tokens, dtype=np.int32) - (offsets[:sequences] - starts)[owner]
         host["positions"][:tokens] = position
         page, offset = np.divmod(position, page_size)
-        host["slots"][:tokens] = tables.rows[slots[owner], page] * page_size + offset
+        host["slot_mapping"][:tokens] = tables.rows[slots[owner], page] * page_size + offset
         self._padded = tokens < self.shape.tokens
         if self._padded:
             host["table_rows"][sequences:] = tables.padding
@@ -119,7 +119,7 @@ class StepBuffer:
         host["lengths"][sequences:] = 0
         for name in ("positions", "tokens"):
             host[name][tokens:] = 0
-        for name in ("slots", "sources"):
+        for name in ("slot_mapping", "sources"):
             host[name][tokens:] = -1
 
     def divide(self, cached: Sequence[int], new: Sequence[int], reach: int) -> BatchParts:
@@ -157,8 +157,8 @@ class StepBuffer:
         """
         t = self.tensors
         on_cpu = tokens.device.type == "cpu"
-        index = t["slots"].long() if on_cpu and not self._padded else None
-        pages = PagedKV(pool.keys, pool.values, tables, t["lengths"], t["slots"], index=index, parts=parts)
+        index = t["slot_mapping"].long() if on_cpu and not self._padded else None
+        pages = PagedKV(pool.keys, pool.values, tables, t["lengths"], t["slot_mapping"], index=index, parts=parts)
         if on_cpu:
             pages = planned(pages, t["offsets"], windows)
         return Batch(tokens, t["positions"], t["offsets"], longest, pages)

@@ -19,9 +19,9 @@ from strata.graph.cudagraph import CudaGraphs, non_owning_view
 
 def step_inputs(buffer: StepBuffer, tables: Tensor, page_size: int, newest: Tensor) -> StepInputs:
     """What a step's buffer holds, beside the block tables and the newest id of each slot."""
-    names = ("table_rows", "positions", "slots", "tokens", "sources")
-    rows, positions, slots, tokens, sources = (buffer.tensors[name] for name in names)
-    return StepInputs(tables, rows, positions, slots, page_size, tokens, sources, newest)
+    names = ("table_rows", "positions", "slot_mapping", "tokens", "sources")
+    rows, positions, slot_mapping, tokens, sources = (buffer.tensors[name] for name in names)
+    return StepInputs(tables, rows, positions, slot_mapping, page_size, tokens, sources, newest)
 
 
 def draw_inputs(buffer: StepBuffer, draws: int) -> DrawInputs:

@@ -67,7 +67,7 @@ class StepInputs(NamedTuple):
     tables: Tensor
     rows: Tensor
     positions: Tensor
-    slots: Tensor
+    slot_mapping: Tensor
     page_size: int
     tokens: Tensor
     sources: Tensor
@@ -93,7 +93,7 @@ class _Inputs(nn.Module):
     def forward(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         tokens = newest_tokens(step.tokens, step.sources, step.newest) if self._missing else step.tokens
         if self._recorded:
-            return tokens, gather_tables(step.tables, step.rows, step.positions, step.slots, step.page_size)
+            return tokens, gather_tables(step.tables, step.rows, step.positions, step.slot_mapping, step.page_size)
         return tokens, torch.index_select(step.tables, 0, step.rows)
 
 

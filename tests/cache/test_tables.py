@@ -38,7 +38,7 @@ def test_places_follow_from_slots_starts_and_counts() -> None:
     assert host["positions"].tolist() == [6, 7, 0, 1, 2, 3, 4]
     assert held.on_device[made.tensors["table_rows"], :3].tolist() == [[7, 9, 1], [5, 2, 0]]
     # Position 6 of the first sequence lies in its page 1, which is page 9 of the pool, at offset 2.
-    assert host["slots"].tolist() == [9 * PAGE + 2, 9 * PAGE + 3, 20, 21, 22, 23, 2 * PAGE]
+    assert host["slot_mapping"].tolist() == [9 * PAGE + 2, 9 * PAGE + 3, 20, 21, 22, 23, 2 * PAGE]
 
 
 def test_parts_of_a_step_have_their_starts_in_the_buffer() -> None:
@@ -56,7 +56,7 @@ def test_what_a_bucket_holds_beyond_the_batch_is_padding() -> None:
     host = made.host
     assert host["offsets"].tolist() == [0, 1, 2, 3, 4]
     assert host["lengths"].tolist() == [4, 0, 0, 0]
-    assert host["slots"].tolist() == [5 * PAGE + 3, -1, -1, -1]
+    assert host["slot_mapping"].tolist() == [5 * PAGE + 3, -1, -1, -1]
     assert held.on_device[made.tensors["table_rows"], :2].tolist() == [[5, 2], [0, 0], [0, 0], [0, 0]]
     assert host["sources"][1:].tolist() == [-1] * 3
 

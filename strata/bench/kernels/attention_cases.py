@@ -76,7 +76,7 @@ def _offsets(batch: int) -> Tensor:
 def _decode_pages(config: ModelConfig, batch: int, context: int) -> PagedKV:
     """The newest token of each sequence has the last place of its last page."""
     pages = full_pages(config.num_kv_heads, config.head_dim, (context,) * batch)
-    return replace(pages, slots=pages.tables[:, -1] * pages.page_size + pages.page_size - 1)
+    return replace(pages, slot_mapping=pages.tables[:, -1] * pages.page_size + pages.page_size - 1)
 
 
 def _prefill(config: ModelConfig, cached: int, new: int) -> Case:
@@ -87,7 +87,7 @@ def _prefill(config: ModelConfig, cached: int, new: int) -> Case:
         offsets = torch.tensor([0, new], dtype=torch.int32)
         pages = full_pages(kv_heads, dim, (cached + new,))
         parts = divide((cached,), (new,), library_reach(q.dtype, dim, (), cached + new))
-        pages = replace(pages, slots=pages.slots[cached:], parts=parts)
+        pages = replace(pages, slot_mapping=pages.slot_mapping[cached:], parts=parts)
         return q, *kv_write(k, v, pages, 0), Sequences(offsets, new, pages), AttentionSpec(0, dim**-0.5)
 
     past = f" after {cached}" if cached else ""

@@ -73,7 +73,7 @@ def decode(
         scales,
         split_counters(product.device),
         pages.lengths,
-        pages.slots,
+        pages.slot_mapping,
         tables,
         todo.cos,
         todo.sin,

@@ -14,27 +14,27 @@ from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 
 
 def _cost(
-    tables: Tensor, rows: Tensor, positions: Tensor, slots: Tensor, page_size: int, *, workload: Workload
+    tables: Tensor, rows: Tensor, positions: Tensor, slot_mapping: Tensor, page_size: int, *, workload: Workload
 ) -> Cost:
     pages = sum(-(-total // page_size) for total in workload.total)
     return Cost(read=3 * rows.nbytes + 4 * pages, written=4 * pages)
 
 
-def _meta(tables: Tensor, rows: Tensor, positions: Tensor, slots: Tensor, page_size: int) -> Tensor:
+def _meta(tables: Tensor, rows: Tensor, positions: Tensor, slot_mapping: Tensor, page_size: int) -> Tensor:
     return tables.new_empty((len(rows), tables.shape[1]), device="meta")
 
 
 @operation(_cost, meta=_meta, mutates=("tables",))
-def gather_tables(tables: Tensor, rows: Tensor, positions: Tensor, slots: Tensor, page_size: int) -> Tensor:
+def gather_tables(tables: Tensor, rows: Tensor, positions: Tensor, slot_mapping: Tensor, page_size: int) -> Tensor:
     """The tables of sequences that run one token each: [sequences, most_pages] int32, right up to the token's page.
 
     tables: [slots + 1, most_pages] int32 of all sequences, in which the page of each new token is entered; rows:
-    [sequences] int32, whose they are. positions, slots: [sequences] int32 of the new tokens as in `Batch` and
+    [sequences] int32, whose they are. positions, slot_mapping: [sequences] int32 of the new tokens as in `Batch` and
     `PagedKV`: their pages follow from both, so that nothing else has to tell the device of them. Slot -1 enters
     nothing.
     """
-    held = slots >= 0
-    tables[rows[held].long(), (positions[held] // page_size).long()] = slots[held] // page_size
+    held = slot_mapping >= 0
+    tables[rows[held].long(), (positions[held] // page_size).long()] = slot_mapping[held] // page_size
     return tables.index_select(0, rows)
 
 
@@ -44,9 +44,9 @@ _BLOCK = 1024
 
 
 # The inputs of a step are views of one buffer, at any address.
-@partial(jit, unspecialized=("rows", "positions", "slots", "most_pages"))
+@partial(jit, unspecialized=("rows", "positions", "slot_mapping", "most_pages"))
 def gather_tables_kernel(
-    tables, rows, positions, slots, result, most_pages, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr
+    tables, rows, positions, slot_mapping, result, most_pages, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Programs [sequences, most_pages / BLOCK]; those past the page of the new token have nothing to do."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -54,7 +54,7 @@ def gather_tables_kernel(
     first = tl.program_id(1) * BLOCK
     if first > last:
         return
-    slot = tl.load(slots + sequence)
+    slot = tl.load(slot_mapping + sequence)
     table = tables + tl.load(rows + sequence).to(tl.int64) * most_pages
     column = first + tl.arange(0, BLOCK)
     new = (column == last) & (slot >= 0)
@@ -64,13 +64,13 @@ def gather_tables_kernel(
     tl.store(result + sequence * most_pages + column, page, mask=(column <= last) & (column < most_pages))
 
 
-def _triton(tables: Tensor, rows: Tensor, positions: Tensor, slots: Tensor, page_size: int) -> Tensor:
+def _triton(tables: Tensor, rows: Tensor, positions: Tensor, slot_mapping: Tensor, page_size: int) -> Tensor:
     sequences, most_pages = len(rows), tables.shape[1]
     result = torch.empty((sequences, most_pages), dtype=tables.dtype, device=tables.device)
     if sequences:
         grid = (sequences, triton.cdiv(most_pages, _BLOCK))
         gather_tables_kernel[grid](
-            tables, rows, positions, slots, result, most_pages, PAGE_SIZE=page_size, BLOCK=_BLOCK
+            tables, rows, positions, slot_mapping, result, most_pages, PAGE_SIZE=page_size, BLOCK=_BLOCK
         )
     return result
 
@@ -80,7 +80,7 @@ if HAS_TRITON:
 
 
 def compile_cases() -> list[CompileCase]:
-    signature = {"tables": "*i32:16", "rows": "*i32", "positions": "*i32", "slots": "*i32", "result": "*i32:16"}
+    signature = {"tables": "*i32:16", "rows": "*i32", "positions": "*i32", "slot_mapping": "*i32", "result": "*i32:16"}
     signature["most_pages"] = "i32"
     constants = {"PAGE_SIZE": 16, "BLOCK": _BLOCK}
     return [CompileCase("gather tables", gather_tables_kernel, signature, constants, 4, 2)]

@@ -16,7 +16,7 @@ from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 def _cost(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int, *, workload: Workload) -> Cost:
     if pages is None:
         return Cost()
-    return Cost(read=k.nbytes + v.nbytes + pages.slots.nbytes, written=k.nbytes + v.nbytes)
+    return Cost(read=k.nbytes + v.nbytes + pages.slot_mapping.nbytes, written=k.nbytes + v.nbytes)
 
 
 def _meta(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tensor, Tensor]:
@@ -25,14 +25,14 @@ def _meta(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tens
 
 @operation(_cost, meta=_meta, mutates=("pages",))
 def kv_write(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tensor, Tensor]:
-    """Write k and v [tokens, kv_heads, head_dim] into the pools of a layer at `pages.slots`; slot -1 writes nothing.
+    """Write k and v [tokens, kv_heads, head_dim] into the pools of a layer at `pages.slot_mapping`; -1 writes nothing.
 
     Returns k and v themselves. Without pages nothing is written.
     """
     if pages is None:
         return k, v
-    kept = pages.slots >= 0
-    slots = pages.slots[kept].long()
+    kept = pages.slot_mapping >= 0
+    slots = pages.slot_mapping[kept].long()
     for new, pool in ((k, pages.keys[layer]), (v, pages.values[layer])):
         pool.flatten(0, 1)[slots] = new[kept].to(pool.dtype)
     return k, v
@@ -44,9 +44,9 @@ def _index_copy(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tupl
         return k, v
     index = pages.index
     if index is None:
-        if bool((pages.slots < 0).any()):
+        if bool((pages.slot_mapping < 0).any()):
             return kv_write.reference(k, v, pages, layer)  # type: ignore[no-any-return]
-        index = pages.slots.long()
+        index = pages.slot_mapping.long()
     pages.keys[layer].flatten(0, 1).index_copy_(0, index, k)
     pages.values[layer].flatten(0, 1).index_copy_(0, index, v)
     return k, v
@@ -107,7 +107,7 @@ def _triton(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Te
             v,
             pages.keys[layer],
             pages.values[layer],
-            pages.slots,
+            pages.slot_mapping,
             tokens,
             k.stride(0),
             k.stride(1),

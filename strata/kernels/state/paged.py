@@ -19,10 +19,10 @@ class PagedKV:
     tables: [sequences, most_pages] int32, the pages of each sequence in order; entries past its length are unspecified
         but valid page numbers.
     lengths: [sequences] int32, tokens of each sequence once this batch's have been written. 0 marks a padding row.
-    slots: [tokens] int32, page * page_size + offset where each token's key and value go; -1 writes nothing.
+    slot_mapping: [tokens] int32, page * page_size + offset where each token's key and value go; -1 writes nothing.
     plan: what attention on a CPU needs to know of this step in every layer (`attention_cpu.planned` makes it); None:
         each layer works it out from the tensors above.
-    index: [tokens] int64, the slots again, if none of them is -1: a CPU writes by it. None: each layer looks.
+    index: [tokens] int64, the slot mapping again, if none of it is -1: a CPU writes by it. None: each layer looks.
     parts: for CUDA, which kernel attends for which rows of a step with prompts; None: attention treats all alike.
     """
 
@@ -30,7 +30,7 @@ class PagedKV:
     values: tuple[Tensor, ...]
     tables: Tensor
     lengths: Tensor
-    slots: Tensor
+    slot_mapping: Tensor
     plan: AttentionPlan | None = None
     index: Tensor | None = None
     parts: BatchParts | None = None
@@ -40,9 +40,9 @@ class PagedKV:
         return self.keys[0].shape[1]
 
     def sequences(self, first: int, last: int) -> PagedKV:
-        """What attention needs of sequences [first, last); the slots are left as they are."""
+        """What attention needs of sequences [first, last); the slot mapping is left as it is."""
         tables, lengths = self.tables[first:last], self.lengths[first:last]
-        return PagedKV(self.keys, self.values, tables, lengths, self.slots)
+        return PagedKV(self.keys, self.values, tables, lengths, self.slot_mapping)
 
 
 pytree.register_dataclass(PagedKV)

@@ -205,7 +205,7 @@ def _triton(
             rotated,
             product if pages is None else pages.keys[spec.layer],
             product if pages is None else pages.values[spec.layer],
-            product if pages is None else pages.slots,
+            product if pages is None else pages.slot_mapping,
             heads,
             kv_heads,
             head_dim,

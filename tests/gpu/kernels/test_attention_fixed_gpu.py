@@ -123,7 +123,7 @@ def test_padding_rows_are_zero():
     q, k, v, (_, _, pages) = case.batch([1, 1], width=64)
     nothing = torch.zeros(3, dtype=torch.int32, device="cuda")
     tables = torch.cat([pages.tables, nothing[:, None].expand(-1, 64)])
-    padded = PagedKV(pages.keys, pages.values, tables, torch.cat([pages.lengths, nothing]), pages.slots)
+    padded = PagedKV(pages.keys, pages.values, tables, torch.cat([pages.lengths, nothing]), pages.slot_mapping)
     q, k, v = (torch.cat([x, x, x[:1]]) for x in (q, k, v))
     out = attend((q, k, v, Sequences(cumulative([1] * 5), 1, padded)), case.spec())
     assert_same(out[:2], decoded(case, [700, 3], None), "beside padding")

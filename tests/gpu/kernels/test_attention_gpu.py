@@ -139,7 +139,7 @@ def test_padding_rows_are_finite_and_harmless(deterministic):
     q, k, v, (_, _, pages) = case.batch([1, 1])
     tables = torch.cat([pages.tables, torch.zeros(3, pages.tables.shape[1], dtype=torch.int32, device="cuda")])
     lengths = torch.cat([pages.lengths, torch.zeros(3, dtype=torch.int32, device="cuda")])
-    padded = PagedKV(pages.keys, pages.values, tables, lengths, pages.slots)
+    padded = PagedKV(pages.keys, pages.values, tables, lengths, pages.slot_mapping)
     q, k, v = (torch.cat([x, x, x[:1]]) for x in (q, k, v))
     run = attention.bind("cuda", deterministic=deterministic)
     out = run(q, k, v, Sequences(cumulative([1] * 5), 1, padded), case.spec())

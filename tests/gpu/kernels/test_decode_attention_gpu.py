@@ -100,7 +100,7 @@ class Step:
     def wanted(self) -> tuple[Tensor, PagedKV]:
         """In float64 from the queries and the pages that `qk_rope_kv_write` leaves; NaN for padding rows."""
         keys, values = (tuple(pool.clone() for pool in pools) for pools in (self.pages.keys, self.pages.values))
-        pages = PagedKV(keys, values, self.pages.tables, self.pages.lengths, self.pages.slots)
+        pages = PagedKV(keys, values, self.pages.tables, self.pages.lengths, self.pages.slot_mapping)
         queries = qk_rope_kv_write.bind("cuda", deterministic=True)(*self.finishing(pages))[0].double()
         out = torch.full_like(queries, torch.nan)
         for row, length in enumerate(pages.lengths.tolist()):
@@ -206,7 +206,7 @@ def test_launches_that_overlap_in_a_cuda_graph(batch):
         pages.lengths.copy_(starts + by)
         position = (pages.lengths - 1).long()
         page = pages.tables.gather(1, (position // pages.page_size)[:, None])[:, 0]
-        pages.slots.copy_(page * pages.page_size + position % pages.page_size)
+        pages.slot_mapping.copy_(page * pages.page_size + position % pages.page_size)
 
     def forward(pages: PagedKV, wait: bool) -> Tensor:
         products = [step.product * 1, step.product * 0.5]

@@ -48,7 +48,7 @@ def twin(given: tuple[object, ...], pages: PagedKV, scale: float, window: int | 
     """Sequence after sequence and head after head, in float64 once the new keys are rounded; writes into the pages."""
     product, q_weight, k_weight, cos, sin, _, (_, heads, kv_heads, eps) = given
     dim, results = cos.shape[-1], []
-    for row, (length, slot) in enumerate(zip(pages.lengths.tolist(), pages.slots.tolist(), strict=True)):
+    for row, (length, slot) in enumerate(zip(pages.lengths.tolist(), pages.slot_mapping.tolist(), strict=True)):
         if not length:
             results.append(None)
             continue
@@ -81,7 +81,7 @@ def twin(given: tuple[object, ...], pages: PagedKV, scale: float, window: int | 
 
 def copied(pages: PagedKV) -> PagedKV:
     keys, values = (tuple(pool.clone() for pool in pools) for pools in (pages.keys, pages.values))
-    return PagedKV(keys, values, pages.tables, pages.lengths, pages.slots)
+    return PagedKV(keys, values, pages.tables, pages.lengths, pages.slot_mapping)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
