@@ -257,10 +257,5 @@ class Trainer:
 
     def _open_log(self) -> Logs:
         return open_logs(
-            self.folder,
-            self.config.log,
-            self.position.step,
-            asdict(self.config),
-            rank=self.world.rank,
-            warn=self.warn,
+            self.folder, self.config.log, self.position.step, asdict(self.config), rank=self.world.rank, warn=self.warn
         )

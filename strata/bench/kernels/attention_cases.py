@@ -42,11 +42,7 @@ def _decode(config: ModelConfig, batch: int, context: int) -> Case:
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
 
     def make() -> tuple[Any, ...]:
-        q, k, v = (
-            randn(batch, heads, dim),
-            randn(batch, kv_heads, dim),
-            randn(batch, kv_heads, dim),
-        )
+        q, k, v = (randn(batch, heads, dim), randn(batch, kv_heads, dim), randn(batch, kv_heads, dim))
         pages = _decode_pages(config, batch, context)
         return q, *kv_write(k, v, pages, 0), Sequences(_offsets(batch), 1, pages), AttentionSpec(0, dim**-0.5)
 

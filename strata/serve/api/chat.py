@@ -50,24 +50,24 @@ class _ParsedRequest:
 
 
 async def _answer(body: ChatRequest, request: Request) -> Response:
-    parsed_request = await _parse(body, request)
-    reply = ChatReply(parsed_request.parsers, server_of(request).tokenizer)
-    async with parsed_request.generation as generation:
+    parsed = await _parse(body, request)
+    reply = ChatReply(parsed.parsers, server_of(request).tokenizer)
+    async with parsed.generation as generation:
         async for deltas in generation:
             reply.take(deltas)
-    return json_response(reply.completion(parsed_request.head, usage_of([generation]), parsed_request.prompt_ids))
+    return json_response(reply.completion(parsed.head, usage_of([generation]), parsed.prompt_ids))
 
 
 async def _stream(body: ChatRequest, request: Request) -> AsyncGenerator[bytes, None]:
-    parsed_request = await _parse(body, request)
-    async with parsed_request.generation as generation:
+    parsed = await _parse(body, request)
+    async with parsed.generation as generation:
         stream = ChatStream(
-            parsed_request.head,
-            parsed_request.parsers,
+            parsed.head,
+            parsed.parsers,
             server_of(request).tokenizer,
             with_usage=body.includes_usage,
             usage=(lambda: usage_of([generation])) if body.continuous_usage else None,
-            prompt_ids=parsed_request.prompt_ids,
+            prompt_ids=parsed.prompt_ids,
         )
         roles = stream.roles()
         async for deltas in generation:

@@ -39,41 +39,37 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 
 
 async def _answer(body: CompletionRequest, request: Request) -> Response:
-    parsed_request = await _parse(body, request)
-    deltas: list[list[ChoiceDelta]] = [[] for _ in parsed_request.choices]
-    async for batch in parsed_request.choice_deltas():
+    parsed = await _parse(body, request)
+    deltas: list[list[ChoiceDelta]] = [[] for _ in parsed.choices]
+    async for batch in parsed.choice_deltas():
         for index, delta in batch:
             deltas[index].append(delta)
     choices = []
     for index, own in enumerate(deltas):
-        prompt_ids = parsed_request.prompt_of(index).ids if body.return_token_ids else None
+        prompt_ids = parsed.prompt_of(index).ids if body.return_token_ids else None
         choices.append(written_choice(index, merged(own), with_ids=prompt_ids is not None, prompt_ids=prompt_ids))
         await asyncio.sleep(0)  # they may be long
-    return Response(
-        written_completion(parsed_request.head, choices, parsed_request.usage()), media_type="application/json"
-    )
+    return Response(written_completion(parsed.head, choices, parsed.usage()), media_type="application/json")
 
 
 async def _stream(body: CompletionRequest, request: Request) -> AsyncGenerator[bytes, None]:
-    parsed_request = await _parse(body, request)
+    parsed = await _parse(body, request)
     stream = CompletionStream(
-        parsed_request.head,
+        parsed.head,
         with_usage=body.includes_usage,
-        usage=parsed_request.usage if body.continuous_usage else None,
+        usage=parsed.usage if body.continuous_usage else None,
         with_ids=bool(body.return_token_ids),
     )
-    untold = set(range(len(parsed_request.choices))) if body.return_token_ids else set()
-    async with aclosing(parsed_request.choice_deltas()) as batches:
+    untold = set(range(len(parsed.choices))) if body.return_token_ids else set()
+    async with aclosing(parsed.choice_deltas()) as batches:
         async for batch in batches:
             chunks = []
             for index, delta in batch:
-                chunks.append(
-                    stream.chunk(index, delta, parsed_request.prompt_of(index).ids if index in untold else None)
-                )
+                chunks.append(stream.chunk(index, delta, parsed.prompt_of(index).ids if index in untold else None))
                 untold.discard(index)
             if any(chunks):
                 yield b"".join(chunks)
-    yield stream.usage(parsed_request.usage()) + DONE if body.includes_usage else DONE
+    yield stream.usage(parsed.usage()) + DONE if body.includes_usage else DONE
 
 
 @dataclass(frozen=True)

@@ -68,20 +68,20 @@ class _ParsedRequest:
 
 
 async def _answer(body: ResponsesRequest, request: Request) -> Response:
-    parsed_request = await _parse(body, request)
-    async with parsed_request.generation as generation:
+    parsed = await _parse(body, request)
+    async with parsed.generation as generation:
         async for deltas in generation:
             for delta in deltas:
-                parsed_request.response.take(delta)
-    _complete(parsed_request, request)
-    return _json(parsed_request.response.body)
+                parsed.response.take(delta)
+    _complete(parsed, request)
+    return _json(parsed.response.body)
 
 
 async def _stream(body: ResponsesRequest, request: Request) -> AsyncGenerator[bytes, None]:
-    parsed_request = await _parse(body, request)
-    response, writer = parsed_request.response, EventWriter()
+    parsed = await _parse(body, request)
+    response, writer = parsed.response, EventWriter()
     begun = False
-    async with parsed_request.generation as generation:
+    async with parsed.generation as generation:
         try:
             async for deltas in generation:
                 events = [] if begun else response.begin()
@@ -95,17 +95,17 @@ async def _stream(body: ResponsesRequest, request: Request) -> AsyncGenerator[by
                 raise
             yield writer.write(response.fail(error))
             return
-    _complete(parsed_request, request)
+    _complete(parsed, request)
     yield writer.write(response.end())
 
 
-def _complete(parsed_request: _ParsedRequest, request: Request) -> None:
+def _complete(parsed: _ParsedRequest, request: Request) -> None:
     """After the last delta: complete the object, and keep it if that was asked for."""
-    response = parsed_request.response
-    response.finish(parsed_request.generation)
-    if parsed_request.messages is None:
+    response = parsed.response
+    response.finish(parsed.generation)
+    if parsed.messages is None:
         return
-    messages = [*parsed_request.messages, assistant_message(collect(response.reply))]
+    messages = [*parsed.messages, assistant_message(collect(response.reply))]
     kept = StoredResponse(response.body, messages)
     response.body["store"] = server_of(request).responses.put(caller_of(request).name, response.body["id"], kept)
 
@@ -140,10 +140,7 @@ async def _parse(body: ResponsesRequest, request: Request) -> _ParsedRequest:
     reasoning = state.settings.reasoning and grammar is None  # a grammar leaves no room for it
     params = with_visible_tags(params, state.tokenizer, tools.tool_format, reasoning)
     parser = ReplyParser(
-        tools.tool_format,
-        reasoning,
-        in_reasoning=opens_reasoning(prompt.text),
-        parallel=tools.parallel,
+        tools.tool_format, reasoning, in_reasoning=opens_reasoning(prompt.text), parallel=tools.parallel
     )
     bad_words = await bad_words_of(state, admission, params)
     return _ParsedRequest(

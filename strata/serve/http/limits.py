@@ -70,11 +70,7 @@ class Limits:
     """
 
     def __init__(
-        self,
-        settings: ServeSettings,
-        max_sequences: int,
-        callers: int = 1,
-        clock: Callable[[], float] = time.monotonic,
+        self, settings: ServeSettings, max_sequences: int, callers: int = 1, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
         self._settings = settings

@@ -32,14 +32,11 @@ REJECTIONS: tuple[Rejection, ...] = (
 )  # fmt: skip
 
 _ENGINE_COUNTERS: dict[str, tuple[str, Callable[[Statistics], int]]] = {
-    "prefix_cache_queries": (
-        "Prompt tokens looked up in the prefix cache.",
-        lambda statistics: statistics.prefix_queries,
-    ),
-    "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda statistics: statistics.prefix_hits),
-    "num_preemptions": ("Sequences put back to wait for lack of KV pages.", lambda statistics: statistics.preemptions),
-    "corrupted_requests": ("Requests whose logits were no distribution.", lambda statistics: statistics.failed),
-    "engine_steps": ("Steps of the engine.", lambda statistics: statistics.steps),
+    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
+    "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda s: s.prefix_hits),
+    "num_preemptions": ("Sequences put back to wait for lack of KV pages.", lambda s: s.preemptions),
+    "corrupted_requests": ("Requests whose logits were no distribution.", lambda s: s.failed),
+    "engine_steps": ("Steps of the engine.", lambda s: s.steps),
 }
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")

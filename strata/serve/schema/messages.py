@@ -75,10 +75,7 @@ class ToolMessage(HistoryModel):
     name: str | None = None
 
 
-Message = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage,
-    Field(discriminator="role"),
-]
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
 def for_template(message: Message) -> dict[str, Any]:

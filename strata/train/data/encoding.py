@@ -93,10 +93,7 @@ def encode_completion(tokenizer: Tokenizer, prompt: str, completion: str) -> Doc
 
 
 def encode_chat(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    first: int = 0,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tokenizer: Tokenizer, messages: Sequence[Message], first: int = 0, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> list[Document]:
     """The documents of one conversation; assistant turns from messages[first] on, with what ends each, count in the
     loss.

@@ -62,10 +62,7 @@ class PackedBatch:
     def to(self, device: torch.device) -> tuple[Batch, Tensor, Tensor]:
         """The model's batch, rows [targets] and targets [targets] on `device`."""
         batch = Batch(
-            move(self.tokens, device),
-            move(self.positions, device),
-            move(self.offsets, device),
-            int(self.lengths.max()),
+            move(self.tokens, device), move(self.positions, device), move(self.offsets, device), int(self.lengths.max())
         )
         return batch, move(self.rows, device), move(self.targets, device)
 

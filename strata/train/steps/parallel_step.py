@@ -55,7 +55,7 @@ class ParallelStep:
         update. dtype: of the loss. before_update: is called right before masters and state change. records: whether
         steps that recur in shape are recorded, where they can be. phases: is called at the phases of a step.
         """
-        self._passes, self._gradients, self._optimizer, self._state_shards = (
+        self._passes, self._gradients, self._optimizer, self._shards = (
             passes,
             parallel.gradients,
             optimizer,
@@ -88,7 +88,7 @@ class ParallelStep:
         return StepResult(loss, norm, {"counted": counted, **self._balancing.metrics()})
 
     def state_shards(self) -> list[StateShard]:
-        return self._state_shards()
+        return self._shards()
 
     def restored(self, steps: int) -> None:
         self._optimizer.restored(steps)
