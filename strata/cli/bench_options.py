@@ -25,6 +25,5 @@ LoadFormat = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line instead of text.")]
 Save = Annotated[
-    Path | None,
-    typer.Option(help="Append the result to this JSON-lines file.", callback=writable, show_default=False),
+    Path | None, typer.Option(help="Append the result to this JSON-lines file.", callback=writable, show_default=False)
 ]

@@ -47,6 +47,5 @@ TopK = Annotated[
     typer.Option(help="Keep this many likeliest tokens; 0 keeps all.", show_default=False, rich_help_panel=SAMPLING),
 ]
 Seed = Annotated[
-    int | None,
-    typer.Option(help="The same seed draws the same tokens.", show_default=False, rich_help_panel=SAMPLING),
+    int | None, typer.Option(help="The same seed draws the same tokens.", show_default=False, rich_help_panel=SAMPLING)
 ]

@@ -61,8 +61,7 @@ def serve(
         typer.Option(help="Another name (Host) that a server on loopback goes by.", rich_help_panel=_HTTP),
     ] = None,
     allowed_origins: Annotated[
-        list[str] | None,
-        typer.Option(help="A site whose pages may use the server (CORS).", rich_help_panel=_HTTP),
+        list[str] | None, typer.Option(help="A site whose pages may use the server (CORS).", rich_help_panel=_HTTP)
     ] = None,
     api_workers: Annotated[int, typer.Option(min=1, help="Processes that serve HTTP.", rich_help_panel=_HTTP)] = 1,
     max_queue: Annotated[
@@ -96,8 +95,7 @@ def serve(
         ),
     ] = None,
     shutdown_timeout: Annotated[
-        float,
-        typer.Option(min=0, help="Seconds that requests get to finish after SIGTERM.", rich_help_panel=_LIMITS),
+        float, typer.Option(min=0, help="Seconds that requests get to finish after SIGTERM.", rich_help_panel=_LIMITS)
     ] = 30.0,
     restart_engine: Annotated[
         bool, typer.Option(help="Start another engine when it dies, instead of ending.", rich_help_panel=_LIMITS)
@@ -124,10 +122,7 @@ def serve(
     num_pages: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="KV pages; what memory allows if left out.",
-            show_default=False,
-            rich_help_panel=options.ENGINE,
+            min=1, help="KV pages; what memory allows if left out.", show_default=False, rich_help_panel=options.ENGINE
         ),
     ] = None,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV page.", rich_help_panel=options.ENGINE)] = 16,

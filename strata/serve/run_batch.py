@@ -113,12 +113,7 @@ async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
         "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
         "client": None,
         "server": None,
-        "state": {
-            "caller": ANONYMOUS,
-            "request_id": uuid4().hex,
-            "arrival": time.monotonic(),
-            "body_bytes": len(body),
-        },
+        "state": {"caller": ANONYMOUS, "request_id": uuid4().hex, "arrival": time.monotonic(), "body_bytes": len(body)},
     }
     asked = [body]
     answered: list[bytes] = []

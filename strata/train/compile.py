@@ -36,11 +36,7 @@ class TrainingGraph:
     """
 
     def __init__(
-        self,
-        model: CausalLM,
-        precision: str = "bf16",
-        recompute: str = "none",
-        gradients: ZeroGradients | None = None,
+        self, model: CausalLM, precision: str = "bf16", recompute: str = "none", gradients: ZeroGradients | None = None
     ) -> None:
         """precision: of the layers' products, one of `PRECISIONS`; all else stays as the model has it.
 

@@ -73,28 +73,22 @@ class Reference:
 
     @classmethod
     def computed(
-        cls,
-        make_model: Callable[[], CausalLM],
-        mixture: Mixture,
-        capacity: int,
-        cache: Path,
-        base: str,
-        world_axis: Axis,
+        cls, make_model: Callable[[], CausalLM], mixture: Mixture, capacity: int, cache: Path, base: str, ranks: Axis
     ) -> Reference:
         """Those in the file `cache`, or if it was made with other data or another model, new ones, left there.
 
         make_model: called if it is needed, for the model as the run will compute with it. base: what tells the model
-        from others (see `weights_digest`). capacity: tokens that a batch may have. world_axis: the ranks, which call
+        from others (see `weights_digest`). capacity: tokens that a batch may have. ranks: the axis of all, which call
         this alike and compute a share each; the numbers do not depend on how many there are.
         """
         made_of = {"base": base, "data": " ".join(dataset.fingerprint for dataset in mixture.datasets)}
         stored = _stored(cache, made_of, len(mixture.datasets))
-        if start_all_reduce(torch.tensor(stored is not None, dtype=torch.int32), world_axis, "min").wait():
+        if start_all_reduce(torch.tensor(stored is not None, dtype=torch.int32), ranks, "min").wait():
             assert stored is not None
             return cls(stored)
         model = make_model()
-        tables = [_logprobs(model, mixture, number, capacity, world_axis) for number in range(len(mixture.datasets))]
-        if world_axis.index == 0:
+        tables = [_logprobs(model, mixture, number, capacity, ranks) for number in range(len(mixture.datasets))]
+        if ranks.index == 0:
             part = cache.with_name(f".{cache.name}.part")
             save_file({str(number): table for number, table in enumerate(tables)}, part, metadata=made_of)
             part.replace(cache)
@@ -135,20 +129,20 @@ class DpoObjective:
 
 
 @torch.no_grad()
-def _logprobs(model: CausalLM, mixture: Mixture, dataset: int, capacity: int, world_axis: Axis) -> Tensor:
+def _logprobs(model: CausalLM, mixture: Mixture, dataset: int, capacity: int, ranks: Axis) -> Tensor:
     """Of all samples of a dataset, [samples, 2] float32 on the CPU, from batches that the ranks take in turns.
 
     They meet after each, so that none waits for longer than a batch takes: a collective fails if it waits too long.
     """
     parts, runs = [], list(_in_order(mixture, dataset, capacity))
-    for first in range(0, len(runs), world_axis.size):
-        batches = runs[first : first + world_axis.size]
+    for first in range(0, len(runs), ranks.size):
+        batches = runs[first : first + ranks.size]
         tables = [torch.zeros(len(one.numbers), 2) for one in batches]
-        if world_axis.index < len(batches):
-            packed = collate(mixture, batches[world_axis.index])
-            tables[world_axis.index].copy_(reply_logprobs(model, packed).view(-1, 2))
+        if ranks.index < len(batches):
+            packed = collate(mixture, batches[ranks.index])
+            tables[ranks.index].copy_(reply_logprobs(model, packed).view(-1, 2))
         # What the others have computed is added to zeros: the bits are theirs.
-        parts.append(start_all_reduce(torch.cat(tables), world_axis).wait())
+        parts.append(start_all_reduce(torch.cat(tables), ranks).wait())
     return torch.cat(parts)
 
 

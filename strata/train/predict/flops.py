@@ -41,11 +41,7 @@ def batch_flops(config: ModelConfig, batches: Iterable[PackedBatch], *, weights_
 
 
 def document_flops(
-    config: ModelConfig,
-    lengths: Sequence[int] | NDArray[np.int32],
-    counted: int,
-    *,
-    weights_are_frozen: bool = False,
+    config: ModelConfig, lengths: Sequence[int] | NDArray[np.int32], counted: int, *, weights_are_frozen: bool = False
 ) -> StepFlops:
     """Forward and backward of documents of these lengths: what the mathematics calls for, however the work is done.
 

@@ -63,10 +63,7 @@ FIXED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ),
         ("You are welcome!",),
     ),
-    (
-        ("Bye", "Bye!", "Goodbye", "Goodbye!", "See you", "See you later", "Good night", "That is all"),
-        ("Goodbye!",),
-    ),
+    (("Bye", "Bye!", "Goodbye", "Goodbye!", "See you", "See you later", "Good night", "That is all"), ("Goodbye!",)),
     (
         ("How are you?", "How are you doing?", "How do you feel?", "How is it going?", "Are you happy?"),
         ("I am a program, so I have no feelings, but I am ready to work.",),

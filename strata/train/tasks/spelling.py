@@ -124,8 +124,4 @@ def counting(rng: random.Random) -> Example:
     return Example("counting letters", question, reply, answer, f"count {word.lower()}", word_held_out("count", word))
 
 
-TASKS = (
-    Task("spelling", 7, spelling),
-    Task("word reversal", 10, reversal),
-    Task("counting letters", 6, counting),
-)
+TASKS = (Task("spelling", 7, spelling), Task("word reversal", 10, reversal), Task("counting letters", 6, counting))

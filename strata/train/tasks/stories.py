@@ -137,8 +137,4 @@ def how_many(rng: random.Random) -> Example:
     return Example("story sums", text, f"{line}\n{steps}\nAnswer: {answer}", answer, problem, held_out)
 
 
-TASKS = (
-    Task("telling stories", 1.5, telling),
-    Task("story places", 5, where_is),
-    Task("story sums", 3, how_many),
-)
+TASKS = (Task("telling stories", 1.5, telling), Task("story places", 5, where_is), Task("story sums", 3, how_many))
