@@ -169,7 +169,7 @@ def _loss_bytes(shape: StepShape, held: RankParameters) -> tuple[int, int]:
     """The head's gradient (and the head, if it is another rank's embedding), and the logits that exist at once."""
     if not held.head:
         return 0, 0
-    borrowed = 2 * held.head if shape.config.tied and not held.embedding else 0
+    received = 2 * held.head if shape.config.tied and not held.embedding else 0
     rows = -(-shape.config.vocab_size // shape.layout.tp)
     if shape.runs_graph and shape.layout.ranks == 1:
         return 2 * held.head, min(2 * shape.own_tokens * rows, LOGITS_BYTES)
@@ -178,8 +178,8 @@ def _loss_bytes(shape: StepShape, held: RankParameters) -> tuple[int, int]:
         return 0 if is_held else 4 * held.head, min(2 * shape.own_tokens * rows, CHUNK_BYTES)
     # Modules add the head's gradient up in float32 and round it; without gradients at once, so they do logits.
     if shape.loss_has_gradients:
-        return borrowed + 6 * held.head, min(2 * shape.own_tokens * rows, CHUNK_BYTES)
-    return borrowed + 6 * held.head, 6 * min(shape.own_tokens * rows, CHUNK_ELEMENTS)
+        return received + 6 * held.head, min(2 * shape.own_tokens * rows, CHUNK_BYTES)
+    return received + 6 * held.head, 6 * min(shape.own_tokens * rows, CHUNK_ELEMENTS)
 
 
 def _layer_bytes(shape: StepShape, layer: int, recompute: str) -> int:
