@@ -169,7 +169,7 @@ def _attention(head_dim: int, window: int | None) -> Iterator[Call]:
     yield own(attention, *drawn(91), step(70, 1, 20, pages=None), spec)
     ends = torch.tensor(lengths) - 1
     slots = held.tables.gather(1, ends[:, None] // held.page_size)[:, 0] * held.page_size + ends % held.page_size
-    written = replace(held, slots=slots.int())
+    written = replace(held, slot_mapping=slots.int())
     product = randn(3, (HEADS + 2 * KV_HEADS) * head_dim)
     for weights in ((None, None), (randn(head_dim), randn(head_dim))):
         heads = HeadsSpec(0, HEADS, KV_HEADS, EPS)

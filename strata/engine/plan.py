@@ -85,7 +85,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step of the device.
 
     ended: slots whose sequences have ended or were preempted since the plan before.
-    new: sequences that take a slot, maybe one that has just ended.
+    new: sequences that take a slot, maybe one that has just ended. After an interruption no plan says that slots have
+        ended: who takes a slot takes it from whoever had it.
     chunks: first those of one token and one draw (decodes), then the others, each part in the scheduler's order.
     copies: (from, to) pages, to be copied in this order before the step writes anything.
     tokens: the sum of the chunks' counts.

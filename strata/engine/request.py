@@ -201,7 +201,7 @@ def new_sequence(sequence: Sequence, slot: int, engine_seed: int) -> NewSequence
         seed=_noise_seed(sequence, engine_seed),
         sampling=_sampling(request),
         constrained=sequence.matcher is not None,
-        prompt_logprobs=request.params.prompt_logprobs if sequence.index == 0 else None,
+        prompt_logprobs=_plain(request.params.prompt_logprobs) if sequence.index == 0 else None,
     )
 
 
@@ -217,10 +217,15 @@ def _sampling(request: Request) -> Sampling:
         frequency_penalty=float(params.frequency_penalty),
         logit_bias=tuple((int(id), float(bias)) for id, bias in (params.logit_bias or {}).items()),
         min_tokens=int(params.min_tokens),
-        end_ids=tuple(sorted(request.end_ids)) if params.min_tokens else (),
-        banned_ids=tuple(word[0] for word in request.bad_words if len(word) == 1),
-        logprobs=params.logprobs,
+        end_ids=tuple(sorted(map(int, request.end_ids))) if params.min_tokens else (),
+        banned_ids=tuple(int(word[0]) for word in request.bad_words if len(word) == 1),
+        logprobs=_plain(params.logprobs),
     )
+
+
+def _plain(number: int | None) -> int | None:
+    """An integer of Python: parameters may be of numpy, which messages do not encode."""
+    return None if number is None else int(number)
 
 
 def _noise_seed(sequence: Sequence, engine_seed: int) -> int:

@@ -64,7 +64,7 @@ def test_interrupted_it_ends_with_all_its_processes(tmp_path: Path) -> None:
         command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        while not (tmp_path / "out/config.json").exists() and started.poll() is None:
+        while not (tmp_path / "out/plan.json").exists() and started.poll() is None:
             time.sleep(0.01)
         time.sleep(1)
         os.killpg(started.pid, signal.SIGINT)

@@ -9,10 +9,15 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
-def seed() -> Iterator[int]:
+@pytest.fixture(autouse=True, scope="session")
+def _device() -> None:
+    """Before the fixtures of any module, which may start engines."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> Iterator[int]:
     value = torch.seed()
     yield value
     print(f"torch.manual_seed({value})")  # shown when a test fails
