@@ -19,6 +19,7 @@ from strata.kernels.device_limits import DeviceLimits, as_if_on
 from strata.kernels.moe.experts import expected_experts, experts
 from strata.kernels.op import ATEN, Operation
 from strata.kernels.state.paged import PagedKV
+from strata.kernels.torch_functions import TORCH_FUNCTIONS
 
 # They only change how the same memory is looked at.
 _VIEWS = {getattr, operator.getitem, "split_with_sizes", "narrow", "unflatten", "flatten"}
@@ -56,19 +57,18 @@ def node_costs(
     """
     found = []
     for called in _walk(graph, argument):
-        node, result = called.node, called.result
-        name = _work(node)
-        if name is None:
+        node, operation, args, result = called
+        if operation is None:
             continue
         first = result[0] if isinstance(result, tuple) else result
-        implementation, kernels = ("", ()) if limits is None else _run_by(node, called.args, limits)
+        implementation, kernels = ("", ()) if limits is None else _run_by(node, args, limits)
         found.append(
             NodeCost(
                 node.name,
-                name,
+                operation.name,
                 node.meta["layer"],
                 node.meta["module"],
-                called.cost(workload),
+                operation.cost(*args, workload=workload),
                 tuple(first.shape),
                 _parameter_sizes(graph, node),
                 implementation,
@@ -89,7 +89,7 @@ def _run_by(node: fx.Node, args: tuple[Any, ...], limits: DeviceLimits) -> tuple
 
 def operation_counts(graph: fx.GraphModule) -> Counter[str]:
     """How many nodes of each operation a graph has; those of torch by their name, views are not counted."""
-    return Counter(name for node in graph.graph.nodes if (name := _work(node)) is not None)
+    return Counter(work.name for node in graph.graph.nodes if (work := _work(node)) is not None)
 
 
 def total(nodes: Iterable[NodeCost]) -> Cost:
@@ -155,16 +155,16 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
     examples: dict[Cost, Callable[[Workload], Cost]] = {}
     mixtures: Counter[tuple[int, int, int, bool]] = Counter()
     for one, two in zip(_walk(graph, argument(1, 1)), _walk(graph, argument(2, 1)), strict=True):
-        if _work(one.node) is None:
+        if one.operation is None:
             continue
-        cost = one.cost(_SHORT)
-        if one.operation is not None and one.operation.reads_state:
-            kind = one.cost(_LONG)
+        of_one, of_two = (partial(_cost, one.operation, called.args) for called in (one, two))
+        if one.operation.reads_state:
+            kind = of_one(_LONG)
             attentions[kind] += 1
-            examples.setdefault(kind, one.cost)
+            examples.setdefault(kind, of_one)
             continue
         # With twice the tokens and as many rows: what has grown goes by tokens.
-        grown = two.cost(_SHORT)
+        cost, grown = of_one(_SHORT), of_two(_SHORT)
         flops.update(token=grown.flops - cost.flops, row=2 * cost.flops - grown.flops)
         if one.operation is experts:
             (_, _, chosen, gate_up, down, *_), rows = one.args, len(two.args[2])
@@ -202,17 +202,12 @@ def meta_indices(*shape: int) -> Tensor:
 
 
 class _Called(NamedTuple):
-    """A node that calls something, its operation if it is one, and what it was called with and returned."""
+    """A node that calls something, what it computes (see `_work`), and what it was called with and returned."""
 
     node: fx.Node
     operation: Operation | None
     args: tuple[Any, ...]
     result: Any
-
-    def cost(self, workload: Workload) -> Cost:
-        if self.operation is not None:
-            return self.operation.cost(*self.args, workload=workload)
-        return _FUNCTIONS[self.node.target].cost(*self.args)
 
 
 def _walk(graph: fx.GraphModule, argument: Any) -> Iterator[_Called]:
@@ -227,11 +222,9 @@ def _walk(graph: fx.GraphModule, argument: Any) -> Iterator[_Called]:
             values[node] = value.to("meta") if isinstance(value, Tensor) else value
         elif node.op != "output":
             args = fx.map_arg(node.args, values.__getitem__)
-            target, operation = node.target, operation_of(node)
+            target, operation = node.target, _work(node)
             if operation is not None:
                 values[node] = operation.meta(*args)
-            elif target in _FUNCTIONS:
-                values[node] = _FUNCTIONS[target].meta(*args)
             elif target in _VIEWS:
                 view = getattr(Tensor, target) if isinstance(target, str) else target
                 values[node] = view(*args)
@@ -243,56 +236,18 @@ def _walk(graph: fx.GraphModule, argument: Any) -> Iterator[_Called]:
             yield _Called(node, operation, args, values[node])
 
 
-def _work(node: fx.Node) -> str | None:
-    """The name of what a node computes; None if it only fetches or views memory."""
-    operation = operation_of(node)
-    if operation is not None:
-        return operation.name
-    return _FUNCTIONS[node.target].name if node.target in _FUNCTIONS else None
+def _work(node: fx.Node) -> Operation | None:
+    """What a node computes; None if it only fetches or views memory."""
+    return operation_of(node) or TORCH_FUNCTIONS.get(node.target)
+
+
+def _cost(operation: Operation, args: tuple[Any, ...], workload: Workload) -> Cost:
+    return operation.cost(*args, workload=workload)
 
 
 def _expert_bytes(per_token: int, count: int, size: int, tokens: int) -> int:
     """Bytes of the experts, `size` each, that some of the tokens are expected to go to."""
     return round(expected_experts(tokens, per_token * tokens, count) * size)
-
-
-class _Function(NamedTuple):
-    """A function of torch in a graph. Calling it on the meta device itself would import a second's worth of torch."""
-
-    name: str
-    meta: Callable[..., Tensor]
-    cost: Callable[..., Cost]
-
-
-def _sum(left: Tensor, right: Tensor) -> Tensor:
-    shape = torch.broadcast_shapes(left.shape, right.shape)
-    return torch.empty(shape, dtype=torch.promote_types(left.dtype, right.dtype), device="meta")
-
-
-def _sum_cost(*args: Any) -> Cost:
-    result = _sum(*args)
-    read = sum(argument.nbytes for argument in args if isinstance(argument, Tensor))
-    return Cost(flops=result.numel(), read=read, written=result.nbytes)
-
-
-def _rows(source: Tensor, dim: int, rows: Tensor) -> Tensor:
-    return source.new_empty((len(rows), *source.shape[1:]), device="meta")
-
-
-def _rows_cost(source: Tensor, dim: int, rows: Tensor) -> Cost:
-    gathered = _rows(source, dim, rows).nbytes
-    return Cost(read=rows.nbytes + gathered, written=gathered)
-
-
-def _put_cost(target: Tensor, places: tuple[Tensor], values: Tensor) -> Cost:
-    return Cost(read=values.nbytes + places[0].nbytes, written=values.nbytes)
-
-
-_FUNCTIONS: dict[Any, _Function] = {
-    operator.add: _Function("add", _sum, _sum_cost),
-    torch.index_select: _Function("index_select", _rows, _rows_cost),
-    "index_put_": _Function("index_put_", lambda target, *_: target, _put_cost),
-}
 
 
 def _parameter_sizes(graph: fx.GraphModule, node: fx.Node) -> dict[str, int]:

@@ -5,7 +5,6 @@ What they are is said once, by a function of `run` and the arguments that calls 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +15,6 @@ from strata.kernels.op import Operation, operation
 
 Run = Callable[..., Any]
 Composition = Callable[..., Any]
-
-
-def _add_cost(x: Tensor, y: Tensor, *, workload: Workload) -> Cost:
-    return Cost(flops=x.numel(), read=x.nbytes + y.nbytes, written=x.nbytes)
-
-
-# An addition is no operation of its own in a graph, and so it is not in the registry.
-add = Operation("add", operator.add, _add_cost, lambda x, y: x.new_empty(x.shape, device="meta"))
 
 
 def fused(

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
-from strata.kernels.fused import Run, add, fused
+from strata.kernels.fused import Run, fused
 from strata.kernels.op import operation
+from strata.kernels.torch_functions import add
 from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 
 

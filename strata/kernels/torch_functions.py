@@ -1,0 +1,48 @@
+"""Functions of torch that stand in graphs beside operations: what they return and cost.
+
+Shapes are told by hand: calling them on the meta device would import a second's worth of torch.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.op import Operation
+
+
+def _sum(left: Tensor, right: Tensor) -> Tensor:
+    shape = torch.broadcast_shapes(left.shape, right.shape)
+    return torch.empty(shape, dtype=torch.promote_types(left.dtype, right.dtype), device="meta")
+
+
+def _sum_cost(left: Tensor, right: Tensor, *, workload: Workload) -> Cost:
+    result = _sum(left, right)
+    return Cost(flops=result.numel(), read=left.nbytes + right.nbytes, written=result.nbytes)
+
+
+def _rows(source: Tensor, dim: int, rows: Tensor) -> Tensor:
+    return source.new_empty((len(rows), *source.shape[1:]), device="meta")
+
+
+def _rows_cost(source: Tensor, dim: int, rows: Tensor, *, workload: Workload) -> Cost:
+    gathered = _rows(source, dim, rows).nbytes
+    return Cost(read=rows.nbytes + gathered, written=gathered)
+
+
+def _put_cost(target: Tensor, indices: tuple[Tensor], values: Tensor, *, workload: Workload) -> Cost:
+    return Cost(read=values.nbytes + indices[0].nbytes, written=values.nbytes)
+
+
+add = Operation("add", operator.add, _sum_cost, _sum)
+
+# By what a node of a graph calls. They are in no registry: torch alone runs them.
+TORCH_FUNCTIONS: dict[Any, Operation] = {
+    operator.add: add,
+    torch.index_select: Operation("index_select", torch.index_select, _rows_cost, _rows),
+    "index_put_": Operation("index_put_", Tensor.index_put_, _put_cost, lambda target, *_: target),
+}
