@@ -7,14 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from strata.bench import workloads
-from strata.bench.result import make_result, report
+from strata.bench.result import Result, make_result, report
 from strata.bench.run import Setup, call, device_name, floor_on, started
 from strata.cli import options
 from strata.cli.bench_gaps import gaps
@@ -41,9 +41,7 @@ Repeat = Annotated[int, typer.Option(min=1, help="Repetitions; the median counts
 
 @bench.command(cls=Command)
 def throughput(
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="T3: so many equal requests; T1 if left out.", show_default=False)
-    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="T3: so many equal requests; T1 if left out.")] = None,
     model: Model = "0.6B",
     load_format: LoadFormat = None,
     dtype: options.Dtype = "bfloat16",
@@ -58,73 +56,29 @@ def throughput(
     Example: strata bench throughput --model 8B --batch 32 --save results.jsonl
     """
     test = workloads.offline() if batch is None else workloads.fixed_batch(batch)
-    setup = Setup(model, load_format, dtype, device, deterministic)
-    run(test, setup, repeat=repeat, as_json=as_json, save=save)
-
-
-@bench.command(cls=Command)
-def latency(
-    model: Model = "0.6B",
-    load_format: LoadFormat = None,
-    dtype: options.Dtype = "bfloat16",
-    device: options.Device = "auto",
-    deterministic: options.Deterministic = False,
-    repeat: Repeat = 3,
-    as_json: AsJson = False,
-    save: Save = None,
-) -> None:
-    """T2: milliseconds per output token of one greedy request, prompt 128, output 512.
-
-    Example: strata bench latency --model 8B
-    """
-    setup = Setup(model, load_format, dtype, device, deterministic)
-    run(workloads.single(), setup, repeat=repeat, as_json=as_json, save=save)
-
-
-@bench.command(cls=Command)
-def prefill(
-    model: Model = "0.6B",
-    load_format: LoadFormat = None,
-    dtype: options.Dtype = "bfloat16",
-    device: options.Device = "auto",
-    deterministic: options.Deterministic = False,
-    repeat: Repeat = 3,
-    as_json: AsJson = False,
-    save: Save = None,
-) -> None:
-    """T4: prompt tokens per second of 16 prompts of 2048 tokens.
-
-    Example: strata bench prefill --model 8B --json
-    """
-    setup = Setup(model, load_format, dtype, device, deterministic)
-    run(workloads.prefill(), setup, repeat=repeat, as_json=as_json, save=save)
-
-
-@bench.command(cls=Command)
-def startup(
-    model: Model = "0.6B",
-    load_format: LoadFormat = None,
-    dtype: options.Dtype = "bfloat16",
-    device: options.Device = "auto",
-    deterministic: options.Deterministic = False,
-    repeat: Repeat = 3,
-    as_json: AsJson = False,
-    save: Save = None,
-) -> None:
-    """T0: seconds from the start of a process to its first token, each repetition a new process.
-
-    Example: strata bench startup --model 0.6B
-    """
-    setup = Setup(model, load_format, dtype, device, deterministic)
-    seconds, name = [], ""
-    for _ in range(repeat):
-        taken, name = first_token(setup.llm_options())
-        seconds.append(taken)
-    result = make_result(setup.test_name("T0"), model, dtype, seconds, "s", name)
+    result = run(test, Setup(model, load_format, dtype, device, deterministic), repeat)
     report(asdict(result), result.text(), as_json=as_json, save=save)
 
 
-def run(test: workloads.InferenceTest, setup: Setup, *, repeat: int, as_json: bool, save: Path | None) -> None:
+def _command(name: str, measure: Callable[[Setup, int], Result], help: str) -> None:
+    """Make a test a command: it gets what engine it is of, and how often to repeat it."""
+
+    @bench.command(name, cls=Command, help=help)
+    def command(
+        model: Model = "0.6B",
+        load_format: LoadFormat = None,
+        dtype: options.Dtype = "bfloat16",
+        device: options.Device = "auto",
+        deterministic: options.Deterministic = False,
+        repeat: Repeat = 3,
+        as_json: AsJson = False,
+        save: Save = None,
+    ) -> None:
+        result = measure(Setup(model, load_format, dtype, device, deterministic), repeat)
+        report(asdict(result), result.text(), as_json=as_json, save=save)
+
+
+def run(test: workloads.InferenceTest, setup: Setup, repeat: int) -> Result:
     """Start an engine, warm it up, and time `repeat` calls of the whole test; on CUDA, one more measures host gaps."""
     llm = started(setup, test)
     values = [test.value(call(llm, test)) for _ in range(repeat)]
@@ -137,8 +91,42 @@ def run(test: workloads.InferenceTest, setup: Setup, *, repeat: int, as_json: bo
     seconds = floor_on(test, setup, name)
     floor = None if seconds is None else test.value(seconds)
     tested = setup.test_name(test.name)
-    result = make_result(tested, setup.model, setup.dtype, values, test.unit, name, floor, host_gap)
-    report(asdict(result), result.text(), as_json=as_json, save=save)
+    return make_result(tested, setup.model, setup.dtype, values, test.unit, name, floor, host_gap)
+
+
+def start_up(setup: Setup, repeat: int) -> Result:
+    """Time `repeat` new processes from their start to their first token."""
+    seconds, name = [], ""
+    for _ in range(repeat):
+        taken, name = first_token(setup.llm_options())
+        seconds.append(taken)
+    return make_result(setup.test_name("T0"), setup.model, setup.dtype, seconds, "s", name)
+
+
+_command(
+    "latency",
+    lambda setup, repeat: run(workloads.single(), setup, repeat),
+    """T2: milliseconds per output token of one greedy request, prompt 128, output 512.
+
+    Example: strata bench latency --model 8B
+    """,
+)
+_command(
+    "prefill",
+    lambda setup, repeat: run(workloads.prefill(), setup, repeat),
+    """T4: prompt tokens per second of 16 prompts of 2048 tokens.
+
+    Example: strata bench prefill --model 8B --json
+    """,
+)
+_command(
+    "startup",
+    start_up,
+    """T0: seconds from the start of a process to its first token, each repetition a new process.
+
+    Example: strata bench startup --model 0.6B
+    """,
+)
 
 
 def first_token(llm_options: dict[str, Any]) -> tuple[float, str]:

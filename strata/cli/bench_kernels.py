@@ -68,9 +68,7 @@ HEADINGS = (
 
 def kernels(
     tune: Annotated[bool, typer.Option(help="First find the fastest tiles and write them to the table.")] = False,
-    table: Annotated[
-        Path | None, typer.Option(help="The table of tuned tiles; the package's if left out.", show_default=False)
-    ] = None,
+    table: Annotated[Path | None, typer.Option(help="The table of tuned tiles; the package's if left out.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")] = False,
 ) -> None:
     """T8: time, floor and implementation of every operation at the 8B and 0.6B shapes.
@@ -177,7 +175,8 @@ def _product_row(product: Product, weights: Sequence[Any], rows: int, tiles: Til
         seconds = time_replayed(calls, estimate=estimate).seconds
     cost = product.operator.cost(*arguments(call), workload=Workload((1,) * rows, (1,) * rows))
     shape = f"{product.name} {product.width}->{product.out}"
-    return _row(product.operation, product.model, shape, rows, name, seconds, cost, "bfloat16", library, device)
+    found = _beside_floor(cost, "bfloat16", seconds, device)
+    return Row(product.operation, product.model, shape, rows, name, seconds, *found, library)
 
 
 def _case_row(model: str, case: Case, device: str) -> Row:
@@ -208,34 +207,16 @@ def _case_row(model: str, case: Case, device: str) -> Row:
             libraries.append(seconds(library))
         except RuntimeError as error:  # no such kernel in this build of torch
             print(f"{case.operation.name} {case.shape} x{case.rows}: no library time: {error}", file=sys.stderr)
-    best, name = min(libraries, default=None), case.operation.name
-    return _row(name, model, case.shape, case.rows, chosen.name, taken, cost, case.dtype, best, device)
+    found, name = _beside_floor(cost, case.dtype, taken, device), case.operation.name
+    return Row(name, model, case.shape, case.rows, chosen.name, taken, *found, min(libraries, default=None))
 
 
-def _row(
-    operation: str,
-    model: str,
-    shape: str,
-    rows: int,
-    implementation: str,
-    seconds: float,
-    cost: Cost,
-    dtype: str,
-    library: float | None,
-    device: str,
-) -> Row:
+def _beside_floor(
+    cost: Cost, dtype: str, seconds: float, device: str
+) -> tuple[float | None, float | None, str | None, float]:
+    """floor, share, bound and bandwidth of a `Row`."""
     known = recognize(device)
-    least = None if known is None else floor(cost, known, dtype)
-    return Row(
-        operation=operation,
-        model=model,
-        shape=shape,
-        rows=rows,
-        implementation=implementation,
-        seconds=seconds,
-        floor=None if least is None else least.seconds,
-        share=None if least is None else least.seconds / seconds,
-        bound=None if least is None else least.bound,
-        bandwidth=cost.bytes / seconds,
-        library_seconds=library,
-    )
+    if known is None:
+        return None, None, None, cost.bytes / seconds
+    least = floor(cost, known, dtype)
+    return least.seconds, least.seconds / seconds, least.bound, cost.bytes / seconds

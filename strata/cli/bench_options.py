@@ -17,13 +17,6 @@ Model = Annotated[
         "cache, or builtin."
     ),
 ]
-LoadFormat = Annotated[
-    str | None,
-    typer.Option(
-        help="auto or dummy; dummy for a shape if left out.", show_default=False, rich_help_panel=options.ENGINE
-    ),
-]
+LoadFormat = Annotated[str | None, options.engine_option(help="auto or dummy; dummy for a shape if left out.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line instead of text.")]
-Save = Annotated[
-    Path | None, typer.Option(help="Append the result to this JSON-lines file.", callback=writable, show_default=False)
-]
+Save = Annotated[Path | None, typer.Option(help="Append the result to this JSON-lines file.", callback=writable)]

@@ -30,9 +30,7 @@ def serve(
     url: Annotated[str, typer.Option(help=f"Where the server is; its key is read from {KEY_VARIABLE}.")] = (
         "http://127.0.0.1:8000"
     ),
-    model: Annotated[
-        str | None, typer.Option(help="Name of the model; the server's first if left out.", show_default=False)
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model; the server's first if left out.")] = None,
     endpoint: Annotated[
         Literal["completions", "chat"], typer.Option(help="completions sends token ids, chat sends text.")
     ] = "completions",
@@ -43,7 +41,7 @@ def serve(
         ),
     ] = "random",
     num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Requests of each load; 1000, or all of a file.", show_default=False)
+        int | None, typer.Option(min=1, help="Requests of each load; 1000, or all of a file.")
     ] = None,
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of a drawn prompt (after its shared prefix).")] = 512,
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
@@ -71,8 +69,7 @@ def serve(
     as_json: AsJson = False,
     save: Save = None,
     plot: Annotated[
-        Path | None,
-        typer.Option(help="Draw latency against load into this SVG or PNG.", callback=_picture, show_default=False),
+        Path | None, typer.Option(help="Draw latency against load into this SVG or PNG.", callback=_picture)
     ] = None,
 ) -> None:
     """T5: latency, throughput and goodput of a running server under load. Exit code 1 if any request was lost.

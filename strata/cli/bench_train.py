@@ -32,16 +32,14 @@ def train(
     ] = "none",
     ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine, a GPU each; or start torchrun.")] = 1,
     layout: Annotated[
-        str | None,
-        typer.Option(help='Such as "shard=8,zero=2" or "pp=4,micro_batches=8"; auto if left out.', show_default=False),
+        str | None, typer.Option(help='Such as "shard=8,zero=2" or "pp=4,micro_batches=8"; auto if left out.')
     ] = None,
     optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
     offload: Annotated[bool, typer.Option(help="Masters and moments in host memory.")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu for small models.")] = "cuda",
     eager: Annotated[bool, typer.Option(help="Record no CUDA graph.")] = False,
     losses: Annotated[
-        Path | None,
-        typer.Option(help="Write the loss of every step to this file.", callback=writable, show_default=False),
+        Path | None, typer.Option(help="Write the loss of every step to this file.", callback=writable)
     ] = None,
     kernels: Annotated[
         bool, typer.Option(help="Trace one more step: milliseconds of each kernel, and of exposed messages, in --json.")

@@ -30,7 +30,7 @@ _FIRST, _NEXT = "you> ", "...  "
 
 def chat(
     model: options.Model = None,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.", show_default=False)] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
     top_p: options.TopP = None,

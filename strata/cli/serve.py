@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ import typer
 
 from strata.cli import options
 from strata.cli.help import Command
-from strata.cli.serve_options import CHAT, Reasoning, ServedModelName, ToolCalls, served_names, tool_format
+from strata.cli.serve_options import Reasoning, ServedModelName, ToolCalls, chat_option, served_names, tool_format
 from strata.files.json_object import why_no_text
 from strata.models.folder import display_name, folder_or_shape, located, model_folder
 from strata.models.shapes import SHAPES
@@ -21,7 +22,9 @@ from strata.serve.http.keys import ANONYMOUS, KeyHash, read_keys
 from strata.serve.processes.launch import Launch, launch
 from strata.serve.settings import ServeSettings
 
-_HTTP, _LIMITS, _LOGS = "HTTP", "Limits", "Logs"
+_http_option, _limit_option, _log_option = (
+    partial(typer.Option, rich_help_panel=heading) for heading in ("HTTP", "Limits", "Logs")
+)
 _ORIGIN = re.compile(r"https?://[a-z0-9.:\[\]-]+")
 
 command = typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -46,103 +49,75 @@ def serve(
     ] = None,
     served_model_name: ServedModelName = None,
     host: Annotated[
-        str, typer.Option(help="Where to listen; what is no loopback address needs an API key.", rich_help_panel=_HTTP)
+        str, _http_option(help="Where to listen; what is no loopback address needs an API key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.", rich_help_panel=_HTTP)] = 8000,
+    port: Annotated[int, _http_option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_key_file: Annotated[
-        Path | None,
-        typer.Option(help="A key a line, as key or name:key. More come from STRATA_API_KEY(S).", rich_help_panel=_HTTP),
+        Path | None, _http_option(help="A key a line, as key or name:key. More come from STRATA_API_KEY(S).")
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(hidden=True, allow_from_autoenv=False, callback=_refuse_key, expose_value=False)
     ] = None,
     allowed_hosts: Annotated[
-        list[str] | None,
-        typer.Option(help="Another name (Host) that a server on loopback goes by.", rich_help_panel=_HTTP),
+        list[str] | None, _http_option(help="Another name (Host) that a server on loopback goes by.")
     ] = None,
     allowed_origins: Annotated[
-        list[str] | None, typer.Option(help="A site whose pages may use the server (CORS).", rich_help_panel=_HTTP)
+        list[str] | None, _http_option(help="A site whose pages may use the server (CORS).")
     ] = None,
-    api_workers: Annotated[int, typer.Option(min=1, help="Processes that serve HTTP.", rich_help_panel=_HTTP)] = 1,
-    max_queue: Annotated[
-        int, typer.Option(min=0, help="Sequences that may wait; more get 503.", rich_help_panel=_LIMITS)
-    ] = 512,
-    request_timeout: Annotated[
-        float, typer.Option(min=0.001, help="Seconds that a request may take.", rich_help_panel=_LIMITS)
-    ] = 600.0,
+    api_workers: Annotated[int, _http_option(min=1, help="Processes that serve HTTP.")] = 1,
+    max_queue: Annotated[int, _limit_option(min=0, help="Sequences that may wait; more get 503.")] = 512,
+    request_timeout: Annotated[float, _limit_option(min=0.001, help="Seconds that a request may take.")] = 600.0,
     engine_timeout: Annotated[
         float,
-        typer.Option(
+        _limit_option(
             min=0,
             help="Seconds in which the engine must say something while it has requests, or is killed; 0 for no end.",
-            rich_help_panel=_LIMITS,
         ),
     ] = 300.0,
-    requests_per_minute: Annotated[
-        int | None, typer.Option(min=1, help="Of each key; more get 429.", rich_help_panel=_LIMITS)
-    ] = None,
-    tokens_per_minute: Annotated[
-        int | None, typer.Option(min=1, help="Of each key, prompts included.", rich_help_panel=_LIMITS)
-    ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of each key at once.", rich_help_panel=_LIMITS)
-    ] = None,
+    requests_per_minute: Annotated[int | None, _limit_option(min=1, help="Of each key; more get 429.")] = None,
+    tokens_per_minute: Annotated[int | None, _limit_option(min=1, help="Of each key, prompts included.")] = None,
+    concurrency: Annotated[int | None, _limit_option(min=1, help="Sequences of each key at once.")] = None,
     priority_keys: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Name of a key whose requests may come before others' (anonymous: all, where there are no keys).",
-            rich_help_panel=_LIMITS,
+        _limit_option(
+            help="Name of a key whose requests may come before others' (anonymous: all, where there are no keys)."
         ),
     ] = None,
     shutdown_timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds that requests get to finish after SIGTERM.", rich_help_panel=_LIMITS)
+        float, _limit_option(min=0, help="Seconds that requests get to finish after SIGTERM.")
     ] = 30.0,
     restart_engine: Annotated[
-        bool, typer.Option(help="Start another engine when it dies, instead of ending.", rich_help_panel=_LIMITS)
+        bool, _limit_option(help="Start another engine when it dies, instead of ending.")
     ] = False,
     chat_template: Annotated[
-        Path | None, typer.Option(help="File with a template to use instead of the model's.", rich_help_panel=CHAT)
+        Path | None, chat_option(help="File with a template to use instead of the model's.")
     ] = None,
     tool_call_parser: ToolCalls = None,
     reasoning: Reasoning = False,
     tokenizer: Annotated[
-        str | None,
-        typer.Option(help="Folder of the tokenizer; the model's own if left out.", rich_help_panel=options.ENGINE),
+        str | None, options.engine_option(help="Folder of the tokenizer; the model's own if left out.")
     ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     load_format: options.LoadFormat = "auto",
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = 256,
-    max_num_batched_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Most tokens of a step.", show_default=False, rich_help_panel=options.ENGINE),
-    ] = None,
+    max_num_batched_tokens: Annotated[int | None, options.engine_option(min=1, help="Most tokens of a step.")] = None,
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     num_pages: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="KV pages; what memory allows if left out.", show_default=False, rich_help_panel=options.ENGINE
-        ),
+        int | None, options.engine_option(min=1, help="KV pages; what memory allows if left out.")
     ] = None,
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV page.", rich_help_panel=options.ENGINE)] = 16,
+    page_size: Annotated[int, options.engine_option(min=1, help="Tokens of a KV page.")] = 16,
     enable_prefix_caching: Annotated[
-        bool, typer.Option(help="Reuse the pages of prompts that begin alike.", rich_help_panel=options.ENGINE)
+        bool, options.engine_option(help="Reuse the pages of prompts that begin alike.")
     ] = True,
     seed: Annotated[
-        int | None,
-        typer.Option(
-            help="Of requests that bring none; left out, every start draws anew.",
-            show_default=False,
-            rich_help_panel=options.ENGINE,
-        ),
+        int | None, options.engine_option(help="Of requests that bring none; left out, every start draws anew.")
     ] = None,
     deterministic: options.Deterministic = False,
-    log_json: Annotated[bool, typer.Option(help="Log JSON objects.", rich_help_panel=_LOGS)] = False,
-    log_prompts: Annotated[bool, typer.Option(help="Log prompts, too.", rich_help_panel=_LOGS)] = False,
-    otlp_traces_endpoint: Annotated[
-        str | None, typer.Option(help="Send OpenTelemetry traces there.", rich_help_panel=_LOGS)
-    ] = None,
+    log_json: Annotated[bool, _log_option(help="Log JSON objects.")] = False,
+    log_prompts: Annotated[bool, _log_option(help="Log prompts, too.")] = False,
+    otlp_traces_endpoint: Annotated[str | None, _log_option(help="Send OpenTelemetry traces there.")] = None,
 ) -> None:
     """Serve OpenAI's API, until Ctrl-C or SIGTERM.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from strata.files.json_object import read_object
 from strata.serve.replies.tool_formats import format_in_template
 from strata.text.tokenizer import read_templates
 
-CHAT = "Chat"
+chat_option = partial(typer.Option, rich_help_panel="Chat")
 
 
 class ToolCallParser(StrEnum):
@@ -28,10 +29,9 @@ ServedModelName = Annotated[
     list[str] | None, typer.Option(help="What requests may call it; may be repeated. [default: the model's name]")
 ]
 ToolCalls = Annotated[
-    ToolCallParser | None,
-    typer.Option(help="How the model calls tools. [default: as its chat template says]", rich_help_panel=CHAT),
+    ToolCallParser | None, chat_option(help="How the model calls tools. [default: as its chat template says]")
 ]
-Reasoning = Annotated[bool, typer.Option(help="Tell <think>...</think> apart from the answer.", rich_help_panel=CHAT)]
+Reasoning = Annotated[bool, chat_option(help="Tell <think>...</think> apart from the answer.")]
 
 
 def served_names(given: list[str] | None, own: str) -> tuple[str, ...]:

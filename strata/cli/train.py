@@ -42,16 +42,13 @@ command = typer.Typer(add_completion=False, rich_markup_mode="rich")
 @command.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def train(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="TOML file; examples/ has several.", show_default=False)],
+    config: Annotated[Path, typer.Argument(help="TOML file; examples/ has several.")],
     resume: Annotated[bool, typer.Option(help="Continue from the newest checkpoint in run.out.")] = False,
     ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine, a GPU each; or start torchrun.")] = 1,
     restarts: Annotated[int, typer.Option(min=0, help="How often all ranks start again when one fails.")] = 0,
-    profile: Annotated[
-        str | None, typer.Option(help="Steps to trace, such as 10-12, into run.out/profile.", show_default=False)
-    ] = None,
+    profile: Annotated[str | None, typer.Option(help="Steps to trace, such as 10-12, into run.out/profile.")] = None,
     estimate: Annotated[
-        str | None,
-        typer.Option(help="A GPU (h200): print a step's memory and least time on it, and end.", show_default=False),
+        str | None, typer.Option(help="A GPU (h200): print a step's memory and least time on it, and end.")
     ] = None,
 ) -> None:
     """Train a model on what `strata data` has written: pretraining, SFT, LoRA or DPO, as the file's tables say.

@@ -18,10 +18,8 @@ from strata.train.data.shards import Index
 from strata.train.data.tokenize import tokenize
 from strata.train.tasks.exercises import write_exercises
 
-Workers = Annotated[
-    int | None, typer.Option(help="Processes; as many as there are cores if not given.", min=1, show_default=False)
-]
-Out = Annotated[Path, typer.Option(help="The folder for the shards.", show_default=False)]
+Workers = Annotated[int | None, typer.Option(help="Processes; as many as there are cores if not given.", min=1)]
+Out = Annotated[Path, typer.Option(help="The folder for the shards.")]
 
 
 class _FilesUnlessNamed(TyperGroup):
@@ -49,16 +47,11 @@ def data() -> None:
 
 @command.command()
 def files(
-    files: Annotated[
-        list[Path], typer.Argument(help="JSONL, Parquet or text files, or folders of them.", show_default=False)
-    ],
+    files: Annotated[list[Path], typer.Argument(help="JSONL, Parquet or text files, or folders of them.")],
     out: Out,
     model: Annotated[str, typer.Option(help="Whose tokenizer and chat template: a folder, or builtin.")] = "builtin",
     longest: Annotated[
-        int | None,
-        typer.Option(
-            help="Split text after so many tokens, leave longer chats and preferences out.", show_default=False
-        ),
+        int | None, typer.Option(help="Split text after so many tokens, leave longer chats and preferences out.")
     ] = None,
     workers: Workers = None,
     shard_mb: Annotated[int, typer.Option(help="Input that one shard is made of, in MB.", min=1)] = 64,
@@ -85,13 +78,12 @@ def files(
 @command.command()
 def exercises(
     out: Out,
-    documents: Annotated[int, typer.Option(help="How many; 85 tokens each on average.", min=1, show_default=False)],
+    documents: Annotated[int, typer.Option(help="How many; 85 tokens each on average.", min=1)],
     workers: Workers = None,
     seed: Annotated[int, typer.Option(help="Document i is a function of seed and i.")] = 0,
     vocab_size: Annotated[int, typer.Option(help="Tokens of the tokenizer, which is made from the exercises.")] = 4096,
     tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="The folder of a tokenizer that `strata data exercises` has made.", show_default=False),
+        Path | None, typer.Option(help="The folder of a tokenizer that `strata data exercises` has made.")
     ] = None,
 ) -> None:
     """Generate the exercises of the built-in model, and their tokenizer in the folder `tokenizer` of the output.
