@@ -43,7 +43,7 @@ from strata.kernels.moe.grouped import grouped_product
 from strata.kernels.norm import norm_grad  # noqa: F401  registers what is run
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
-from strata.kernels.optimizer.adamw import adamw
+from strata.kernels.optimizer.adamw import Constants, adamw
 from strata.kernels.optimizer.muon import muon_momentum, muon_update
 from strata.kernels.quant.fp8 import quantize
 from strata.kernels.rotary import rope_grad  # noqa: F401  registers what is run
@@ -194,7 +194,7 @@ def _sampling(rows: int) -> Iterator[Call]:
     yield own(apply_bitmask, logits, masks, torch.arange(rows, dtype=torch.int32) - 1)
     yield own(filter_bounds, logits, temperatures, top_k, top_p, min_p)
     yield own(gumbel_sample, logits, temperatures, seeds, steps)
-    yield own(gumbel_sample, logits, temperatures, seeds, steps, *bounds)
+    yield own(gumbel_sample, logits, temperatures, seeds, steps, bounds)
     yield own(newest_tokens, steps, steps - 1, torch.arange(rows, dtype=torch.int32) - 1)
     tables = torch.randint(1000, (rows + 1, 1300), dtype=torch.int32)
     yield own(gather_tables, tables, steps, steps * 17, steps * 5 - 1, 16)
@@ -257,7 +257,7 @@ def _training(rows: int, width: int) -> Iterator[Call]:
     weight, gradient = randn(rows, width), randn(rows, width)
     master, first, second = weight.float(), torch.randn(rows, width), torch.rand(rows, width)
     rate = torch.tensor([0.01, 0.5, 0.3, 0.7])
-    yield own(adamw, weight, master, first, second, gradient, rate, 0.9, 0.95, 1e-8, 0.1)
+    yield own(adamw, weight, master, first, second, gradient, rate, Constants(0.9, 0.95, 1e-8, 0.1))
     yield own(muon_momentum, torch.empty_like(weight), first, gradient, rate[2:], 0.95)
     yield own(muon_update, weight, master, gradient, rate[2:], 0.2, 0.1)
 

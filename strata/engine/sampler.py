@@ -93,10 +93,8 @@ def draw_ids(logits: Tensor, inputs: DrawInputs, filtered: bool) -> Tensor:
     filtered: whether any row may have filters. No host synchronization, so that it can be part of a CUDA graph.
     """
     temperatures, seeds, steps, top_k, top_p, min_p = inputs
-    lowest = last = None
-    if filtered:
-        lowest, last = filter_bounds(logits, temperatures, top_k, top_p, min_p)
-    ids: Tensor = gumbel_sample(logits, temperatures, seeds, steps, lowest, last)
+    bounds = filter_bounds(logits, temperatures, top_k, top_p, min_p) if filtered else None
+    ids: Tensor = gumbel_sample(logits, temperatures, seeds, steps, bounds)
     return ids
 
 

@@ -165,10 +165,15 @@ def _tracer(arguments: Iterable[Any]) -> Any:
 OPERATIONS: dict[str, Operation] = {}
 
 
+def like_first(first: Tensor, *others: Any) -> Tensor:
+    """The meta of an operation whose result has the shape and dtype of its first argument."""
+    return first.new_empty(first.shape, device="meta")
+
+
 def operation(
     cost: Callable[..., Cost],
     *,
-    meta: Callable[..., Any],
+    meta: Callable[..., Any] = like_first,
     mutates: tuple[str, ...] = (),
     rowwise: bool = False,
     product: bool = False,

@@ -10,8 +10,9 @@ from types import ModuleType
 import pytest
 
 import strata.kernels
-from strata.kernels.compile_case import CompileCase, compile_for
+from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import SHARED_BYTES
+from tests.kernels.compiling import compile_for
 
 pytest.importorskip("triton")
 

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.spec import HeadsSpec
-from strata.kernels.compile_case import CompileCase, compile_for
+from strata.kernels.compile_case import CompileCase
 from strata.kernels.norm import norm as norm_file
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
@@ -20,6 +20,7 @@ from strata.kernels.state import qk_rope_kv_write as qk_file
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
+from tests.kernels.compiling import compile_for
 
 DTYPES = [torch.float32, torch.bfloat16]
 EVERY_WAY = [{}, {"deterministic": True}, {"differentiable": True}]

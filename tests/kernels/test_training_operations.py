@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.loss.loss_grad import _at_once, _row_chunks, cross_entropy_gradients, summed_cross_entropy
-from strata.kernels.optimizer.adamw import adamw
+from strata.kernels.loss.loss_grad import _LossWithGradients, _row_chunks, cross_entropy_gradients, summed_cross_entropy
+from strata.kernels.optimizer.adamw import Constants, adamw
 
 WORK = Workload((7,), (7,))
 
@@ -72,7 +72,7 @@ def test_cost_of_the_loss_is_the_hand_count() -> None:
     assert cost == Cost(flops, 896 + 6400 + 56 + 12800, 4 + 896 + 12800, 6400)
 
 
-@pytest.mark.parametrize("run", [summed_cross_entropy, summed_cross_entropy.reference, _at_once])
+@pytest.mark.parametrize("run", [summed_cross_entropy, summed_cross_entropy.reference, _LossWithGradients.apply])
 def test_the_summed_loss_and_its_gradients(run: Callable[..., torch.Tensor]) -> None:
     """In every way, also with a gradient that is not 1. On a CPU the way of a GPU goes through the reference."""
     hidden, weight = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((20, 9), (37, 9)))
@@ -112,7 +112,7 @@ def test_adamw_is_the_published_algorithm() -> None:
     for t in range(1, 4):
         gradient, rate, factor = torch.randn(50).bfloat16(), 0.01 / t, 0.5 * t
         step = torch.tensor([rate, 1 - 0.9**t, 1 - 0.95**t, factor])
-        found = adamw(weight, master, first, second, gradient, step, 0.9, 0.95, 1e-8, 0.1)
+        found = adamw(weight, master, first, second, gradient, step, Constants(0.9, 0.95, 1e-8, 0.1))
         g = gradient.double() * factor
         m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
         exact = exact - rate * (m / (1 - 0.9**t) / ((v / (1 - 0.95**t)).sqrt() + 1e-8) + 0.1 * exact)
@@ -124,5 +124,5 @@ def test_adamw_is_the_published_algorithm() -> None:
 def test_cost_of_adamw_is_the_hand_count() -> None:
     weight = torch.empty(100, dtype=torch.bfloat16, device="meta")
     wide = torch.empty(100, device="meta")
-    cost = adamw.cost(weight, wide, wide, wide, weight, torch.empty(4), 0.9, 0.95, 1e-8, 0.1, workload=WORK)
+    cost = adamw.cost(weight, wide, wide, wide, weight, torch.empty(4), Constants(0.9, 0.95, 1e-8, 0.1), workload=WORK)
     assert (cost.read, cost.written) == (1400, 1400)

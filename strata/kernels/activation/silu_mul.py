@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
+from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 
@@ -17,11 +17,7 @@ def _cost(gate: Tensor, up: Tensor, *, workload: Workload) -> Cost:
     return Cost(flops=5 * gate.numel(), read=gate.nbytes + up.nbytes, written=gate.nbytes)
 
 
-def _meta(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape, device="meta")
-
-
-@operation(_cost, meta=_meta, rowwise=True)
+@operation(_cost, rowwise=True)
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`: gate and up [..., width] of one dtype -> [..., width].
 
@@ -89,12 +85,5 @@ if HAS_TRITON:
 
 
 def compile_cases() -> list[CompileCase]:
-    signature = {
-        "gate": "*bf16:16",
-        "up": "*bf16:16",
-        "result": "*bf16:16",
-        "gate_stride": "i32:16",
-        "up_stride": "i32:16",
-        "width": "i32:16",
-    }
+    signature = by_type({"*bf16:16": "gate up result", "i32:16": "gate_stride up_stride width"})
     return [CompileCase("silu_mul", silu_mul_kernel, signature, {"BLOCK": _COLUMNS}, 4, 2)]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.kernels.activation.silu_mul import silu_mul
-from strata.kernels.compile_case import CompileCase
+from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.linear.fp8 import linear_fp8, linear_silu_mul_fp8
 from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.plain_tensor import all_plain
@@ -114,9 +114,7 @@ def _product_fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool
 if HAS_TRITON:
     _silu_mul = silu_mul.bind("cuda")
 
-    @silu_mul.implement("triton with gradients", "cuda", differentiable=True, supports=_fits)
-    def _differentiable(gate: Tensor, up: Tensor) -> Tensor:
-        return _SiluMul.apply(gate, up)  # type: ignore[no-any-return]
+    silu_mul.implement("triton with gradients", "cuda", differentiable=True, supports=_fits)(_SiluMul.apply)
 
     @linear_silu_mul.implement("linear, silu_mul with gradients", "cuda", differentiable=True, supports=_product_fits)
     def _differentiable_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -130,7 +128,6 @@ if HAS_TRITON:
 
 
 def compile_cases() -> list[CompileCase]:
-    signature = dict.fromkeys(("upstream", "gate", "up", "of_gate", "of_up"), "*bf16:16")
-    strides = ("given_stride", "gate_stride", "up_stride", "result_stride", "width")
-    signature |= dict.fromkeys(strides, "i32:16")
+    strides = "given_stride gate_stride up_stride result_stride width"
+    signature = by_type({"*bf16:16": "upstream gate up of_gate of_up", "i32:16": strides})
     return [CompileCase("backward of silu_mul", silu_mul_backward_kernel, signature, {"BLOCK": _COLUMNS}, _WARPS, 2)]

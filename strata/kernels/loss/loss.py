@@ -41,12 +41,6 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     return F.cross_entropy(logits, targets.long(), ignore_index=IGNORED, reduction="none")
 
 
-@linear_cross_entropy.implement("chunks", "cuda", differentiable=True)
-@linear_cross_entropy.implement("chunks", "cpu", differentiable=True)
-def _chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return _LinearCrossEntropy.apply(hidden, weight, targets)  # type: ignore[no-any-return]
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     """Keeps only the log of each token's normalizer; the backward pass computes the logits once more."""
 
@@ -81,6 +75,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if of_weight is not None:
                 of_weight += narrow.t() @ hidden[rows]
         return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None
+
+
+for _device in ("cpu", "cuda"):
+    linear_cross_entropy.implement("chunks", _device, differentiable=True)(_LinearCrossEntropy.apply)
 
 
 def row_chunks(tokens: int, vocab: int) -> Iterator[slice]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
+from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.device_limits import implementations_for
 from strata.kernels.gradient_target import Memory
 from strata.kernels.linear.into import put_product
@@ -113,9 +113,7 @@ _BLOCK = 16384
 _WARPS = 32
 
 
-def _supports(
-    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int, into: Memory | None = None
-) -> bool:
+def _supports(hidden: Tensor, weight: Tensor, *others: object) -> bool:
     return hidden.dtype == weight.dtype == torch.bfloat16  # float16 has no room for gradients of a mean over tokens
 
 
@@ -213,29 +211,20 @@ class _LossWithGradients(torch.autograd.Function):
         return of_hidden * grads[0].to(of_hidden.dtype), of_weight * grads[0].to(of_weight.dtype), None, None
 
 
-def _both_wanted(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> bool:
+def _both_wanted(hidden: Tensor, weight: Tensor, *others: Tensor) -> bool:
     wanted = hidden.requires_grad and weight.requires_grad and hidden.dtype == weight.dtype == torch.bfloat16
     # Only the kernel makes gradients of a chunk of logits at a time.
     return wanted and all_plain(hidden, weight) and implementations_for(hidden.device) == hidden.device.type
 
 
-def _at_once(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
-    return _LossWithGradients.apply(hidden, weight, targets, scale)  # type: ignore[no-any-return]
-
-
 if HAS_TRITON:
-    summed_cross_entropy.implement("gradients at once", "cuda", differentiable=True, supports=_both_wanted)(_at_once)
+    summed_cross_entropy.implement("gradients at once", "cuda", differentiable=True, supports=_both_wanted)(
+        _LossWithGradients.apply
+    )
 summed_cross_entropy.implement("chunks", "cuda", differentiable=True)(_summed_chunks)
 
 
 def compile_cases() -> list[CompileCase]:
-    signature = {
-        "logits": "*bf16:16",
-        "targets": "*i64:16",
-        "scale": "*fp32:16",
-        "losses": "*fp32:16",
-        "vocab": "i32:16",
-        "stride": "i32:16",
-    }
+    types = {"*bf16:16": "logits", "*i64:16": "targets", "*fp32:16": "scale losses", "i32:16": "vocab stride"}
     constants = {"IGNORED": IGNORED, "BLOCK": _BLOCK}
-    return [CompileCase("gradient of softmax", softmax_gradient_kernel, signature, constants, _WARPS, 2)]
+    return [CompileCase("gradient of softmax", softmax_gradient_kernel, by_type(types), constants, _WARPS, 2)]

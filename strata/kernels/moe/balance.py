@@ -23,11 +23,7 @@ def _cost(
     return Cost(0, 0, 0)  # the forward pass hands on what it is given
 
 
-def _meta(weights: Tensor, chosen: Tensor, logits: Tensor, totals: Tensor, slopes: Tensor | None) -> Tensor:
-    return weights.new_empty(weights.shape, device="meta")
-
-
-@operation(_cost, meta=_meta, mutates=("totals",))
+@operation(_cost, mutates=("totals",))
 def balance_routing(weights: Tensor, chosen: Tensor, logits: Tensor, totals: Tensor, slopes: Tensor | None) -> Tensor:
     """`weights` as they are. The backward pass adds to `totals`, and to the gradient of the logits.
 

@@ -200,10 +200,7 @@ def _weighted_fits(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tenso
 
 if HAS_TRITON:
     combine.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(combine_kernel,))(_triton)
-
-    @combine.implement("triton with gradients", "cuda", differentiable=True, supports=_weighted_fits)
-    def _differentiable(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
-        return _Combine.apply(rows, source, inverse, weights)
+    combine.implement("triton with gradients", "cuda", differentiable=True, supports=_weighted_fits)(_Combine.apply)
 
 
 def compile_cases() -> list[CompileCase]:

@@ -51,13 +51,7 @@ def expected_experts(tokens: int, rows: int, count: int) -> float:
     return count * (1 - (1 - rows / (tokens * count)) ** tokens)
 
 
-def _meta(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
-) -> Tensor:
-    return x.new_empty(x.shape, device="meta")
-
-
-@operation(_cost, meta=_meta, rowwise=True)
+@operation(_cost, rowwise=True)
 def experts(
     x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
 ) -> Tensor:
@@ -162,11 +156,7 @@ def _by_expert(
     return give_back(torch.cat(parts), order, weights)
 
 
-@experts.implement("an expert at a time", "cpu", differentiable=True)
-def _loop(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
-) -> Tensor:
-    return _by_expert(x, weights, chosen, gate_up, down, filled, F.linear, silu_mul.reference)
+experts.implement("an expert at a time", "cpu", differentiable=True)(experts.reference)
 
 
 @experts.implement("fixed tiles", "cpu", invariant=True)
@@ -179,7 +169,7 @@ def _fixed(
 
 
 def _grouped_supports(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
+    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: object
 ) -> bool:
     """What the library takes without asking the device: bfloat16, rows that begin at multiples of 16 bytes, Hopper."""
     aligned = x.shape[-1] % 8 == 0 and down.shape[-1] % 8 == 0

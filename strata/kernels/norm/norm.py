@@ -21,11 +21,7 @@ def _cost(x: Tensor, weight: Tensor, eps: float, *, workload: Workload) -> Cost:
     return Cost(flops=4 * x.numel(), read=x.nbytes + weight.nbytes, written=x.nbytes, weights=weight.nbytes)
 
 
-def _meta(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x.new_empty(x.shape, device="meta")
-
-
-@operation(_cost, meta=_meta, rowwise=True)
+@operation(_cost, rowwise=True)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
 

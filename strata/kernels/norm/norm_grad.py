@@ -138,13 +138,8 @@ if HAS_TRITON:
     _rms_norm = rms_norm.bind("cuda")
     _add_rms_norm = add_rms_norm.bind("cuda")
 
-    @rms_norm.implement("triton with gradients", "cuda", differentiable=True, supports=_fits)
-    def _differentiable(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
-
-    @add_rms_norm.implement("triton with gradients", "cuda", differentiable=True, supports=_sum_fits)
-    def _differentiable_sum(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return _AddRMSNorm.apply(x, residual, weight, eps)  # type: ignore[no-any-return]
+    for _norm, _supports, _function in ((rms_norm, _fits, _RMSNorm), (add_rms_norm, _sum_fits, _AddRMSNorm)):
+        _norm.implement("triton with gradients", "cuda", differentiable=True, supports=_supports)(_function.apply)
 
 
 def compile_cases() -> list[CompileCase]:

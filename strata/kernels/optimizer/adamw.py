@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,40 +13,25 @@ from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 
 
+class Constants(NamedTuple):
+    """What a run keeps of one group of weights: decay rates of both moments, epsilon, decoupled weight decay."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float
+
+
 def _cost(
-    weight: Tensor,
-    master: Tensor,
-    first: Tensor,
-    second: Tensor,
-    gradient: Tensor,
-    step: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    decay: float,
-    *,
-    workload: Workload,
+    weight: Tensor, master: Tensor, first: Tensor, second: Tensor, gradient: Tensor, *others: object, workload: Workload
 ) -> Cost:
     state = master.nbytes + first.nbytes + second.nbytes
     return Cost(16 * master.numel(), state + gradient.nbytes, state + weight.nbytes, master.nbytes)
 
 
-def _meta(weight: Tensor, *others: object) -> Tensor:
-    return weight.new_empty(weight.shape, device="meta")
-
-
-@operation(_cost, meta=_meta, mutates=("weight", "master", "first", "second"))
+@operation(_cost, mutates=("weight", "master", "first", "second"))
 def adamw(
-    weight: Tensor,
-    master: Tensor,
-    first: Tensor,
-    second: Tensor,
-    gradient: Tensor,
-    step: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    decay: float,
+    weight: Tensor, master: Tensor, first: Tensor, second: Tensor, gradient: Tensor, step: Tensor, constants: Constants
 ) -> Tensor:
     """One update, in place. Returns `weight`, which is `master` rounded afterwards.
 
@@ -55,6 +42,7 @@ def adamw(
     the gradient holds.
     """
     rate, correction1, correction2, factor = step.unbind()
+    beta1, beta2, eps, decay = constants
     is_applied = factor != 0
     given = gradient.to(master.dtype) * factor
     mean = first + (given - first) * (1 - beta1)
@@ -106,16 +94,7 @@ _WARPS = 8
 
 
 def _triton(
-    weight: Tensor,
-    master: Tensor,
-    first: Tensor,
-    second: Tensor,
-    gradient: Tensor,
-    step: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    decay: float,
+    weight: Tensor, master: Tensor, first: Tensor, second: Tensor, gradient: Tensor, step: Tensor, constants: Constants
 ) -> Tensor:
     count = weight.numel()
     adamw_kernel[(triton.cdiv(count, _BLOCK),)](
@@ -126,10 +105,7 @@ def _triton(
         gradient,
         step,
         count,
-        beta1,
-        beta2,
-        eps,
-        decay,
+        *constants,
         BLOCK=_BLOCK,
         SEPARATE=weight.data_ptr() != master.data_ptr(),
         num_warps=_WARPS,
@@ -137,17 +113,13 @@ def _triton(
     return weight
 
 
-def _fits(
-    weight: Tensor, master: Tensor, first: Tensor, second: Tensor, gradient: Tensor, step: Tensor, *others: float
-) -> bool:
+def _fits(weight: Tensor, master: Tensor, first: Tensor, second: Tensor, gradient: Tensor, *others: object) -> bool:
     wide = all(state.dtype == torch.float32 for state in (master, first, second))
     return wide and _are_contiguous(weight, master, first, second, gradient)
 
 
-def _are_contiguous(
-    weight: Tensor, master: Tensor, first: Tensor, second: Tensor, gradient: Tensor, *others: object
-) -> bool:
-    return all(one.is_contiguous() for one in (weight, master, first, second, gradient))
+def _are_contiguous(*tensors: Tensor) -> bool:
+    return all(one.is_contiguous() for one in tensors)
 
 
 # Elements of a scaled gradient that a CPU's cache holds until it has been used.
@@ -155,30 +127,22 @@ _CPU_BLOCK = 1 << 16
 
 
 def _fused_fits(
-    weight: Tensor, master: Tensor, first: Tensor, second: Tensor, gradient: Tensor, step: Tensor, *others: float
+    weight: Tensor, master: Tensor, first: Tensor, second: Tensor, gradient: Tensor, *others: object
 ) -> bool:
     return master.dtype == first.dtype == second.dtype and _are_contiguous(weight, master, first, second, gradient)
 
 
 @adamw.implement("torch fused", "cpu", supports=_fused_fits)
 def _fused(
-    weight: Tensor,
-    master: Tensor,
-    first: Tensor,
-    second: Tensor,
-    gradient: Tensor,
-    step: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    decay: float,
+    weight: Tensor, master: Tensor, first: Tensor, second: Tensor, gradient: Tensor, step: Tensor, constants: Constants
 ) -> Tensor:
     rate, correction1, correction2, factor = step.tolist()
     if factor == 0:
         return weight
+    beta1, beta2, eps, decay = constants
     root = correction2**0.5
-    constants = {"lr": rate * root / correction1, "eps": eps * root, "weight_decay": decay * correction1 / root}
-    constants |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
+    settings = {"lr": rate * root / correction1, "eps": eps * root, "weight_decay": decay * correction1 / root}
+    settings |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
     # After endless steps torch corrects nothing: rate, eps and decay have the corrections.
     steps = [torch.full((), torch.inf)]
     is_ready = factor == 1 and gradient.dtype == master.dtype
@@ -186,7 +150,7 @@ def _fused(
     for held in zip(*(one.view(-1).split(block) for one in (master, gradient, first, second)), strict=True):
         value, given, mean, square = held
         scaled = given if is_ready else given.to(master.dtype) * factor
-        torch._fused_adamw_([value], [scaled], [mean], [square], [], steps, **constants)
+        torch._fused_adamw_([value], [scaled], [mean], [square], [], steps, **settings)
     if weight.data_ptr() != master.data_ptr():
         weight.copy_(master)
     return weight

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
+from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 
@@ -17,11 +17,7 @@ def _momentum_cost(
     return Cost(7 * momentum.numel(), momentum.nbytes + gradient.nbytes, momentum.nbytes + result.nbytes)
 
 
-def _same_as_first(first: Tensor, *others: object) -> Tensor:
-    return first.new_empty(first.shape, device="meta")
-
-
-@operation(_momentum_cost, meta=_same_as_first, mutates=("result", "momentum"))
+@operation(_momentum_cost, mutates=("result", "momentum"))
 def muon_momentum(result: Tensor, momentum: Tensor, gradient: Tensor, step: Tensor, beta: float) -> Tensor:
     """Nesterov momentum: momentum = beta * momentum + (1 - beta) * gradient, and the same once more into `result`.
 
@@ -44,7 +40,7 @@ def _update_cost(
     )
 
 
-@operation(_update_cost, meta=_same_as_first, mutates=("weight", "master"))
+@operation(_update_cost, mutates=("weight", "master"))
 def muon_update(weight: Tensor, master: Tensor, direction: Tensor, step: Tensor, size: float, decay: float) -> Tensor:
     """One update, in place: decoupled weight decay, then a step of rate * size against `direction`.
 
@@ -123,22 +119,14 @@ if HAS_TRITON:
 
 
 def compile_cases() -> list[CompileCase]:
-    numbers = {"count": "i32:16", "beta": "fp32", "size": "fp32", "decay": "fp32"}
-    wide = dict.fromkeys(("momentum", "gradient", "master", "step"), "*fp32:16")
-    signature = numbers | wide | dict.fromkeys(("result", "weight", "direction"), "*bf16:16")
+    types = {"*fp32:16": "momentum gradient master step", "*bf16:16": "result weight direction"}
+    signature = by_type({**types, "i32:16": "count", "fp32": "beta size decay"})
     cases = (
         ("muon_momentum", muon_momentum_kernel, {"BLOCK": _BLOCK}),
         ("muon_update", muon_update_kernel, {"BLOCK": _BLOCK, "SEPARATE": True}),
     )
+    vectors = ("ld.global.v4.b32", "st.global.v4.b32")
     return [
-        CompileCase(
-            name,
-            kernel,
-            {argument: signature[argument] for argument in kernel.arg_names if argument in signature},
-            constants,
-            _WARPS,
-            2,
-            must_contain=("ld.global.v4.b32", "st.global.v4.b32"),
-        )
+        CompileCase(name, kernel, signature, constants, _WARPS, 2, must_contain=vectors)
         for name, kernel, constants in cases
     ]

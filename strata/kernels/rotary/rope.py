@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
+from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 
@@ -40,11 +40,7 @@ def _cost(x: Tensor, cos: Tensor, sin: Tensor, *, workload: Workload) -> Cost:
     return Cost(flops=3 * x.numel(), read=x.nbytes + (cos.nbytes + sin.nbytes) // 2, written=x.nbytes)
 
 
-def _meta(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return x.new_empty(x.shape, device="meta")
-
-
-@operation(_cost, meta=_meta, rowwise=True)
+@operation(_cost, rowwise=True)
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each head by the angles of its token's position.
 
@@ -140,17 +136,9 @@ if HAS_TRITON:
 
 
 def compile_cases() -> list[CompileCase]:
-    angles = {"positions": "*i32:16", "table": "*fp32:16", "cos": "*fp32:16", "sin": "*fp32:16", "half": "i32:16"}
-    signature = {
-        "x": "*bf16:16",
-        "cos": "*fp32:16",
-        "sin": "*fp32:16",
-        "result": "*bf16:16",
-        "heads": "i32",
-        "half": "i32:16",
-        "token_stride": "i32:16",
-        "head_stride": "i32:16",
-    }
+    angles = by_type({"*i32:16": "positions", "*fp32:16": "table cos sin", "i32:16": "half"})
+    sizes = {"i32": "heads", "i32:16": "half token_stride head_stride"}
+    signature = by_type({"*bf16:16": "x result", "*fp32:16": "cos sin", **sizes})
     return [
         CompileCase("rope angles", rope_angles_kernel, angles, {"HALF": 64}, 1, 2),
         CompileCase("rope", rope_kernel, signature, dict(_tile(32, 64)), 4, 2),

@@ -14,7 +14,6 @@ from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.plain_tensor import all_plain
 from strata.kernels.rotary.rope import rope, rotate
-from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 
@@ -145,13 +144,7 @@ class _Rope(torch.autograd.Function):
 
 
 def _fits(
-    product: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    pages: PagedKV | None,
-    spec: HeadsSpec,
+    product: Tensor, q_weight: object, k_weight: object, cos: Tensor, sin: Tensor, pages: object, spec: HeadsSpec
 ) -> bool:
     """No norms of heads, no pages. A program holds all heads of a token."""
     few = (spec.heads + 2 * spec.kv_heads) * cos.shape[-1] <= 16384
@@ -161,9 +154,9 @@ def _fits(
 if HAS_TRITON:
     _rope = rope.bind("cuda")
 
-    @rope.implement("triton with gradients", "cuda", differentiable=True, supports=lambda x, *_: all_plain(x))
-    def _differentiable(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return _Rope.apply(x, cos, sin)  # type: ignore[no-any-return]
+    rope.implement("triton with gradients", "cuda", differentiable=True, supports=lambda x, *_: all_plain(x))(
+        _Rope.apply
+    )
 
     @qk_rope_kv_write.implement("triton with gradients", "cuda", differentiable=True, supports=_fits)
     def _differentiable_heads(

@@ -21,11 +21,7 @@ def _cost(logits: Tensor, masks: Tensor, which: Tensor, *, workload: Workload) -
     return Cost(flops=2 * logits.numel(), read=masks.nbytes + which.nbytes, written=logits.nbytes)
 
 
-def _meta(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
-    return logits.new_empty(logits.shape, device="meta")
-
-
-@operation(_cost, meta=_meta, mutates=("logits",))
+@operation(_cost, mutates=("logits",))
 def apply_bitmask(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
     """Write `-inf` over the ids that a row's mask rules out: logits [rows, vocab] of any float dtype, given back.
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
+from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, libdevice, tl, triton
 
@@ -49,53 +49,49 @@ def scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
     return logits.float() / torch.where(temperatures == 0, 1.0, temperatures)[:, None]
 
 
+Bounds = tuple[Tensor, Tensor]  # what `filter_bounds` leaves of each row
+
+
 def _gumbel_cost(
     logits: Tensor,
     temperatures: Tensor,
     seeds: Tensor,
     steps: Tensor,
-    lowest: Tensor | None = None,
-    last: Tensor | None = None,
+    bounds: Bounds | None = None,
     *,
     workload: Workload,
 ) -> Cost:
     # About twelve integer operations, a division and two logarithms make the score of one id.
-    rows = (temperatures, seeds, steps, lowest, last)
-    read = logits.nbytes + sum(parameter.nbytes for parameter in rows if parameter is not None)
+    read = sum(parameter.nbytes for parameter in (logits, temperatures, seeds, steps, *(bounds or ())))
     return Cost(flops=16 * logits.numel(), read=read, written=4 * logits.shape[0])
 
 
-def _gumbel_meta(logits: Tensor, *_: Tensor | None) -> Tensor:
+def _gumbel_meta(logits: Tensor, *_: Tensor | Bounds | None) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int32, device="meta")
 
 
 @operation(_gumbel_cost, meta=_gumbel_meta)
 def gumbel_sample(
-    logits: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    steps: Tensor,
-    lowest: Tensor | None = None,
-    last: Tensor | None = None,
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, steps: Tensor, bounds: Bounds | None = None
 ) -> Tensor:
     """Draw an id from the softmax of each row: the largest sum of logit and Gumbel noise (Gumbel 1954).
 
     logits [rows, vocab] of any float dtype, `-inf` for what may not be drawn; temperatures [rows] float32 divide them,
     0 takes the largest logit; seeds [rows] int64; steps [rows] int32 or int64, how many draws the seed has behind it;
-    lowest, last: what `filter_bounds` leaves of each row, None for all of it. Returns ids [rows] int32, the lowest
+    bounds: what `filter_bounds` leaves of each row, None for all of it. Returns ids [rows] int32, the lowest
     among equals. The noise of an id is a hash of (seed, step, id), so the same draw gives the same id in any batch.
 
     A row that is no distribution, because it holds NaN or infinity or nothing above -inf, gives `NO_ID`.
     """
     scores = scaled(logits, temperatures)
-    if lowest is not None and last is not None:
-        scores = scores.masked_fill(ruled_out(scores, lowest, last), -torch.inf)
+    if bounds is not None:
+        scores = scores.masked_fill(ruled_out(scores, *bounds), -torch.inf)
     noise = gumbel_noise(seeds, steps, logits.shape[1])
     return likeliest(scores + noise.masked_fill((temperatures == 0)[:, None], 0))
 
 
 @gumbel_sample.implement("torch", "cpu", invariant=True)
-def _gumbel_cpu(logits: Tensor, temperatures: Tensor, *rest: Tensor | None) -> Tensor:
+def _gumbel_cpu(logits: Tensor, temperatures: Tensor, *rest: Tensor | Bounds | None) -> Tensor:
     if not bool(temperatures.any()):
         return likeliest(logits)
     return gumbel_sample.reference(logits, temperatures, *rest)  # type: ignore[no-any-return]
@@ -229,12 +225,7 @@ def gumbel_reduce_kernel(best, best_id, result, blocks, BLOCKS: tl.constexpr):
 
 
 def _gumbel_triton(
-    logits: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    steps: Tensor,
-    lowest: Tensor | None = None,
-    last: Tensor | None = None,
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, steps: Tensor, bounds: Bounds | None = None
 ) -> Tensor:
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, _GUMBEL_BLOCK)
@@ -247,13 +238,12 @@ def _gumbel_triton(
             temperatures,
             seeds,
             steps,
-            lowest,
-            last,
+            *(bounds or (None, None)),
             best,
             best_id,
             vocab,
             logits.stride(0),
-            FILTERED=lowest is not None,
+            FILTERED=bounds is not None,
             **_GUMBEL_CONSTANTS,
             num_warps=4,
         )
@@ -340,23 +330,12 @@ def logprobs(logits: Tensor, ids: Tensor, top: int) -> tuple[Tensor, Tensor, Ten
 
 
 def compile_cases() -> list[CompileCase]:
-    blocks = {
-        "logits": "*bf16:16",
-        "temperatures": "*fp32",
-        "seeds": "*i64",
-        "steps": "*i32",
-        "lowest": "*fp32:16",
-        "last": "*i32:16",
-        "best": "*fp32:16",
-        "best_id": "*i32:16",
-        "vocab": "i32",
-        "row_stride": "i32",
-    }
-    reduce = {"best": "*fp32:16", "best_id": "*i32:16", "result": "*i32:16", "blocks": "i32"}
-    token = {"logits": "*fp32", "ids": "*i64:16", "result": "*fp32:16"}
-    token |= dict.fromkeys(("vocab", "row_stride", "id_count"), "i32")
+    inputs = {"*bf16:16": "logits", "*fp32": "temperatures", "*i64": "seeds", "*i32": "steps"}
+    blocks = by_type({**inputs, "*fp32:16": "lowest best", "*i32:16": "last best_id", "i32": "vocab row_stride"})
+    reduce = by_type({"*fp32:16": "best", "*i32:16": "best_id result", "i32": "blocks"})
+    token = {"*fp32": "logits", "*i64:16": "ids", "*fp32:16": "result", "i32": "vocab row_stride id_count"}
     return [
         CompileCase("gumbel blocks", gumbel_blocks_kernel, blocks, {"FILTERED": True} | _GUMBEL_CONSTANTS, 4, 2),
         CompileCase("gumbel reduce", gumbel_reduce_kernel, reduce, {"BLOCKS": 128}, 1, 2),
-        CompileCase("token logprobs", token_logprobs_kernel, token, {"BLOCK": _TOKEN_BLOCK, "IDS": 32}, 8, 2),
+        CompileCase("token logprobs", token_logprobs_kernel, by_type(token), {"BLOCK": _TOKEN_BLOCK, "IDS": 32}, 8, 2),
     ]

@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.state.kv_write import TILE_WARPS, token_tile
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.triton_import import jit, tl, triton
-
-# Elements of the keys, and of the values, that a program moves, and its warps.
-_TILE_ELEMENTS = 2048
-_WARPS = 4
 
 
 @partial(jit, unspecialized=("table", "first", "tokens"))
@@ -50,7 +47,7 @@ def kv_read(pages: PagedKV, layer: int, sequence: int, first: int, last: int) ->
     shape = (last - first, *keys.shape[2:])
     k, v = (torch.empty(shape, dtype=pool.dtype, device=pool.device) for pool in (keys, values))
     width = keys.shape[2] * keys.shape[3]
-    tile = _tile(width)
+    tile = token_tile(width)
     kv_read_kernel[(triton.cdiv(last - first, tile["TOKENS"]),)](
         keys,
         values,
@@ -62,17 +59,12 @@ def kv_read(pages: PagedKV, layer: int, sequence: int, first: int, last: int) ->
         width,
         PAGE_SIZE=pages.page_size,
         **tile,
-        num_warps=_WARPS,
+        num_warps=TILE_WARPS,
     )
     return k, v
-
-
-def _tile(width: int) -> dict[str, int]:
-    block: int = triton.next_power_of_2(width)
-    return {"TOKENS": max(1, _TILE_ELEMENTS // block), "BLOCK": block}
 
 
 def compile_cases() -> list[CompileCase]:
     signature = dict.fromkeys(("keys", "values", "k", "v"), "*bf16:16") | {"table": "*i32", "width": "i32:16"}
     signature |= dict.fromkeys(("first", "tokens"), "i32")
-    return [CompileCase("kv_read", kv_read_kernel, signature, {"PAGE_SIZE": 16, **_tile(1024)}, _WARPS, 2)]
+    return [CompileCase("kv_read", kv_read_kernel, signature, {"PAGE_SIZE": 16, **token_tile(1024)}, TILE_WARPS, 2)]

@@ -86,12 +86,13 @@ def kv_write_kernel(
     tl.store(values + target, value.to(values.dtype.element_ty), mask=held)
 
 
-# Elements of k, and of v, that a program moves, and its warps.
+# Elements of keys, and of values, that a program moves, and its warps.
 _TILE_ELEMENTS = 2048
-_WARPS = 4
+TILE_WARPS = 4
 
 
-def _tile(width: int) -> dict[str, int]:
+def token_tile(width: int) -> dict[str, int]:
+    """Tokens of a program that moves keys and values between pages and rows, `width` elements each, padded to BLOCK."""
     block: int = triton.next_power_of_2(width)
     return {"TOKENS": max(1, _TILE_ELEMENTS // block), "BLOCK": block}
 
@@ -101,7 +102,7 @@ def _triton(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Te
         return k, v
     tokens, heads, head_dim = k.shape
     if tokens:
-        tile = _tile(heads * head_dim)
+        tile = token_tile(heads * head_dim)
         kv_write_kernel[(triton.cdiv(tokens, tile["TOKENS"]),)](
             k,
             v,
@@ -116,7 +117,7 @@ def _triton(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Te
             heads,
             HEAD_DIM=head_dim,
             **tile,
-            num_warps=_WARPS,
+            num_warps=TILE_WARPS,
         )
     return k, v
 
@@ -128,5 +129,5 @@ if HAS_TRITON:
 def compile_cases() -> list[CompileCase]:
     signature = dict.fromkeys(("k", "v", "keys", "values"), "*bf16:16") | {"slots": "*i32:16", "tokens": "i32"}
     signature |= dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i32:16") | {"heads": "i32"}
-    constants = {"HEAD_DIM": 128, **_tile(1024)}
-    return [CompileCase("kv_write", kv_write_kernel, signature, constants, _WARPS, 2)]
+    constants = {"HEAD_DIM": 128, **token_tile(1024)}
+    return [CompileCase("kv_write", kv_write_kernel, signature, constants, TILE_WARPS, 2)]

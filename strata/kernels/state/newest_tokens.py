@@ -17,11 +17,7 @@ def _cost(tokens: Tensor, sources: Tensor, newest: Tensor, *, workload: Workload
     return Cost(flops=0, read=tokens.nbytes + sources.nbytes + tokens.nbytes, written=tokens.nbytes)
 
 
-def _meta(tokens: Tensor, sources: Tensor, newest: Tensor) -> Tensor:
-    return torch.empty_like(tokens, device="meta")
-
-
-@operation(_cost, meta=_meta)
+@operation(_cost)
 def newest_tokens(tokens: Tensor, sources: Tensor, newest: Tensor) -> Tensor:
     """The id at `newest[source]` where a source is not negative, else the token: all int32, [tokens] -> [tokens].
 

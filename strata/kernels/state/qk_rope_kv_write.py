@@ -16,15 +16,7 @@ from strata.kernels.state.paged import PagedKV
 from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 
 
-def _saved(
-    product: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    pages: PagedKV | None,
-    spec: HeadsSpec,
-) -> Cost:
+def _saved(product: Tensor, q_weight: object, k_weight: object, cos: Tensor, sin: Tensor, *others: object) -> Cost:
     """The angles are read once for queries and keys."""
     return Cost(read=(cos.nbytes + sin.nbytes) // 2)
 

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from strata.kernels.optimizer.adamw import adamw
+from strata.kernels.optimizer.adamw import Constants, adamw
 from strata.parallel.data_parallel import ParameterShard
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.memory import StateMemory
@@ -77,7 +77,8 @@ class AdamW:
 
     def _change(self, weight: Tensor, gradient: Tensor, decay: float, held: slice, state: Sequence[Tensor]) -> None:
         config = self._config
-        adamw(weight[held], *state, gradient[held], self._step, config.beta1, config.beta2, config.eps, decay)
+        constants = Constants(config.beta1, config.beta2, config.eps, decay)
+        adamw(weight[held], *state, gradient[held], self._step, constants)
 
     def state(self) -> dict[str, list[Tensor]]:
         kinds = {

@@ -95,8 +95,8 @@ def test_a_row_that_is_no_distribution_draws_nothing_and_harms_no_other(temperat
     filters = (torch.full((6,), 9, device="cuda").int(), torch.full((6,), 0.9, device="cuda"), seeds * 0.01)
 
     def ids(logits: torch.Tensor) -> list[int]:
-        bounds = filter_bounds(logits, temperatures, *filters) if bounded else (None, None)
-        drawn: list[int] = gumbel_sample(logits, temperatures, seeds, seeds, *bounds).tolist()
+        bounds = filter_bounds(logits, temperatures, *filters) if bounded else None
+        drawn: list[int] = gumbel_sample(logits, temperatures, seeds, seeds, bounds).tolist()
         return drawn
 
     want = ids(sound)
@@ -108,8 +108,8 @@ def test_filtered_draws_are_those_of_the_cpu() -> None:
     logits = logits_of("peaked", 5003)
     inputs = parameters(5003)
     seeds, steps = torch.arange(ROWS, device="cuda"), torch.arange(ROWS, device="cuda").int()
-    ids = gumbel_sample(logits, inputs[0], seeds, steps, *filter_bounds(logits, *inputs))
+    ids = gumbel_sample(logits, inputs[0], seeds, steps, filter_bounds(logits, *inputs))
     host = [x.cpu() for x in (logits, *inputs)]
-    want = gumbel_sample(host[0], host[1], seeds.cpu(), steps.cpu(), *filter_bounds(*host))
+    want = gumbel_sample(host[0], host[1], seeds.cpu(), steps.cpu(), filter_bounds(*host))
     # The noise may differ in the last bit between processors.
     assert (ids.cpu() == want).float().mean() > 0.97

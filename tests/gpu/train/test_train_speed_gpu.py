@@ -20,7 +20,7 @@ from strata.kernels.loss.loss_grad import cross_entropy_gradients, summed_cross_
 from strata.kernels.norm import norm_grad  # noqa: F401  registers what is tested
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
-from strata.kernels.optimizer.adamw import adamw
+from strata.kernels.optimizer.adamw import Constants, adamw
 from strata.kernels.rotary import rope_grad  # noqa: F401  registers what is tested
 from strata.kernels.rotary.rope import rope, rope_angles
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
@@ -217,10 +217,10 @@ def test_adamw(count: int) -> None:
     state = [weight.float(), draw(count, dtype=torch.float32), draw(count, dtype=torch.float32).square()]
     gradient = draw(count)
     step = torch.tensor([0.01, 0.5, 0.3, 0.7], device="cuda")
-    assert adamw.bind("cuda").choose(weight, *state, gradient, step, 0.9, 0.95, 1e-8, 0.1).name == "triton"
+    assert adamw.bind("cuda").choose(weight, *state, gradient, step, Constants(0.9, 0.95, 1e-8, 0.1)).name == "triton"
     exact = [one.double() for one in state]
-    adamw.reference(weight.clone(), *exact, gradient, step.double(), 0.9, 0.95, 1e-8, 0.1)
-    adamw(weight, *state, gradient, step, 0.9, 0.95, 1e-8, 0.1)
+    adamw.reference(weight.clone(), *exact, gradient, step.double(), Constants(0.9, 0.95, 1e-8, 0.1))
+    adamw(weight, *state, gradient, step, Constants(0.9, 0.95, 1e-8, 0.1))
     for found, wanted in zip(state, exact, strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
     assert torch.equal(weight, state[0].bfloat16())

@@ -10,10 +10,10 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.decode_triton import DecodeTile, compile_cases, decode_tile
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
-from strata.kernels.compile_case import compile_for
 from strata.kernels.rotary.rope import rope_angles
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.triton_import import HAS_TRITON
+from tests.kernels.compiling import compile_for
 
 PAGE, PAGES, LAYERS = 4, 12, 2
 

@@ -215,8 +215,8 @@ def test_a_single_allowed_id_is_always_drawn() -> None:
 
 def test_only_ids_within_the_bounds_are_drawn() -> None:
     logits = torch.tensor([0.0, 1, 2, 1, 1]).expand(500, -1)
-    lowest, last = torch.full((500,), 0.2), torch.full((500,), 3, dtype=torch.int32)
-    ids = gumbel_sample(logits, torch.full((500,), 5.0), torch.arange(500), torch.arange(500), lowest, last)
+    bounds = torch.full((500,), 0.2), torch.full((500,), 3, dtype=torch.int32)
+    ids = gumbel_sample(logits, torch.full((500,), 5.0), torch.arange(500), torch.arange(500), bounds)
     assert ids.unique().tolist() == [1, 2, 3]
 
 
@@ -233,15 +233,15 @@ def test_a_row_that_is_no_distribution_draws_nothing_and_harms_no_other(
     broken[3, 0] = math.inf
     broken[4] = math.nan
     temperatures, seeds, steps = torch.full((6,), temperature), torch.arange(6), torch.arange(6)
-    bounds = []
+    bounds = some = None
+    rest = torch.tensor([0, 5])
     if bounded:
         filters = (torch.full((6,), 9, dtype=torch.int32), torch.full((6,), 0.9), torch.zeros(6))
-        bounds = list(filter_bounds(broken, temperatures, *filters))
-    ids = gumbel_sample(broken, temperatures, seeds, steps, *bounds)
+        bounds = filter_bounds(broken, temperatures, *filters)
+        some = tuple(bound[rest] for bound in bounds)
+    ids = gumbel_sample(broken, temperatures, seeds, steps, bounds)
     assert ids[1:5].tolist() == [NO_ID] * 4
-    rest = torch.tensor([0, 5])
-    bounds = [bound[rest] for bound in bounds]
-    assert torch.equal(ids[rest], gumbel_sample(sound[rest], temperatures[rest], seeds[rest], steps[rest], *bounds))
+    assert torch.equal(ids[rest], gumbel_sample(sound[rest], temperatures[rest], seeds[rest], steps[rest], some))
     assert likeliest(broken)[1:5].tolist() == [NO_ID] * 4
     assert torch.equal(likeliest(broken)[rest], sound[rest].argmax(-1).int())
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from strata.comm.launch import World
-from strata.kernels.optimizer.adamw import adamw
+from strata.kernels.optimizer.adamw import Constants, adamw
 from strata.kernels.optimizer.muon import muon_momentum, muon_update
 from strata.models.layers import CausalLM
 from strata.parallel.data_parallel import ParameterShard
@@ -116,7 +116,7 @@ def test_skipped_operations_leave_everything_alone() -> None:
     held = [torch.randn(9) for _ in range(4)]
     before = [one.clone() for one in held]
     bad = torch.full((9,), float("nan"))
-    adamw(*held, bad, torch.tensor([0.1, 0.1, 0.1, 0.0]), 0.9, 0.95, 1e-8, 0.1)
+    adamw(*held, bad, torch.tensor([0.1, 0.1, 0.1, 0.0]), Constants(0.9, 0.95, 1e-8, 0.1))
     weight, master, momentum, _ = held
     result = muon_momentum(torch.ones(9), momentum, bad, torch.tensor([0.1, 0.0]), 0.95)
     muon_update(weight, master, bad, torch.tensor([0.1, 0.0]), 1.0, 0.1)
@@ -294,8 +294,8 @@ def test_adamw_on_a_cpu_is_the_formula_to_rounding(factor: float, gradient_dtype
     weight, gradient = state[0].bfloat16(), torch.randn(count).to(gradient_dtype)
     given, step = gradient.clone(), torch.tensor([0.01, 0.5, 0.3, factor])
     exact = [one.double() for one in state]
-    adamw.reference(exact[0].clone(), *exact, gradient.double(), step.double(), 0.9, 0.95, 1e-8, 0.1)
-    rest = (gradient, step, 0.9, 0.95, 1e-8, 0.1)
+    adamw.reference(exact[0].clone(), *exact, gradient.double(), step.double(), Constants(0.9, 0.95, 1e-8, 0.1))
+    rest = (gradient, step, Constants(0.9, 0.95, 1e-8, 0.1))
     assert adamw.bind("cpu").choose(weight, *state, *rest).name == "torch fused"
     adamw(weight, *state, *rest)
     for found, wanted in zip(state, exact, strict=True):
