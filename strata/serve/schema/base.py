@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import Response
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, WrapValidator, model_validator
 from pydantic.json_schema import JsonSchemaValue
+from pydantic.types import Discriminator
 from pydantic_core import CoreSchema, PydanticCustomError, ValidationError
 from pydantic_core.core_schema import ValidatorFunctionWrapHandler, no_info_plain_validator_function
 
@@ -86,6 +88,11 @@ class Unsupported:
         if value is None or any(type(value) is type(one) and value == one for one in self._accepted):
             return value
         raise PydanticCustomError("refused", "{reason}", {"reason": self._reason})
+
+
+def told_apart(kind_of: Callable[[Any], str | None], fault: str, message: str) -> Discriminator:
+    """For a union whose kinds have tags. kind_of: the tag of a value. fault, message: for a value that is of none."""
+    return Discriminator(kind_of, custom_error_type=fault, custom_error_message=message)
 
 
 def described_as(kinds: str) -> WrapValidator:

@@ -10,13 +10,12 @@ from strata.engine.sampling_params import RANGES
 from strata.serve.http.errors import ApiError
 from strata.serve.schema.base import ReplyModel, Unsupported, described_as
 from strata.serve.schema.reply import Usage
-from strata.serve.schema.sampling import SamplingFields, TokenId, TopLogprobs
+from strata.serve.schema.sampling import Ids, SamplingFields, TopLogprobs
 from strata.serve.schema.structured import FormatFields
 
 MAX_PROMPTS = 128
 DEFAULT_MAX_TOKENS = 16
 
-Ids = Annotated[list[TokenId], Field(min_length=1)]
 Prompt = Annotated[
     str
     | Ids

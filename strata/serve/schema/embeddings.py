@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
-from strata.serve.schema.base import ReplyModel, RequestModel, Unsupported
-from strata.serve.schema.sampling import TokenId
+from strata.serve.schema.base import ReplyModel, RequestModel, Unsupported, told_apart
+from strata.serve.schema.sampling import Ids
 
 MAX_INPUTS = 2048
-
-Ids = Annotated[list[TokenId], Field(min_length=1)]
 
 
 def _kind_of_input(value: Any) -> str | None:
@@ -29,11 +27,7 @@ class EmbeddingRequest(RequestModel):
         | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS), Tag("texts")]
         | Annotated[Ids, Tag("ids")]
         | Annotated[list[Ids], Field(min_length=1, max_length=MAX_INPUTS), Tag("lists")],
-        Discriminator(
-            _kind_of_input,
-            custom_error_type="input",
-            custom_error_message="Input should be a text, a list of token ids, or a list of either",
-        ),
+        told_apart(_kind_of_input, "input", "Input should be a text, a list of token ids, or a list of either"),
     ]
     """One text, one list of token ids, or a list of either."""
     model: str | None = None

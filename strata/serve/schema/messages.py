@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from strata.serve.http.json_route import read_json
-from strata.serve.schema.base import HistoryModel, Unsupported
+from strata.serve.schema.base import HistoryModel, Unsupported, told_apart
 
 _TEXT_ONLY = "this server reads text only"
 
@@ -23,11 +23,7 @@ def _kind_of_content(value: Any) -> str | None:
 
 Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[TextPart], Field(min_length=1), Tag("parts")],
-    Discriminator(
-        _kind_of_content,
-        custom_error_type="content",
-        custom_error_message='Input should be a string or a list of {"type": "text", "text": ...}',
-    ),
+    told_apart(_kind_of_content, "content", 'Input should be a string or a list of {"type": "text", "text": ...}'),
 ]
 
 

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, StringConstraints, Tag
+from pydantic import Field, StringConstraints, Tag
 
 from strata.serve.http.errors import ApiError
-from strata.serve.schema.base import HistoryModel, RequestModel, Unsupported, described_as
+from strata.serve.schema.base import HistoryModel, RequestModel, Unsupported, described_as, told_apart
 from strata.serve.schema.chat import Function, FunctionName, ReasoningEffort, Verbosity
-from strata.serve.schema.sampling import (
-    Count,
-    RepetitionPenalty,
-    SamplingFields,
-    Seed,
-    StopStrings,
-    Temperature,
-    TopK,
-    TopLogprobs,
-    TopP,
-)
+from strata.serve.schema.sampling import Count, GenerationFields, SamplingFields, TopLogprobs
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -86,10 +76,8 @@ Item = Annotated[
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(
-        _kind_of_item,
-        custom_error_type="item",
-        custom_error_message="Input should be a message, function_call, function_call_output or reasoning item",
+    told_apart(
+        _kind_of_item, "item", "Input should be a message, function_call, function_call_output or reasoning item"
     ),
 ]
 Items = Annotated[list[Item], Field(min_length=1)]
@@ -153,18 +141,10 @@ class StreamOptions(RequestModel):
     include_obfuscation: Annotated[Any, Unsupported("events are not padded", False)] = None
 
 
-class ResponsesRequest(RequestModel):
-    """Null means that a field is absent; what is absent is as the model's generation_config.json has it."""
-
-    model: str | None = None
-    """One of /v1/models; absent, the first of them."""
+class ResponsesRequest(GenerationFields):
     input: Annotated[
         Annotated[str, Tag("text")] | Annotated[Items, Tag("items")],
-        Discriminator(
-            _kind_of_input,
-            custom_error_type="input",
-            custom_error_message="Input should be a string or a list of items",
-        ),
+        told_apart(_kind_of_input, "input", "Input should be a string or a list of items"),
     ]
     """What the user says, or items: messages, calls, their outputs, reasoning."""
     instructions: str | None = None
@@ -175,10 +155,6 @@ class ResponsesRequest(RequestModel):
     """Keep the response, for GET and previous_response_id; the default."""
     max_output_tokens: Count | None = None
     """The most tokens to generate; absent, as many as the model has room for."""
-    temperature: Temperature | None = None
-    """Divides the logits; 0 takes the most likely token."""
-    top_p: TopP | None = None
-    """Draw from the fewest tokens whose probabilities reach this."""
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
@@ -195,27 +171,11 @@ class ResponsesRequest(RequestModel):
     """Tell those of so many of the likeliest tokens too; needs include."""
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     """Kept with the response."""
-    stream: bool | None = None
-    """Send server-sent events as the answer comes."""
     stream_options: StreamOptions | None = None
     """Only with stream."""
 
-    top_k: TopK | None = None
-    """Draw from this many most likely tokens; 0 or -1 for all. (This and what follows are vLLM's extensions.)"""
-    repetition_penalty: RepetitionPenalty | None = None
-    """Above 1 discourages tokens of the prompt and the output."""
-    seed: Seed | None = None
-    """The same seed draws the same tokens, whatever else runs."""
-    stop: StopStrings | None = None
-    """Strings that end the output, which leaves them out."""
-    ignore_eos: bool | None = None
-    """Go on past the model's end of sequence."""
-    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
-    """Of requests that came within a minute, the lowest run first; 0 if absent. Below 0 a key needs the right."""
-
-    user: str | None = None
-    """Has no effect, nor have the next three: a key says who sends a request, and prefixes are cached by themselves."""
     safety_identifier: str | None = None
+    """Has no effect, nor have the next two: a key says who sends a request, and prefixes are cached by themselves."""
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     background: Annotated[Any, Unsupported("ask without it, or with stream", False)] = None
@@ -242,8 +202,7 @@ class ResponsesRequest(RequestModel):
     @property
     def sampling(self) -> SamplingFields:
         """The fields that are the same in all requests."""
-        names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "ignore_eos")
-        return SamplingFields(**{name: getattr(self, name) for name in names})
+        return SamplingFields(**{name: getattr(self, name) for name in GenerationFields.model_fields})
 
     def check(self) -> None:
         """Raises ApiError (400) for fields that do not go together."""

@@ -23,6 +23,7 @@ def ranged(name: str) -> FieldInfo:
 
 Count = Annotated[int, ranged("max_tokens")]
 TokenId = Annotated[int, ranged("token id")]
+Ids = Annotated[list[TokenId], Field(min_length=1)]
 TokenText = Annotated[
     str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$"), described_as("a token id, written in digits")
 ]
@@ -30,10 +31,6 @@ LogitBias = Annotated[
     dict[TokenText, Annotated[float, ranged("logit_bias")]],
     Field(max_length=1024, json_schema_extra={"additionalProperties": False}),
 ]
-Temperature = Annotated[float, ranged("temperature")]
-TopP = Annotated[float, ranged("top_p")]
-TopK = Annotated[int, ranged("top_k")]
-RepetitionPenalty = Annotated[float, ranged("repetition_penalty")]
 # As bounds, these numbers are beyond what a JSON number holds in most languages.
 Seed = Annotated[int, ranged("seed"), WithJsonSchema({"type": "integer", "format": "int64"})]
 # A stop string is compared with every beginning of itself, so its length costs squared.
@@ -53,46 +50,52 @@ class StreamOptions(RequestModel):
     include_obfuscation: Annotated[Any, Unsupported("chunks are not padded", False)] = None
 
 
-class SamplingFields(RequestModel):
+class GenerationFields(RequestModel):
     """Null means that a field is absent; what is absent is as the model's generation_config.json has it."""
 
     model: str | None = None
     """One of /v1/models; absent, the first of them."""
+    temperature: Annotated[float, ranged("temperature")] | None = None
+    """Divides the logits; 0 takes the most likely token."""
+    top_p: Annotated[float, ranged("top_p")] | None = None
+    """Draw from the fewest tokens whose probabilities reach this; 0 takes the most likely token."""
+    stream: bool | None = None
+    """Send server-sent events as the text comes."""
+    user: str | None = None
+    """Has no effect: who sends a request is known by its key."""
+
+    seed: Seed | None = None
+    """The same seed draws the same tokens, whatever else runs."""
+    stop: StopStrings | None = None
+    """Strings that end the output, which leaves them out."""
+    top_k: Annotated[int, ranged("top_k")] | None = None
+    """Draw from this many most likely tokens; 0 or -1 for all. (This and the next three are vLLM's extensions.)"""
+    repetition_penalty: Annotated[float, ranged("repetition_penalty")] | None = None
+    """Above 1 discourages tokens of the prompt and the output."""
+    ignore_eos: bool | None = None
+    """Go on past the model's end of sequence."""
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    """Of requests that came within a minute, the lowest run first; 0 if absent. Below 0 a key needs the right."""
+
+
+class SamplingFields(GenerationFields):
     n: Annotated[int, ranged("n")] | None = None
     """Samples drawn from the same prompt."""
     max_tokens: Count | None = None
     """The most tokens to generate in each sample."""
-    temperature: Temperature | None = None
-    """Divides the logits; 0 takes the most likely token."""
-    top_p: TopP | None = None
-    """Draw from the fewest tokens whose probabilities reach this; 0 takes the most likely token."""
     frequency_penalty: Annotated[float, ranged("frequency_penalty")] | None = None
     """Subtracted from the logit of a token for each time that it is in the output."""
     presence_penalty: Annotated[float, ranged("presence_penalty")] | None = None
     """Subtracted from the logit of a token once it is in the output."""
     logit_bias: LogitBias | None = None
     """Token ids, as strings, to what is added to their logits."""
-    seed: Seed | None = None
-    """The same seed draws the same tokens, whatever else runs."""
-    stop: StopStrings | None = None
-    """Strings that end the output, which leaves them out."""
-    stream: bool | None = None
-    """Send server-sent events as the text comes."""
     stream_options: StreamOptions | None = None
     """Only with stream."""
-    user: str | None = None
-    """Has no effect: who sends a request is known by its key."""
 
-    top_k: TopK | None = None
-    """Draw from this many most likely tokens; 0 or -1 for all. (This and what follows are vLLM's extensions.)"""
     min_p: Annotated[float, ranged("min_p")] | None = None
-    """Draw from tokens at least this likely relative to the likeliest."""
-    repetition_penalty: RepetitionPenalty | None = None
-    """Above 1 discourages tokens of the prompt and the output."""
+    """Draw from tokens at least this likely beside the likeliest. (This and what follows are vLLM's extensions.)"""
     min_tokens: Annotated[int, ranged("min_tokens")] | None = None
     """Nothing ends the output before this many tokens."""
-    ignore_eos: bool | None = None
-    """Go on past the model's end of sequence."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     """Token ids that end the output."""
     bad_words: Annotated[list[StopString], Field(max_length=256)] | None = None
@@ -103,8 +106,6 @@ class SamplingFields(RequestModel):
     """Leave special tokens out of the text; the default."""
     return_token_ids: bool | None = None
     """Add `prompt_token_ids` and the `token_ids` of each choice to the answer."""
-    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
-    """Of requests that came within a minute, the lowest run first; 0 if absent. Below 0 a key needs the right."""
 
     @property
     def samples(self) -> int:
