@@ -1,4 +1,4 @@
-"""`strata train --estimate`: what a run's step takes on a GPU, told without one."""
+"""`strata train --estimate`: what a run's step takes on a GPU, estimated without one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def estimate_text(run: TrainConfig, device_name: str, ranks: int) -> str:
     ]
     for recompute in shape.recomputes:
         mark = "*" if recompute == chosen else " "
-        lines.append(f"{mark} recompute {recompute}: {_told(estimate(shape, device, recompute))}")
+        lines.append(f"{mark} recompute {recompute}: {_figures(estimate(shape, device, recompute))}")
     return "\n".join(lines)
 
 
@@ -56,7 +56,7 @@ def _named(layout: Layout) -> str:
     return ", ".join(axis for axis in axes if not axis.endswith(" 1")) or "one rank"
 
 
-def _told(found: Estimate) -> str:
+def _figures(found: Estimate) -> str:
     memory, time = found.fullest, found.time
     return (
         f"{memory.total / GIB:.1f} GiB (state {memory.state / GIB:.1f}, gradient sums {memory.accumulated / GIB:.1f}, "

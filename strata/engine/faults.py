@@ -1,4 +1,4 @@
-"""Faults, told so that one knows what was being done, what is held, and what to change."""
+"""Faults, reported so that one knows what was being done, what is held, and what to change."""
 
 from __future__ import annotations
 

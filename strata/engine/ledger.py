@@ -1,4 +1,4 @@
-"""The memory ledger: what the engine will hold, told before it allocates."""
+"""The memory ledger: what the engine will hold, counted before it allocates."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ def end_with_parent() -> None:
 
 
 class Ending:
-    """Whether this process is told to end: by SIGTERM, or by the end of its standard input.
+    """Whether this process is asked to end: by SIGTERM, or by the end of its standard input.
 
-    `descriptors` become readable then, for a poller; `told` reads them. SIGINT is left to the parent, who hears the
+    `descriptors` become readable then, for a poller; `is_asked` reads them. SIGINT is left to the parent, who hears the
     same Ctrl-C and decides when its children end.
     """
 
@@ -33,6 +33,6 @@ class Ending:
         signal.signal(signal.SIGTERM, lambda *_: os.write(self._writing, b"!"))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def told(self, readable: int) -> bool:
+    def is_asked(self, readable: int) -> bool:
         """Whether a descriptor that is readable says so; what a parent writes to standard input is read and ignored."""
         return readable == self._reading or not os.read(readable, 4096)

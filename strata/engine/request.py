@@ -24,13 +24,13 @@ class Status(Enum):
 
 
 # Seconds by which a priority can put a request before, or behind, others that came with it: nobody waits for ever.
-MOST_AHEAD = 60.0
+MAX_AHEAD = 60.0
 _HALF_AHEAD = 5  # the priority that is worth half of that
 
 
 def seconds_ahead(priority: int) -> float:
     """By how much sooner a request ranks than it came, in seconds; negative for one that gives way."""
-    return -MOST_AHEAD * (priority / (abs(priority) + _HALF_AHEAD))  # a share: integers may be beyond floats
+    return -MAX_AHEAD * (priority / (abs(priority) + _HALF_AHEAD))  # a share: integers may be beyond floats
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Request:
 
     id: names the request among those that are unfinished.
     prompt: token ids.
-    priority: a lower number runs first of those that came within `MOST_AHEAD`; equal ones run in order of arrival.
+    priority: a lower number runs first of those that came within `MAX_AHEAD`; equal ones run in order of arrival.
     arrival: seconds on any clock that all requests share.
     salt: requests share cached prefixes only with requests of the same salt.
     eos_ids: the model's end-of-sequence ids, which end a sample unless `params.ignore_eos`.

@@ -19,7 +19,7 @@ class Range(NamedTuple):
     most: float
 
 
-_MOST_INTEGER = 2**31 - 1  # the device counts in int32
+_MAX_INTEGER = 2**31 - 1  # the device counts in int32
 
 # The ranges of all numbers, for Python, the engine's protocol and HTTP alike. Each sample is a sequence of its own and
 # each logprob a Python object: unbounded, one request could fill the host. Logits must stay finite in float32.
@@ -28,18 +28,18 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "n": Range(1, 16),
         "temperature": Range(0, 2),
         "top_p": Range(0, 1),
-        "top_k": Range(-1, _MOST_INTEGER),
+        "top_k": Range(-1, _MAX_INTEGER),
         "min_p": Range(0, 1),
         "repetition_penalty": Range(0.01, 100),
         "presence_penalty": Range(-2, 2),
         "frequency_penalty": Range(-2, 2),
         "logit_bias": Range(-100, 100),
         "seed": Range(-(2**63), 2**63 - 1),
-        "max_tokens": Range(1, _MOST_INTEGER),
-        "min_tokens": Range(0, _MOST_INTEGER),
+        "max_tokens": Range(1, _MAX_INTEGER),
+        "min_tokens": Range(0, _MAX_INTEGER),
         "logprobs": Range(0, 20),
         "prompt_logprobs": Range(0, 20),
-        "token id": Range(0, _MOST_INTEGER),
+        "token id": Range(0, _MAX_INTEGER),
     }
 )
 # What is closer to 0 than these has the effect of 0: the likeliest token. The quotients would leave float32.

@@ -27,7 +27,7 @@ from strata.kernels.state.newest_tokens import newest_tokens
 
 # Up to so many rows, products that take up norms, gating and residuals are faster than the library's with kernels
 # between them: as whole steps of the 0.6B and the 8B shape show on an H200 (docs/log.md).
-MOST_FUSED_ROWS = 128
+MAX_FUSED_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StepGraphs:
     hidden: Batch to hidden [tokens, hidden]; head: hidden [rows, hidden] to logits [rows, vocabulary].
     logits: Batch and rows [rows] int32 to the logits of these tokens alone; for any step.
     decode_small_batch, decode_large_batch: for batches in which every sequence has one new token, Batch to logits
-        [tokens, vocabulary]; the first for up to MOST_FUSED_ROWS of them. None where no steps are recorded.
+        [tokens, vocabulary]; the first for up to MAX_FUSED_ROWS of them. None where no steps are recorded.
     decode_inputs, mixed_inputs, prompt_inputs: StepInputs to tokens and block tables: of recorded steps; of others in
         which ids are missing that only the device knows; and in which none are.
     draw, draw_filtered: DrawStep to ids [rows] int32, which are also written where later steps read them.
@@ -58,7 +58,7 @@ class StepGraphs:
 
     def decode(self, sequences: int) -> fx.GraphModule | None:
         """The graph for decode steps of so many sequences; None where none are recorded."""
-        return self.decode_small_batch if sequences <= MOST_FUSED_ROWS else self.decode_large_batch
+        return self.decode_small_batch if sequences <= MAX_FUSED_ROWS else self.decode_large_batch
 
 
 class StepInputs(NamedTuple):

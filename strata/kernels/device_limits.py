@@ -1,4 +1,4 @@
-"""Whether a CUDA device can run Strata's own kernels, told by its properties before any of them is launched."""
+"""Whether a CUDA device can run Strata's own kernels, known by its properties before any of them is launched."""
 
 from __future__ import annotations
 

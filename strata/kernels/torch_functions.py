@@ -1,6 +1,6 @@
 """Functions of torch that stand in graphs beside operations: what they return and cost.
 
-Shapes are told by hand: calling them on the meta device would import a second's worth of torch.
+Shapes are given by hand: calling them on the meta device would import a second's worth of torch.
 """
 
 from __future__ import annotations

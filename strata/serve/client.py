@@ -12,24 +12,7 @@ from contextlib import suppress
 import msgspec
 import zmq
 
-from strata.engine.process.messages import (
-    Abort,
-    Add,
-    Delta,
-    Embed,
-    Embedding,
-    Fault,
-    Finish,
-    FromEngine,
-    Hello,
-    PromptLogprobs,
-    Ready,
-    Refused,
-    Statistics,
-    Step,
-    ToEngine,
-    TokenLogprobs,
-)
+from strata.engine.process import messages
 
 # Frames that are read before other tasks get a turn.
 FRAMES_PER_READ = 64
@@ -62,17 +45,17 @@ class Stream:
 
     def __init__(self, client: EngineClient, id: str, samples: int) -> None:
         self.id = id
-        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[messages.TokenLogprobs] = []
         self._client = client
         self._running = set(range(samples))
-        self._held: dict[int, Delta] = {}
+        self._held: dict[int, messages.Delta] = {}
         self._failure: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
 
     def __aiter__(self) -> Stream:
         return self
 
-    async def __anext__(self) -> list[Delta]:
+    async def __anext__(self) -> list[messages.Delta]:
         while not self._held:
             if self._failure is not None:
                 raise self._failure
@@ -93,7 +76,7 @@ class Stream:
         self._client.abort(self.id)
         self._end()
 
-    def _take(self, delta: Delta) -> bool:
+    def _take(self, delta: messages.Delta) -> bool:
         """Hold a delta for the reader; returns whether that ended the request."""
         index = delta.index
         if index not in self._running:  # it was on its way when the sample was finished from here
@@ -134,12 +117,12 @@ class EngineClient:
     alive: whether requests can still be answered.
     """
 
-    ready: Ready
+    ready: messages.Ready
 
     def __init__(self, address: str, silence_timeout: float = 0.0) -> None:
         """Prepares the connection; `connect` makes one that is ready for use."""
         self._loop = asyncio.get_running_loop()
-        self._answered: asyncio.Future[Ready | None] = self._loop.create_future()
+        self._answered: asyncio.Future[messages.Ready | None] = self._loop.create_future()
         self._dead: asyncio.Future[str] = self._loop.create_future()
         self._streams: dict[str, Stream] = {}
         self._vectors: dict[str, asyncio.Future[list[float]]] = {}
@@ -147,8 +130,8 @@ class EngineClient:
         self._silent_since = 0.0  # by the loop's clock, of an engine that has requests
         self._watchdog: asyncio.TimerHandle | None = None
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-        self.statistics = Statistics()
+        self._decoder: msgspec.msgpack.Decoder[messages.FromEngine] = msgspec.msgpack.Decoder(messages.FromEngine)
+        self.statistics = messages.Statistics()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         # No limits: the engine reads at every step, and what is sent to it is bounded by the server's own limits.
@@ -160,7 +143,7 @@ class EngineClient:
         self._loop.add_reader(self._monitor.fileno(), self._watch)
         self._socket.connect(address)
         self._watch()  # a descriptor tells of arrivals only once its socket has been found empty
-        self._send(Hello())
+        self._send(messages.Hello())
 
     @classmethod
     async def connect(cls, address: str, *, timeout: float | None = None, silence_timeout: float = 0.0) -> EngineClient:
@@ -197,7 +180,7 @@ class EngineClient:
     async def close(self) -> None:
         """Abort all requests and end the connection. Safe to call twice."""
         if self._streams or self._vectors:
-            self._send(Abort([*self._streams, *self._vectors]))
+            self._send(messages.Abort([*self._streams, *self._vectors]))
         self._die("the connection to the engine was closed")
         if not self._socket.closed:
             self._socket.disable_monitor()
@@ -205,7 +188,7 @@ class EngineClient:
             self._socket.close()
             await asyncio.to_thread(self._context.term)
 
-    def submit(self, add: Add) -> Stream:
+    def submit(self, add: messages.Add) -> Stream:
         """Ask for a generation. Raises ValueError if the id is that of an unfinished request."""
         self._check_new(add.id)
         stream = Stream(self, add.id, add.params.n)
@@ -217,7 +200,7 @@ class EngineClient:
         self._send(add)
         return stream
 
-    async def embed(self, request: Embed) -> list[float]:
+    async def embed(self, request: messages.Embed) -> list[float]:
         """One vector. Raises EngineRefused, EngineGone, or ValueError if the id is that of an unfinished request."""
         self._check_new(request.id)
         if not self.alive:
@@ -242,14 +225,14 @@ class EngineClient:
         if vector is not None:
             vector.cancel()
         if stream is not None or vector is not None:
-            self._send(Abort([id]))
+            self._send(messages.Abort([id]))
 
     def finish(self, id: str, index: int, stop: str) -> None:
         """End one sample, whose text has reached a stop string; its stream tells nothing more of it."""
         stream = self._streams.get(id)
         if stream is None or index not in stream._running:
             return
-        self._send(Finish(id, index, stop))
+        self._send(messages.Finish(id, index, stop))
         stream._finish(index)
         if not stream._running:
             del self._streams[id]
@@ -258,7 +241,7 @@ class EngineClient:
         if id in self._streams or id in self._vectors:
             raise ValueError(f"request id {id!r} is in use by an unfinished request: choose another")
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: messages.ToEngine) -> None:
         if not self.alive:
             return
         self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
@@ -277,28 +260,28 @@ class EngineClient:
             self._receive(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
         self._read_later()
 
-    def _receive(self, message: FromEngine) -> None:
+    def _receive(self, message: messages.FromEngine) -> None:
         match message:
-            case Step(deltas, statistics):
+            case messages.Step(deltas, statistics):
                 self.statistics = statistics
                 streams = self._streams
                 for delta in deltas:
                     stream = streams.get(delta.id)
                     if stream is not None and stream._take(delta):
                         del streams[delta.id]
-            case PromptLogprobs(id, _, logprobs):
+            case messages.PromptLogprobs(id, _, logprobs):
                 if id in self._streams:
                     self._streams[id].prompt_logprobs += logprobs
-            case Embedding(id, values):
+            case messages.Embedding(id, values):
                 vector = self._vectors.pop(id, None)
                 if vector is not None and not vector.done():
                     vector.set_result(list(struct.unpack(f"<{len(values) // 4}f", values)))
-            case Refused(id, reason):
+            case messages.Refused(id, reason):
                 self._refuse(id, EngineRefused(reason))
-            case Ready():
+            case messages.Ready():
                 if not self._answered.done():
                     self._answered.set_result(message)
-            case Fault(reason):
+            case messages.Fault(reason):
                 self._die(reason)
 
     def _refuse(self, id: str, failure: EngineRefused | EngineGone) -> None:
@@ -358,12 +341,12 @@ def _has_mail(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
-def _merged(first: Delta, then: Delta) -> Delta:
+def _merged(first: messages.Delta, then: messages.Delta) -> messages.Delta:
     """Two deltas of one sample as one. `first` is used up."""
     first.tokens.extend(then.tokens)
     if first.logprobs is not None and then.logprobs is not None:
         first.logprobs.extend(then.logprobs)
-    return Delta(
+    return messages.Delta(
         first.id,
         first.index,
         first.tokens,

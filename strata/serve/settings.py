@@ -1,4 +1,4 @@
-"""What `strata serve` is told about its HTTP side, with vLLM's names where they mean the same."""
+"""The settings of the HTTP side of `strata serve`, with vLLM's names where they mean the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ServeSettings:
     host, port: where it listens. allowed_hosts: further Host names that are served on a loopback address.
     chat_template: the text of a template that replaces the model's own.
     tool_format: "hermes", "llama3" or None (tools are refused). reasoning: split <think>...</think> off the content.
-    max_queue: requests that may wait; more are told to come again. request_timeout: most seconds of one request.
+    max_queue: requests that may wait; more are asked to come again. request_timeout: most seconds of one request.
     engine_timeout: seconds in which an engine that has requests must say something, or is taken for dead; 0 for no end.
     requests_per_minute, tokens_per_minute, concurrency: bounds of each key; None for none.
     priority_keys: names of the keys whose requests may come before others'; "anonymous" where there are no keys.

@@ -1,4 +1,4 @@
-"""Special tokens that messages merely spell, told apart from those that a chat template writes.
+"""Special tokens that messages merely spell, kept apart from those that a chat template writes.
 
 A template makes one text of its own special tokens and of what users say, and there a user's `<|end|>` looks like one
 of the template's. So a mark is put into every such spelling before the template sees it, and taken out of the text that

@@ -1,6 +1,6 @@
 """Starts the ranks of a run on this machine, and starts all of them again when one fails.
 
-Each rank is told its place by the environment variables of torchrun, so a run over several machines is started with
+Each rank knows its place by the environment variables of torchrun, so a run over several machines is started with
 torchrun and needs nothing else. torchrun itself prints what every rank says because one has failed, first and loudest
 the ranks that only lost their connection; here the rank that failed first is shown, and it alone.
 """
@@ -24,7 +24,7 @@ from types import FrameType
 REFUSED = 2
 # What ranks write to standard error appears this much later: longer than a rank takes to end after its last words.
 HELD_BACK_SECONDS = 1.0
-# How long ranks may take to end by themselves when the launcher is told to end: enough to close the logs. One that
+# How long ranks may take to end by themselves when the launcher is asked to end: enough to close the logs. One that
 # imports, or waits for others, may never see the signal.
 GRACE_SECONDS = 1.5
 # So much later than the first rank end those that fail because it has ended: many polls, so that the launcher can tell.
@@ -142,7 +142,7 @@ class _Rank:
 
 
 def _run(command: Sequence[str], ranks: int, attempt: int, signals: list[int]) -> _Rank | None:
-    """One attempt. Returns the rank that failed first; None if all ended well or the launcher was told to end."""
+    """One attempt. Returns the rank that failed first; None if all ended well or the launcher was asked to end."""
     common = os.environ | {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -170,7 +170,7 @@ def _run(command: Sequence[str], ranks: int, attempt: int, signals: list[int]) -
 
 
 def _first_failed(started: Sequence[_Rank], signals: Sequence[int]) -> _Rank | None:
-    """Wait until one fails. None when all have ended well, or as soon as may be after the launcher was told to end."""
+    """Wait until one fails. None when all have ended well, or as soon as may be after the launcher was asked to end."""
     running = list(started)
     passed_on, deadline = 0, float("inf")
     while running and time.monotonic() < deadline:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.engine.plan import StepPlan
-from strata.engine.request import MOST_AHEAD, Request, Sequence, Status, seconds_ahead
+from strata.engine.request import MAX_AHEAD, Request, Sequence, Status, seconds_ahead
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduler import Scheduler, SchedulerConfig
 
@@ -126,11 +126,11 @@ class TestOrder:
             step(of)
             if waiting.finished:
                 break
-        assert second <= 2 * MOST_AHEAD + 2
+        assert second <= 2 * MAX_AHEAD + 2
 
     def test_no_priority_is_too_large(self) -> None:
         assert seconds_ahead(0) == 0
-        assert [seconds_ahead(priority) for priority in (10**400, -(10**400))] == [-MOST_AHEAD, MOST_AHEAD]
+        assert [seconds_ahead(priority) for priority in (10**400, -(10**400))] == [-MAX_AHEAD, MAX_AHEAD]
 
     @given(st.lists(st.tuples(st.floats(0, 300), st.integers(-1000, 1000)), min_size=2, max_size=12))
     def test_priority_orders_those_that_came_together_and_bounds_the_wait_of_others(
@@ -142,7 +142,7 @@ class TestOrder:
         order = [int(shares(of, plan)[0][0]) for plan in finish(of)]
         for place, first in enumerate(order):
             for then in order[place + 1 :]:
-                assert asked[first][0] <= asked[then][0] + 2 * MOST_AHEAD
+                assert asked[first][0] <= asked[then][0] + 2 * MAX_AHEAD
                 if asked[first][0] == asked[then][0]:
                     assert asked[first][1] <= asked[then][1]
 

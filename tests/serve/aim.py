@@ -8,7 +8,7 @@ from schemathesis import Case, HookContext
 
 from tests.serve.live import NAME, LiveServer
 
-MOST_TOKENS = 4
+MAX_TOKENS = 4
 _LENGTHS = {
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
     "/v1/completions": ("max_tokens",),
@@ -125,8 +125,8 @@ def _every_second(value: Any) -> bool:
 def _cheap(path: str, body: dict[str, Any]) -> dict[str, Any]:
     lengths = _LENGTHS.get(path, ())
     if lengths and all(body.get(name) is None for name in lengths):
-        body[lengths[0]] = MOST_TOKENS
-    most = MOST_TOKENS
+        body[lengths[0]] = MAX_TOKENS
+    most = MAX_TOKENS
     for name in (*lengths, "min_tokens"):
         if type(body.get(name)) is int and 0 <= body[name] < 2**31:
             most = body[name] = min(body[name], most)

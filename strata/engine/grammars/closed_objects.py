@@ -20,7 +20,7 @@ _UNTOUCHED = ("enum", "const", "minProperties")
 _MAPS_OF_SCHEMAS = (*_NAMED, "$defs", "definitions")
 _SCHEMAS = ("items", "additionalProperties", "contains")
 # How many schemas and names may be gathered of objects that several schemas describe: each of n may name n others.
-_MOST_GATHERED = 20_000
+_MAX_GATHERED = 20_000
 
 
 def with_closed_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class _Closing:
 
     def _count(self, gathered: int) -> None:
         self._gathered += gathered
-        if self._gathered > _MOST_GATHERED:
+        if self._gathered > _MAX_GATHERED:
             raise ValueError("too many parts of the schema (allOf, anyOf, $ref) describe the same objects: join some")
 
     def _open_reference(self, reference: str) -> str:

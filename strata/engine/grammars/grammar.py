@@ -1,4 +1,4 @@
-"""Grammars in the engine: compiled beside the step loop, followed id by id, and told to the device as masks of ids.
+"""Grammars in the engine: compiled beside the step loop, followed id by id, and sent to the device as masks of ids.
 
 The automata are llguidance's: a lexer of regular-expression derivatives under an Earley parser.
 """

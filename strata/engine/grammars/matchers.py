@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-_MOST_ERROR_CHARACTERS = 500
+_MAX_ERROR_CHARACTERS = 500
 
 
 def takes_end(matcher: LLMatcher, token: int) -> bool:
@@ -28,4 +28,4 @@ def explain(error: str) -> str:
     line = error.partition("\n")[0]
     if reason := re.search(r"^error: (.*)$", error, re.MULTILINE):  # of a regular expression, after a drawing of where
         line = f"{line} {reason[1]}"
-    return line[:_MOST_ERROR_CHARACTERS]
+    return line[:_MAX_ERROR_CHARACTERS]

@@ -13,7 +13,7 @@ from strata.engine.grammars.number_bounds import with_inner_bounds
 # JSON is written as Python's json.dumps writes it: where blanks are free, a model can spend its tokens on them.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-_MOST_ERROR_CHARACTERS = 500
+_MAX_ERROR_CHARACTERS = 500
 
 _TOO_DEEP = "the JSON schema nests too deep"
 
@@ -98,7 +98,7 @@ def _lark(grammar: str) -> str:
     try:
         return gbnf_to_lark(grammar)
     except Exception as error:  # the library raises bare Exception, and RecursionError for what is nested deep
-        raise ValueError(f"the grammar is no GBNF: {str(error)[:_MOST_ERROR_CHARACTERS]}") from None
+        raise ValueError(f"the grammar is no GBNF: {str(error)[:_MAX_ERROR_CHARACTERS]}") from None
 
 
 def read_schema(given: str | Mapping[str, Any]) -> Mapping[str, Any]:

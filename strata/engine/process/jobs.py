@@ -1,4 +1,4 @@
-"""What clients of an engine have asked for, and how what comes of it is told."""
+"""What clients of an engine have asked for, and how what comes of it is reported."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Job:
 
     id: the client's. request: its id there is the scheduler's. sequences: its samples, once they are queued; running:
         how many of them have not ended.
-    prompt_told: prompt tokens whose log-probabilities are told or never will be.
-    scheduled: when it was first admitted. told: whether the client has had a delta of it.
+    prompt_reported: prompt tokens whose log-probabilities have been sent or never will be.
+    scheduled: when it was first admitted. begun: whether the client has had a delta of it.
     """
 
     client: Client
@@ -24,27 +24,27 @@ class Job:
     request: Request
     running: int
     sequences: list[Sequence] = field(default_factory=list)
-    prompt_told: int = 1
+    prompt_reported: int = 1
     scheduled: float | None = None
-    told: bool = False
+    begun: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """deltas: what the step that is being told has brought it. told: when it was last sent a Step."""
+    """deltas: what the step that is being reported has brought it. last_sent: when it was last sent a Step."""
 
     name: bytes
-    told: float
+    last_sent: float
     jobs: dict[str, Job] = field(default_factory=dict)
     deltas: list[Delta] = field(default_factory=list)
 
 
 def delta_of(job: Job, update: Update, logprobs: list[TokenLogprobs] | None) -> Delta:
-    """What the client is told of an update to one of a job's samples."""
+    """What the client is sent of an update to one of a job's samples."""
     sequence, token, reason = update
-    if job.told and reason is None and logprobs is None and token is not None:
+    if job.begun and reason is None and logprobs is None and token is not None:
         return Delta(job.id, sequence.index, [token])  # nearly all are
-    first, job.told = not job.told, True
+    first, job.begun = not job.begun, True
     return Delta(
         job.id,
         sequence.index,

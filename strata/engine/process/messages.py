@@ -1,6 +1,6 @@
 """What the engine process and those that use it say to each other: msgspec structs in msgpack frames, never pickle.
 
-A client sends `ToEngine`, beginning with Hello; the engine answers it with Ready and then tells, step by step, what the
+A client sends `ToEngine`, beginning with Hello; the engine answers it with Ready and then sends, step by step, what the
 client's own requests brought. Times are seconds of `time.monotonic()`, which all processes of a Linux machine share.
 """
 
@@ -24,7 +24,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 class Add(msgspec.Struct, tag="add", frozen=True):
     """Generate from a prompt.
 
-    id: names the request among the client's unfinished ones. What was told of an aborted one may still be on its way,
+    id: names the request among the client's unfinished ones. What was sent of an aborted one may still be on its way,
         so a client that reads later than it writes (`EngineClient`) needs ids that it has not used before.
     prompt: token ids.
     salt: requests share cached prefixes only with requests of the same salt.
@@ -52,13 +52,13 @@ class Embed(msgspec.Struct, tag="embed", frozen=True):
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """End requests wherever they are; nothing more is told of them. Unknown ids are ignored."""
+    """End requests wherever they are; nothing more is sent of them. Unknown ids are ignored."""
 
     ids: list[str]
 
 
 class Finish(msgspec.Struct, tag="finish", frozen=True):
-    """End one sample, because its text has reached a stop string; nothing more is told of it."""
+    """End one sample, because its text has reached a stop string; nothing more is sent of it."""
 
     id: str
     index: int
@@ -106,7 +106,7 @@ class Delta(msgspec.Struct, array_like=True, frozen=True):
 
     finish_reason: "stop", "length", "error"; None while it runs. stop_reason: the stop id, None for end of sequence.
     logprobs: one for each token, if asked for.
-    scheduled, cached_tokens: when the request was first admitted and how much of its prompt was cached; told with the
+    scheduled, cached_tokens: when the request was first admitted and how much of its prompt was cached; sent with the
         request's first delta only.
     error: why the request failed, with finish_reason "error".
     """
@@ -123,7 +123,7 @@ class Delta(msgspec.Struct, array_like=True, frozen=True):
 
 
 class PromptLogprobs(msgspec.Struct, tag="prompt_logprobs", frozen=True):
-    """Log-probabilities of the prompt's tokens from `first` on (1 is the first that has any), told in order."""
+    """Log-probabilities of the prompt's tokens from `first` on (1 is the first that has any), sent in order."""
 
     id: str
     first: int

@@ -19,29 +19,13 @@ from strata.engine.faults import EngineFault
 from strata.engine.grammars.grammar import GrammarCompiler
 from strata.engine.logprob_rows import LogprobRows
 from strata.engine.loop import StepOutput
+from strata.engine.process import messages
 from strata.engine.process.jobs import Client, Job, delta_of
-from strata.engine.process.messages import (
-    PROTOCOL,
-    Abort,
-    Add,
-    Embed,
-    Embedding,
-    Fault,
-    Finish,
-    FromEngine,
-    Hello,
-    PromptLogprobs,
-    Ready,
-    Refused,
-    Statistics,
-    Step,
-    ToEngine,
-)
 from strata.engine.request import Request, Status
-from strata.engine.runner import PromptLogprobs as PromptLogprobTensors
+from strata.engine.runner import PromptLogprobs
 
 # How often clients hear how the engine stands when they hear nothing else, in seconds.
-TELL_EVERY = 0.5
+REPORT_EVERY = 0.5
 # How often it is looked whether a grammar has been compiled while there is nothing else to do, in seconds.
 LOOK_EVERY = 0.002
 
@@ -52,7 +36,7 @@ Send = Callable[[bytes, bytes], bool]
 class Service:
     """What a client does wrong concerns this client alone: it is refused, and the engine goes on.
 
-    model: its name, for clients. send: how frames reach a client, named by what `receive` was told. check: verify the
+    model: its name, for clients. send: how frames reach a client, named as in `receive`. check: verify the
     scheduler's books whenever the engine comes to rest; for tests, it walks all of them.
     """
 
@@ -73,14 +57,14 @@ class Service:
         self._steps = self._failed = 0
         self._settled = True
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+        self._decode: Callable[[bytes], messages.ToEngine] = msgspec.msgpack.Decoder(messages.ToEngine).decode
 
     @property
     def patience(self) -> float:
         """How many seconds may pass until `step` is due: none while anything runs."""
         if not self._loop.idle or self._embeddings:
             return 0
-        return LOOK_EVERY if self._grammars is not None and self._grammars.pending else TELL_EVERY
+        return LOOK_EVERY if self._grammars is not None and self._grammars.pending else REPORT_EVERY
 
     def receive(self, name: bytes, frame: bytes) -> None:
         """Take a frame of a client."""
@@ -91,13 +75,13 @@ class Service:
             return
         self._settled = False
         client = self._clients.get(name)
-        if isinstance(message, Hello):
+        if isinstance(message, messages.Hello):
             self._greet(name, message.protocol)
         elif client is None:
             self._log(f"a {type(message).__name__} before any Hello is ignored")
-        elif isinstance(message, (Add, Embed)):
+        elif isinstance(message, (messages.Add, messages.Embed)):
             self._guarded(client, message)
-        elif isinstance(message, Abort):
+        elif isinstance(message, messages.Abort):
             for id in message.ids:
                 self._abort(client, id)
         else:
@@ -114,32 +98,32 @@ class Service:
             self._note_scheduled(began)
         if output is not None:
             self._steps += 1
-            self._tell(output)
+            self._send_output(output)
         for (name, id), vector in self._embeddings.collect(wait=self._loop.idle):
-            self._tell_vector(self._clients[name], id, vector)
+            self._send_vector(self._clients[name], id, vector)
 
     def report(self) -> None:
         """Tell clients how the engine stands: at once when it has come to rest, else those who have heard nothing for
         a while; that also finds out who is no longer there."""
         now = self._clock()
-        rests = self.patience == TELL_EVERY
+        rests = self.patience == REPORT_EVERY
         comes_to_rest = rests and not self._settled
         self._settled = rests
         if comes_to_rest and self._check:
             self._loop.scheduler.check()
-        due = [client for client in self._clients.values() if comes_to_rest or now - client.told >= TELL_EVERY]
+        due = [client for client in self._clients.values() if comes_to_rest or now - client.last_sent >= REPORT_EVERY]
         for client in due:
             self._send_step(client, self.statistics(), now)
 
     def fail(self, message: str) -> None:
         """Tell all clients that the engine ends."""
         for client in list(self._clients.values()):
-            self._send(client, Fault(message))
+            self._send(client, messages.Fault(message))
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> messages.Statistics:
         scheduler = self._loop.scheduler
         counted = scheduler.statistics
-        return Statistics(
+        return messages.Statistics(
             running=scheduler.running,
             waiting=scheduler.waiting + len(self._embeddings),
             kv_usage=self._engine.pages.usage,
@@ -153,30 +137,30 @@ class Service:
     def _greet(self, name: bytes, protocol: int) -> None:
         self._forget(name)
         client = Client(name, self._clock())
-        if protocol != PROTOCOL:
-            self._send(client, Fault(f"the client speaks protocol {protocol}, the engine {PROTOCOL}"))
+        if protocol != messages.PROTOCOL:
+            self._send(client, messages.Fault(f"the client speaks protocol {protocol}, the engine {messages.PROTOCOL}"))
             return
         self._clients[name] = client
         self._send(client, self._ready)
 
-    def _guarded(self, client: Client, message: Add | Embed) -> None:
-        """Take a request; what is wrong with it, even where nobody expected it, is told to its client alone."""
+    def _guarded(self, client: Client, message: messages.Add | messages.Embed) -> None:
+        """Take a request; what is wrong with it, even where nobody expected it, is reported to its client alone."""
         try:
             if message.id in client.jobs or (client.name, message.id) in self._embeddings:
                 raise ValueError(f"request id {message.id!r} is in use by an unfinished request: choose another")
-            if isinstance(message, Add):
+            if isinstance(message, messages.Add):
                 self._add(client, message)
             else:
                 self._embeddings.add((client.name, message.id), PoolRequest(message.prompt, message.pooling))
         except EngineFault:
             raise
         except ValueError as error:
-            self._send(client, Refused(message.id, str(error)))
+            self._send(client, messages.Refused(message.id, str(error)))
         except Exception as error:
             self._log(traceback.format_exc())
-            self._send(client, Refused(message.id, f"the engine could not take the request: {error!r}"))
+            self._send(client, messages.Refused(message.id, f"the engine could not take the request: {error!r}"))
 
-    def _add(self, client: Client, message: Add) -> None:
+    def _add(self, client: Client, message: messages.Add) -> None:
         if not math.isfinite(message.arrival):
             raise ValueError(f"arrival must be finite, got {message.arrival}")
         request = Request(
@@ -207,7 +191,7 @@ class Service:
     def _queue_compiled(self, grammars: GrammarCompiler) -> None:
         for id, compiled in grammars.ready():
             job = self._jobs.get(id)
-            if job is None:  # its client turned out to have left when it was told of the one before
+            if job is None:  # its client turned out to have left when it was sent the one before
                 continue
             try:
                 if isinstance(compiled, str):
@@ -215,7 +199,7 @@ class Service:
                 self._queue(job, compiled)
             except ValueError as error:
                 self._remove(job)
-                self._send(job.client, Refused(job.id, str(error)))
+                self._send(job.client, messages.Refused(job.id, str(error)))
 
     def _abort(self, client: Client, id: str) -> None:
         job = client.jobs.get(id)
@@ -226,7 +210,7 @@ class Service:
             self._remove(job)
         self._embeddings.drop((client.name, id))
 
-    def _finish(self, client: Client, message: Finish) -> None:
+    def _finish(self, client: Client, message: messages.Finish) -> None:
         job = client.jobs.get(message.id)
         if job is None or not 0 <= message.index < len(job.sequences):
             return
@@ -261,18 +245,18 @@ class Service:
                 job.scheduled = began
         self._unscheduled = still
 
-    def _tell(self, output: StepOutput) -> None:
+    def _send_output(self, output: StepOutput) -> None:
         for sequence, part in output.prompt_logprobs:
-            self._tell_prompt(sequence.request.id, part)
+            self._send_prompt_logprobs(sequence.request.id, part)
         rows = LogprobRows(output.logprobs) if output.logprobs is not None else None
-        told: list[Client] = []
+        reached: list[Client] = []
         for update in output.updates:
             job = self._jobs.get(update.sequence.request.id)
             if job is None:
                 continue
             deltas = job.client.deltas
             if not deltas:
-                told.append(job.client)
+                reached.append(job.client)
             entry = None
             most = job.request.params.logprobs
             if rows is not None and most is not None and update.token is not None:
@@ -281,52 +265,52 @@ class Service:
             if update.finish_reason is not None:
                 self._note_end(job)
                 self._failed += not job.running and update.finish_reason == "error"
-        if told:
+        if reached:
             statistics, now = self.statistics(), self._clock()
-            for client in told:
+            for client in reached:
                 self._send_step(client, statistics, now)
 
-    def _tell_prompt(self, request_id: str, part: PromptLogprobTensors) -> None:
-        """Log-probabilities of a part of a prompt, without what was told before a preemption."""
+    def _send_prompt_logprobs(self, request_id: str, part: PromptLogprobs) -> None:
+        """Log-probabilities of a part of a prompt, without what was sent before a preemption."""
         job = self._jobs.get(request_id)
         rows = LogprobRows(part.tensors)
-        if job is None or part.first + len(rows) <= job.prompt_told:
+        if job is None or part.first + len(rows) <= job.prompt_reported:
             return
-        first, job.prompt_told = job.prompt_told, part.first + len(rows)
+        first, job.prompt_reported = job.prompt_reported, part.first + len(rows)
         prompt, most = job.request.prompt, job.request.params.prompt_logprobs or 0
-        told = [rows.entry(at - part.first, prompt[at], most) for at in range(first, job.prompt_told)]
-        self._send(job.client, PromptLogprobs(job.id, first, told))
+        entries = [rows.entry(at - part.first, prompt[at], most) for at in range(first, job.prompt_reported)]
+        self._send(job.client, messages.PromptLogprobs(job.id, first, entries))
 
-    def _tell_vector(self, client: Client, id: str, vector: Tensor) -> None:
+    def _send_vector(self, client: Client, id: str, vector: Tensor) -> None:
         try:
             check_vector(vector)
         except ValueError as error:
             self._failed += 1
-            self._send(client, Refused(id, str(error)))
+            self._send(client, messages.Refused(id, str(error)))
             return
-        self._send(client, Embedding(id, vector.numpy().astype("<f4").tobytes()))
+        self._send(client, messages.Embedding(id, vector.numpy().astype("<f4").tobytes()))
 
     def _refuse_unread(self, name: bytes, frame: bytes, error: Exception) -> None:
         self._log(f"a frame of {len(frame)} bytes that is no message: {error}")
         try:
             id = msgspec.msgpack.decode(frame, type=_Named).id
-        except Exception:  # nobody can be told whose it was
+        except Exception:  # whose it was cannot be known
             return
         if name in self._clients:
-            self._send(self._clients[name], Refused(id, str(error)))
+            self._send(self._clients[name], messages.Refused(id, str(error)))
 
-    def _send_step(self, client: Client, statistics: Statistics, now: float) -> None:
-        deltas, client.deltas, client.told = client.deltas, [], now
-        self._send(client, Step(deltas, statistics))
+    def _send_step(self, client: Client, statistics: messages.Statistics, now: float) -> None:
+        deltas, client.deltas, client.last_sent = client.deltas, [], now
+        self._send(client, messages.Step(deltas, statistics))
 
-    def _send(self, client: Client, message: FromEngine) -> None:
+    def _send(self, client: Client, message: messages.FromEngine) -> None:
         if not self._send_frame(client.name, self._encode(message)):
             self._forget(client.name)
 
 
-def _ready(engine: Engine, model: str) -> Ready:
+def _ready(engine: Engine, model: str) -> messages.Ready:
     scheduler = engine.loop.scheduler
-    return Ready(
+    return messages.Ready(
         model=model,
         vocab_size=engine.config.vocab_size,
         hidden_size=engine.config.hidden_size,

@@ -2,8 +2,8 @@
 
 The line is an object: `address` ("ipc://FOLDER/NAME", in a folder of mode 0700), the fields of `EngineConfig`, and for
 tests `check` (verify the scheduler's books whenever the engine comes to rest). Standard input stays open as long as the
-process is wanted; at its end, or at SIGTERM, the process ends with exit code 0. What cannot be honoured is told in one
-message on standard error, with exit code 1; so is a fault of the engine, after its clients have been told.
+process is wanted; at its end, or at SIGTERM, the process ends with exit code 0. What cannot be honoured is reported in
+one message on standard error, with exit code 1; so is a fault of the engine, after its clients have been sent it.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class Wire:
 
 
 def serve(service: Service, wire: Wire, ending: Ending) -> None:
-    """Step while there is work, wait for messages while there is none, until told to end."""
+    """Step while there is work, wait for messages while there is none, until asked to end."""
     poller = zmq.Poller()
     for source in (wire.socket, *ending.descriptors):
         poller.register(source, zmq.POLLIN)
     while True:
         for source, _ in poller.poll(int(1000 * service.patience)):
-            if source is not wire.socket and ending.told(source):
+            if source is not wire.socket and ending.is_asked(source):
                 return
         for client, frame in wire.waiting():
             service.receive(client, frame)

@@ -20,12 +20,12 @@ from strata.kernels.triton_import import jit, tl
 _BLOCK = 4096
 _WARPS = 16
 # Passes over a whole row that close in on the border before an exact bisection, which always ends, takes over.
-_MOST_PASSES = 16
+_MAX_PASSES = 16
 _CONSTANTS: dict[str, object] = {
     "POWER": POWER,
     "LOG2_E": LOG2_E,
     "ZERO_BELOW": ZERO_BELOW,
-    "MOST_PASSES": _MOST_PASSES,
+    "MAX_PASSES": _MAX_PASSES,
     "BLOCK": _BLOCK,
 }
 
@@ -132,7 +132,7 @@ def _search(
 
 @jit
 def _enclose(
-    source, length, temperature, top, low, high, wanted, inside, MOST_PASSES: tl.constexpr,
+    source, length, temperature, top, low, high, wanted, inside, MAX_PASSES: tl.constexpr,
     POWER: tl.constexpr, LOG2_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Draw `low` and `high` together around the number that scores of mass `wanted` reach, until BLOCK scores are left.
@@ -143,7 +143,7 @@ def _enclose(
     below = inside  # scores from `low` on
     above = tl.full((), 0, tl.int64)  # and from `high` on
     passes = 0
-    while (below - above > BLOCK) & (passes < MOST_PASSES):
+    while (below - above > BLOCK) & (passes < MAX_PASSES):
         step = (high - low) * 0.25
         a = low + step
         b = low + 2 * step
@@ -248,7 +248,7 @@ def filter_bounds_kernel(
     POWER: tl.constexpr,
     LOG2_E: tl.constexpr,
     ZERO_BELOW: tl.constexpr,
-    MOST_PASSES: tl.constexpr,
+    MAX_PASSES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Programs [rows], done at once with a row that is not filtered. aside: [rows, BLOCK] float32 for their own use.
@@ -302,7 +302,7 @@ def filter_bounds_kernel(
             )
             wanted = tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
             low, high, beyond, inside = _enclose(
-                logits, vocab, temperature, top, low, high, wanted, inside, MOST_PASSES, POWER, LOG2_E, BLOCK
+                logits, vocab, temperature, top, low, high, wanted, inside, MAX_PASSES, POWER, LOG2_E, BLOCK
             )
             if inside <= BLOCK:
                 held = _gather(logits, vocab, temperature, low, high, aside, BLOCK)

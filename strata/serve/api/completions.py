@@ -60,13 +60,13 @@ async def _stream(body: CompletionRequest, request: Request) -> AsyncGenerator[b
         usage=parsed.usage if body.continuous_usage else None,
         with_ids=bool(body.return_token_ids),
     )
-    untold = set(range(len(parsed.choices))) if body.return_token_ids else set()
+    unsent = set(range(len(parsed.choices))) if body.return_token_ids else set()
     async with aclosing(parsed.choice_deltas()) as batches:
         async for batch in batches:
             chunks = []
             for index, delta in batch:
-                chunks.append(stream.chunk(index, delta, parsed.prompt_of(index).ids if index in untold else None))
-                untold.discard(index)
+                chunks.append(stream.chunk(index, delta, parsed.prompt_of(index).ids if index in unsent else None))
+                unsent.discard(index)
             if any(chunks):
                 yield b"".join(chunks)
     yield stream.usage(parsed.usage()) + DONE if body.includes_usage else DONE

@@ -208,7 +208,7 @@ def head_too_large() -> ApiError:
 
 
 def _without_chunks(cycle: RequestResponseCycle) -> Callable[[ASGISendEvent], Awaitable[None]]:
-    """How HTTP/1.0 is answered: a body whose length is not told ends with the connection."""
+    """How HTTP/1.0 is answered: a body whose length is not known ends with the connection."""
     send = cycle.send
     until_close = False
 

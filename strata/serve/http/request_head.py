@@ -57,7 +57,7 @@ class RequestHead:
 
     @property
     def content_length(self) -> int | None:
-        """Bytes of the body, None if they are not told ahead."""
+        """Bytes of the body, None if they are not known ahead."""
         length = self.text(b"content-length")
         return int(length) if length else None
 

@@ -29,7 +29,7 @@ def _fail_fast(schema: Any) -> None:
 class RequestModel(BaseModel):
     """A JSON object of a request: "5" is not 5, true is not 1, and NaN is no number.
 
-    Of a list or a mapping the first fault is told, so that a long one full of faults costs no more than one with one.
+    Of a list or a mapping the first fault is reported, so that one full of faults costs no more than one with one.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
@@ -96,7 +96,7 @@ def told_apart(kind_of: Callable[[Any], str | None], fault: str, message: str) -
 
 
 def described_as(kinds: str) -> WrapValidator:
-    """For a union: its fault is told as one, "must be {kinds}", rather than as one fault for each kind."""
+    """For a union: its fault is reported as one, "must be {kinds}", rather than as one fault for each kind."""
 
     def check(value: Any, handle: ValidatorFunctionWrapHandler) -> Any:
         try:

@@ -92,7 +92,7 @@ class _Kind(RequestModel):
 
 
 class FunctionTool(Function, _Kind):
-    """`type` is its first field, so a tool of another type is told as that, not as one without a name."""
+    """`type` is its first field, so a tool of another type is reported as that, not as one without a name."""
 
 
 class NamedTool(RequestModel):
@@ -133,8 +133,8 @@ class TextConfig(RequestModel):
 class ReasoningConfig(RequestModel):
     effort: ReasoningEffort | None = None
     """A variable `reasoning_effort` for the chat template, which decides what comes of it; most have no use for it."""
-    summary: Annotated[Any, Unsupported("reasoning is told whole, in content", "auto")] = None
-    generate_summary: Annotated[Any, Unsupported("reasoning is told whole, in content", "auto")] = None
+    summary: Annotated[Any, Unsupported("reasoning is sent whole, in content", "auto")] = None
+    generate_summary: Annotated[Any, Unsupported("reasoning is sent whole, in content", "auto")] = None
 
 
 class StreamOptions(RequestModel):
@@ -166,7 +166,7 @@ class ResponsesRequest(GenerationFields):
     truncation: Literal["auto", "disabled"] | None = None
     """auto drops the oldest messages of a conversation that does not fit the model; disabled, the default, refuses."""
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    """What to tell besides: the log-probability of each token of messages. Reasoning is told in any case, readable."""
+    """To report besides: the log-probability of each token of messages. Reasoning is sent in any case, readable."""
     top_logprobs: TopLogprobs | None = None
     """Tell those of so many of the likeliest tokens too; needs include."""
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None

@@ -241,7 +241,7 @@ class TestLeaving:
             desk.say(A, Hello())
         else:
             desk.gone.add(A)
-            desk.service._clients[A].told = 0  # it has not heard anything for long
+            desk.service._clients[A].last_sent = 0  # it has not heard anything for long
             desk.service.report()
         assert llm.engine.pages.usage < pages or steps == 0
         assert llm.engine.pages.usage <= 1 / 60  # the other client's

@@ -18,7 +18,7 @@ from tests.serve.running import Running, resident_bytes, running
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789"
 CHAT = {"messages": [{"role": "user", "content": "What is 47 + 38?"}], "max_tokens": 24, "temperature": 0}
-MOST_TIMES, MAX_BYTES = 3.0, 400e6
+MAX_TIMES, MAX_BYTES = 3.0, 400e6
 CHATS, SECONDS, ROUNDS = 9, 8.0, 3
 
 
@@ -66,7 +66,7 @@ def test_anothers_chat_and_the_memory_stand_all_attacks_at_once(server: Running)
     at_start = most = resident_bytes(server.pid)
     rounds: list[str] = []
     best = math.inf
-    while best > MOST_TIMES and len(rounds) < ROUNDS:
+    while best > MAX_TIMES and len(rounds) < ROUNDS:
         before, took = settled(server), []
         with attacked(server, *ATTACKS):
             end = time.monotonic() + SECONDS
@@ -76,7 +76,7 @@ def test_anothers_chat_and_the_memory_stand_all_attacks_at_once(server: Running)
         unloaded, loaded = max(before, settled(server)), statistics.median(took)
         best = min(best, loaded / unloaded)
         rounds.append(f"{1e3 * loaded:.0f} ms for {1e3 * unloaded:.0f}")
-    assert best <= MOST_TIMES, f"{best:.1f} times the unloaded time, at best: {', '.join(rounds)}"
+    assert best <= MAX_TIMES, f"{best:.1f} times the unloaded time, at best: {', '.join(rounds)}"
     assert most - at_start < MAX_BYTES, f"the API process grew by {(most - at_start) / 1e6:.0f} MB"
 
 
