@@ -125,10 +125,6 @@ class SamplingParams:
             given["min_tokens"] = max(0, min(self.min_tokens, most))
         return replace(self, **given)
 
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
     @cached_property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, empty when there is none."""

@@ -74,19 +74,12 @@ def simulate(schedule: PipelineSchedule, durations: Durations | None = None) -> 
     return Timeline(spans, schedule.ranks)
 
 
-def peak_activations(schedule: PipelineSchedule) -> tuple[float, ...]:
-    """Of each rank the most micro-batches whose activations it holds at once; one in half of its stages is a half."""
-    return _peaks(schedule, {Pass.FORWARD: 1, Pass.INPUTS: 0, Pass.WEIGHTS: -1, Pass.BACKWARD: -1})
-
-
 def peak_saved(schedule: PipelineSchedule) -> tuple[float, ...]:
-    """The same of all that passes keep for each other. One between INPUTS and WEIGHTS counts twice: besides
-    activations it holds the gradients that arrived at its products, about as many bytes.
+    """Of each rank the most micro-batches of which passes keep something for each other at once; one in half of its
+    stages is a half. One between INPUTS and WEIGHTS counts twice: besides activations it holds the gradients that
+    arrived at its products, about as many bytes.
     """
-    return _peaks(schedule, {Pass.FORWARD: 1, Pass.INPUTS: 1, Pass.WEIGHTS: -2, Pass.BACKWARD: -1})
-
-
-def _peaks(schedule: PipelineSchedule, changes: Mapping[Pass, int]) -> tuple[float, ...]:
+    changes = {Pass.FORWARD: 1, Pass.INPUTS: 1, Pass.WEIGHTS: -2, Pass.BACKWARD: -1}
     peaks = []
     for rank, actions in enumerate(schedule.actions):
         most = max(accumulate(changes[action.kind] for action in actions))

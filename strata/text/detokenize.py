@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from strata.text.tokenizer import Tokenizer
@@ -56,9 +56,6 @@ class IncrementalDetokenizer:
         shown = len(held) - self._stops.overlap(held)
         self._held = held[shown:]
         return held[:shown]
-
-    def append_many(self, token_ids: Iterable[int]) -> str:
-        return "".join([self.append(token_id) for token_id in token_ids])
 
     def finish(self) -> str:
         """The rest of the text, when no more tokens will come."""

@@ -203,14 +203,6 @@ def read_train_config(path: Path, changes: Sequence[tuple[str, str]] = ()) -> Tr
         raise ValueError(f"{path}{'' if line is None else f', line {line}'}: {error}") from None
 
 
-def train_config_from_dict(values: dict[str, Any], where: str) -> TrainConfig:
-    """The same from a parsed document; `where` names it in errors."""
-    try:
-        return read_table(TrainConfig, values)
-    except WrongTable as error:
-        raise ValueError(f"{where}: {error}") from None
-
-
 def _positive(section: str, config: object, *names: str) -> None:
     for name in names:
         if not getattr(config, name) > 0:

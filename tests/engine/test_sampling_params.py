@@ -99,7 +99,7 @@ def test_defaults_are_those_of_vllm():
     assert (params.n, params.temperature, params.top_p, params.top_k, params.max_tokens) == (1, 1.0, 1.0, 0, 16)
     assert params.stop_strings == ()
     assert params.stop_ids == frozenset()
-    assert not params.greedy
+    assert params.temperature > 0
 
 
 def test_parameters_that_contradict_each_other_are_refused():

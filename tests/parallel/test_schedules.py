@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -20,9 +20,16 @@ from strata.parallel.schedules import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from strata.parallel.timeline import Durations, Exchange, check, peak_activations, peak_saved, programs, simulate
+from strata.parallel.timeline import Durations, Exchange, check, peak_saved, programs, simulate
 
 F, B, W, BW = Pass.FORWARD, Pass.INPUTS, Pass.WEIGHTS, Pass.BACKWARD
+
+
+def peak_activations(schedule: PipelineSchedule) -> tuple[float, ...]:
+    """Of each rank the most micro-batches whose activations it holds at once; one in half of its stages is a half."""
+    changes = {F: 1, B: 0, W: -1, BW: -1}
+    peaks = (max(accumulate(changes[action.kind] for action in actions)) for actions in schedule.actions)
+    return tuple(peak / len(schedule.stages_of(rank)) for rank, peak in enumerate(peaks))
 
 
 @st.composite

@@ -13,8 +13,9 @@ import pytest
 import tokenizers
 
 from examples import toy_data
+from strata.files.toml_tables import read_table
 from strata.models.folder import BUILTIN_FOLDER
-from strata.train.config import TrainConfig, train_config_from_dict
+from strata.train.config import TrainConfig
 from strata.train.data.tokenize import tokenize
 from strata.train.tasks.exercises import write_exercises
 from strata.train.tasks.mixture import document
@@ -120,7 +121,7 @@ def config_of(table: dict[str, Any], changes: dict[str, dict[str, Any]]) -> Trai
     for section, changed in changes.items():
         replaced = values.get(section, {}) | changed
         values[section] = {key: value for key, value in replaced.items() if value is not None}
-    return train_config_from_dict(values, "test")
+    return read_table(TrainConfig, values)
 
 
 def log(folder: Path) -> list[dict[str, Any]]:

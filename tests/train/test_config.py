@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from strata.files.toml_tables import replaced
+from strata.files.toml_tables import read_table, replaced
 from strata.parallel.layout import Layout
-from strata.train.config import TrainConfig, read_train_config, train_config_from_dict
+from strata.train.config import TrainConfig, read_train_config
 from tests.train.conftest import Small, Tune
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -66,8 +66,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
             {"folder": "x"},
             r"\[export\] writes a card with accuracies: add \[evaluate\], or remove",
         ),
-        ("speed", {"fast": True}, r"test: unknown key 'speed'"),
-        ("tokenizer", {"vocab_size": 600}, r"test: unknown key 'tokenizer'"),
+        ("speed", {"fast": True}, r"unknown key 'speed'"),
+        ("tokenizer", {"vocab_size": 600}, r"unknown key 'tokenizer'"),
     ],
 )
 def test_wrong_configs_are_refused(small: Small, section: str, changes: dict[str, Any], message: str) -> None:
@@ -92,10 +92,10 @@ def test_wrong_tuning_is_refused(tune: Tune, section: str, changes: dict[str, An
 
 def test_missing_section_and_missing_file(small_table: dict[str, Any], tmp_path: Path) -> None:
     for name in ("run", "start", "data", "optimizer", "schedule"):
-        with pytest.raises(ValueError, match=f"test: '{name}' is missing"):
-            train_config_from_dict({key: value for key, value in small_table.items() if key != name}, "test")
+        with pytest.raises(ValueError, match=f"'{name}' is missing"):
+            read_table(TrainConfig, {key: value for key, value in small_table.items() if key != name})
     with pytest.raises(ValueError, match=r"data must be a table, got 3"):
-        train_config_from_dict(small_table | {"data": 3}, "test")
+        read_table(TrainConfig, small_table | {"data": 3})
     with pytest.raises(ValueError, match=r"none\.toml does not exist"):
         read_train_config(tmp_path / "none.toml")
 

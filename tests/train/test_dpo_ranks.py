@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 
 from strata.comm import collectives
 from strata.comm.launch import World
+from strata.files.toml_tables import read_table
 from strata.models.layers import CausalLM
-from strata.train.config import train_config_from_dict
+from strata.train.config import TrainConfig
 from strata.train.trainer import Trainer
 from tests.parallel.ranks import run_ranks
 from tests.train.tiny_run import Table, write_files
@@ -33,13 +34,13 @@ def events(world: World, folder: Path, table: Table, alone: Table) -> list[str]:
         return wait(self)
 
     CausalLM.forward, collectives.Pending.wait = noted_forward, noted_wait
-    config = train_config_from_dict(table, "run")
+    config = read_table(TrainConfig, table)
     Trainer(config, world)
     found.append("again")
     Trainer(config, world)
     told = found.copy()
     if world.is_main:
-        Trainer(train_config_from_dict(alone, "run"), World(0, 0, 1, world.device, None))
+        Trainer(read_table(TrainConfig, alone), World(0, 0, 1, world.device, None))
     return told
 
 

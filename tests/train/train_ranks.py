@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from strata.comm.launch import World
-from strata.train.config import train_config_from_dict
+from strata.files.toml_tables import read_table
+from strata.train.config import TrainConfig
 from strata.train.phases import PASSES
 from strata.train.trainer import Trainer
 from tests.train.tiny_run import Table
@@ -30,7 +31,7 @@ def train(world: World, table: Table, *, resume: bool = False, late: float = 0.0
     torch.set_num_threads(1)
     said: list[str] = []
     lines: list[Table] = []
-    run = Trainer(train_config_from_dict(table, "test"), world, resume=resume, warn=said.append)
+    run = Trainer(read_table(TrainConfig, table), world, resume=resume, warn=said.append)
     stepper = _Seen(run.stepper)
     run.stepper = stepper  # type: ignore[assignment]
     begin = run._phases.at
@@ -85,7 +86,7 @@ def refused(world: World, folder: Path, runs: dict[str, Table]) -> dict[str, Tab
         said: list[str] = []
         reason = ""
         try:
-            config = train_config_from_dict(keywords["table"], "test")
+            config = read_table(TrainConfig, keywords["table"])
             Trainer(config, world, resume=keywords.get("resume", False), warn=said.append)
         except ValueError as error:
             reason = str(error)

@@ -38,11 +38,6 @@ def join_parts(*parts: Mapping[str, Any]) -> str:
     return json.dumps({"grammars": parts}, separators=(",", ":"))
 
 
-def json_grammar(schema: Mapping[str, Any]) -> str:
-    """The text of a grammar of JSON that a schema describes."""
-    return join_parts(json_part("json", schema))
-
-
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """What the output has to be; one of these, with the names of vLLM.

@@ -10,11 +10,15 @@ import pytest
 from llguidance import LLMatcher
 from pydantic import BaseModel, Field
 
-from strata.engine.grammars.structured_outputs import json_grammar
+from strata.engine.grammars.structured_outputs import StructuredOutputsParams
 from strata.serve.grammar_worker import TOKENIZER, what_is_wrong
 from tests.serve.random_schemas import random_schema
 
 TEXT = {"type": "string"}
+
+
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    return StructuredOutputsParams(json=dict(schema)).to_grammar()
 
 
 def takes(schema: Mapping[str, Any], text: str) -> bool:

@@ -20,10 +20,10 @@ from tokenizers import Tokenizer as Backend
 from strata import LLM, SamplingParams, StructuredOutputsParams
 from strata.engine.grammars.grammar import GrammarCompiler, Masks
 from strata.engine.grammars.matchers import takes_end
-from strata.engine.grammars.structured_outputs import json_grammar
 from strata.engine.outputs import RequestOutput
 from strata.text.special_tokens import SpecialTokens
 from strata.text.tokenizer import Tokenizer
+from tests.engine.grammars.test_closed_objects import json_grammar
 from tests.serve.random_schemas import random_schema
 
 Engine = Callable[..., LLM]

@@ -20,7 +20,6 @@ import pytest
 from strata import LLM, SamplingParams
 from strata.engine.faults import EngineFault
 from strata.engine.grammars.grammar import GrammarCompiler
-from strata.engine.grammars.structured_outputs import json_grammar
 from strata.engine.loop import StepOutput
 from strata.engine.outputs import Logprob
 from strata.engine.process.messages import (
@@ -42,6 +41,7 @@ from strata.engine.process.messages import (
 )
 from strata.engine.process.service import Service
 from strata.engine.request import Request, Sequence, Status, Update
+from tests.engine.grammars.test_closed_objects import json_grammar
 from tests.engine.test_failed_requests import NAN_TOKEN, break_embedding
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from examples import toy_data
 from strata.comm.launch import World
+from strata.files.toml_tables import read_table
 from strata.models.folder import BUILTIN_FOLDER
-from strata.train.config import TrainConfig, train_config_from_dict
+from strata.train.config import TrainConfig
 from strata.train.data.tokenize import tokenize
 from strata.train.steps.parallel_step import ParallelStep
 from strata.train.tasks.exercises import write_exercises
@@ -67,7 +68,7 @@ def pretraining(data: Path, out: Path, device: str, steps: int = 20, learning_ra
         "optimizer": {"learning_rate": learning_rate},
         "schedule": {"warmup": 2, "decay": 2},
     }
-    return train_config_from_dict(values, "test")
+    return read_table(TrainConfig, values)
 
 
 def tuning(data: Path, out: Path, device: str, source: str, sections: dict[str, Any]) -> TrainConfig:
@@ -79,7 +80,7 @@ def tuning(data: Path, out: Path, device: str, source: str, sections: dict[str, 
         "optimizer": {"learning_rate": 1e-4},
         "schedule": {"warmup": 1, "decay": 1},
     }
-    return train_config_from_dict(values | sections, "test")
+    return read_table(TrainConfig, values | sections)
 
 
 def trainer(config: TrainConfig, *, resume: bool = False) -> Trainer:

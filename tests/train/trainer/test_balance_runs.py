@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from strata.cli.train import train as command
+from strata.files.toml_tables import read_table
 from strata.models.weights import load
-from strata.train.config import train_config_from_dict
+from strata.train.config import TrainConfig
 from strata.train.finish import save_model
 from strata.train.trainer import Trainer
 from tests.parallel.ranks import run_ranks
@@ -67,7 +68,7 @@ def test_the_command_trains_and_leaves_a_model_that_loads(family: str, files: Fi
 def test_a_resumed_run_repeats_every_bit(balance: Table, files: Files, tmp_path: Path) -> None:
     sections: dict[str, Any] = {"run": {"steps": 6}, "model": EXPERTS}
     through, cut = (
-        train_config_from_dict(files.table(tmp_path / name, **sections, balance=balance), "test")
+        read_table(TrainConfig, files.table(tmp_path / name, **sections, balance=balance))
         for name in ("through", "cut")
     )
     Trainer(through, ALONE).train()
@@ -83,9 +84,7 @@ def test_a_resumed_run_repeats_every_bit(balance: Table, files: Files, tmp_path:
     assert {name for name in one if not name.startswith(("master", "exp_avg"))} == {
         f"{kind}/model.layers.{layer}.mlp.gate" for layer in range(2)
     }
-    other_way = train_config_from_dict(
-        files.table(tmp_path / "cut", **sections, balance=balance | {"method": "none"}), "test"
-    )
+    other_way = read_table(TrainConfig, files.table(tmp_path / "cut", **sections, balance=balance | {"method": "none"}))
     with pytest.raises(ValueError, match=r"balance\.method was .* and is now 'none'"):
         Trainer(other_way, ALONE, resume=True)
 
@@ -114,7 +113,7 @@ def test_the_bias_goes_on_in_another_layout(files: Files, tmp_path: Path) -> Non
 def test_people_are_told_that_the_bias_does_not_travel(files: Files, tmp_path: Path) -> None:
     said: list[str] = []
     table = files.table(tmp_path / "run", model=EXPERTS, balance={"method": "bias"})
-    run = Trainer(train_config_from_dict(table, "test"), ALONE, warn=said.append)
+    run = Trainer(read_table(TrainConfig, table), ALONE, warn=said.append)
     run.train()
     save_model(run)
     assert [line for line in said if "will route tokens without the bias" in line] == [said[0]] * 2
@@ -130,10 +129,10 @@ def test_people_are_told_that_the_bias_does_not_travel(files: Files, tmp_path: P
 )
 def test_wrong_tables_are_refused(balance: Table, message: str, files: Files, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        Trainer(train_config_from_dict(files.table(tmp_path / "run", balance=balance), "test"), ALONE)
+        Trainer(read_table(TrainConfig, files.table(tmp_path / "run", balance=balance)), ALONE)
 
 
 def test_tuning_leaves_routers_alone(files: Files, tmp_path: Path) -> None:
     table = files.tuning(tmp_path / "run", lora={"rank": 2}, balance={"method": "none"})
     with pytest.raises(ValueError, match=r"\[lora\] and \[dpo\] leave experts"):
-        train_config_from_dict(table, "test")
+        read_table(TrainConfig, table)

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from strata.files.toml_tables import read_table
 from strata.train.check import check_run
-from strata.train.config import train_config_from_dict
+from strata.train.config import TrainConfig
 from strata.train.folder_lock import sole_run
 from strata.train.trainer import Trainer
 from tests.parallel.ranks import run_ranks
@@ -76,7 +77,7 @@ def test_every_rank_says_why_and_most_is_told_before_they_start(files: Files, tm
         if name in ("model", "shard"):  # checkpoints and checksums are read by the ranks
             continue
         with pytest.raises(ValueError, match=reason) if reason else nullcontext():
-            check_run(train_config_from_dict(runs[name]["table"], "test"), 2, resume=False)
+            check_run(read_table(TrainConfig, runs[name]["table"]), 2, resume=False)
     assert any(re.search(r"goes without damaged shards: .*00001", line) for line in ranks[0]["shard skipped"]["said"])
 
 
@@ -101,7 +102,7 @@ def test_the_command_says_it_once_and_does_not_try_again(
 
 def test_two_runs_at_once_in_one_folder(files: Files, tmp_path: Path) -> None:
     """The second is refused before it touches what the first is writing."""
-    config = train_config_from_dict(files.table(tmp_path), "test")
+    config = read_table(TrainConfig, files.table(tmp_path))
     writing = tmp_path / "checkpoints/.step-00000003.part"
     writing.mkdir(parents=True)
     with sole_run(tmp_path), pytest.raises(ValueError, match=f"another process trains in {tmp_path}; wait"):
