@@ -25,7 +25,8 @@ from strata.engine.ledger import Ledger, plan_memory
 from strata.engine.loop import EngineLoop
 from strata.engine.runner import Runner, RunnerConfig
 from strata.engine.sampling_params import RANGES, SamplingParams, check_integer
-from strata.engine.scheduler import Scheduler, SchedulerConfig
+from strata.engine.scheduling.config import SchedulerConfig
+from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.step_graphs import step_graphs
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention import fixed as attention_fixed

@@ -13,7 +13,7 @@ from strata.engine.faults import EngineFault, out_of_memory
 from strata.engine.grammars.matchers import explain, takes_end
 from strata.engine.plan import StepPlan, UndrawnStep
 from strata.engine.request import Request, Sequence, Update
-from strata.engine.scheduler import Scheduler
+from strata.engine.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:  # what a device gives and takes passes through the loop unread
     from llguidance import LLMatcher

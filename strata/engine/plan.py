@@ -6,7 +6,7 @@ simulation, or the replay of a run that was recorded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -111,23 +111,3 @@ class UndrawnStep:
     """A step whose ids are drawn once the masks of its grammars are known; runners add what they need to go on."""
 
     plan: StepPlan
-
-
-@dataclass
-class PlanBuilder:
-    """A plan in the making. budget: tokens that it may still get."""
-
-    budget: int
-    new: list[NewSequence] = field(default_factory=list)
-    decodes: list[Chunk] = field(default_factory=list)
-    others: list[Chunk] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    banned: list[tuple[int, int]] = field(default_factory=list)
-
-    def plan(self, ended: list[int]) -> StepPlan | None:
-        """None if nothing is to run."""
-        chunks = (*self.decodes, *self.others)
-        if not chunks:
-            return None
-        tokens = len(self.decodes) + sum(chunk.count for chunk in self.others)
-        return StepPlan(tuple(ended), tuple(self.new), chunks, tuple(self.copies), tokens, tuple(self.banned))

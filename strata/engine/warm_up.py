@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from strata.engine.build import Engine
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
-from strata.engine.scheduler import Statistics
+from strata.engine.scheduling.scheduler import Statistics
 
 # Lengths of prompts that fill a step and more, of which the library's attention takes some and our own the others; and
 # of prompts that sum up to no round number, for which kernels are compiled apart.

@@ -18,7 +18,8 @@ from strata.engine.plan import NewSequence, StepPlan, UndrawnStep
 from strata.engine.request import Request
 from strata.engine.request import Sequence as Sample
 from strata.engine.sampling_params import SamplingParams
-from strata.engine.scheduler import Scheduler, SchedulerConfig
+from strata.engine.scheduling.config import SchedulerConfig
+from strata.engine.scheduling.scheduler import Scheduler
 
 VOCABULARY = 23
 EOS = 0

@@ -131,7 +131,7 @@ def test_a_page_that_breaks_while_a_sequence_runs(folder: Path, run_ahead: bool)
     whole = run(llm, [[*PREFIX, 1]])[0].outputs[0]
     stream = llm.stream({"prompt_token_ids": [*PREFIX, 1]}, GREEDY)
     shown = [next(stream) for _ in range(4)]
-    poison(llm, llm.engine.loop.scheduler._running[0].pages[0])
+    poison(llm, llm.engine.loop.scheduler._queues.running[0].pages[0])
     shown += list(stream)
     assert_failed(shown[-1])
     told = shown[-1].outputs[0]
@@ -150,7 +150,7 @@ def test_a_page_that_broke_under_a_sequence_is_not_kept_as_verified(folder: Path
     llm = engine(folder, run_ahead=run_ahead)
     stream = llm.stream({"prompt_token_ids": asked}, long)
     ids = [next(stream) for _ in range(20)][-1].outputs[0].token_ids
-    poison(llm, llm.engine.loop.scheduler._running[0].pages[place])
+    poison(llm, llm.engine.loop.scheduler._queues.running[0].pages[place])
     assert_failed(list(stream)[-1])
     follower = [*asked, *ids[:-1]]  # begins with all pages that the sequence had filled
     outputs = [run(llm, [follower])[0] for _ in range(3)]

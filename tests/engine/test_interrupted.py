@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from strata import LLM, SamplingParams
-from strata.engine import delivery, loop, prefixes, scheduler
+from strata.engine import delivery, loop
 from strata.engine.collect import Collector
 from strata.engine.grammars.structured_outputs import StructuredOutputsParams
 from strata.engine.runner import Launched
+from strata.engine.scheduling import admission, builder, prefixes, queues, scheduler
 
 PROMPT = {"prompt_token_ids": [(7 * place) % 300 for place in range(75)]}
 OTHER = {"prompt_token_ids": [(11 * place) % 300 for place in range(40)]}
@@ -142,7 +143,7 @@ def test_an_interrupt_at_any_line_of_scheduler_and_loop_leaves_a_usable_engine(
     def run() -> None:
         shared.generate([PROMPT, OTHER, PROMPT], two, use_tqdm=False)
 
-    lines = lines_of([scheduler, loop, prefixes, delivery], run)
+    lines = lines_of([scheduler, admission, builder, queues, prefixes, loop, delivery], run)
     assert len(lines) > 150
     for code, line in lines:
         with suppress(KeyboardInterrupt), tracing(interrupting(code, line)):

@@ -14,7 +14,8 @@ from strata.cache.prefix import PrefixTree
 from strata.engine.plan import StepPlan
 from strata.engine.request import MAX_AHEAD, Request, Sequence, Status, seconds_ahead
 from strata.engine.sampling_params import SamplingParams
-from strata.engine.scheduler import Scheduler, SchedulerConfig
+from strata.engine.scheduling.config import SchedulerConfig
+from strata.engine.scheduling.scheduler import Scheduler
 
 
 class NamingScheduler(Scheduler):

@@ -16,7 +16,8 @@ from strata.cache.prefix import PrefixTree
 from strata.engine.plan import StepPlan
 from strata.engine.request import Request, Sequence
 from strata.engine.sampling_params import SamplingParams
-from strata.engine.scheduler import Scheduler, SchedulerConfig
+from strata.engine.scheduling.config import SchedulerConfig
+from strata.engine.scheduling.scheduler import Scheduler
 from tests.engine.simulated import EOS, POISON, STOP_ID, STOP_TEXT, VOCABULARY, Device, uncrowded
 
 

@@ -17,7 +17,8 @@ from strata.engine.loop import EngineLoop
 from strata.engine.plan import StepPlan
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
-from strata.engine.scheduler import Scheduler, SchedulerConfig
+from strata.engine.scheduling.config import SchedulerConfig
+from strata.engine.scheduling.scheduler import Scheduler
 from tests.engine.simulated import LONGEST, Device, SimulatedRunner, load, simulate, uncrowded
 
 HOST = (
@@ -29,9 +30,9 @@ HOST = (
     "engine.loop",
     "engine.outputs",
     "engine.plan",
-    "engine.prefixes",
+    "engine.scheduling.prefixes",
     "engine.request",
-    "engine.scheduler",
+    "engine.scheduling.scheduler",
 )
 
 

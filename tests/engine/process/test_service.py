@@ -410,7 +410,7 @@ class TestBadRequests:
             raise KeyError("surprise")
 
         with monkeypatch.context() as patched:
-            patched.setattr("strata.engine.scheduler.Sequence", fails)
+            patched.setattr("strata.engine.scheduling.scheduler.Sequence", fails)
             desk.say(A, Add("a", [1], GREEDY))
         assert "surprise" in desk.of(A, Refused)[0].message
         desk.run()

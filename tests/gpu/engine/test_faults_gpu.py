@@ -55,7 +55,7 @@ def test_a_page_that_breaks_while_graphs_replay(folder: Path) -> None:
     whole = run(llm, [[*PREFIX, 1]], GREEDY)[0].outputs[0].token_ids
     stream = llm.stream({"prompt_token_ids": [*PREFIX, 1]}, GREEDY)
     shown = [next(stream) for _ in range(4)]
-    poison(llm, llm.engine.loop.scheduler._running[0].pages[0])
+    poison(llm, llm.engine.loop.scheduler._queues.running[0].pages[0])
     shown += list(stream)
     assert_failed(shown[-1])
     ids = shown[-1].outputs[0].token_ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strata.engine.build import EngineConfig, build_engine
-from strata.engine.scheduler import Statistics
+from strata.engine.scheduling.scheduler import Statistics
 from strata.engine.warm_up import warm_up
 
 pytestmark = pytest.mark.gpu

@@ -6,40 +6,22 @@ Agrawal et al. 2024) and preemption by recompute (vLLM, Kwon et al. 2023).
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
-from strata.engine.plan import Chunk, Draw, PlanBuilder, StepPlan
-from strata.engine.prefixes import Prefixes
+from strata.engine.plan import Chunk, Draw, StepPlan
 from strata.engine.request import Request, Sequence, Status, Update, new_sequence
+from strata.engine.scheduling.admission import Admission
+from strata.engine.scheduling.builder import PlanBuilder
+from strata.engine.scheduling.config import SchedulerConfig
+from strata.engine.scheduling.prefixes import Prefixes
+from strata.engine.scheduling.queues import Queues, order
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """max_sequences: slots; max_tokens: tokens of one step; max_length: tokens of one sequence, prompt and output;
-    seed: of the requests that bring none.
-
-    No more sequences run at once than a step has tokens, so that each of them gets on at every step.
-    """
-
-    max_sequences: int
-    max_tokens: int
-    max_length: int
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("max_sequences", "max_tokens", "max_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass
@@ -73,13 +55,9 @@ class Scheduler:
         self._prefixes = Prefixes(pages, prefix)
         self._requests: dict[str, list[Sequence]] = {}
         self._sequences: dict[int, Sequence] = {}  # all that are unfinished, by id
-        self._waiting: list[Sequence] = []  # both lists are in order
-        self._running: list[Sequence] = []
-        self._num_slots = min(config.max_sequences, config.max_tokens)
-        self._slots = list(range(self._num_slots))  # a heap of those that are free
-        self._ended_slots: list[int] = []  # of which no plan has told yet
+        self._queues = Queues(min(config.max_sequences, config.max_tokens))
+        self._admission = Admission(pages, self._prefixes, self._queues)
         self._next_id = 0
-        self._refusal: tuple[Sequence, int] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -89,17 +67,17 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Sequences that have a slot."""
-        return len(self._running)
+        return len(self._queues.running)
 
     @property
     def waiting(self) -> int:
         """Sequences in the queue; samples that will fork from a running one are not in it."""
-        return len(self._waiting)
+        return len(self._queues.waiting)
 
     @property
     def needs_known_ids(self) -> bool:
         """Whether a running sequence must have all its ids on the host before its next step is planned."""
-        return any(sequence.long_bad_words for sequence in self._running)
+        return any(sequence.long_bad_words for sequence in self._queues.running)
 
     def sequence(self, id: int) -> Sequence | None:
         """An unfinished sequence; None once it has ended."""
@@ -124,7 +102,7 @@ class Scheduler:
         self._requests[request.id] = list(sequences)
         self._sequences.update((sequence.id, sequence) for sequence in sequences)
         sequences[0].unforked = sequences[1:]
-        self._enqueue(sequences[0])
+        self._queues.enqueue(sequences[0])
         return sequences
 
     def schedule(self) -> StepPlan | None:
@@ -135,9 +113,9 @@ class Scheduler:
             if builder.budget:
                 self._prefill(sequence, builder)
         self._admit_waiting(builder)
-        plan = builder.plan(self._ended_slots)
+        plan = builder.plan(self._queues.ended)
         if plan is not None:
-            self._ended_slots = []
+            self._queues.ended = []
         return plan
 
     def complete(self, plan: StepPlan, ids: Iterable[int]) -> list[Update]:
@@ -199,35 +177,29 @@ class Scheduler:
     def reset(self) -> None:
         """End all requests and forget all pages, in whatever state a call that was interrupted has left them."""
         unfinished = [sequence for samples in self._requests.values() for sequence in samples]
-        for sequence in (*unfinished, *self._running, *self._waiting):
+        for sequence in (*unfinished, *self._queues.running, *self._queues.waiting):
             sequence.status, sequence.finish_reason = Status.FINISHED, "abort"
             sequence.slot, sequence.pages, sequence.unforked = None, [], []
-        self._requests, self._sequences, self._waiting, self._running = {}, {}, [], []
-        self._slots, self._ended_slots = list(range(self._num_slots)), []
-        self._refusal = None
+        self._requests, self._sequences = {}, {}
+        self._queues.clear()
+        self._admission.clear()
         self._pages.clear()
         self._prefixes.clear()
 
     def check(self) -> None:
         """Raise AssertionError unless pages, slots, queues and the prefix tree agree. It walks all of them."""
-        slots = [sequence.slot for sequence in self._running if sequence.slot is not None]
-        assert sorted([*self._slots, *slots]) == list(range(self._num_slots)), "a slot is lost or held twice"
-        for queue, status in ((self._running, Status.RUNNING), (self._waiting, Status.WAITING)):
-            assert all(sequence.status is status for sequence in queue), f"a sequence that is not {status.name}"
-            assert queue == sorted(queue, key=_order), "a queue is out of order"
-        for sequence in self._running:
+        queues = self._queues
+        queues.check()
+        for sequence in queues.running:
             room = len(sequence.pages) * self._pages.page_size
             assert sequence.computed <= room, f"{sequence}: {room} tokens of pages"
             assert sequence.computed <= len(sequence.tokens) + sequence.pending, f"{sequence}: computed too much"
-        assert all(not sequence.pages and sequence.slot is None for sequence in self._waiting), (
-            "a page held in the queue"
-        )
-        unforked = [sample for sequence in (*self._running, *self._waiting) for sample in sequence.unforked]
+        unforked = [sample for sequence in (*queues.running, *queues.waiting) for sample in sequence.unforked]
         known = [sequence for sequences in self._requests.values() for sequence in sequences]
-        listed = [*self._running, *self._waiting, *(sample for sample in unforked if not sample.finished)]
-        assert sorted(known, key=_order) == sorted(listed, key=_order), "a sequence is lost or listed twice"
+        listed = [*queues.running, *queues.waiting, *(sample for sample in unforked if not sample.finished)]
+        assert sorted(known, key=order) == sorted(listed, key=order), "a sequence is lost or listed twice"
         assert self._sequences == {sequence.id: sequence for sequence in known}, "a sequence that ended is found by id"
-        self._prefixes.check(self._running)
+        self._prefixes.check(queues.running)
 
     def _verify(self, sequence: Sequence) -> None:
         """A sequence has drawn its first id since it started; if it still runs, its pages are those that were read."""
@@ -244,7 +216,7 @@ class Scheduler:
     def _decode(self, builder: PlanBuilder) -> list[Sequence]:
         """Plan a token for each running sequence that samples; returns those that still prefill."""
         prefilling = []
-        running, size, is_shared = self._running, self._pages.page_size, self._pages.is_shared
+        running, size, is_shared = self._queues.running, self._pages.page_size, self._pages.is_shared
         position = 0
         while position < len(running):  # preemption shortens the list behind `position`
             sequence = running[position]
@@ -279,7 +251,7 @@ class Scheduler:
         pages = sequence.pages
         full = sequence.computed == len(pages) * self._pages.page_size
         while not self._pages.free and not self._prefixes.evict(1):
-            victim = self._running[-1]
+            victim = self._queues.running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -320,8 +292,8 @@ class Scheduler:
         for sample in sequence.unforked:
             if sample.finished:
                 continue
-            if not self._slots:
-                self._enqueue(sample)
+            if not self._queues.free_slots:
+                self._queues.enqueue(sample)
                 continue
             self._start(sample, list(sequence.pages), builder)
             for page in sample.pages:
@@ -337,49 +309,29 @@ class Scheduler:
         Those that wait for what this step fills are deferred instead. Slots and pages are reserved for them, and those
         behind them have to fit into this step whole, so that the next step is theirs.
         """
-        waiting, size = self._waiting, self._pages.page_size
+        waiting, size = self._queues.waiting, self._pages.page_size
         deferred = reserved = 0
-        while deferred < len(waiting) and deferred < len(self._slots) and builder.budget:
+        while deferred < len(waiting) and deferred < self._queues.free_slots and builder.budget:
             sequence = waiting[deferred]
-            found = self._find(sequence, reserved)
+            found = self._admission.find(sequence, reserved)
             if found is None:
                 break
-            wanted = self._pages.pages_for(len(sequence.tokens)) - len(found)
             if self._prefixes.is_pending(sequence, found):
                 self._prefixes.release(found)
-                deferred, reserved = deferred + 1, reserved + wanted
+                deferred, reserved = deferred + 1, reserved + self._admission.wanted(sequence, found)
                 continue
             is_whole = len(sequence.tokens) - len(found) * size <= builder.budget
-            if deferred and not (is_whole and len(sequence.unforked) < len(self._slots) - deferred):
+            if deferred and not (is_whole and len(sequence.unforked) < self._queues.free_slots - deferred):
                 self._prefixes.release(found)
                 break
             del waiting[deferred]
-            self._admit(sequence, found, wanted, builder)
+            self._admit(sequence, found, builder)
             self._prefill(sequence, builder)
 
-    def _find(self, sequence: Sequence, reserved: int) -> list[int] | None:
-        """The cached pages that a waiting sequence begins with, now its own; None if it must wait. reserved: pages that
-        it has to leave to others."""
-        # A page is left for each running sequence: what is admitted must not be preempted at once.
-        reserved += len(self._running)
-        room = self._pages.free + self._pages.idle - reserved
-        # An id that is under way (the sequence was preempted just now) is on the device in its former slot only.
-        if sequence.pending or self._refusal == (sequence, room):
-            return None
-        found = self._prefixes.match(sequence)
-        if self._pages.pages_for(len(sequence.tokens)) - len(found) > self._pages.free + self._pages.idle - reserved:
-            self._prefixes.release(found)
-            self._refusal = (sequence, room)
-            return None
-        self._refusal = None
-        return found
-
-    def _admit(self, sequence: Sequence, pages: list[int], wanted: int, builder: PlanBuilder) -> None:
-        """Give a sequence a slot and, behind the pages that were found for it, those that it wants."""
-        cached = len(pages) * self._pages.page_size
-        self._prefixes.evict(max(0, wanted - self._pages.free))
-        for _ in range(wanted):
-            pages.append(self._pages.allocate(after=pages[-1] if pages else None))
+    def _admit(self, sequence: Sequence, found: list[int], builder: PlanBuilder) -> None:
+        """Give a sequence a slot and all its pages, of which some were found."""
+        cached = len(found) * self._pages.page_size
+        pages = self._admission.take(sequence, found)
         self._start(sequence, pages, builder)
         sequence.computed = cached
         if self._prefixes.uses_cache(sequence) and not sequence.preemptions:
@@ -388,33 +340,24 @@ class Scheduler:
             self.statistics.prefix_hits += cached
 
     def _start(self, sequence: Sequence, pages: list[int], builder: PlanBuilder) -> None:
-        slot = sequence.slot = heappop(self._slots)
+        slot = self._queues.start(sequence)
         sequence.draws = (Draw(sequence.id, slot),)
         builder.new.append(new_sequence(sequence, slot, self.config.seed))
         sequence.pages = pages
-        sequence.status = Status.RUNNING
-        insort(self._running, sequence, key=_order)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a sequence's pages; it computes them again when it is admitted again."""
         self._stop(sequence)
         sequence.preemptions += 1
         self.statistics.preemptions += 1
-        self._enqueue(sequence)
+        self._queues.enqueue(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
         """Take slot and pages from a running sequence."""
-        assert sequence.slot is not None
-        _remove(self._running, sequence)
-        heappush(self._slots, sequence.slot)
-        self._ended_slots.append(sequence.slot)
+        self._queues.stop(sequence)
         self._prefixes.free(sequence)
-        sequence.slot, sequence.pages, sequence.computed, sequence.sent_pages = None, [], 0, 0
+        sequence.pages, sequence.computed, sequence.sent_pages = [], 0, 0
         sequence.verified = False
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        sequence.status = Status.WAITING
-        insort(self._waiting, sequence, key=_order)
 
     def _end(self, sequence: Sequence, reason: str, stop_reason: int | str | None) -> None:
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
@@ -423,24 +366,14 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             self._stop(sequence)
         else:
-            _remove(self._waiting, sequence)
+            self._queues.leave(sequence)
         sequence.status = Status.FINISHED
         del self._sequences[sequence.id]
         for sample in sequence.unforked:
             if not sample.finished:
-                self._enqueue(sample)
+                self._queues.enqueue(sample)
         sequence.unforked = []
         siblings = self._requests[sequence.request.id]
         siblings.remove(sequence)
         if not siblings:
             del self._requests[sequence.request.id]
-
-
-_order = attrgetter("order")
-
-
-def _remove(queue: list[Sequence], sequence: Sequence) -> None:
-    """Take a sequence out of a queue, if it is in it (a sample that has yet to fork is in none)."""
-    place = bisect_left(queue, sequence.order, key=_order)
-    if place < len(queue) and queue[place] is sequence:
-        del queue[place]

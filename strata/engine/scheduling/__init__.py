@@ -1,0 +1,1 @@
+"""Which sequences run how many tokens in which pages at each step. Nothing here loads torch."""

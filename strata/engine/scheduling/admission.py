@@ -1,0 +1,49 @@
+"""Which pages a sequence begins with, and whether it must wait for them."""
+
+from __future__ import annotations
+
+from strata.cache.pages import PageAllocator
+from strata.engine.request import Sequence
+from strata.engine.scheduling.prefixes import Prefixes
+from strata.engine.scheduling.queues import Queues
+
+
+class Admission:
+    """Finds and takes the pages of those that are to run."""
+
+    def __init__(self, pages: PageAllocator, prefixes: Prefixes, queues: Queues) -> None:
+        self._pages, self._prefixes, self._queues = pages, prefixes, queues
+        self._refusal: tuple[Sequence, int] | None = None
+
+    def clear(self) -> None:
+        """Forget who was refused, and when."""
+        self._refusal = None
+
+    def find(self, sequence: Sequence, reserved: int) -> list[int] | None:
+        """The cached pages that a waiting sequence begins with, now its own; None if it must wait. reserved: pages that
+        it has to leave to others."""
+        # A page is left for each running sequence: what is admitted must not be preempted at once.
+        reserved += len(self._queues.running)
+        room = self._pages.free + self._pages.idle - reserved
+        # An id that is under way (the sequence was preempted just now) is on the device in its former slot only.
+        if sequence.pending or self._refusal == (sequence, room):
+            return None
+        found = self._prefixes.match(sequence)
+        if self.wanted(sequence, found) > self._pages.free + self._pages.idle - reserved:
+            self._prefixes.release(found)
+            self._refusal = (sequence, room)
+            return None
+        self._refusal = None
+        return found
+
+    def wanted(self, sequence: Sequence, found: list[int]) -> int:
+        """How many pages a sequence needs behind those that were found for it."""
+        return self._pages.pages_for(len(sequence.tokens)) - len(found)
+
+    def take(self, sequence: Sequence, found: list[int]) -> list[int]:
+        """All pages of what a sequence has to prefill, behind those that were found for it."""
+        wanted, pages = self.wanted(sequence, found), list(found)
+        self._prefixes.evict(max(0, wanted - self._pages.free))
+        for _ in range(wanted):
+            pages.append(self._pages.allocate(after=pages[-1] if pages else None))
+        return pages

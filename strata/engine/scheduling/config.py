@@ -1,0 +1,24 @@
+"""What a scheduler is told before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """max_sequences: slots; max_tokens: tokens of one step; max_length: tokens of one sequence, prompt and output;
+    seed: of the requests that bring none.
+
+    No more sequences run at once than a step has tokens, so that each of them gets on at every step.
+    """
+
+    max_sequences: int
+    max_tokens: int
+    max_length: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_sequences", "max_tokens", "max_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

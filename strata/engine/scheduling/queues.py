@@ -1,0 +1,76 @@
+"""Who waits, who runs, and in which slot."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from heapq import heappop, heappush
+from operator import attrgetter
+
+from strata.engine.request import Sequence, Status
+
+
+class Queues:
+    """Sequences that wait and that run, each list in order; and the slots, one for each that runs.
+
+    ended: slots that were taken back, of which no plan has told yet.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._num_slots = slots
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all sequences; what a slot held is told to nobody."""
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.ended: list[int] = []
+        self._slots = list(range(self._num_slots))  # a heap of those that are free
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._slots)
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Let a sequence that is in no queue wait."""
+        sequence.status = Status.WAITING
+        insort(self.waiting, sequence, key=order)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Let a sequence wait no more; a sample that has yet to fork waits in no queue."""
+        _remove(self.waiting, sequence)
+
+    def start(self, sequence: Sequence) -> int:
+        """Let a sequence that is in no queue run, in a free slot, which is returned."""
+        slot = sequence.slot = heappop(self._slots)
+        sequence.status = Status.RUNNING
+        insort(self.running, sequence, key=order)
+        return slot
+
+    def stop(self, sequence: Sequence) -> None:
+        """Take its slot from a sequence that runs."""
+        assert sequence.slot is not None
+        _remove(self.running, sequence)
+        heappush(self._slots, sequence.slot)
+        self.ended.append(sequence.slot)
+        sequence.slot = None
+
+    def check(self) -> None:
+        """Raise AssertionError unless slots, states and orders agree."""
+        slots = [sequence.slot for sequence in self.running if sequence.slot is not None]
+        assert sorted([*self._slots, *slots]) == list(range(self._num_slots)), "a slot is lost or held twice"
+        for queue, status in ((self.running, Status.RUNNING), (self.waiting, Status.WAITING)):
+            assert all(sequence.status is status for sequence in queue), f"a sequence that is not {status.name}"
+            assert queue == sorted(queue, key=order), "a queue is out of order"
+        assert all(not sequence.pages and sequence.slot is None for sequence in self.waiting), (
+            "a page held in the queue"
+        )
+
+
+order = attrgetter("order")
+
+
+def _remove(queue: list[Sequence], sequence: Sequence) -> None:
+    """Take a sequence out of a queue, if it is in it."""
+    place = bisect_left(queue, sequence.order, key=order)
+    if place < len(queue) and queue[place] is sequence:
+        del queue[place]
