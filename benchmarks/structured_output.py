@@ -158,7 +158,7 @@ def main() -> None:
     free, constrained = number(result["free"]), number(result["constrained"])
     print(f"{asked.requests} requests: free {free} tok/s, constrained {constrained} tok/s: {result['ratio']:.1%}")
     command = shlex.join(["python", "benchmarks/structured_output.py", *sys.argv[1:]])
-    line = json.dumps(result | dict(provenance()) | {"command": command})
+    line = json.dumps(result | provenance() | {"command": command})
     print(line)
     if asked.save is not None:
         with asked.save.open("a", encoding="utf-8") as file:

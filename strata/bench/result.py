@@ -10,24 +10,14 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import typer
 
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-
-
-class Provenance(TypedDict):
-    """What is needed to reproduce a figure."""
-
-    commit: str | None
-    torch: str | None
-    triton: str | None
-    command: str
-    date: str
 
 
 @dataclass(frozen=True)
@@ -43,7 +33,7 @@ class HostGap:
 
 @dataclass(frozen=True)
 class Result:
-    """One line of a results file.
+    """What a test has measured.
 
     value: the median of `all`. floor: in the same unit, None if it is not known. host_gap: None where no device
     runs apart from the host.
@@ -58,11 +48,6 @@ class Result:
     floor: float | None
     host_gap: HostGap | None
     device: str
-    commit: str | None
-    torch: str | None
-    triton: str | None
-    command: str
-    date: str
 
     @property
     def share(self) -> float | None:
@@ -70,6 +55,10 @@ class Result:
         if self.floor is None:
             return None
         return self.value / self.floor if self.unit == "tok/s" else self.floor / self.value
+
+    def values(self) -> dict[str, Any]:
+        """As a line of a results file has it, with what is needed to reproduce it."""
+        return asdict(self) | provenance()
 
     def text(self) -> str:
         every = ", ".join(number(value) for value in self.all)
@@ -91,20 +80,20 @@ def make_result(
     floor: float | None = None,
     host_gap: HostGap | None = None,
 ) -> Result:
-    """A result of this process, with what is needed to reproduce it."""
+    """The result of several repetitions of a test."""
     value = statistics.median(values)
-    return Result(test, model, short_dtype(dtype), value, unit, values, floor, host_gap, device=device, **provenance())
+    return Result(test, model, short_dtype(dtype), value, unit, values, floor, host_gap, device)
 
 
-def provenance() -> Provenance:
-    """Of this process."""
-    return Provenance(
-        commit=_commit(),
-        torch=_version("torch"),
-        triton=_version("triton"),
-        command=shlex.join(["strata", *sys.argv[1:]]),
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-    )
+def provenance() -> dict[str, str | None]:
+    """What is needed to reproduce a figure of this process."""
+    return {
+        "commit": _commit(),
+        "torch": _version("torch"),
+        "triton": _version("triton"),
+        "command": shlex.join(["strata", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
 
 
 def short_dtype(name: str) -> str:

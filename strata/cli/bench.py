@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -57,7 +56,7 @@ def throughput(
     """
     test = workloads.offline() if batch is None else workloads.fixed_batch(batch)
     result = run(test, Setup(model, load_format, dtype, device, deterministic), repeat)
-    report(asdict(result), result.text(), as_json=as_json, save=save)
+    report(result.values(), result.text(), as_json=as_json, save=save)
 
 
 def _command(name: str, measure: Callable[[Setup, int], Result], help: str) -> None:
@@ -75,7 +74,7 @@ def _command(name: str, measure: Callable[[Setup, int], Result], help: str) -> N
         save: Save = None,
     ) -> None:
         result = measure(Setup(model, load_format, dtype, device, deterministic), repeat)
-        report(asdict(result), result.text(), as_json=as_json, save=save)
+        report(result.values(), result.text(), as_json=as_json, save=save)
 
 
 def run(test: workloads.InferenceTest, setup: Setup, repeat: int) -> Result:

@@ -60,20 +60,27 @@ class Device:
         return max(fitting, key=lambda figure: figure.measured)
 
 
-def _datasheet(
+def _device(
+    key: str,
+    product: str,
+    capability: tuple[int, int],
+    shared_kib: int,
     source: str,
     date: str,
     *,
     memory: float,
     bandwidth: float,
     dense: dict[str, float],
-    vector: dict[str, float],
+    vector: float,
     link: float | None,
     host: float,
-) -> tuple[Figure, ...]:
-    """Figures in the units that makers print: GB, TB/s, tera-operations per second, GB/s of a link in both directions.
+    measured: tuple[Figure, ...] = (),
+) -> Device:
+    """A device by its datasheet, in the units of makers: GB, TB/s, tera-operations per second, GB/s of a link in
+    both directions; and what was measured on it.
 
-    dense: tensor cores without sparsity, which doubles them. vector: the cores that sparsity does not serve.
+    dense: tensor cores without sparsity, which doubles them; float16 is as fast as bfloat16. vector: float32 on the
+    cores that sparsity does not serve.
     """
     figures = [
         Figure("memory", memory * GIGA, source, date),
@@ -82,15 +89,14 @@ def _datasheet(
     ]
     if link is not None:
         figures.append(Figure("link", link / 2 * GIGA, source, date, direction="each"))
-    for dtype, value in vector.items():
-        figures.append(Figure("compute", value * TERA, source, date, dtype))
-    for dtype, value in dense.items():
+    figures.append(Figure("compute", vector * TERA, source, date, "float32"))
+    for dtype, value in (dense | {"float16": dense["bfloat16"]}).items():
         figures.append(Figure("compute", value * TERA, source, date, dtype))
         figures.append(Figure("compute", 2 * value * TERA, source, date, dtype, sparse=True))
-    return tuple(figures)
+    return Device(key, product, capability, shared_kib * 1024, (*figures, *measured))
 
 
-_HOPPER = {"tf32": 494.7, "bfloat16": 989.4, "float16": 989.4, "float8": 1978.9, "int8": 1978.9}
+_HOPPER = {"tf32": 494.7, "bfloat16": 989.4, "float8": 1978.9, "int8": 1978.9}
 _CALIBRATION = "calibration of one H200 SXM under torch 2.11.0+cu130, the best size of each kind"
 
 
@@ -101,22 +107,20 @@ def _measured(quantity: str, value: float, dtype: str | None = None, direction: 
 DEVICES: dict[str, Device] = {
     device.key: device
     for device in (
-        Device(
+        _device(
             "h200",
             "NVIDIA H200",
             (9, 0),
-            227 * 1024,
-            (
-                *_datasheet(
-                    "NVIDIA H200 Tensor Core GPU datasheet (SXM)",
-                    "2024-11",
-                    memory=141,
-                    bandwidth=4.8,
-                    dense=_HOPPER,
-                    vector={"float32": 66.9},
-                    link=900,
-                    host=128,
-                ),
+            227,
+            "NVIDIA H200 Tensor Core GPU datasheet (SXM)",
+            "2024-11",
+            memory=141,
+            bandwidth=4.8,
+            dense=_HOPPER,
+            vector=66.9,
+            link=900,
+            host=128,
+            measured=(
                 _measured("compute", 800 * TERA, "bfloat16"),
                 _measured("compute", 1470 * TERA, "float8"),
                 _measured("compute", 855 * TERA, "int8"),
@@ -124,92 +128,81 @@ DEVICES: dict[str, Device] = {
                 _measured("host", 55 * GIGA, direction="each"),
             ),
         ),
-        Device(
+        _device(
             "h100",
             "NVIDIA H100 80GB HBM3",
             (9, 0),
-            227 * 1024,
-            _datasheet(
-                "NVIDIA H100 Tensor Core GPU datasheet (SXM5)",
-                "2023-09",
-                memory=80,
-                bandwidth=3.35,
-                dense=_HOPPER,
-                vector={"float32": 66.9},
-                link=900,
-                host=128,
-            ),
+            227,
+            "NVIDIA H100 Tensor Core GPU datasheet (SXM5)",
+            "2023-09",
+            memory=80,
+            bandwidth=3.35,
+            dense=_HOPPER,
+            vector=66.9,
+            link=900,
+            host=128,
         ),
-        Device(
+        _device(
             "a100",
             "NVIDIA A100-SXM4-80GB",
             (8, 0),
-            163 * 1024,
-            _datasheet(
-                "NVIDIA A100 Tensor Core GPU datasheet (SXM4 80 GB)",
-                "2021-06",
-                memory=80,
-                bandwidth=2.039,
-                dense={"tf32": 156, "bfloat16": 312, "float16": 312, "int8": 624},
-                vector={"float32": 19.5},
-                link=600,
-                host=64,
-            ),
+            163,
+            "NVIDIA A100 Tensor Core GPU datasheet (SXM4 80 GB)",
+            "2021-06",
+            memory=80,
+            bandwidth=2.039,
+            dense={"tf32": 156, "bfloat16": 312, "int8": 624},
+            vector=19.5,
+            link=600,
+            host=64,
         ),
-        Device(
+        _device(
             "b200",
             "NVIDIA B200",
             (10, 0),
-            227 * 1024,
-            _datasheet(
-                "NVIDIA Blackwell Architecture Technical Brief (HGX B200, 1000 W); memory: DGX B200 datasheet",
-                "2024-03",
-                memory=180,
-                bandwidth=8.0,
-                dense={
-                    "tf32": 1100,
-                    "bfloat16": 2250,
-                    "float16": 2250,
-                    "float8": 4500,
-                    "int8": 4500,
-                    "float4": 9000,
-                },
-                vector={"float32": 80},
-                link=1800,
-                host=256,
-            ),
+            227,
+            "NVIDIA Blackwell Architecture Technical Brief (HGX B200, 1000 W); memory: DGX B200 datasheet",
+            "2024-03",
+            memory=180,
+            bandwidth=8.0,
+            dense={
+                "tf32": 1100,
+                "bfloat16": 2250,
+                "float8": 4500,
+                "int8": 4500,
+                "float4": 9000,
+            },
+            vector=80,
+            link=1800,
+            host=256,
         ),
-        Device(
+        _device(
             "l40s",
             "NVIDIA L40S",
             (8, 9),
-            99 * 1024,
-            _datasheet(
-                "NVIDIA L40S datasheet",
-                "2023-08",
-                memory=48,
-                bandwidth=0.864,
-                dense={"tf32": 183, "bfloat16": 362.05, "float16": 362.05, "float8": 733, "int8": 733},
-                vector={"float32": 91.6},
-                link=None,
-                host=64,
-            ),
+            99,
+            "NVIDIA L40S datasheet",
+            "2023-08",
+            memory=48,
+            bandwidth=0.864,
+            dense={"tf32": 183, "bfloat16": 362.05, "float8": 733, "int8": 733},
+            vector=91.6,
+            link=None,
+            host=64,
         ),
-        Device(
+        _device(
             "rtx4090",
             "NVIDIA GeForce RTX 4090",
             (8, 9),
-            99 * 1024,
-            _datasheet(
-                "NVIDIA Ada GPU Architecture whitepaper, appendix A (accumulation in float32)",
-                "2023-03",
-                memory=24,
-                bandwidth=1.008,
-                dense={"tf32": 82.6, "bfloat16": 165.2, "float16": 165.2, "float8": 330.3, "int8": 660.6},
-                vector={"float32": 82.6},
-                link=None,
-                host=64,
-            ),
+            99,
+            "NVIDIA Ada GPU Architecture whitepaper, appendix A (accumulation in float32)",
+            "2023-03",
+            memory=24,
+            bandwidth=1.008,
+            dense={"tf32": 82.6, "bfloat16": 165.2, "float8": 330.3, "int8": 660.6},
+            vector=82.6,
+            link=None,
+            host=64,
         ),
     )
 }

@@ -184,7 +184,7 @@ def _figures(run: _Run, speeds: list[float], memory: dict[str, float]) -> tuple[
         floor = work.tokens / work.floor(device, test.precision)
     dtype = test.precision.partition("-")[0] if run.world.device.type == "cuda" else "float32"
     result = make_result(test.name(layout), test.shape, dtype, speeds, "tok/s", name, floor)
-    values: dict[str, Any] = asdict(result) | asdict(test) | {"ranks": layout.ranks, "layout": asdict(layout)} | memory
+    values: dict[str, Any] = result.values() | asdict(test) | {"ranks": layout.ranks, "layout": asdict(layout)} | memory
     text = f"{result.text()}; {layout.ranks} ranks"
     if memory:
         text += f"; {memory['memory_gib']:.1f} GiB"
