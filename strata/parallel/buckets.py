@@ -16,6 +16,9 @@ from strata.parallel.data_parallel import GradientAxes, ParameterShard
 # Elements that the shard of a rank is a multiple of, so that vector loads of any kernel are aligned.
 _ALIGNMENT = 64
 
+# Elements of a message of gradients or weights at least: a layer or more.
+BUCKET_ELEMENTS = 1 << 25
+
 
 @dataclass(frozen=True)
 class BucketedParameter:

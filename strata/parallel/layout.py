@@ -52,6 +52,11 @@ class Layout:
     def ranks(self) -> int:
         return math.prod(getattr(self, name) for name in AXES)
 
+    @property
+    def divides_documents_only(self) -> bool:
+        """Whether every rank computes with all weights: then a step runs the merged and fused graph."""
+        return self.pp == self.cp == self.tp == self.ep == 1 and self.zero <= 2
+
     def mesh(self, world: World) -> Mesh:
         """The mesh of these sizes over all ranks of the world, which make it together."""
         return Mesh.of(world, {name: getattr(self, name) for name in (*AXES, "ep")}, fsdp=self.zero == 3)

@@ -9,6 +9,7 @@ import torch
 from strata.comm.mesh import Mesh
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
+from strata.parallel.buckets import BUCKET_ELEMENTS
 from strata.parallel.context import parallelize_attention
 from strata.parallel.data_parallel import Gradients, all_ranks, gradient_axes
 from strata.parallel.expert import shard_experts
@@ -36,7 +37,7 @@ def parallelize(
     *,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
-    bucket_elements: int = 1 << 25,
+    bucket_elements: int = BUCKET_ELEMENTS,
 ) -> Parallel:
     """Divide `model`, in place, along "tp" and "ep" and over the data-parallel axes, and let it attend across "cp".
 

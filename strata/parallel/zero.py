@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from strata.comm.mesh import Axis
 from strata.kernels.gradient_target import Memory
-from strata.parallel.buckets import Bucket, divide_into_buckets
+from strata.parallel.buckets import BUCKET_ELEMENTS, Bucket, divide_into_buckets
 from strata.parallel.data_parallel import GradientAxes, ParameterShard, global_norm
 
 
@@ -34,7 +34,7 @@ class ZeroGradients:
         reduce_every_pass: bool,
         compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
-        bucket_elements: int,
+        bucket_elements: int = BUCKET_ELEMENTS,
     ) -> None:
         """Divide the parameters of `model`, which become views of flat memory.
 

@@ -26,7 +26,7 @@ def chosen_layout(config: TrainConfig, model: ModelConfig, world: World, report:
             report(f"layout: {reason}")
     layout = with_micro_batches(layout, config.data.packs_per_step)
     layout.check(model, world.size)
-    if (config.lora or config.dpo) and (layout.zero == 3 or layout.pp * layout.cp * layout.tp * layout.ep > 1):
+    if (config.lora or config.dpo) and not layout.divides_documents_only:
         raise ValueError("[lora] and [dpo] divide documents only: use dp, or shard with zero = 1 or 2")
     return layout
 

@@ -25,7 +25,7 @@ from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout, auto_layout
 from strata.parallel.layout_text import read_layout
 from strata.train.optimizer.config import OptimizerConfig
-from strata.train.steps.make import divides_documents_only, dummy, make_step
+from strata.train.steps.make import dummy, make_step
 from strata.train.steps.parallel_step import ParallelStep
 
 WARMUP_STEPS = 2  # the second records
@@ -180,7 +180,7 @@ def _figures(run: _Run, speeds: list[float], memory: dict[str, float]) -> tuple[
     name = torch.cuda.get_device_name() if run.world.device.type == "cuda" else cpu_name()
     device = recognize(name)
     floor = None
-    if device is not None and divides_documents_only(layout):
+    if device is not None and layout.divides_documents_only:
         floor = work.tokens / work.floor(device, test.precision)
     dtype = test.precision.partition("-")[0] if run.world.device.type == "cuda" else "float32"
     result = make_result(test.name(layout), test.shape, dtype, speeds, "tok/s", name, floor)

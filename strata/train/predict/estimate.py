@@ -8,12 +8,13 @@ from strata.hardware.specs import Device
 from strata.kernels.loss.loss import CHUNK_ELEMENTS
 from strata.kernels.loss.loss_grad import CHUNK_BYTES
 from strata.models.config import ModelConfig
+from strata.parallel.buckets import BUCKET_ELEMENTS
 from strata.parallel.families import TABLES, Placement
 from strata.parallel.layout import Layout
 from strata.parallel.timeline import peak_saved
 from strata.train.config import TrainConfig
 from strata.train.predict.flops import document_flops
-from strata.train.predict.least_time import BUCKET, StepTime, least_time
+from strata.train.predict.least_time import StepTime, least_time
 from strata.train.predict.step_shape import RankParameters, StepShape
 from strata.train.steps.passes import LOGITS_BYTES
 
@@ -161,7 +162,7 @@ def _new_gradient_bytes(shape: StepShape, held: RankParameters) -> int:
     if shape.batches > 1:
         return 0
     dense, experts = shape.data_ranks
-    in_flight = 0 if shape.layout.zero == 0 else 2 * 4 * min(held.total, max(BUCKET, held.embedding))
+    in_flight = 0 if shape.layout.zero == 0 else 2 * 4 * min(held.total, max(BUCKET_ELEMENTS, held.embedding))
     return 4 * (-(-held.dense // dense) + -(-held.experts // experts)) + in_flight
 
 

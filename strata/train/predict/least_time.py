@@ -17,12 +17,10 @@ from strata.comm.cost import (
 )
 from strata.hardware.roofline import Cost, floor
 from strata.hardware.specs import Device
+from strata.parallel.buckets import BUCKET_ELEMENTS
 from strata.parallel.timeline import Durations, simulate
 from strata.train.predict.flops import active_elements, visible_pairs
 from strata.train.predict.step_shape import RankParameters, StepShape
-
-# Elements of a message of gradients or weights at least (`strata.parallel.parallelize`).
-BUCKET = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -272,7 +270,7 @@ def _data_messages(shape: StepShape, held: RankParameters, passes: _Passes, link
         return {}
     layout = shape.layout
     forward, backward = passes.computing
-    calls = max(1, min(len(held.layers) + 2, held.total // BUCKET))  # whole layers, as many as fill a message
+    calls = max(1, min(len(held.layers) + 2, held.total // BUCKET_ELEMENTS))  # whole layers, as many as fill a message
     gradients = _reduction(shape, link, 4 * held.dense, 4 * held.experts, calls)
     gathering = _gather(shape, link, 2 * held.dense, 2 * held.experts, calls)
     if layout.zero == 3:
@@ -285,7 +283,7 @@ def _data_messages(shape: StepShape, held: RankParameters, passes: _Passes, link
         return {"gradients": sums.times(shape.batches), "weights": weights.times(shape.batches)}
     # ZeRO-2 sums after every pass, the others once. What is complete last is the embedding, or a message of layers.
     times = shape.batches if layout.zero == 2 else 1
-    tail = min(held.total, max(BUCKET, held.embedding))
+    tail = min(held.total, max(BUCKET_ELEMENTS, held.embedding))
     late = _reduction(shape, link, 4 * tail, 0, 1).seconds
     found = {"gradients": _at_least(_behind(gradients, backward), late).times(times)}
     if layout.zero:

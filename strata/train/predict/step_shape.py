@@ -74,8 +74,7 @@ class StepShape:
     @property
     def runs_graph(self) -> bool:
         """Whether the merged and fused graph trains (`strata.train.compile`), or the modules of a divided model."""
-        layout = self.layout
-        return layout.pp == layout.cp == layout.tp == layout.ep == 1 and layout.zero < 3
+        return self.layout.divides_documents_only
 
     @property
     def loss_has_gradients(self) -> bool:

@@ -39,9 +39,6 @@ from strata.train.steps.passes import GraphPasses, ModulePasses, Passes, Pipelin
 # Names and values of the wanted parameters of a model, which is whole and on the meta device, one after another.
 Values = Callable[[CausalLM, Container[str]], Iterable[tuple[str, Tensor]]]
 
-# Elements of a message at least: a layer or more.
-BUCKET_ELEMENTS = 1 << 25
-
 
 def fresh(seed: int) -> Values:
     """Values to train from, the same for any layout."""
@@ -94,7 +91,7 @@ def make_step(
         whole, model = (build(config, max_length).to(dtype) for _ in range(2))
     balancing = make_balancing(config, balance, layout, mesh)
     setting = _Setting(config, layout, mesh, torch.bfloat16 if narrow else dtype, balancing)
-    if divides_documents_only(layout):
+    if layout.divides_documents_only:
         parallel, passes = _through_graph(model, setting, precision, recompute)
     else:
         recompute_modules(model, recompute)
@@ -121,16 +118,11 @@ def make_step(
     )
 
 
-def divides_documents_only(layout: Layout) -> bool:
-    """Whether every rank computes with all weights: then a step runs the merged and fused graph."""
-    return layout.pp == layout.cp == layout.tp == layout.ep == 1 and layout.zero <= 2
-
-
 def _check(layout: Layout, precision: str, recompute: str) -> None:
     for name, choice, choices in (("precision", precision, PRECISIONS), ("recompute", recompute, RECOMPUTE)):
         if choice not in choices:
             raise ValueError(f"{name} = {choice!r} must be one of {', '.join(choices)}")
-    if divides_documents_only(layout):
+    if layout.divides_documents_only:
         return
     way = "is for layouts that divide documents only (dp, or shard with zero = 1 or 2)"
     if precision != "bf16":
@@ -157,14 +149,7 @@ class _Setting:
     balancing: NoBalancing
 
     def divide(self, model: CausalLM | ModelStages) -> Parallel:
-        parallel = parallelize(
-            model,
-            self.config,
-            self.layout,
-            self.mesh,
-            compute_dtype=self.compute_dtype,
-            bucket_elements=BUCKET_ELEMENTS,
-        )
+        parallel = parallelize(model, self.config, self.layout, self.mesh, compute_dtype=self.compute_dtype)
         self.balancing.attach(model)
         return parallel
 

@@ -55,13 +55,8 @@ class ParallelStep:
         update. dtype: of the loss. before_update: is called right before masters and state change. records: whether
         steps that recur in shape are recorded, where they can be. phases: is called at the phases of a step.
         """
-        self._passes, self._gradients, self._optimizer, self._shards = (
-            passes,
-            parallel.gradients,
-            optimizer,
-            state_shards,
-        )
-        self._balancing = balancing
+        self._passes, self._gradients, self._balancing = passes, parallel.gradients, balancing
+        self._optimizer, self._shards = optimizer, state_shards
         self._clip, self._dtype, self._phases, self._before_update = clip, dtype, phases, before_update
         self._device = mesh.world.device
         self._to_micro_batch = partial(micro_batch, device=self._device, context=mesh.axis("cp"), method=layout.context)

@@ -25,8 +25,6 @@ from strata.train.phases import NO_PHASES, PASSES, Phases
 from strata.train.steps.objective import Objective
 from strata.train.steps.result import StepResult
 
-BUCKET_ELEMENTS = 1 << 25
-
 
 class TuneStep:
     """`Stepper` that changes `trained` so that `objective` over `model` falls."""
@@ -64,7 +62,6 @@ class TuneStep:
             self._device,
             reduce_every_pass=layout.zero == 2,
             compute_dtype=compute_dtype,
-            bucket_elements=BUCKET_ELEMENTS,
         )
         self._optimizer = make_optimizer(self._gradients.shards, config, mesh, self._sharding)
 
