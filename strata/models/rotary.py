@@ -163,14 +163,6 @@ def powers(base: float, head_dim: int) -> Tensor:
     return torch.pow(base, exponents)
 
 
-def _read_linear(fields: Fields, theta: float, trained_length: int) -> RopeConfig:
-    return LinearRope(theta, fields.number("factor"))
-
-
-def _read_dynamic(fields: Fields, theta: float, trained_length: int) -> RopeConfig:
-    return DynamicRope(theta, fields.number("factor"))
-
-
 def _read_llama3(fields: Fields, theta: float, trained_length: int) -> RopeConfig:
     rope = Llama3Rope(
         theta,
@@ -208,8 +200,8 @@ def _optional(fields: Fields, key: str) -> float | None:
 
 _READERS: dict[str, Callable[[Fields, float, int], RopeConfig]] = {
     "default": lambda fields, theta, trained_length: RopeConfig(theta),
-    "linear": _read_linear,
-    "dynamic": _read_dynamic,
+    "linear": lambda fields, theta, _: LinearRope(theta, fields.number("factor")),
+    "dynamic": lambda fields, theta, _: DynamicRope(theta, fields.number("factor")),
     "llama3": _read_llama3,
     "yarn": _read_yarn,
 }

@@ -66,10 +66,6 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
-
-
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -100,7 +96,10 @@ def compile_template(source: str) -> Template:
     environment = _sandbox()
     environment.filters["tojson"] = _tojson
     environment.globals.update(
-        raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=GuardedNamespace, dict=DictMaker()
+        raise_exception=_raise_exception,
+        strftime_now=lambda layout: datetime.now().strftime(layout),
+        namespace=GuardedNamespace,
+        dict=DictMaker(),
     )
     return environment.from_string(source)
 

@@ -69,7 +69,8 @@ class Reference:
 
     def of(self, samples: Samples) -> Tensor:
         """[samples, 2] on the CPU."""
-        return torch.stack([self._tables[one.dataset][one.number] for one in samples.ids()])
+        places = samples.datasets.tolist(), samples.numbers.tolist()
+        return torch.stack([self._tables[dataset][number] for dataset, number in zip(*places, strict=True)])
 
     @classmethod
     def computed(

@@ -18,7 +18,7 @@ from strata.models.layers import CausalLM, Linear
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # How PEFT names the weights and the settings of an adapter.
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-_PREFIX = "base_model.model."
+_PREFIX, _ADAPTERS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Adapters(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._named = {name: weight for name, weight in model.named_parameters() if _is_adapter(name)}
+        self._named = {name: weight for name, weight in model.named_parameters() if name.endswith(_ADAPTERS)}
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._named.items()
@@ -157,7 +157,3 @@ def _projections(model: nn.Module, names: Sequence[str]) -> Iterator[tuple[nn.Mo
         for name, child in parent.named_children():
             if name in names and isinstance(child, Linear):
                 yield parent, name, child
-
-
-def _is_adapter(name: str) -> bool:
-    return name.endswith((".lora_A.weight", ".lora_B.weight"))

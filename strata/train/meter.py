@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median_high
 from typing import Any
 
 import torch
@@ -101,7 +100,9 @@ class Meter:
             values["skipped"] = interval.skipped
         seconds = self._clock.take()
         found = all_gather_json(
-            {"flops": interval.flops, "computes": _median(seconds)}, self._world_axis, torch.device("cpu")
+            {"flops": interval.flops, "computes": median_high(seconds) if seconds else 0.0},
+            self._world_axis,
+            torch.device("cpu"),
         )
         if self._peak is not None:
             flops = sum(one["flops"] for one in found) * self._replicas / self._world_axis.size
@@ -116,7 +117,3 @@ class Meter:
         values["seconds"] = round(now - self._began, 2)
         self.restart(position.tokens)
         return values, line
-
-
-def _median(seconds: Sequence[float]) -> float:
-    return sorted(seconds)[len(seconds) // 2] if seconds else 0.0

@@ -176,7 +176,8 @@ class Trainer:
                 self._phases.at("checkpoint")
                 self.checkpoints.poll()
                 if is_saved:
-                    self.checkpoints.start(self.position.step, self._state(), self.stepper.state_shards())
+                    state = {"position": self.position.to_json(), "guard": self._guard.state(), "recipe": self._recipe}
+                    self.checkpoints.start(self.position.step, state, self.stepper.state_shards())
                     gc.collect()
                     self._meter.restart(self.position.tokens)
 
@@ -233,9 +234,6 @@ class Trainer:
         if verdict.kind is not Kind.OK:
             self.warn(verdict.reason)
         self._meter.read(reading, is_skipped=verdict.kind is Kind.SKIPPED)
-
-    def _state(self) -> dict[str, Any]:
-        return {"position": self.position.to_json(), "guard": self._guard.state(), "recipe": self._recipe}
 
     def _go_back(self, verdict: Verdict) -> None:
         self._results.discard()

@@ -19,7 +19,7 @@ from strata.parallel.layout import Layout
 from strata.train.data.encoding import Document, Encoded
 from strata.train.data.loader import DataPosition, Loader, Step
 from strata.train.data.mixture import Mixture
-from strata.train.data.pack import SampleId, Samples, pack
+from strata.train.data.pack import Samples, pack
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize
 from strata.train.dpo import DpoConfig, DpoObjective, Reference, dpo_loss, weights_digest
@@ -51,9 +51,9 @@ def reference_of(model: CausalLM, mixture: Mixture, cache: Path, base: str) -> R
     return Reference.computed(lambda: model, mixture, 96, cache, base, world_axis)
 
 
-def ids_of(step: Step) -> list[SampleId]:
+def numbers_of(step: Step) -> list[int]:
     """The pairs of a step."""
-    return [one for batch in step.batches if batch.samples for one in batch.samples.ids()]
+    return [number for batch in step.batches if batch.samples for number in batch.samples.numbers.tolist()]
 
 
 def plain_logprob(model: CausalLM, document: Document) -> Tensor:
@@ -81,8 +81,8 @@ def test_loss_and_gradient_equal_a_plain_script(folder: Path, mixture: Mixture, 
 
     model.zero_grad()
     losses, margins = [], []
-    for one in ids_of(step):
-        pair = mixture.datasets[0].sample(one.number)
+    for number in numbers_of(step):
+        pair = mixture.datasets[0].sample(number)
         chosen, rejected = (plain_logprob(model, document) for document in pair)
         with torch.no_grad():
             was_chosen, was_rejected = (plain_logprob(base, document) for document in pair)

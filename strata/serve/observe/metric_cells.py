@@ -23,7 +23,7 @@ class Cells:
     def __init__(self, count: int, folder: Path | None, worker: int) -> None:
         self._folder = folder
         self._size = count * _WIDTH
-        self._own = _file_of(folder, worker) if folder is not None else None
+        self._own = folder / f"metrics-{worker}" if folder is not None else None
         self.values = memoryview(self._map()).cast("d")
 
     def sums(self) -> list[float]:
@@ -53,7 +53,3 @@ class Cells:
         for path in sorted(self._folder.glob("metrics-*")):
             if path != self._own and path.stat().st_size == self._size:
                 yield memoryview(path.read_bytes()).cast("d")
-
-
-def _file_of(folder: Path, worker: int) -> Path:
-    return folder / f"metrics-{worker}"

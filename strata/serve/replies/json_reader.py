@@ -48,9 +48,9 @@ class JsonReader:
         if self.current == '"':
             return (yield from self.string())
         if self.current == "{":
-            return (yield from self._object(depth + 1))
+            return (yield from self.elements("{", self._member, "}", depth + 1))
         if self.current == "[":
-            return (yield from self._array(depth + 1))
+            return (yield from self.elements("[", self.value, "]", depth + 1))
         if word := _WORDS.get(self.current):
             return (yield from self.expect(word))
         return (yield from self._number())
@@ -101,12 +101,6 @@ class JsonReader:
             return False
         yield from self.space()
         return not self.current
-
-    def _object(self, depth: int) -> Reading:
-        return (yield from self.elements("{", self._member, "}", depth))
-
-    def _array(self, depth: int) -> Reading:
-        return (yield from self.elements("[", self.value, "]", depth))
 
     def _member(self, depth: int) -> Reading:
         return (yield from self.string()) and (yield from self.colon()) and (yield from self.value(depth))

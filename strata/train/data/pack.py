@@ -15,15 +15,6 @@ from strata.train.data.encoding import Encoded
 
 
 @dataclass(frozen=True)
-class SampleId:
-    """Which sample, and at which position of the mixture it stands."""
-
-    position: int
-    dataset: int
-    number: int
-
-
-@dataclass(frozen=True)
 class Samples:
     """What stands in a pack: positions in the mixture, datasets, and numbers in those, [samples] int64 each.
 
@@ -34,10 +25,6 @@ class Samples:
     datasets: NDArray[np.int64]
     numbers: NDArray[np.int64]
     tokens: int
-
-    def ids(self) -> list[SampleId]:
-        columns = (self.positions.tolist(), self.datasets.tolist(), self.numbers.tolist())
-        return [SampleId(*one) for one in zip(*columns, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -100,15 +100,12 @@ class LossGuard:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state. With a smaller window than it was made with, the newest losses stay."""
-        self._restore_sight(state)
+        self.roll_back(state)
         self._left_out = [(first, last) for first, last in state["left_out"]]
         self._rolled_back_at = state["rolled_back_at"]
 
     def roll_back(self, state: Mapping[str, Any]) -> None:
         """After ROLLBACK, go back to the state of an earlier checkpoint, remembering why: what is left out stays so."""
-        self._restore_sight(state)
-
-    def _restore_sight(self, state: Mapping[str, Any]) -> None:
         self._losses = deque(state["losses"], maxlen=self._config.spike_window)
         self._skipped = [(step, float(norm)) for step, norm in state["skipped"]]
         self._spikes = list(state["spikes"])

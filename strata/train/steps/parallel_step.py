@@ -71,7 +71,8 @@ class ParallelStep:
 
     def __call__(self, batches: Sequence[PackedBatch], rate: float) -> StepResult:
         self._optimizer.begin(rate)
-        before, self._before = self._before, self._shape_of_all(batches)
+        shape = shape_of_all(fixed_shape(batches), self._world_axis) if self._records else None
+        before, self._before = self._before, shape
         self._in_a_row = self._in_a_row + 1 if self._before == before else 1
         recorded = self._recording() if self._before is not None and self._in_a_row >= self._wanted else None
         if recorded is not None:
@@ -135,9 +136,6 @@ class ParallelStep:
     def _update(self, norm: Tensor) -> None:
         self._optimizer.update(clip_scale(norm, self._clip))
         self._balancing.update(norm)
-
-    def _shape_of_all(self, batches: Sequence[PackedBatch]) -> Shape | None:
-        return shape_of_all(fixed_shape(batches), self._world_axis) if self._records else None
 
     def _recording(self) -> RecordedStep:
         """The recorded step of the shape that recurs on all ranks."""

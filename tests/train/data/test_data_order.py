@@ -15,7 +15,6 @@ from strata.models.config import config_from_dict
 from strata.text.tokenizer import Tokenizer
 from strata.train.data.loader import DataPosition, Loader, Step, check_data
 from strata.train.data.mixture import BLOCK, Mixture
-from strata.train.data.pack import SampleId
 from strata.train.data.packing import best_fit
 from strata.train.data.permutation import mixed, permuted
 from strata.train.data.shards import TokenDataset
@@ -142,9 +141,10 @@ def steps(
     return made
 
 
-def ids(step: Step) -> list[list[SampleId]]:
+def ids(step: Step) -> list[list[tuple[int, int, int]]]:
     """What is in each pack."""
-    return [batch.samples.ids() for batch in step.batches if batch.samples is not None]
+    samples = [batch.samples for batch in step.batches if batch.samples is not None]
+    return [list(zip(*map(list, (one.positions, one.datasets, one.numbers)), strict=True)) for one in samples]
 
 
 def test_ranks_and_resuming_do_not_change_what_a_step_has(datasets: list[TokenDataset]) -> None:
@@ -166,7 +166,7 @@ def test_ranks_and_resuming_do_not_change_what_a_step_has(datasets: list[TokenDa
                 for batch, expected in zip(step.batches, whole.batches[rank::ranks], strict=True):
                     assert np.array_equal(batch.tokens, expected.tokens)
     # Together the windows leave out no position and have none twice.
-    seen = sorted(id.position for step in alone for pack in ids(step) for id in pack)
+    seen = sorted(position for step in alone for pack in ids(step) for position, _, _ in pack)
     done = alone[-1].next.window * 50
     assert seen[:done] == list(range(done))
     assert len(set(seen)) == len(seen)
@@ -176,7 +176,7 @@ def test_ranks_and_resuming_do_not_change_what_a_step_has(datasets: list[TokenDa
 def test_a_batch_is_its_documents_apart(datasets: list[TokenDataset]) -> None:
     (step,) = steps(datasets, 1, 0, 1)
     for batch, samples in zip(step.batches, ids(step), strict=True):
-        documents = [datasets[id.dataset].sample(id.number)[0] for id in samples]
+        documents = [datasets[dataset].sample(number)[0] for _, dataset, number in samples]
         assert len(batch.tokens) <= 64
         assert batch.lengths.tolist() == [len(document.tokens) for document in documents]
         assert batch.positions.tolist() == [at for document in documents for at in range(len(document.tokens))]
