@@ -81,7 +81,7 @@ def _balance(setting: Setting) -> BalanceConfig | None:
 def _tune_step(setting: Setting) -> TuneStep:
     config, device = setting.config, setting.mesh.world.device
     assert setting.start.weights is not None
-    narrow = torch.bfloat16 if device.type == "cuda" else torch.float32
+    narrow = _compute_dtype(device)
     objective: Objective = NextToken()
     if config.dpo is not None:
         objective = DpoObjective(_reference(setting, narrow), config.dpo)
@@ -100,6 +100,10 @@ def _tune_step(setting: Setting) -> TuneStep:
         phases=setting.phases,
         before_update=setting.before_update,
     )
+
+
+def _compute_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _reference(setting: Setting, dtype: torch.dtype) -> Reference:
