@@ -19,7 +19,8 @@ from strata.models.folder import display_name, folder_or_shape, located, model_f
 from strata.models.shapes import SHAPES
 from strata.serve.http.gate import is_loopback
 from strata.serve.http.keys import ANONYMOUS, KeyHash, read_keys
-from strata.serve.processes.launch import Launch, launch
+from strata.serve.processes.launch import launch
+from strata.serve.processes.worker import ApiJob
 from strata.serve.settings import ServeSettings
 
 _http_option, _limit_option, _log_option = (
@@ -173,8 +174,7 @@ def serve(
         "num_pages": num_pages,
     }
     traces = None if otlp_traces_endpoint is None else _endpoint(otlp_traces_endpoint)
-    asked = Launch(settings, engine, keys, tokenizer_folder, restart_engine, traces)
-    sys.exit(launch(asked))
+    sys.exit(launch(ApiJob(settings, keys, tokenizer_folder, restart_engine, traces), engine))
 
 
 def _priority_keys(given: list[str], keys: list[KeyHash]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
@@ -137,12 +137,4 @@ class _Silent:
         pass
 
     def progress(self, done: int) -> AbstractContextManager[Report]:
-        return _Silence()
-
-
-class _Silence:
-    def __enter__(self) -> Report:
-        return lambda _: None
-
-    def __exit__(self, *_: object) -> None:
-        pass
+        return nullcontext(lambda _: None)

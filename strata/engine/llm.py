@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -232,18 +233,10 @@ def _listed(ids: Sequence[int]) -> list[int]:
     return list(ids)
 
 
-class _progress:
+@contextmanager
+def _progress(total: int, show: bool) -> Iterator[Callable[[int], None]]:
     """A progress bar on standard error that counts finished requests; entering gives the function that advances it."""
-
-    def __init__(self, total: int, show: bool) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True), disable=not show)
-        self._total = total
-
-    def __enter__(self) -> Callable[[int], None]:
-        self._progress.start()
-        task = self._progress.add_task("requests", total=self._total)
-        return lambda count: self._progress.advance(task, count)
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not show) as progress:
+        task = progress.add_task("requests", total=total)
+        yield lambda count: progress.advance(task, count)

@@ -28,10 +28,10 @@ def fused(
 
     def define(composition: Composition) -> Operation:
         def reference(*args: Any) -> Any:
-            return composition(_reference, *args)
+            return composition(lambda part, *given: part.reference(*given), *args)
 
         def meta(*args: Any) -> Any:
-            return composition(_meta, *map(_on_meta, args))
+            return composition(lambda part, *given: part.meta(*given), *map(_on_meta, args))
 
         def cost(*args: Any, workload: Workload) -> Cost:
             args = tuple(map(_on_meta, args))
@@ -43,14 +43,6 @@ def fused(
         return operation(cost, meta=meta, mutates=mutates, **traits)(reference)
 
     return define
-
-
-def _reference(part: Operation, *args: Any) -> Any:
-    return part.reference(*args)
-
-
-def _meta(part: Operation, *args: Any) -> Any:
-    return part.meta(*args)
 
 
 def _on_meta(argument: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -21,18 +21,16 @@ PATIENCE = 120.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Served:
+class Served(msgspec.Struct, frozen=True):
     """A model that a server offers. max_model_len: most tokens of prompt and output, None if it does not say."""
 
-    name: str
-    max_model_len: int | None
+    name: str = msgspec.field(name="id")
+    max_model_len: int | None = None
 
 
 async def find_model(client: Client, name: str | None) -> Served:
     """The model of that name, or the first that the server offers. Raises ValueError without a server or model."""
-    models = await _ask(client, "/v1/models", None, _Models)
-    served = [Served(model.id, model.max_model_len) for model in models.data]
+    served = (await _ask(client, "/v1/models", None, _Models)).data
     if not served:
         raise ValueError(f"the server at {client.url} offers no model")
     found = served[0] if name is None else next((model for model in served if model.name == name), None)
@@ -86,13 +84,8 @@ async def _ask(client: Client, path: str, question: object, answer: type[T]) -> 
         raise ValueError(f"{client.url}{path} answered something else than expected: {error}") from None
 
 
-class _Model(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-
-
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    data: list[Served]
 
 
 class _Tokens(msgspec.Struct):

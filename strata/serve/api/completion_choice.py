@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from strata.engine.process.messages import TokenLogprobs
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.api.completion_logprobs import LogprobLists, PromptStarts, SampleStarts, joined, logprob_lists
+from strata.serve.api.prompts import Prompt
 from strata.serve.generation import SampleDelta
 from strata.serve.http.errors import ApiError
 from strata.text.detokenize import IncrementalDetokenizer
@@ -24,12 +24,6 @@ MAX_ECHOED_BYTES = 32 * 2**20
 _ENTRY_BYTES = 32
 
 
-@dataclass(frozen=True)
-class CompletionPrompt:
-    text: str
-    ids: list[int]
-
-
 class ChoiceDelta(NamedTuple):
     """More of a choice. logprobs: None unless asked for."""
 
@@ -40,7 +34,7 @@ class ChoiceDelta(NamedTuple):
     stop_reason: int | str | None = None
 
 
-def check_echo(prompts: Sequence[CompletionPrompt], samples: int, logprobs: int | None) -> None:
+def check_echo(prompts: Sequence[Prompt], samples: int, logprobs: int | None) -> None:
     """Raises ApiError (400) if the prompts, repeated in each choice, would make too large an answer.
 
     logprobs: how many of the likeliest tokens are reported at each position, None for no log-probabilities.
@@ -57,9 +51,7 @@ def check_echo(prompts: Sequence[CompletionPrompt], samples: int, logprobs: int 
         )
 
 
-async def echo_of(
-    prompt: CompletionPrompt, prompt_logprobs: Sequence[TokenLogprobs] | None, tokenizer: Tokenizer
-) -> ChoiceDelta:
+async def echo_of(prompt: Prompt, prompt_logprobs: Sequence[TokenLogprobs] | None, tokenizer: Tokenizer) -> ChoiceDelta:
     """The prompt, which each of its choices begins with.
 
     prompt_logprobs: of its tokens from the second on, None unless they are asked for.
@@ -80,7 +72,7 @@ async def echo_of(
 class ChoiceText:
     """A sample's part of one choice. start: characters of the choice before it."""
 
-    def __init__(self, prompt: CompletionPrompt, params: SamplingParams, tokenizer: Tokenizer, start: int) -> None:
+    def __init__(self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer, start: int) -> None:
         self._tokenizer = tokenizer
         detokenizer = IncrementalDetokenizer(tokenizer, prompt.ids, skip_special_tokens=params.skip_special_tokens)
         self._starts = SampleStarts(detokenizer, start)

@@ -11,9 +11,9 @@ from fastapi import Request, Response
 
 from strata.serve.admission import admit_generation
 from strata.serve.api.answer_format import answer_grammar
-from strata.serve.api.completion_choice import ChoiceDelta, ChoiceText, CompletionPrompt, check_echo, echo_of, merged
+from strata.serve.api.completion_choice import ChoiceDelta, ChoiceText, check_echo, echo_of, merged
 from strata.serve.api.completion_stream import CompletionStream, written_choice, written_completion
-from strata.serve.api.prompts import bad_words_of, encode_all
+from strata.serve.api.prompts import Prompt, bad_words_of, encode_all
 from strata.serve.generation import Generation, SampleDelta
 from strata.serve.generations import merged_streams
 from strata.serve.http.json_route import api_router
@@ -80,7 +80,7 @@ class _ParsedRequest:
     """
 
     head: ReplyHead
-    prompts: list[CompletionPrompt]
+    prompts: list[Prompt]
     generations: list[Generation]
     choices: list[ChoiceText]
     samples: int
@@ -93,7 +93,7 @@ class _ParsedRequest:
         """What has been used so far."""
         return usage_of(self.generations, output=not self.scores)
 
-    def prompt_of(self, choice: int) -> CompletionPrompt:
+    def prompt_of(self, choice: int) -> Prompt:
         return self.prompts[choice // self.samples]
 
     async def choice_deltas(self) -> AsyncGenerator[list[tuple[int, ChoiceDelta]], None]:
@@ -172,7 +172,7 @@ async def _parse(body: CompletionRequest, request: Request) -> _ParsedRequest:
 
 async def _prompts(
     state: ServerState, admission: Admission, body: CompletionRequest, given: Sequence[str | list[int]]
-) -> list[CompletionPrompt]:
+) -> list[Prompt]:
     """The prompts as ids, and as texts where those are given or will be shown."""
     several = len(given) > 1
     texts = {
@@ -181,11 +181,11 @@ async def _prompts(
     if texts:  # then all are
         add = body.add_special_tokens is not False
         encoded = await encode_all(state, admission, texts, add_special_tokens=add)
-        return [CompletionPrompt(text, ids) for text, ids in zip(texts.values(), encoded, strict=True)]
+        return [Prompt(text, ids) for text, ids in zip(texts.values(), encoded, strict=True)]
     return [_prompt_of_ids(state, body, one) for one in given if not isinstance(one, str)]
 
 
-def _prompt_of_ids(state: ServerState, body: CompletionRequest, ids: list[int]) -> CompletionPrompt:
+def _prompt_of_ids(state: ServerState, body: CompletionRequest, ids: list[int]) -> Prompt:
     check_ids(ids, state.client.ready.vocab_size, "prompt")
     shown = (body.echo or state.settings.log_prompts) and len(ids) <= state.client.ready.max_model_len
-    return CompletionPrompt(state.tokenizer.decode(ids) if shown else "", ids)
+    return Prompt(state.tokenizer.decode(ids) if shown else "", ids)

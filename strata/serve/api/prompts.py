@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from strata.engine.bad_words import bad_word_ids
@@ -17,6 +18,14 @@ Result = TypeVar("Result")
 
 # Tokenizing this many characters takes a millisecond or two; to hand them to a thread and back takes a tenth of one.
 _SHORT = 4000
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """text: empty where it is neither given nor shown."""
+
+    text: str
+    ids: list[int]
 
 
 async def chat_text(

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from strata.serve.api.prompts import chat_text, encode
+from strata.serve.api.prompts import Prompt, chat_text, encode
 from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import Admission
 from strata.serve.state import ServerState
-
-
-@dataclass(frozen=True)
-class Prompt:
-    text: str
-    ids: list[int]
 
 
 async def response_prompt(

@@ -14,7 +14,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,10 @@ import msgspec
 import uvloop
 
 from strata.serve.client import EngineClient, EngineGone
-from strata.serve.http.keys import KeyHash
 from strata.serve.observe.logs import configure_logging
 from strata.serve.processes.api_processes import ApiProcesses
 from strata.serve.processes.child import Child, how_it_ended
 from strata.serve.processes.worker import ApiJob, ApiServer, engine_address
-from strata.serve.settings import ServeSettings
 
 ENGINE_MODULE = "strata.engine.process.worker"
 # After the engine's death, so that whoever asks for /health sees it before connections are refused.
@@ -37,26 +34,10 @@ _ENGINE_STOP_SECONDS = 5.0
 _log = logging.getLogger("strata.serve")
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What a server is made of.
-
-    engine: fields of EngineConfig by name. tokenizer: its folder.
-    restart_engine: start another engine when it dies, instead of ending.
-    traces_endpoint: where OpenTelemetry's traces go, None for nowhere.
-    """
-
-    settings: ServeSettings
-    engine: Mapping[str, Any]
-    keys: list[KeyHash]
-    tokenizer: str
-    restart_engine: bool = False
-    traces_endpoint: str | None = None
-
-
-def launch(asked: Launch) -> int:
+def launch(asked: ApiJob, engine: Mapping[str, Any]) -> int:
     """Run a server until a signal ends it. Returns the exit status: 0, or 1 if the engine died or did not start.
 
+    asked: of the API processes, but for what the launcher decides. engine: fields of EngineConfig by name.
     Raises ValueError if it cannot listen, or cannot serve the model.
     """
     configure_logging(asked.settings.log_json)
@@ -65,7 +46,7 @@ def launch(asked: Launch) -> int:
         folder = Path(tempfile.mkdtemp(prefix="strata-"))  # mode 0700
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(_Launcher(asked, listener, folder).run())
+                return runner.run(_Launcher(msgspec.structs.replace(asked, folder=str(folder)), engine, listener).run())
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -98,19 +79,11 @@ def _allow_many_connections() -> None:
 
 
 class _Launcher:
-    def __init__(self, asked: Launch, listener: socket.socket, folder: Path) -> None:
-        self._asked = asked
+    def __init__(self, asked: ApiJob, engine: Mapping[str, Any], listener: socket.socket) -> None:
+        self._asked, self._engine_fields = asked, engine
         self._listener = listener
-        self._folder = folder
-        job = ApiJob(
-            settings=asked.settings,
-            keys=asked.keys,
-            tokenizer=asked.tokenizer,
-            folder=str(folder),
-            restart_engine=asked.restart_engine,
-            traces_endpoint=asked.traces_endpoint,
-        )
-        self._api = ApiServer(job) if asked.settings.api_workers == 1 else ApiProcesses(job)
+        self._folder = Path(asked.folder)
+        self._api = ApiServer(asked) if asked.settings.api_workers == 1 else ApiProcesses(asked)
         self._signalled = asyncio.Event()
 
     async def run(self) -> int:
@@ -139,7 +112,7 @@ class _Launcher:
         self._signalled.set()
 
     async def _start_engine(self) -> Child:
-        job = {"address": engine_address(self._folder), **self._asked.engine}
+        job = {"address": engine_address(self._folder), **self._engine_fields}
         return await Child.start(ENGINE_MODULE, msgspec.json.encode(job))
 
     async def _start_api(self) -> bool:
@@ -200,7 +173,7 @@ class _Launcher:
         signalled.cancel()
 
 
-def greeting(asked: Launch, address: tuple[Any, ...], seconds: float) -> str:
+def greeting(asked: ApiJob, address: tuple[Any, ...], seconds: float) -> str:
     """Where the server is, and how to ask it something."""
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     url = f"http://{host}:{address[1]}"

@@ -54,20 +54,22 @@ _log = logging.getLogger("strata.serve")
 class ApiJob(msgspec.Struct, frozen=True):
     """What an API process is to do.
 
-    tokenizer: its folder. folder: private to the server; the engine's socket and the processes' metrics are in it.
+    tokenizer: its folder.
+    restart_engine: another engine is started when one has ended, and is connected to.
+    traces_endpoint: where OpenTelemetry's traces go, None for nowhere.
+    folder: private to the server; the engine's socket and the processes' metrics are in it.
     number: of this process.
     listener: descriptor of the listening socket that it has inherited, if it is a process of its own.
-    restart_engine: connect again when the engine has ended, since another will be there.
     """
 
     settings: ServeSettings
     keys: list[KeyHash]
     tokenizer: str
-    folder: str
-    number: int = 0
-    listener: int | None = None
     restart_engine: bool = False
     traces_endpoint: str | None = None
+    folder: str = ""
+    number: int = 0
+    listener: int | None = None
 
 
 def engine_address(folder: Path) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from strata.engine.process.messages import TokenLogprobs
-from strata.serve.api.completion_choice import CompletionPrompt, echo_of
+from strata.serve.api.completion_choice import echo_of
+from strata.serve.api.prompts import Prompt
 from strata.serve.schema.completions import Completion
 from strata.text.tokenizer import Tokenizer
 from tests.serve.scripted import EOS, Scripted, delta, scripted_server
@@ -112,7 +113,7 @@ def test_others_get_turns_while_a_long_prompt_is_written(tokenizer: Tokenizer) -
 
     async def write() -> None:
         beside = asyncio.ensure_future(others())
-        part = await echo_of(CompletionPrompt("", ids), entries(ids[1:]), tokenizer)
+        part = await echo_of(Prompt("", ids), entries(ids[1:]), tokenizer)
         beside.cancel()
         assert part.logprobs is not None
         assert part.logprobs.text_offset.count(b",") == len(ids) - 1

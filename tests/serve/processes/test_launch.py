@@ -19,7 +19,7 @@ from typer.main import get_command
 
 from strata.cli.serve import command
 from strata.engine.build import EngineConfig
-from strata.serve.processes.launch import Launch, bind
+from strata.serve.processes.launch import bind
 from strata.serve.settings import ServeSettings
 from tests.serve.conftest import BUILTIN
 from tests.serve.running import Running, command_line, descendants, is_alive, refusal, running, serve, wait_for
@@ -112,15 +112,15 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_is_given_by_mistake_is_named_before_anything_starts(
     given: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], what: str
 ) -> None:
-    monkeypatch.setattr("strata.cli.serve.launch", lambda asked: 0)
+    monkeypatch.setattr("strata.cli.serve.launch", lambda asked, engine: 0)
     with pytest.raises(ValueError, match=what) as refused:
         get_command(command).main([*arguments], standalone_mode=False)
     assert "\n" not in str(refused.value)
 
 
 def test_the_built_in_model_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Launch] = []
-    monkeypatch.setattr("strata.cli.serve.launch", lambda one: asked.append(one) or 0)
+    asked: list[object] = []
+    monkeypatch.setattr("strata.cli.serve.launch", lambda *given: asked.append(given) or 0)
     for arguments in ([], ["builtin"]):
         with pytest.raises(SystemExit):
             get_command(command).main(arguments, standalone_mode=False)
