@@ -9,18 +9,23 @@ from typing import Any
 import torch
 from torch import fx
 
+from strata.cache.tables import BufferShape
+from strata.engine.build import EngineConfig
+from strata.engine.recorded_steps import MAX_MIXED_TOKENS, decode_buckets, mixed_buckets, smallest_mixed
 from strata.engine.sampler import DrawInputs
 from strata.engine.step_graphs import DrawStep, StepGraphs, StepInputs, step_graphs
 from strata.files.json_object import read_existing_object
 from strata.graph.cost import NodeCost, StepCosts, meta_indices, meta_pages, node_costs, step_costs
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import Device
-from strata.kernels.attention.batch_parts import divide, library_reach
+from strata.kernels.attention.batch_parts import RecordedParts, divide, library_reach
 from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.models.families import build
 from strata.models.shapes import SHAPES
+
+_MAX_SEQUENCES = EngineConfig.max_num_seqs
 
 
 def find_config(model: str) -> ModelConfig:
@@ -66,7 +71,7 @@ class MetaModel:
     limits: DeviceLimits
     graphs: StepGraphs
 
-    def batch(self, workload: Workload, page_size: int = 16) -> Batch:
+    def batch(self, workload: Workload, page_size: int = 16, recorded: bool = False) -> Batch:
         """What the graphs are called with in a step of that workload, one-token sequences first."""
         config = self.config
         pages = meta_pages(
@@ -77,7 +82,9 @@ class MetaModel:
             dtype=self.dtype,
             page_size=page_size,
         )
-        if max(workload.new) > 1 and workload.tokens < 1 << 31:  # as many as the device can count
+        if max(workload.new) > 1 and recorded:
+            pages = replace(pages, parts=RecordedParts(pages.lengths, pages.lengths))
+        elif max(workload.new) > 1 and workload.tokens < 1 << 31:  # as many as the device can count
             reach = library_reach(self.dtype, config.head_dim, config.windows, config.longest, self.limits.capability)
             cached = [total - new for new, total in zip(workload.new, workload.total, strict=True)]
             pages = replace(pages, parts=divide(cached, workload.new, reach))
@@ -85,31 +92,58 @@ class MetaModel:
         return Batch(tokens, tokens, meta_indices(len(workload.new) + 1), max(workload.new), pages)
 
     def step(self, workload: Workload) -> StepNodes:
-        """A step that samples a row of each sequence; in prompts without filters, as most are."""
-        batch, rows, graphs = self.batch(workload), meta_indices(len(workload.new)), self.graphs
+        """A step that samples a row of each sequence: with filters if it is recorded, else without, as most are.
+
+        Its nodes cost what its own tokens do, and run the kernels of the size to which a recorded step is padded.
+        """
+        graphs, count = self.graphs, len(workload.new)
+        size = self._recorded_size(workload)
+        model = graphs.logits
+        if size is None:
+            inputs, draw = graphs.mixed_inputs if 1 in workload.new else graphs.prompt_inputs, graphs.draw
+        else:
+            inputs, draw = graphs.recorded_inputs, graphs.draw_filtered
+            if max(workload.new) == 1:
+                model = graphs.decode(size.sequences) or model
+        is_recorded = size is not None
+        arguments = [(self._arguments(workload, count, is_recorded), workload)]
+        if size is not None:
+            filled = _padded(workload, size)
+            arguments.append((self._arguments(filled, size.draws, is_recorded), filled))
+
+        def nodes(graph: fx.GraphModule, part: int) -> list[NodeCost]:
+            costed, *padded = (node_costs(graph, given[part], work, self.limits) for given, work in arguments)
+            ran = padded[0] if padded else costed
+            return [
+                replace(node, implementation=by.implementation, kernels=by.kernels)
+                for node, by in zip(costed, ran, strict=True)
+            ]
+
+        name = next(field.name for field in fields(graphs) if getattr(graphs, field.name) is model)
+        return StepNodes(name, nodes(inputs, 0), nodes(model, 2 if model is graphs.logits else 1), nodes(draw, 3))
+
+    def _recorded_size(self, workload: Workload) -> BufferShape | None:
+        """The size to which an engine with default options pads a step; None if it launches it eagerly."""
+        count = len(workload.new)
+        if self.graphs.decode(count) is None:
+            return None
+        if max(workload.new) == 1:
+            rows = next((rows for rows in decode_buckets(_MAX_SEQUENCES) if rows >= count), None)
+            return None if rows is None else BufferShape(rows, rows, rows)
+        return smallest_mixed(mixed_buckets(_MAX_SEQUENCES, MAX_MIXED_TOKENS), workload.tokens, count, count)
+
+    def _arguments(self, workload: Workload, draws: int, recorded: bool) -> tuple[Any, ...]:
+        """What the graphs of a step are called with: inputs; decode; logits, of so many rows; draw."""
+        batch, rows = self.batch(workload, recorded=recorded), meta_indices(draws)
         assert batch.pages is not None
-        decodes = workload.new.count(1)
-        recorded = graphs.decode(decodes) if decodes == len(workload.new) else None
-        model = graphs.logits if recorded is None else recorded
-        inputs = graphs.decode_inputs if recorded else graphs.mixed_inputs if decodes else graphs.prompt_inputs
         tables = StepInputs(
-            batch.pages.tables, rows, batch.positions, batch.pages.slot_mapping, batch.pages.page_size,
-            batch.tokens, batch.tokens, rows,
+            batch.pages.tables, meta_indices(len(workload.new)), batch.offsets, batch.pages.lengths,
+            batch.pages.slot_mapping, batch.pages.page_size, batch.tokens, batch.tokens, rows,
         )  # fmt: skip
         floats = rows.new_empty(rows.shape, dtype=torch.float32)
         sampled = DrawInputs(floats, rows.new_empty(rows.shape, dtype=torch.int64), rows, rows, floats, floats)
-        logits = torch.empty(len(rows), self.config.vocab_size, dtype=self.dtype, device="meta")
-        name = next(field.name for field in fields(graphs) if getattr(graphs, field.name) is model)
-
-        def cost(graph: fx.GraphModule, argument: Any) -> list[NodeCost]:
-            return node_costs(graph, argument, workload, self.limits)
-
-        return StepNodes(
-            name,
-            cost(inputs, tables),
-            cost(model, batch if recorded else (batch, rows)),
-            cost(graphs.draw_filtered if recorded else graphs.draw, DrawStep(logits, sampled, rows, rows)),
-        )
+        logits = torch.empty(draws, self.config.vocab_size, dtype=self.dtype, device="meta")
+        return tables, batch, (batch, rows), DrawStep(logits, sampled, rows, rows)
 
     def step_costs(self) -> StepCosts:
         """The least that steps of this model cost."""
@@ -129,6 +163,14 @@ def meta_model(
     with torch.device("meta"):
         model = build(config).to(dtype)
     return MetaModel(config, dtype, limits, step_graphs(model, implementations_for(limits), deterministic))
+
+
+def _padded(workload: Workload, size: BufferShape) -> Workload:
+    """A step with the padding of its recorded size: sequences of one token while there are some, the last with all."""
+    spare, tokens = size.sequences - len(workload.new), size.tokens - workload.tokens
+    ones = min(max(spare - 1, 0), tokens)
+    more = ((1,) * ones + (0,) * (spare - 1 - ones) + (tokens - ones,)) if spare else ()
+    return Workload(workload.new + more, workload.total + more)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

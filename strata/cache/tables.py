@@ -13,7 +13,7 @@ from torch import Tensor
 from strata.cache.block_tables import BlockTables
 from strata.cache.pool import KVPool
 from strata.cache.staging import Staging
-from strata.kernels.attention.batch_parts import BatchParts, divide
+from strata.kernels.attention.batch_parts import BatchParts, RecordedParts, divide
 from strata.kernels.attention.cpu import planned
 from strata.kernels.state.paged import PagedKV
 from strata.models.batch import Batch
@@ -39,6 +39,7 @@ class BufferShape:
             "slot_mapping": self.tokens,
             "offsets": self.sequences + 1,
             "starts": self.sequences,
+            "decode_lengths": self.sequences,
             "lengths": self.sequences,
             "table_rows": self.sequences,
             "rows": self.draws,
@@ -62,7 +63,7 @@ class StepBuffer:
     sources: [tokens] slot whose newest id, which only the device knows, stands in for the token; -1 for none.
     positions, slot_mapping, offsets, lengths: see `Batch` and `PagedKV`.
     table_rows: [sequences] which rows of the block tables are theirs.
-    starts: see `BatchParts`; only `divide` fills it.
+    starts, decode_lengths: see `BatchParts` and `RecordedParts`; only `divide` and `divide_recorded` fill them.
     rows: [draws] row of the hidden states that is sampled.
     draw_slots: [draws] slot that receives the id.
     temperatures, top_p, min_p: [draws] the bits of a float32 each. top_k: [draws], 0 for no limit.
@@ -75,7 +76,6 @@ class StepBuffer:
         self.shape = shape
         sizes = shape.sizes()
         self._staging, self._device = staging, target
-        self._padded = True
         self.tensors: dict[str, Tensor] = dict(
             zip(sizes, self._device.split_with_sizes([*sizes.values()]), strict=True)
         )
@@ -91,7 +91,7 @@ class StepBuffer:
         """Begin a step: fill all that follows from where sequences lie; i runs `counts[i]` tokens from `starts[i]` on.
 
         Blocks until the step before has left the host's side. What the buffer holds beyond them (CUDA graph buckets)
-        becomes padding: sequences of one token and length 0.
+        becomes padding: sequences of length 0, each with one token while there are some, the last with all others.
         """
         self._staging.wait()
         host, sequences, tokens = self.host, len(slots), int(counts.sum())
@@ -108,14 +108,15 @@ class StepBuffer:
         host["positions"][:tokens] = position
         page, offset = np.divmod(position, page_size)
         host["slot_mapping"][:tokens] = tables.rows[slots[owner], page] * page_size + offset
-        self._padded = tokens < self.shape.tokens
-        if self._padded:
+        if sequences < self.shape.sequences:
             host["table_rows"][sequences:] = tables.padding
             self._pad(sequences, tokens)
 
     def _pad(self, sequences: int, tokens: int) -> None:
         host = self.host
-        host["offsets"][sequences + 1 :] = tokens + np.arange(1, self.shape.sequences - sequences + 1)
+        ends = tokens + np.arange(1, self.shape.sequences - sequences + 1)
+        host["offsets"][sequences + 1 :] = np.minimum(ends, self.shape.tokens)
+        host["offsets"][-1] = self.shape.tokens
         host["lengths"][sequences:] = 0
         for name in ("positions", "tokens"):
             host[name][tokens:] = 0
@@ -127,6 +128,17 @@ class StepBuffer:
         parts = divide(cached, new, reach)
         self.host["starts"][: len(new)] = parts.starts.numpy()
         return replace(parts, starts=self.tensors["starts"])
+
+    def divide_recorded(self, counts: Int32Array) -> RecordedParts:
+        """Which of the sequences placed decode: those of one token that come first. counts: tokens of each."""
+        more = np.flatnonzero(counts != 1)
+        decodes = int(more[0]) if len(more) else len(counts)
+        host = self.host
+        host["starts"][:] = host["offsets"][:-1]
+        host["starts"][:decodes] = host["offsets"][1 : decodes + 1]
+        host["decode_lengths"][:decodes] = host["lengths"][:decodes]
+        host["decode_lengths"][decodes:] = 0
+        return RecordedParts(self.tensors["decode_lengths"], self.tensors["starts"])
 
     def pad_draws(self, draws: int, slot: int) -> None:
         """Beyond the first `draws`, padding rows draw greedily, without filters, from row 0 into `slot`."""
@@ -147,7 +159,7 @@ class StepBuffer:
         tokens: Tensor,
         longest: int,
         windows: Iterable[int | None],
-        parts: BatchParts | None = None,
+        parts: BatchParts | RecordedParts | None = None,
     ) -> Batch:
         """The device's side as a model's argument.
 
@@ -157,7 +169,7 @@ class StepBuffer:
         """
         t = self.tensors
         on_cpu = tokens.device.type == "cpu"
-        index = t["slot_mapping"].long() if on_cpu and not self._padded else None
+        index = t["slot_mapping"].long() if on_cpu and not bool((t["slot_mapping"] < 0).any()) else None
         pages = PagedKV(pool.keys, pool.values, tables, t["lengths"], t["slot_mapping"], index=index, parts=parts)
         if on_cpu:
             pages = planned(pages, t["offsets"], windows)

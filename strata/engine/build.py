@@ -23,6 +23,7 @@ from strata.engine.faults import memory_explained
 from strata.engine.grammars.grammar import vocabulary
 from strata.engine.ledger import Ledger, plan_memory
 from strata.engine.loop import EngineLoop
+from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.runner import Runner, RunnerConfig
 from strata.engine.sampling_params import RANGES, SamplingParams, check_integer
 from strata.engine.scheduling.config import SchedulerConfig
@@ -183,7 +184,7 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     dtype = weights.resolve_dtype(asked.dtype, config, device)
     pool_shape = PoolShape(config.num_layers, asked.page_size, config.num_kv_heads, config.head_dim, dtype)
-    buckets = decode_buckets(asked.max_num_seqs) if fast else []
+    recorded = recorded_sizes(asked.max_num_seqs, max_tokens) if fast else []
     ledger = plan_memory(
         config,
         pool_shape,
@@ -195,8 +196,12 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         utilization=asked.gpu_memory_utilization,
         num_pages=asked.num_pages,
         dtype=dtype,
-        graph_rows=buckets[-1] if buckets else 0,
-        scratch=max((_scratch_bytes(asked, config, dtype, rows, max_length) for rows in buckets), default=0),
+        graph_rows=max((size.draws for size in recorded), default=0),
+        graph_tokens=max((size.tokens for size in recorded), default=0),
+        scratch=max(
+            (_scratch_bytes(asked, config, dtype, rows, max_length) for rows in {size.sequences for size in recorded}),
+            default=0,
+        ),
     )
     for line in ledger.lines():
         log(line)
@@ -210,8 +215,8 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
     runner_config = RunnerConfig(asked.max_num_seqs, max_tokens, max_length, windows, mask_ids)
     runner = Runner(graphs, pool, runner_config, device)
-    with clock.phase("CUDA graphs"), memory_explained("recording CUDA graphs of decode steps", ledger):
-        for _ in runner.record_decode(buckets) if buckets else ():
+    with clock.phase("CUDA graphs"), memory_explained("recording CUDA graphs of steps", ledger):
+        for _ in runner.record(recorded) if recorded else ():
             pass
     allocator = PageAllocator(ledger.pages, asked.page_size)
     prefix = PrefixTree(allocator) if asked.enable_prefix_caching else None
@@ -237,12 +242,6 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     )
     weakref.finalize(engine, gc.unfreeze)  # at its end, or the interpreter's: from then on its cycles can be collected
     return engine
-
-
-def decode_buckets(most: int) -> list[int]:
-    """Batch sizes of decode that get a CUDA graph: close together where padding would cost most."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32)]
-    return [*(size for size in sizes if size < most), most]
 
 
 def _max_length(asked: EngineConfig, config: ModelConfig) -> int:

@@ -121,12 +121,14 @@ def plan_memory(
     num_pages: int | None,
     dtype: torch.dtype,
     graph_rows: int,
+    graph_tokens: int,
     scratch: int,
 ) -> Ledger:
     """Divide the device's memory.
 
     utilization: the share of a GPU that may be in use once the engine is, by whomever.
-    graph_rows: rows of logits that CUDA graphs keep. scratch: bytes that decode attention needs beside its result.
+    graph_rows, graph_tokens: rows of logits and tokens of the largest steps that CUDA graphs run. scratch: bytes that
+    decode attention needs beside its result.
     Raises ValueError if the pages would not hold one sequence of `max_length` tokens, with what to change.
     """
     free, total = available_memory(device)
@@ -135,7 +137,8 @@ def plan_memory(
     activations = activation_bytes(config, max_tokens, rows, dtype) + scratch
     sequences = sequence_bytes(config, max_sequences, max_length, pool.page_size)
     # Recorded steps have memory of their own, which they share.
-    graphs = graph_rows * config.vocab_size * dtype.itemsize + (GIB // 2 + scratch if graph_rows else 0)
+    graphs = activation_bytes(config, graph_tokens, 0, dtype) + graph_rows * config.vocab_size * dtype.itemsize
+    graphs += GIB // 2 + scratch if graph_rows else 0
     per_sequence = -(-max_length // pool.page_size)
     fixed = weight_bytes + activations + sequences + graphs
     others = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,10 +16,10 @@ from strata.cache.block_tables import BlockTables
 from strata.cache.pool import KVPool
 from strata.cache.staging import Staging
 from strata.cache.tables import BufferShape, StepBuffer
-from strata.engine.decode_graphs import DecodeGraphs, draw_inputs, step_inputs
 from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS
 from strata.engine.plan import NewSequence, StepPlan, UndrawnStep
+from strata.engine.recorded_steps import RecordedSteps, draw_inputs, step_inputs
 from strata.engine.sampler import DrawRow, LogprobTensors, Sampler, filters, is_special
 from strata.engine.step_graphs import DrawStep, StepGraphs
 from strata.engine.transfer import send
@@ -109,7 +109,7 @@ class Undrawn(UndrawnStep):
     arrays: PlanArrays
     buffer: StepBuffer
     logits: Tensor
-    bucket: int | None
+    bucket: BufferShape | None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     complete: tuple[bool, ...] = ()
     masks: MasksUnderWay | None = None
@@ -176,7 +176,7 @@ def meets(some: set[int], slots: list[int]) -> bool:
 class Runner:
     """Owns the KV pool, the block tables and each slot's newest id; learns of sequences from plans alone.
 
-    On CUDA, steps in which every sequence runs one token replay a CUDA graph once `record_decode` has been called.
+    Steps that fit into a size for which `record` has made a CUDA graph replay that; others are launched eagerly.
     observer: for benchmarks, None while nothing is measured.
     """
 
@@ -192,20 +192,20 @@ class Runner:
         self._masks = Masks(config.mask_ids, config.max_sequences, device)
         # One id more than slots: padding rows of a CUDA graph read and write the last one.
         self._newest = torch.zeros(config.max_sequences + 1, dtype=torch.int32, device=device)
-        largest = BufferShape(config.max_tokens, config.max_sequences, config.max_sequences).size
+        largest = BufferShape(config.max_tokens, config.max_sequences + 1, config.max_sequences).size
         # Two, so that a step can be prepared while the one before it has not left its buffer.
         self._staging = [Staging(largest, device) for _ in range(2)]
         pinned = device.type == "cuda"
         self._returns = [torch.empty(config.max_sequences, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
-        self._decode: DecodeGraphs | None = None
+        self._recorded: RecordedSteps | None = None
         self.observer: StepObserver | None = None
 
     @torch.inference_mode()
-    def record_decode(self, buckets: list[int]) -> Iterator[int]:
-        """Record a CUDA graph for each batch size, the largest first so that the others fit in its memory."""
-        self._decode = DecodeGraphs(self._graphs, self.pool, self._tables, self._newest, self._staging)
-        for bucket in sorted(buckets, reverse=True):
-            self._decode.record(bucket)
+    def record(self, buckets: Iterable[BufferShape]) -> Iterator[BufferShape]:
+        """Record CUDA graphs for steps of these sizes, the largest first so that the others fit in its memory."""
+        self._recorded = RecordedSteps(self._graphs, self.pool, self._tables, self._newest, self._staging)
+        for bucket in sorted(buckets, key=lambda shape: shape.size, reverse=True):
+            self._recorded.record(bucket)
             yield bucket
 
     @torch.inference_mode()
@@ -219,8 +219,9 @@ class Runner:
         if plan.copies:
             self.pool.copy_pages(plan.copies)
         arrays = PlanArrays(plan)
-        bucket = self._decode.bucket(len(plan.chunks)) if self._decode is not None and arrays.are_decodes else None
-        self._admit(plan, recorded=bucket is not None)
+        self._admit(plan)
+        bucket = self._bucket(plan, arrays)
+        self._enter_pages(plan, recorded=bucket is not None)
         launched = self._launch_eager(plan, arrays) if bucket is None else self._launch_recorded(plan, arrays, bucket)
         if self.observer is not None and isinstance(launched, Launched):
             self.observer.end()
@@ -252,14 +253,29 @@ class Runner:
         self._tables.send()
         buffer.send()
 
-    def _launch_recorded(self, plan: StepPlan, arrays: PlanArrays, bucket: int) -> Launched | Undrawn:
-        assert self._decode is not None
-        buffer = self._decode.buffer(bucket, self._staging[0])
+    def _bucket(self, plan: StepPlan, arrays: PlanArrays) -> BufferShape | None:
+        """The recorded size that a step takes; None if it is launched eagerly. Prompts that are scored are."""
+        if self._recorded is None:
+            return None
+        if arrays.are_decodes:
+            return self._recorded.decode_bucket(len(plan.chunks))
+        if meets(self._slots.scored, arrays.slots.tolist()):
+            return None
+        return self._recorded.mixed_bucket(plan.tokens, len(plan.chunks), len(arrays.drawn))
+
+    def _launch_recorded(self, plan: StepPlan, arrays: PlanArrays, bucket: BufferShape) -> Launched | Undrawn:
+        assert self._recorded is not None
+        buffer = self._recorded.buffer(bucket, self._staging[0])
         self._fill(buffer, plan, arrays)
+        if not arrays.are_decodes:
+            buffer.divide_recorded(arrays.counts)
         self._send(buffer)
-        logits = self._decode.run(bucket)
+        logits = self._recorded.run(bucket)
+        draws = len(arrays.drawn)
+        if not draws:
+            return self._finish_undrawn(plan)
         by_graph = None if self._special(plan, arrays) else bucket
-        undrawn = Undrawn(plan, arrays, buffer, logits[: len(plan.chunks)], by_graph)
+        undrawn = Undrawn(plan, arrays, buffer, logits[:draws], by_graph)
         return undrawn if meets(self._slots.constrained, arrays.drawn) else self._draw(undrawn)
 
     def _launch_eager(self, plan: StepPlan, arrays: PlanArrays) -> Launched | Undrawn:
@@ -285,8 +301,7 @@ class Runner:
         else:
             logits = self._graphs.logits.forward(batch, buffer.tensors["rows"])
         if not draws:
-            none = torch.empty(0, dtype=torch.int32, device=self._device)
-            return self._finish(plan, none, None, prompt_logprobs)
+            return self._finish_undrawn(plan, prompt_logprobs)
         undrawn = Undrawn(plan, arrays, buffer, logits, None, prompt_logprobs)
         return undrawn if meets(self._slots.constrained, arrays.drawn) else self._draw(undrawn)
 
@@ -303,8 +318,8 @@ class Runner:
         if masks is not None and not special:
             apply_bitmask(logits, *masks)
         if step.bucket is not None:
-            assert self._decode is not None
-            return self._finish(plan, self._decode.draw(step.bucket)[:draws])
+            assert self._recorded is not None
+            return self._finish(plan, self._recorded.draw(step.bucket)[:draws])
         targets = buffer.tensors["draw_slots"][:draws]
         if not special and self._device.type == "cpu" and not meets(self._slots.sampled, slots):
             ids = likeliest(logits)
@@ -329,6 +344,11 @@ class Runner:
         drawn = zip(slots, lengths, complete, strict=True)
         return [DrawRow(self._slots[slot], length, banned.get(slot, ()), ends) for slot, length, ends in drawn]
 
+    def _finish_undrawn(self, plan: StepPlan, prompt_logprobs: tuple[PromptLogprobs, ...] = ()) -> Launched:
+        """The end of a step in which no prompt ends."""
+        none = torch.empty(0, dtype=torch.int32, device=self._device)
+        return self._finish(plan, none, None, prompt_logprobs)
+
     def _finish(
         self,
         plan: StepPlan,
@@ -346,16 +366,19 @@ class Runner:
         done.record()
         return Launched(plan, host, done, reported, prompt_logprobs)
 
-    def _admit(self, plan: StepPlan, recorded: bool) -> None:
-        """Bring slots and block tables up to the plan."""
+    def _admit(self, plan: StepPlan) -> None:
+        """Bring the slots up to the plan."""
         for slot in plan.ended:
             self._slots.end(slot)
         for sequence in plan.new:
             self._slots.start(sequence)
             self._sampler.admit(sequence)
+
+    def _enter_pages(self, plan: StepPlan, recorded: bool) -> None:
+        """Bring the block tables up to the plan; the page of a single token is entered by a recorded step itself."""
         for chunk in plan.chunks:
             if chunk.new_pages:
-                entered = chunk.start // self.pool.shape.page_size if recorded else None
+                entered = chunk.start // self.pool.shape.page_size if recorded and chunk.count == 1 else None
                 self._tables.update(chunk.slot, chunk.first_page, chunk.new_pages, entered)
 
     def _fill(self, buffer: StepBuffer, plan: StepPlan, arrays: PlanArrays) -> bool:

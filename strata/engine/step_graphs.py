@@ -38,7 +38,7 @@ class StepGraphs:
     logits: Batch and rows [rows] int32 to the logits of these tokens alone; for any step.
     decode_small_batch, decode_large_batch: for batches in which every sequence has one new token, Batch to logits
         [tokens, vocabulary]; the first for up to MAX_FUSED_ROWS of them. None where no steps are recorded.
-    decode_inputs, mixed_inputs, prompt_inputs: StepInputs to tokens and block tables: of recorded steps; of others in
+    recorded_inputs, mixed_inputs, prompt_inputs: StepInputs to tokens and block tables: of recorded steps; of others in
         which ids are missing that only the device knows; and in which none are.
     draw, draw_filtered: DrawStep to ids [rows] int32, which are also written where later steps read them.
     captured: how many nodes of each operation the model and its head had before the passes.
@@ -49,7 +49,7 @@ class StepGraphs:
     logits: fx.GraphModule
     decode_small_batch: fx.GraphModule | None
     decode_large_batch: fx.GraphModule | None
-    decode_inputs: fx.GraphModule
+    recorded_inputs: fx.GraphModule
     mixed_inputs: fx.GraphModule
     prompt_inputs: fx.GraphModule
     draw: fx.GraphModule
@@ -66,7 +66,8 @@ class StepInputs(NamedTuple):
 
     tables: Tensor
     rows: Tensor
-    positions: Tensor
+    offsets: Tensor
+    lengths: Tensor
     slot_mapping: Tensor
     page_size: int
     tokens: Tensor
@@ -84,7 +85,7 @@ class DrawStep(NamedTuple):
 
 
 class _Inputs(nn.Module):
-    """recorded: the step enters the page of each new token itself. missing: there are ids that the host lacks."""
+    """recorded: the step enters the page of each last token itself. missing: there are ids that the host lacks."""
 
     def __init__(self, *, recorded: bool, missing: bool) -> None:
         super().__init__()
@@ -93,7 +94,8 @@ class _Inputs(nn.Module):
     def forward(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         tokens = newest_tokens(step.tokens, step.sources, step.newest) if self._missing else step.tokens
         if self._recorded:
-            return tokens, gather_tables(step.tables, step.rows, step.positions, step.slot_mapping, step.page_size)
+            where = (step.rows, step.offsets, step.lengths, step.slot_mapping)
+            return tokens, gather_tables(step.tables, *where, step.page_size)
         return tokens, torch.index_select(step.tables, 0, step.rows)
 
 
@@ -135,7 +137,7 @@ def step_graphs(model: nn.Module, kind: str, deterministic: bool) -> StepGraphs:
         head=bound(head),
         decode_small_batch=small,
         decode_large_batch=large,
-        decode_inputs=bound(capture(_Inputs(recorded=True, missing=True))),
+        recorded_inputs=bound(capture(_Inputs(recorded=True, missing=True))),
         mixed_inputs=bound(capture(_Inputs(recorded=False, missing=True))),
         prompt_inputs=bound(capture(_Inputs(recorded=False, missing=False))),
         draw=bound(capture(_Draw(filtered=False))),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from strata.engine.build import Engine
+from strata.engine.recorded_steps import MAX_MIXED_TOKENS
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.scheduler import Statistics
@@ -12,9 +13,9 @@ from strata.engine.scheduling.scheduler import Statistics
 # Lengths of prompts that fill a step and more, of which the library's attention takes some and our own the others; and
 # of prompts that sum up to no round number, for which kernels are compiled apart.
 _PROMPTS = ((1024, 512, *(700,) * 10), (*(700,) * 7, 101))
-# How many sequences decode beside a prompt: kernels have tiles for numbers of rows. Steps without prompts are recorded.
+# How many sequences decode beside a prompt that no recorded step holds: kernels have tiles for numbers of rows.
 _DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_SHORT, _BESIDE = 8, 21
+_SHORT, _BESIDE = 8, MAX_MIXED_TOKENS + 21
 _OUTPUTS = 4
 
 

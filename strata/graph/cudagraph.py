@@ -36,16 +36,19 @@ class CudaGraphs:
         # One for all: cuBLAS keeps a workspace, 32 MiB on Hopper, for each stream that it has run on.
         self._aside = torch.cuda.Stream()
 
-    def record(self, key: Hashable, run: Callable[[], None], between: Callable[[], None] = lambda: None) -> None:
-        """Run `run` once to warm up (compilation, library handles), then record it under `key`.
+    def record(
+        self, key: Hashable, run: Callable[[], None], between: Callable[[], None] = lambda: None, warm: bool = False
+    ) -> None:
+        """Run `run` once to warm up (compilation, library handles) unless it is `warm`, then record it under `key`.
 
         between: lets go of what the first run left, whose memory could not be freed or used while the second is
         recorded.
         """
-        self._aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._aside):
-            run()
-        torch.cuda.current_stream().wait_stream(self._aside)
+        if not warm:
+            self._aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._aside):
+                run()
+            torch.cuda.current_stream().wait_stream(self._aside)
         torch.cuda.synchronize()
         between()
         graph = torch.cuda.CUDAGraph()

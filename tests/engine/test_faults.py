@@ -33,6 +33,7 @@ def ledger() -> Ledger:
         num_pages=None,
         dtype=torch.bfloat16,
         graph_rows=0,
+        graph_tokens=0,
         scratch=0,
     )
 

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from strata.cache.pool import PoolShape
 from strata.engine import ledger as ledger_module
 from strata.engine import sampler as sampler_module
-from strata.engine.build import decode_buckets
 from strata.engine.ledger import SAMPLING_BYTES, activation_bytes, plan_memory, sequence_bytes
+from strata.engine.recorded_steps import decode_buckets
 from strata.engine.request import Request, Sequence, new_sequence
 from strata.engine.sampler import DrawRow, Sampler
 from strata.engine.sampling_params import SamplingParams
@@ -32,6 +32,7 @@ ASKED: dict[str, Any] = {
     "num_pages": None,
     "dtype": torch.bfloat16,
     "graph_rows": 0,
+    "graph_tokens": 0,
     "scratch": 0,
 }
 GIB = 1 << 30

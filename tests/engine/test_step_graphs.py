@@ -74,12 +74,11 @@ def test_large_decode_steps_run_what_was_fastest_for_each_product(model: MetaMod
 @pytest.mark.parametrize(
     ("workload", "attention"),
     [
-        (Workload((700,), (700,)), ["attention_kernel"]),
-        (Workload((2048,), (2048,)), ["(cuDNN)"]),
+        (Workload((4096,), (4096,)), ["(cuDNN)"]),
         (Workload((2100,), (2100,)), ["(cuDNN)", "attention_kernel"]),
-        (Workload((1, 1, 300), (900, 7, 300)), ["decode_attention_kernel", "attention_kernel"]),
+        (Workload((1, 1, *(300,) * 7), (900, 7, *(300,) * 7)), ["decode_attention_kernel", "attention_kernel"]),
         # 1024 cached keys and the new ones fill blocks of cuDNN, which sees the cached ones apart.
-        (Workload((2048,), (3072,)), ["(cuDNN)", "kv_read_kernel", "(cuDNN)", "attention_join_kernel"]),
+        (Workload((2560,), (3584,)), ["(cuDNN)", "kv_read_kernel", "(cuDNN)", "attention_join_kernel"]),
     ],
 )
 def test_attention_of_steps_with_prompts(workload: Workload, attention: list[str], model: MetaModel) -> None:
@@ -95,6 +94,16 @@ def test_attention_of_steps_with_prompts(workload: Workload, attention: list[str
         "add_rms_norm", "linear",
     ]  # fmt: skip
     assert step.draw[0].kernels == ("gumbel_blocks_kernel", "gumbel_reduce_kernel")
+
+
+@pytest.mark.parametrize("new", [(2048,), (700, 90), (1, 1, 300)])
+def test_recorded_steps_with_prompts_attend_in_two_launches(new: tuple[int, ...], model: MetaModel) -> None:
+    step = model.step(Workload(new, tuple(900 if count == 1 else count for count in new)))
+    assert step.graph == "logits"
+    assert step.kernels[:2] == ["newest_tokens_kernel", "gather_tables_kernel"]
+    found = [list(node.kernels) for node in step.model if node.operation == "attention"]
+    assert found == [["decode_attention_kernel", "attention_kernel"]] * LAYERS
+    assert step.kernels[-4:] == SAMPLING
 
 
 def test_gate_and_up_of_long_prompts_are_one_kernel(model: MetaModel) -> None:

@@ -66,10 +66,10 @@ def collapsed(names: Sequence[str]) -> list[str]:
     return [name for name, same in groupby(names) for name in (same if not name.startswith("(") else [name])]
 
 
-def traced_steps(engine: Engine, arrivals: Sequence[Sequence[int]]) -> Iterator[tuple[Workload, bool, list[str]]]:
+def traced_steps(engine: Engine, arrivals: Sequence[Sequence[int]]) -> Iterator[tuple[Workload, list[str]]]:
     """Run requests with prompts of these lengths, each tuple of them arriving two steps after the one before.
 
-    Of each step the workload, whether it was recorded, and the names of the kernels that the profiler saw.
+    Of each step the workload and the names of the kernels that the profiler saw.
     """
     loop: Any = engine.loop
     plans: list[StepPlan] = []
@@ -106,17 +106,20 @@ def traced_steps(engine: Engine, arrivals: Sequence[Sequence[int]]) -> Iterator[
     for plan, first, end in zip(plans, [0, *(end + 1 for end in ends)], ends, strict=False):
         new = tuple(chunk.count for chunk in plan.chunks)
         total = tuple(chunk.start + chunk.count for chunk in plan.chunks)
-        yield Workload(new, total), max(new) == 1, names[first:end]
+        yield Workload(new, total), names[first:end]
 
 
 @pytest.mark.parametrize(
     "arrivals",
     [
         *([(20,) * batch] for batch in (1, 8, 64, 256)),  # decode steps
-        [(20,) * 8, (300,)],  # a mixed step
-        [(2048,)],  # prompts
+        [(20,) * 8, (300,)],  # recorded steps with prompts
+        [(20,) * 70, (513, 40)],
+        [(2048,)],
         [(700, 90)],
-        [(2100,)],
+        [(2100,)],  # those that are launched eagerly
+        [(20,) * 8, (2048,)],
+        [(2048, 2048)],
     ],
     ids=str,
 )
@@ -128,11 +131,11 @@ def test_a_profiler_sees_what_the_graph_tells(subject: tuple[Path, Engine], arri
     model = meta_model(find_config(str(folder)), device)
     list(traced_steps(engine, arrivals))  # what is compiled or loaded when it first runs has been
     compared = set()
-    for workload, recorded, names in traced_steps(engine, arrivals):
-        told = model.step(workload)
-        assert (told.graph == "logits") == (not recorded)
+    for workload, names in traced_steps(engine, arrivals):
+        told, has_prompt = model.step(workload), max(workload.new) > 1
+        assert (told.graph == "logits") == has_prompt
         # What prompts have got new pages for is entered into the block tables in front of the step: a kernel of ATen.
-        wanted = collapsed(["(ATen)"] * (not recorded) + told.kernels)
+        wanted = collapsed(["(ATen)"] * has_prompt + told.kernels)
         found = collapsed([own_or_library(name) for name in names])
         for place, (one, other) in enumerate(zip_longest(wanted, found)):
             assert one == other, (

@@ -56,6 +56,18 @@ class BatchParts:
     starts: Tensor
 
 
+@dataclass(frozen=True)
+class RecordedParts:
+    """The division of a recorded step, which only the device knows: one recording serves batches of any lengths.
+
+    decode_lengths: [sequences] int32, the lengths of those that `BatchParts` counts as decodes, 0 of the others.
+    starts: as in `BatchParts`; cuDNN takes nothing.
+    """
+
+    decode_lengths: Tensor
+    starts: Tensor
+
+
 def library_reach(
     dtype: torch.dtype,
     head_dim: int,

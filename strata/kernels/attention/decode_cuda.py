@@ -47,15 +47,18 @@ def decode(
     spec: AttentionSpec,
     unfinished: Unfinished | None = None,
     tile: DecodeTile | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`attention` where row s of the product is the one token of sequence s: -> [sequences, heads, head_dim].
 
     product: [sequences, any], the elements of a row side by side: queries, whose keys are in the pages; or, with what
-    is left to do to them, queries, keys and values. tile: None: that of `decode_tile`.
+    is left to do to them, queries, keys and values. tile: None: that of `decode_tile`. out: takes the result, whose
+    elements lie side by side in it.
     """
     keys, values, tables = pages.keys[spec.layer], pages.values[spec.layer], pages.tables
     sequences, kv_heads, group = tables.shape[0], keys.shape[2], heads // keys.shape[2]
-    out = torch.empty((sequences, heads, head_dim), dtype=product.dtype, device=product.device)
+    if out is None:
+        out = torch.empty((sequences, heads, head_dim), dtype=product.dtype, device=product.device)
     if sequences == 0:
         return out
     if tile is None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from strata.kernels.attention import cuda as attention_cuda
-from strata.kernels.attention.batch_parts import LibraryCall
+from strata.kernels.attention.batch_parts import BatchParts, LibraryCall
 from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.join import attention_join_kernel, join
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch, Sequences
@@ -25,7 +25,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: Attentio
     pages = batch.pages
     return (
         pages is not None
-        and pages.parts is not None
+        and isinstance(pages.parts, BatchParts)
         and batch.longest > 1
         and attention_cuda.supports(q, k, v, batch, spec)
         and (not pages.parts.library or all(_aligned(x) for x in (q, k, v)))
@@ -35,8 +35,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: Attentio
 def kernels(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> tuple[Any, ...]:
     """Rows that lie side by side are moved by a copy, which is no kernel."""
     assert batch.pages is not None
-    assert batch.pages.parts is not None
     parts = batch.pages.parts
+    assert isinstance(parts, BatchParts)
     found: list[Any] = [decode_attention_kernel] * (parts.decodes > 0)
     for call in parts.library:
         found += [ATEN, kv_read_kernel, CUDNN] if call.lead else [CUDNN]
@@ -54,8 +54,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionS
     """Decoding sequences with split keys, long prompts by cuDNN, the other rows by the kernel over pages."""
     pages = batch.pages
     assert pages is not None
-    assert pages.parts is not None
     parts = pages.parts
+    assert isinstance(parts, BatchParts)
     if len(parts.library) == 1 and not (parts.decodes or parts.left or parts.library[0].cached):
         return _cudnn(q, k, v, parts.library[0].sequences, spec.scale)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -1,4 +1,4 @@
-"""The block tables that a decode step reads: gathered where they lie, after each new token's page has been entered."""
+"""The block tables that a recorded step reads: gathered where they lie, once each last token's page is entered."""
 
 from __future__ import annotations
 
@@ -14,27 +14,39 @@ from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 
 
 def _cost(
-    tables: Tensor, rows: Tensor, positions: Tensor, slot_mapping: Tensor, page_size: int, *, workload: Workload
+    tables: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    lengths: Tensor,
+    slot_mapping: Tensor,
+    page_size: int,
+    *,
+    workload: Workload,
 ) -> Cost:
     pages = sum(-(-total // page_size) for total in workload.total)
-    return Cost(read=3 * rows.nbytes + 4 * pages, written=4 * pages)
+    return Cost(read=4 * rows.nbytes + 4 * pages, written=4 * pages)
 
 
-def _meta(tables: Tensor, rows: Tensor, positions: Tensor, slot_mapping: Tensor, page_size: int) -> Tensor:
+def _meta(
+    tables: Tensor, rows: Tensor, offsets: Tensor, lengths: Tensor, slot_mapping: Tensor, page_size: int
+) -> Tensor:
     return tables.new_empty((len(rows), tables.shape[1]), device="meta")
 
 
 @operation(_cost, meta=_meta, mutates=("tables",))
-def gather_tables(tables: Tensor, rows: Tensor, positions: Tensor, slot_mapping: Tensor, page_size: int) -> Tensor:
-    """The tables of sequences that run one token each: [sequences, most_pages] int32, right up to the token's page.
+def gather_tables(
+    tables: Tensor, rows: Tensor, offsets: Tensor, lengths: Tensor, slot_mapping: Tensor, page_size: int
+) -> Tensor:
+    """The tables of a step's sequences: [sequences, most_pages] int32, right up to the page of the last token of each.
 
-    tables: [slots + 1, most_pages] int32 of all sequences, in which the page of each new token is entered; rows:
-    [sequences] int32, whose they are. positions, slot_mapping: [sequences] int32 of the new tokens as in `Batch` and
-    `PagedKV`: their pages follow from both, so that nothing else has to tell the device of them. Slot -1 enters
+    tables: [slots + 1, most_pages] int32 of all sequences, in which that page is entered; rows: [sequences] int32,
+    whose they are. offsets: [sequences + 1], lengths: [sequences], slot_mapping: [tokens], all int32, as in `Batch` and
+    `PagedKV`: the page follows from them, so that of one token nothing else has to tell the device. Length 0 enters
     nothing.
     """
-    held = slot_mapping >= 0
-    tables[rows[held].long(), (positions[held] // page_size).long()] = slot_mapping[held] // page_size
+    held = lengths > 0
+    last = slot_mapping[offsets[1:][held].long() - 1]
+    tables[rows[held].long(), ((lengths[held] - 1) // page_size).long()] = last // page_size
     return tables.index_select(0, rows)
 
 
@@ -44,17 +56,19 @@ _BLOCK = 1024
 
 
 # The inputs of a step are views of one buffer, at any address.
-@partial(jit, unspecialized=("rows", "positions", "slot_mapping", "most_pages"))
+@partial(jit, unspecialized=("rows", "offsets", "lengths", "slot_mapping", "most_pages"))
 def gather_tables_kernel(
-    tables, rows, positions, slot_mapping, result, most_pages, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr
+    tables, rows, offsets, lengths, slot_mapping, result, most_pages, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Programs [sequences, most_pages / BLOCK]; those past the page of the new token have nothing to do."""
+    """Programs [sequences, most_pages / BLOCK]; those past the page of the last token have nothing to do."""
     sequence = tl.program_id(0).to(tl.int64)
-    last = tl.load(positions + sequence) // PAGE_SIZE
+    length = tl.load(lengths + sequence)
+    last = tl.maximum(length - 1, 0) // PAGE_SIZE
     first = tl.program_id(1) * BLOCK
     if first > last:
         return
-    slot = tl.load(slot_mapping + sequence)
+    token = tl.load(offsets + sequence + 1) - 1
+    slot = tl.load(slot_mapping + token, mask=length > 0, other=-1)
     table = tables + tl.load(rows + sequence).to(tl.int64) * most_pages
     column = first + tl.arange(0, BLOCK)
     new = (column == last) & (slot >= 0)
@@ -64,13 +78,15 @@ def gather_tables_kernel(
     tl.store(result + sequence * most_pages + column, page, mask=(column <= last) & (column < most_pages))
 
 
-def _triton(tables: Tensor, rows: Tensor, positions: Tensor, slot_mapping: Tensor, page_size: int) -> Tensor:
+def _triton(
+    tables: Tensor, rows: Tensor, offsets: Tensor, lengths: Tensor, slot_mapping: Tensor, page_size: int
+) -> Tensor:
     sequences, most_pages = len(rows), tables.shape[1]
     result = torch.empty((sequences, most_pages), dtype=tables.dtype, device=tables.device)
     if sequences:
         grid = (sequences, triton.cdiv(most_pages, _BLOCK))
         gather_tables_kernel[grid](
-            tables, rows, positions, slot_mapping, result, most_pages, PAGE_SIZE=page_size, BLOCK=_BLOCK
+            tables, rows, offsets, lengths, slot_mapping, result, most_pages, PAGE_SIZE=page_size, BLOCK=_BLOCK
         )
     return result
 
@@ -80,7 +96,7 @@ if HAS_TRITON:
 
 
 def compile_cases() -> list[CompileCase]:
-    signature = {"tables": "*i32:16", "rows": "*i32", "positions": "*i32", "slot_mapping": "*i32", "result": "*i32:16"}
-    signature["most_pages"] = "i32"
+    signature = {"tables": "*i32:16", **dict.fromkeys(("rows", "offsets", "lengths", "slot_mapping"), "*i32")}
+    signature |= {"result": "*i32:16", "most_pages": "i32"}
     constants = {"PAGE_SIZE": 16, "BLOCK": _BLOCK}
     return [CompileCase("gather tables", gather_tables_kernel, signature, constants, 4, 2)]

@@ -11,7 +11,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,15 +68,14 @@ class Subject:
         self._prompts: dict[int, list[int]] = {}
         self._logits: Tensor | None = None
         runner: Any = self.llm.engine.loop._runner
-        graphs = runner._graphs
+        draw = runner._draw
 
-        def kept(batch: Any, rows: Tensor) -> Tensor:
-            logits: Tensor = graphs.logits.forward(batch, rows)
-            if len(rows) and batch.longest > 1:
-                self._logits = logits[-1].clone()  # prompts come behind the decodes of a step
-            return logits
+        def kept(step: Any, *masks: Any) -> Any:
+            if not step.arrays.are_decodes:
+                self._logits = step.logits[-1].clone()  # prompts come behind the decodes of a step
+            return draw(step, *masks)
 
-        runner._graphs = replace(graphs, logits=SimpleNamespace(forward=kept))
+        runner._draw = kept
 
     def prompt(self, length: int) -> list[int]:
         if length not in self._prompts:

@@ -1,0 +1,180 @@
+"""Steps as CUDA graphs: from the ids that the host sends or the device has to logits, and from those to the next ids.
+
+A recording serves all steps that fit into its buffer; what they leave of it is padding. Lengths, block tables and which
+sequences decode are read from device memory.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from strata.cache.block_tables import BlockTables
+from strata.cache.pool import KVPool
+from strata.cache.staging import Staging
+from strata.cache.tables import BufferShape, StepBuffer
+from strata.engine.sampler import DrawInputs
+from strata.engine.step_graphs import DrawStep, StepGraphs, StepInputs
+from strata.graph.cudagraph import CudaGraphs, non_owning_view
+
+
+def step_inputs(buffer: StepBuffer, tables: Tensor, page_size: int, newest: Tensor) -> StepInputs:
+    """What a step's buffer holds, beside the block tables and the newest id of each slot."""
+    names = ("table_rows", "offsets", "lengths", "slot_mapping", "tokens", "sources")
+    rows, offsets, lengths, slot_mapping, tokens, sources = (buffer.tensors[name] for name in names)
+    return StepInputs(tables, rows, offsets, lengths, slot_mapping, page_size, tokens, sources, newest)
+
+
+def draw_inputs(buffer: StepBuffer, draws: int) -> DrawInputs:
+    """How the first `draws` rows of a step are sampled, as views of its buffer."""
+    tensors = buffer.tensors
+    floats = (tensors[name][:draws].view(torch.float32) for name in ("temperatures", "top_p", "min_p"))
+    temperatures, top_p, min_p = floats
+    seeds = tensors["seeds"][: 2 * draws].view(torch.int64)
+    return DrawInputs(temperatures, seeds, tensors["steps"][:draws], tensors["top_k"][:draws], top_p, min_p)
+
+
+# Steps with prompts of up to so many tokens are recorded: launched kernel by kernel they would keep the host busy for
+# longer than the device. Past them products fill the device for longer than launches take, and prompts are long enough
+# that cuDNN attends faster than a kernel over pages.
+MAX_MIXED_TOKENS = 2048
+# Numbers of sequences that recordings of such steps hold: splits of decode attention and sampled rows follow them.
+_MIXED_SEQUENCES = (16, 64)
+
+
+def recorded_sizes(max_sequences: int, max_tokens: int) -> list[BufferShape]:
+    """All sizes of steps that get a CUDA graph."""
+    decode = (BufferShape(count, count, count) for count in decode_buckets(max_sequences))
+    return [*decode, *mixed_buckets(max_sequences, max_tokens)]
+
+
+def decode_buckets(most: int) -> list[int]:
+    """Batch sizes of decode that get a CUDA graph: close together where padding would cost most."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32)]
+    return [*(size for size in sizes if size < most), most]
+
+
+def mixed_buckets(max_sequences: int, max_tokens: int) -> list[BufferShape]:
+    """Sizes of steps with prompts that get a CUDA graph; padding is at most an eighth beyond 256 tokens.
+
+    One sequence more than a step may have, so that padding tokens always find one to belong to.
+    """
+    tokens = [32, 64, 96, *range(128, 512, 64), *range(512, 640, 32), *range(640, 1024, 64)]
+    tokens += range(1024, MAX_MIXED_TOKENS + 1, 256)
+    sequences = [*(count for count in _MIXED_SEQUENCES if count < max_sequences), max_sequences]
+    return [
+        BufferShape(size, count + 1, count) for size in tokens for count in sequences if count + 1 < size <= max_tokens
+    ]
+
+
+@dataclass
+class Recorded:
+    """What a recorded step leaves, until the next replay: logits [draws, vocabulary], ids [draws] int32."""
+
+    logits: Tensor
+    ids: Tensor
+
+
+class RecordedSteps:
+    """Two CUDA graphs for each size of a step: the model's, and that of drawing, temperature and filters included.
+
+    The logits between them, which the next recording may overwrite, are there for a step to change before it draws, or
+    to draw from in another way (penalties and the like).
+    """
+
+    def __init__(
+        self,
+        graphs: StepGraphs,
+        pool: KVPool,
+        tables: BlockTables,
+        newest: Tensor,
+        staging: list[Staging],
+    ) -> None:
+        self._graphs, self._pool, self._tables = graphs, pool, tables
+        self._newest, self._staging = newest, staging
+        self._recordings = CudaGraphs()
+        self._outputs: dict[BufferShape, Recorded] = {}
+        self._decode: list[BufferShape] = []  # both ascending
+        self._mixed: list[BufferShape] = []
+        self._warm: set[int] = set()
+        self._buffers: dict[BufferShape, dict[Staging, StepBuffer]] = {}
+
+    def decode_bucket(self, sequences: int) -> BufferShape | None:
+        """The smallest recorded size that holds so many sequences of one token; None if all are smaller."""
+        return next((shape for shape in self._decode if shape.sequences >= sequences), None)
+
+    def mixed_bucket(self, tokens: int, sequences: int, draws: int) -> BufferShape | None:
+        """The smallest recorded size that holds a step with prompts; None if all are smaller."""
+        return smallest_mixed(self._mixed, tokens, sequences, draws)
+
+    def buffer(self, bucket: BufferShape, staging: Staging) -> StepBuffer:
+        """The inputs of a bucket, with `staging` as their host side."""
+        return self._buffers[bucket][staging]
+
+    def run(self, bucket: BufferShape) -> Tensor:
+        """The logits [draws, vocabulary] of the inputs that have been sent."""
+        self._recordings.replay((bucket, "run"))
+        return self._outputs[bucket].logits
+
+    def draw(self, bucket: BufferShape) -> Tensor:
+        """The ids [draws] int32 drawn from what `run` left, which the next step may read."""
+        self._recordings.replay((bucket, "draw"))
+        return self._outputs[bucket].ids
+
+    def record(self, shape: BufferShape) -> None:
+        """Record the steps of one size, the largest before smaller ones, so that these fit in its memory."""
+        device = self._staging[0].target(shape.size)
+        self._buffers[shape] = {staging: StepBuffer(shape, staging, device) for staging in self._staging}
+        buffer = self._buffers[shape][self._staging[0]]
+        nothing = np.zeros(0, dtype=np.int32)
+        buffer.place(self._tables, self._pool.shape.page_size, nothing, nothing, nothing)
+        buffer.pad_draws(0, len(self._newest) - 1)
+        parts = None if _is_decode(shape) else buffer.divide_recorded(nothing)
+        buffer.send()
+        graphs, newest = self._graphs, self._newest
+        decode = graphs.decode(shape.sequences) if parts is None else None
+        inputs = step_inputs(buffer, self._tables.on_device, self._pool.shape.page_size, newest)
+        longest = 1 if parts is None else shape.tokens
+        made = Recorded(newest, newest)
+
+        def run() -> None:
+            tokens, tables = graphs.recorded_inputs.forward(inputs)
+            batch = buffer.batch(self._pool, tables, tokens, longest, (), parts)
+            if decode is not None:
+                made.logits = decode.forward(batch)
+            else:
+                made.logits = graphs.logits.forward(batch, buffer.tensors["rows"])
+
+        def draw() -> None:
+            step = DrawStep(made.logits, draw_inputs(buffer, shape.draws), newest, buffer.tensors["draw_slots"])
+            made.ids = graphs.draw_filtered.forward(step)[0]
+
+        # What compiles or is chosen when it first runs follows from tokens or from sequences alone.
+        warm = {shape.tokens, -shape.sequences} <= self._warm
+        self._warm |= {shape.tokens, -shape.sequences}
+        self._recordings.record((shape, "run"), run, warm=warm)
+        self._recordings.record((shape, "draw"), draw, warm=warm)
+        made.logits = non_owning_view(made.logits)
+        self._outputs[shape] = made
+        insort(self._decode if _is_decode(shape) else self._mixed, shape, key=_size)
+
+
+def smallest_mixed(shapes: Iterable[BufferShape], tokens: int, sequences: int, draws: int) -> BufferShape | None:
+    """The first of these ascending sizes that holds a step with prompts; None if all are smaller."""
+    return next(
+        (shape for shape in shapes if shape.tokens >= tokens and shape.sequences > sequences and shape.draws >= draws),
+        None,
+    )
+
+
+def _is_decode(shape: BufferShape) -> bool:
+    return shape.tokens == shape.sequences
+
+
+def _size(shape: BufferShape) -> tuple[int, int]:
+    return shape.tokens, shape.sequences
