@@ -83,7 +83,7 @@ class MetaModel:
             page_size=page_size,
         )
         if max(workload.new) > 1 and recorded:
-            pages = replace(pages, parts=RecordedParts(pages.lengths, pages.lengths))
+            pages = replace(pages, parts=RecordedParts(pages.lengths, pages.lengths, meta_indices(2)))
         elif max(workload.new) > 1 and workload.tokens < 1 << 31:  # as many as the device can count
             reach = library_reach(self.dtype, config.head_dim, config.windows, config.longest, self.limits.capability)
             cached = [total - new for new, total in zip(workload.new, workload.total, strict=True)]

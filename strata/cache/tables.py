@@ -40,6 +40,7 @@ class BufferShape:
             "offsets": self.sequences + 1,
             "starts": self.sequences,
             "decode_lengths": self.sequences,
+            "bounds": 2,
             "lengths": self.sequences,
             "table_rows": self.sequences,
             "rows": self.draws,
@@ -63,7 +64,7 @@ class StepBuffer:
     sources: [tokens] slot whose newest id, which only the device knows, stands in for the token; -1 for none.
     positions, slot_mapping, offsets, lengths: see `Batch` and `PagedKV`.
     table_rows: [sequences] which rows of the block tables are theirs.
-    starts, decode_lengths: see `BatchParts` and `RecordedParts`; only `divide` and `divide_recorded` fill them.
+    starts, decode_lengths, bounds: see `BatchParts` and `RecordedParts`; only `divide` and `divide_recorded` fill them.
     rows: [draws] row of the hidden states that is sampled.
     draw_slots: [draws] slot that receives the id.
     temperatures, top_p, min_p: [draws] the bits of a float32 each. top_k: [draws], 0 for no limit.
@@ -91,7 +92,7 @@ class StepBuffer:
         """Begin a step: fill all that follows from where sequences lie; i runs `counts[i]` tokens from `starts[i]` on.
 
         Blocks until the step before has left the host's side. What the buffer holds beyond them (CUDA graph buckets)
-        becomes padding: sequences of length 0, each with one token while there are some, the last with all others.
+        becomes padding: sequences of length 0, with a token each in a buffer for decodes, else the first with all.
         """
         self._staging.wait()
         host, sequences, tokens = self.host, len(slots), int(counts.sum())
@@ -114,9 +115,9 @@ class StepBuffer:
 
     def _pad(self, sequences: int, tokens: int) -> None:
         host = self.host
-        ends = tokens + np.arange(1, self.shape.sequences - sequences + 1)
-        host["offsets"][sequences + 1 :] = np.minimum(ends, self.shape.tokens)
-        host["offsets"][-1] = self.shape.tokens
+        host["offsets"][sequences + 1 :] = self.shape.tokens
+        if self.shape.tokens == self.shape.sequences:
+            host["offsets"][sequences + 1 :] = tokens + np.arange(1, self.shape.sequences - sequences + 1)
         host["lengths"][sequences:] = 0
         for name in ("positions", "tokens"):
             host[name][tokens:] = 0
@@ -138,7 +139,8 @@ class StepBuffer:
         host["starts"][:decodes] = host["offsets"][1 : decodes + 1]
         host["decode_lengths"][:decodes] = host["lengths"][:decodes]
         host["decode_lengths"][decodes:] = 0
-        return RecordedParts(self.tensors["decode_lengths"], self.tensors["starts"])
+        host["bounds"][:] = decodes, min(len(counts) + 1, self.shape.sequences)
+        return RecordedParts(*(self.tensors[name] for name in ("decode_lengths", "starts", "bounds")))
 
     def pad_draws(self, draws: int, slot: int) -> None:
         """Beyond the first `draws`, padding rows draw greedily, without filters, from row 0 into `slot`."""

@@ -60,6 +60,6 @@ def test_bytes_of_a_decode_step_do_not_grow_with_the_longest_sequence(
         steps.append(list(sent))
     assert steps[0] == steps[1]
     decodes = steps[0][2:]
-    fields = (18 * 4 + 1) * 4  # eighteen numbers for each of four sequences, and one more offset
+    fields = (18 * 4 + 3) * 4  # eighteen numbers for each of four sequences, one more offset and two bounds
     changes = 4 * 3 * 4  # a page each, with its place
     assert sum(decodes) == 29 * fields + 2 * changes

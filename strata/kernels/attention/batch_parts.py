@@ -61,11 +61,13 @@ class RecordedParts:
     """The division of a recorded step, which only the device knows: one recording serves batches of any lengths.
 
     decode_lengths: [sequences] int32, the lengths of those that `BatchParts` counts as decodes, 0 of the others.
-    starts: as in `BatchParts`; cuDNN takes nothing.
+    starts: as in `BatchParts`; cuDNN takes nothing. bounds: [2] int32, the first sequence that is no decode, and where
+    the sequences end, the one included to which padding belongs.
     """
 
     decode_lengths: Tensor
     starts: Tensor
+    bounds: Tensor
 
 
 def library_reach(

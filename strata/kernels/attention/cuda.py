@@ -65,11 +65,13 @@ def prefill(
     starts: Tensor,
     batch: PackedBatch,
     spec: AttentionSpec,
+    bounds: Tensor | None = None,
 ) -> None:
     """One launch for sequences of any lengths, into out [tokens, heads, head_dim].
 
     starts: [sequences] int32, from which row of the batch on each sequence's queries are run; `batch.offsets` for all
-    rows, and without pages. The other rows of `out` stay as they are.
+    rows, and without pages. bounds: [2] int32, sequences from the first to below the second have such rows; None: any
+    may. The other rows of `out` stay as they are.
     """
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -95,6 +97,7 @@ def prefill(
         out,
         starts,
         offsets,
+        starts if bounds is None else bounds,
         lengths,
         tables,
         sequences,
@@ -108,6 +111,7 @@ def prefill(
         HEAD_PAD=head_pad(head_dim),
         PAGE_SIZE=page_size,
         WINDOW=spec.window or 0,
+        BOUNDED=bounds is not None,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.keys,
         num_warps=tile.warps,

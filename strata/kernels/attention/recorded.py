@@ -43,5 +43,5 @@ def attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionS
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     decodes, rows = replace(pages, lengths=parts.decode_lengths), slice(0, pages.tables.shape[0])
     decode_attention_cuda.decode(q[rows].flatten(1), q.shape[1], q.shape[2], decodes, spec, out=out[rows])
-    attention_cuda.prefill(out, q, k, v, parts.starts, batch, spec)
+    attention_cuda.prefill(out, q, k, v, parts.starts, batch, spec, parts.bounds)
     return out

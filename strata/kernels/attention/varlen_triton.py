@@ -80,7 +80,7 @@ def _attend(
     return largest, weight, result
 
 
-@partial(jit, unspecialized=("starts", "offsets", "lengths", "tables", "sequences", "table_stride"))
+@partial(jit, unspecialized=("starts", "offsets", "bounds", "lengths", "tables", "sequences", "table_stride"))
 def attention_kernel(
     q,
     k,
@@ -88,6 +88,7 @@ def attention_kernel(
     out,
     starts,
     offsets,
+    bounds,
     lengths,
     tables,
     sequences,
@@ -101,30 +102,41 @@ def attention_kernel(
     HEAD_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    BOUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Programs [kv_heads, tokens // (BLOCK_M // GROUP) + sequences]: a tile of queries of one sequence each.
 
-    Of sequence s the queries in rows [starts[s], offsets[s + 1]), the last of its tokens. PAGE_SIZE 0: k and v are
-    packed like q from starts on, and lengths and tables are not read.
+    Of sequence s the queries in rows [starts[s], offsets[s + 1]), the last of its tokens. BOUNDED: only sequences
+    [bounds[0], bounds[1]) have any; the programs of the others end at once. PAGE_SIZE 0: k and v are packed like q from
+    starts on, and lengths and tables are not read.
     """
     kv_head = tl.program_id(0)
     # The tiles that see most keys come last in a sequence and start first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
-    # Sequence s starts with tile starts[s] // TILE_QUERIES + s: find the last that starts at this tile or before.
-    sequence = 0
+    # Sequence s starts with tile starts[s] // TILE_QUERIES + s, where both are counted from the first sequence on: find
+    # the last that starts at this tile or before.
+    lowest_sequence = 0
     beyond = sequences
+    skipped = 0
+    if BOUNDED:
+        lowest_sequence = tl.load(bounds)
+        beyond = tl.load(bounds + 1)
+        skipped = tl.load(starts + lowest_sequence)
+        if tile >= (tl.load(offsets + beyond) - skipped) // TILE_QUERIES + beyond - lowest_sequence:
+            return
+    sequence = lowest_sequence
     while beyond - sequence > 1:
         middle = (sequence + beyond) // 2
-        if tl.load(starts + middle) // TILE_QUERIES + middle <= tile:
+        if (tl.load(starts + middle) - skipped) // TILE_QUERIES + middle - lowest_sequence <= tile:
             sequence = middle
         else:
             beyond = middle
     first = tl.load(starts + sequence)
     new = tl.load(offsets + sequence + 1) - first
-    query_start = (tile - first // TILE_QUERIES - sequence) * TILE_QUERIES
+    query_start = (tile - (first - skipped) // TILE_QUERIES - (sequence - lowest_sequence)) * TILE_QUERIES
     if query_start >= new:
         return
     total = new if PAGE_SIZE == 0 else tl.load(lengths + sequence)
@@ -208,6 +220,8 @@ def compile_cases() -> list[CompileCase]:
     bf16, fp32 = torch.bfloat16, torch.float32
     return [
         _case(bf16, head_dim=128, group=4, page_size=16, window=0),
+        _case(bf16, head_dim=128, group=2, page_size=16, window=0, bounded=True),
+        _case(bf16, head_dim=128, group=4, page_size=16, window=0, bounded=True),
         _case(bf16, head_dim=128, group=7, page_size=16, window=4096),
         _case(bf16, head_dim=64, group=7, page_size=16, window=0),
         _case(bf16, head_dim=256, group=8, page_size=16, window=0),
@@ -216,10 +230,12 @@ def compile_cases() -> list[CompileCase]:
     ]
 
 
-def _case(dtype: torch.dtype, head_dim: int, group: int, page_size: int, window: int) -> CompileCase:
+def _case(
+    dtype: torch.dtype, head_dim: int, group: int, page_size: int, window: int, bounded: bool = False
+) -> CompileCase:
     kind = "fp32" if dtype == torch.float32 else "bf16"
     signature = dict.fromkeys(("q", "k", "v", "out"), f"*{kind}:16")
-    signature |= dict.fromkeys(("starts", "offsets", "lengths", "tables"), "*i32")
+    signature |= dict.fromkeys(("starts", "offsets", "bounds", "lengths", "tables"), "*i32")
     signature |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16")
     signature |= dict.fromkeys(("table_stride", "sequences"), "i32") | {"scale": "fp32"}
     tile = mixed_tile(head_dim, dtype, page_size)
@@ -229,10 +245,12 @@ def _case(dtype: torch.dtype, head_dim: int, group: int, page_size: int, window:
         "HEAD_PAD": head_pad(head_dim),
         "PAGE_SIZE": page_size,
         "WINDOW": window,
+        "BOUNDED": bounded,
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.keys,
     }
     name = f"attention {kind} head_dim {head_dim} group {group} page_size {page_size} window {window}"
+    name += " bounded" * bounded
     must = () if dtype == torch.float32 else ("wgmma.mma_async",)
     # Under the cap it depends on the group how much spills; what was measured spills 56 bytes.
     spilled = 0 if tile.registers is None else 96

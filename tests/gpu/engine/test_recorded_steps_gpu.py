@@ -25,6 +25,7 @@ class Counted:
     def __init__(self, folder: Path, deterministic: bool) -> None:
         options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 4096}
         options |= {"num_pages": 3000, "max_num_seqs": 80, "enable_prefix_caching": False}
+        options |= {"max_num_batched_tokens": 2000}  # so that no step is too large to be recorded
         self.deterministic = deterministic
         self.llm = LLM(folder, deterministic=deterministic, **options)
         self.vocabulary = self.llm.engine.config.vocab_size
@@ -69,7 +70,7 @@ def test_the_same_answers_as_eagerly(subject: Counted) -> None:
     wanted, none = subject.run(prompts, params, eagerly=True)
     found, replayed = subject.run(prompts, params, eagerly=False)
     assert none == 0
-    assert replayed >= 4
+    assert replayed > 20
     if subject.deterministic:
         assert found == wanted
         return

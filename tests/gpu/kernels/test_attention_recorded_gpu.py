@@ -25,15 +25,16 @@ def as_recorded(given: tuple[Any, ...]) -> tuple[Any, ...]:
     starts, lengths = batch.offsets[:-1].clone(), pages.lengths.clone()
     starts[:decodes] = batch.offsets[1 : decodes + 1]
     lengths[decodes:] = 0
-    return *vectors, batch._replace(pages=replace(pages, parts=RecordedParts(lengths, starts))), spec
+    bounds = torch.tensor([decodes, len(lengths)], dtype=torch.int32, device="cuda")
+    return *vectors, batch._replace(pages=replace(pages, parts=RecordedParts(lengths, starts, bounds))), spec
 
 
 def padded(given: tuple[Any, ...], sequences: int, tokens: int) -> tuple[Any, ...]:
-    """With so many sequences of length 0 behind the others, to the last of which all padding tokens belong but one."""
+    """With so many sequences of length 0 behind the others, to the first of which all padding tokens belong."""
     q, k, v, batch, spec = given
     pages, first = batch.pages, q.shape[0]
     wide = [torch.cat([x, torch.full((tokens, *x.shape[1:]), torch.nan, device="cuda").to(x)]) for x in (q, k, v)]
-    ends = [min(first + 1 + number, first + tokens) for number in range(sequences - 1)] + [first + tokens]
+    ends = [first + tokens] * sequences
     more = torch.zeros(sequences, dtype=torch.int32, device="cuda")
     pages = replace(
         pages,
@@ -42,6 +43,7 @@ def padded(given: tuple[Any, ...], sequences: int, tokens: int) -> tuple[Any, ..
         parts=RecordedParts(
             torch.cat([pages.parts.decode_lengths, more]),
             torch.cat([pages.parts.starts, torch.tensor([first, *ends[:-1]], dtype=torch.int32, device="cuda")]),
+            pages.parts.bounds + torch.tensor([0, 1], dtype=torch.int32, device="cuda"),
         ),
     )
     offsets = torch.cat([batch.offsets, torch.tensor(ends, dtype=torch.int32, device="cuda")])
@@ -84,10 +86,11 @@ def test_one_recording_serves_other_lengths() -> None:
     keys, values = (torch.zeros(pool, 16, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     q, k, v = (torch.zeros(300, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (16, 8, 8))
     lengths, decode_lengths, starts = torch.zeros(3, sequences, dtype=torch.int32, device="cuda")
+    bounds = torch.zeros(2, dtype=torch.int32, device="cuda")
     offsets = torch.full((sequences + 1,), 300, dtype=torch.int32, device="cuda")
     tables = torch.zeros(sequences, most, dtype=torch.int32, device="cuda")
     *_, batch, spec = cases[0]
-    parts = RecordedParts(decode_lengths, starts)
+    parts = RecordedParts(decode_lengths, starts, bounds)
     pages = replace(batch.pages, keys=(keys,), values=(values,), tables=tables, lengths=lengths, parts=parts)
     own = (q, k, v, batch._replace(offsets=offsets, longest=300, pages=pages), spec)
     attention_recorded.attend(*own)
@@ -104,6 +107,7 @@ def test_one_recording_serves_other_lengths() -> None:
         lengths.zero_()[:count] = given[3].pages.lengths
         decode_lengths.zero_()[:count] = given[3].pages.parts.decode_lengths
         starts.fill_(300)[:count] = given[3].pages.parts.starts
+        bounds.copy_(given[3].pages.parts.bounds)
         tables.zero_()[:count, : given[3].pages.tables.shape[1]] = given[3].pages.tables
         graph.replay()
         assert_close(found, exact(given))
