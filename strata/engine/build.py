@@ -28,6 +28,7 @@ from strata.engine.runner import Runner, RunnerConfig
 from strata.engine.sampling_params import RANGES, SamplingParams, check_integer
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
+from strata.engine.step_cost import step_times
 from strata.engine.step_graphs import step_graphs
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention import fixed as attention_fixed
@@ -209,6 +210,7 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         model, _ = weights.load(asked.model, device, dtype, asked.load_format, max_length, asked.seed or 0)
     with clock.phase("graph"):
         graphs = step_graphs(model, implementations_for(device), asked.deterministic)
+        times = step_times(graphs, pool_shape, torch.cuda.get_device_name(device)) if fast else None
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool = KVPool(pool_shape, ledger.pages, device)
     windows, mask_ids = frozenset(config.windows), vocabulary(tokenizer, config.vocab_size)
@@ -220,7 +222,8 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
             pass
     allocator = PageAllocator(ledger.pages, asked.page_size)
     prefix = PrefixTree(allocator) if asked.enable_prefix_caching else None
-    scheduler = Scheduler(SchedulerConfig(asked.max_num_seqs, max_tokens, max_length, seed), allocator, prefix)
+    scheduler_config = SchedulerConfig(asked.max_num_seqs, max_tokens, max_length, seed, times)
+    scheduler = Scheduler(scheduler_config, allocator, prefix)
     # What stands now lives as long as the engine: the collector need not walk it in the middle of a step.
     gc.collect()
     gc.freeze()

@@ -115,14 +115,16 @@ class StepCosts:
     to go to.
 
     token_flops, row_flops: of a token, and of a row behind the last attention. token_weights: bytes of the embedding's
-    row. weights: bytes of the parameters that every step reads. attentions: each distinct attention as a function of
-    the workload, and in how many layers it stands. mixtures: the bytes of experts that so many tokens read, whether
-    only rows go to them, and in how many layers.
+    row. token_traffic: bytes of a token's activations that operations outside attention read and write, which `step`
+    leaves out. weights: bytes of the parameters that every step reads. attentions: each distinct attention as a
+    function of the workload, and in how many layers it stands. mixtures: the bytes of experts that so many tokens read,
+    whether only rows go to them, and in how many layers.
     """
 
     token_flops: int
     row_flops: int
     token_weights: int
+    token_traffic: int
     weights: int
     attentions: tuple[tuple[Callable[[Workload], Cost], int], ...]
     mixtures: tuple[tuple[Callable[[int], int], bool, int], ...]
@@ -151,6 +153,7 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
     """
     flops: Counter[str] = Counter()
     weights: Counter[str] = Counter()
+    traffic = 0
     attentions: Counter[Cost] = Counter()
     examples: dict[Cost, Callable[[Workload], Cost]] = {}
     mixtures: Counter[tuple[int, int, int, bool]] = Counter()
@@ -166,6 +169,8 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
         # With twice the tokens and as many rows: what has grown goes by tokens.
         cost, grown = of_one(_SHORT), of_two(_SHORT)
         flops.update(token=grown.flops - cost.flops, row=2 * cost.flops - grown.flops)
+        moved, moved_of_two = (each.bytes - each.weights for each in (cost, grown))
+        traffic += moved_of_two - moved
         if one.operation is experts:
             (_, _, chosen, gate_up, down, *_), rows = one.args, len(two.args[2])
             mixtures[chosen.shape[1], len(down), gate_up[0].nbytes + down[0].nbytes, rows == 1] += 1
@@ -175,6 +180,7 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
         flops["token"],
         flops["row"],
         weights["token"],
+        traffic,
         weights["step"],
         tuple((examples[kind], layers) for kind, layers in attentions.items()),
         tuple((partial(_expert_bytes, *kind), of_rows, layers) for (*kind, of_rows), layers in mixtures.items()),

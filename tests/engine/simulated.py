@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +120,24 @@ class Device:
         return [page for page in pages if any(token == POISON for token, *_ in self.pages[page].values())]
 
 
+class Unchecked:
+    """A device for long loads: it looks at nothing, and draws the same id again and again."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, tuple[int, str]] = {}
+
+    def launch(self, plan: StepPlan) -> list[int]:
+        return [STOP_TEXT] * len(plan.draws)
+
+
+SECONDS_A_STEP, SECONDS_A_TOKEN = 0.01, 0.001
+
+
+def linear(plan: StepPlan) -> float:
+    """Seconds of a step that depend on its tokens alone."""
+    return SECONDS_A_STEP + SECONDS_A_TOKEN * plan.tokens
+
+
 @dataclass
 class SimulatedStep:
     """wait: passes the time until the device has done the step."""
@@ -140,14 +158,13 @@ class SimulatedStep:
 class SimulatedRunner:
     """A device whose steps take a time that follows from their plans; `now` is the host's clock, in seconds."""
 
-    def __init__(self, device: Device, seconds_a_step: float, seconds_a_token: float) -> None:
-        self.device = device
-        self.seconds_a_step, self.seconds_a_token = seconds_a_step, seconds_a_token
+    def __init__(self, device: Device | Unchecked, seconds: Callable[[StepPlan], float]) -> None:
+        self.device, self.seconds = device, seconds
         self.now = self.busy_until = self.busy = 0.0
         self.observer: Any = None
 
     def launch(self, plan: StepPlan) -> SimulatedStep:
-        took = self.seconds_a_step + self.seconds_a_token * plan.tokens
+        took = self.seconds(plan)
         self.busy += took
         self.busy_until = max(self.busy_until, self.now) + took
         return SimulatedStep(self, plan, self.device.launch(plan), self.busy_until)
@@ -164,23 +181,28 @@ class SimulatedRunner:
 
 @dataclass
 class Simulation:
-    """What came of a load: samples, and when their requests got the first and the last id."""
+    """What came of a load: samples, when their requests got the first and the last id, and each sample all of its."""
 
     scheduler: Scheduler
     runner: SimulatedRunner
     samples: list[Sample] = field(default_factory=list)
     first: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
+    times: dict[int, list[float]] = field(default_factory=dict)
 
 
 LONGEST = 64
 
 
 def simulate(requests: list[Request], pages: int, run_ahead: bool) -> Simulation:
-    """Run requests, each from its arrival on, on a simulated device."""
+    """Run requests on a small simulated device that checks what steps read."""
     allocator = PageAllocator(pages, page_size=4)
     scheduler = Scheduler(SchedulerConfig(8, 32, LONGEST), allocator, PrefixTree(allocator))
-    runner = SimulatedRunner(Device(4), seconds_a_step=0.01, seconds_a_token=0.001)
+    return drive(scheduler, SimulatedRunner(Device(4), linear), requests, run_ahead)
+
+
+def drive(scheduler: Scheduler, runner: SimulatedRunner, requests: list[Request], run_ahead: bool) -> Simulation:
+    """Run requests, each from its arrival on."""
     ledger: Any = None  # no memory is planned
     loop = EngineLoop(scheduler, runner, run_ahead, ledger, clock=lambda: runner.now)
     found = Simulation(scheduler, runner)
@@ -197,6 +219,7 @@ def simulate(requests: list[Request], pages: int, run_ahead: bool) -> Simulation
             name = update.sequence.request.id
             found.first.setdefault(name, loop.clock())
             found.last[name] = loop.clock()
+            found.times.setdefault(update.sequence.id, []).append(loop.clock())
     scheduler.check()
     return found
 

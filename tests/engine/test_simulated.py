@@ -19,7 +19,7 @@ from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
-from tests.engine.simulated import LONGEST, Device, SimulatedRunner, load, simulate, uncrowded
+from tests.engine.simulated import LONGEST, SECONDS_A_STEP, Device, SimulatedRunner, linear, load, simulate, uncrowded
 
 HOST = (
     "cache.pages",
@@ -50,12 +50,12 @@ def test_requests_end_as_they_would_alone_in_the_time_that_their_steps_take(run_
     assert runner.busy <= runner.now < requests[-1].arrival + runner.busy
     for request in requests:
         longest = max(len(uncrowded(request, index, LONGEST)[0]) for index in range(request.params.n))
-        assert found.first[request.id] >= request.arrival + runner.seconds_a_step
-        assert found.last[request.id] - found.first[request.id] >= (longest - 1) * runner.seconds_a_step - 1e-6
+        assert found.first[request.id] >= request.arrival + SECONDS_A_STEP
+        assert found.last[request.id] - found.first[request.id] >= (longest - 1) * SECONDS_A_STEP - 1e-6
 
 
 def test_after_an_interruption_new_sequences_take_the_slots_of_the_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, pages = SimulatedRunner(Device(4), 0.01, 0.001), PageAllocator(20, 4)
+    runner, pages = SimulatedRunner(Device(4), linear), PageAllocator(20, 4)
     scheduler = Scheduler(SchedulerConfig(4, 32, 64), pages, PrefixTree(pages))
     ledger: Any = None
     loop = EngineLoop(scheduler, runner, True, ledger, clock=lambda: runner.now)

@@ -1,22 +1,48 @@
-"""A plan in the making: what a step runs so far."""
+"""A plan in the making: what a step runs so far, and what it still has room for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from strata.engine.plan import Chunk, NewSequence, StepPlan
+from strata.engine.scheduling.room import PromptRoom
+from strata.engine.scheduling.step_times import StepTimes
 
 
 @dataclass
 class PlanBuilder:
-    """A plan in the making. budget: tokens that it may still get."""
+    """A plan in the making.
+
+    budget: tokens that it may still get, none once a prompt had to be divided. page_size: of KV pages. room: what
+    decodes leave for prompts; None if that is the budget.
+    """
 
     budget: int
+    page_size: int
+    room: PromptRoom | None = None
     new: list[NewSequence] = field(default_factory=list)
     decodes: list[Chunk] = field(default_factory=list)
     others: list[Chunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     banned: list[tuple[int, int]] = field(default_factory=list)
+
+    def make_room(self, times: StepTimes, in_line: int) -> None:
+        """All decodes are planned; so many sequences have prompts to compute."""
+        if self.decodes:
+            keys = sum([chunk.start for chunk in self.decodes]) + len(self.decodes)
+            self.room = PromptRoom(times, len(self.decodes), keys, in_line)
+
+    def chunk(self, start: int, wanted: int) -> int:
+        """How many of the next `wanted` tokens of a prompt, behind the first `start`, the step has room for."""
+        if self.room is None:
+            return min(wanted, self.budget)
+        return self.room.chunk(start, wanted, self.budget, self.page_size)
+
+    def take(self, start: int, count: int, wanted: int) -> None:
+        """A prompt takes that much room, of what it wanted."""
+        self.budget = self.budget - count if count == wanted else 0
+        if self.room is not None:
+            self.room.take(start, count)
 
     def plan(self, ended: list[int]) -> StepPlan | None:
         """None if nothing is to run."""

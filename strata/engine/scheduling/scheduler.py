@@ -108,10 +108,15 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step; None if nothing can run before an outstanding plan is completed."""
         self._prefixes.publish()
-        builder = PlanBuilder(self.config.max_tokens)
-        for sequence in self._decode(builder):
+        builder = PlanBuilder(self.config.max_tokens, self._pages.page_size)
+        prefilling = self._decode(builder)
+        in_line = len(prefilling) + min(len(self._queues.waiting), self._queues.free_slots)
+        if in_line and self.config.times is not None:
+            builder.make_room(self.config.times, in_line)
+        for sequence in prefilling:
             if builder.budget:
-                self._prefill(sequence, builder)
+                wanted = len(sequence.tokens) - sequence.computed
+                self._prefill(sequence, builder.chunk(sequence.computed, wanted), builder)
         self._admit_waiting(builder)
         plan = builder.plan(self._queues.ended)
         if plan is not None:
@@ -267,12 +272,13 @@ class Scheduler:
         sequence.sent_pages = min(sequence.sent_pages, len(pages) - 1)
         return True
 
-    def _prefill(self, sequence: Sequence, builder: PlanBuilder) -> None:
-        """Plan as much of what a sequence has not computed as the budget allows."""
+    def _prefill(self, sequence: Sequence, count: int, builder: PlanBuilder) -> None:
+        """Plan so many of the tokens that a sequence has not computed."""
         start, total, slot = sequence.computed, len(sequence.tokens), sequence.slot
         assert slot is not None
-        count = min(total - start, builder.budget)
-        builder.budget -= count
+        builder.take(start, count, total - start)
+        if not count:
+            return
         sequence.computed = start + count
         draws: tuple[Draw, ...] = ()
         if sequence.computed == total:
@@ -320,13 +326,16 @@ class Scheduler:
                 self._prefixes.release(found)
                 deferred, reserved = deferred + 1, reserved + self._admission.wanted(sequence, found)
                 continue
-            is_whole = len(sequence.tokens) - len(found) * size <= builder.budget
-            if deferred and not (is_whole and len(sequence.unforked) < self._queues.free_slots - deferred):
+            cached = len(found) * size
+            wanted = len(sequence.tokens) - cached
+            count = builder.chunk(cached, wanted)
+            goes_ahead = count == wanted and len(sequence.unforked) < self._queues.free_slots - deferred
+            if not count or (deferred and not goes_ahead):
                 self._prefixes.release(found)
                 break
             del waiting[deferred]
             self._admit(sequence, found, builder)
-            self._prefill(sequence, builder)
+            self._prefill(sequence, count, builder)
 
     def _admit(self, sequence: Sequence, found: list[int], builder: PlanBuilder) -> None:
         """Give a sequence a slot and all its pages, of which some were found."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -16,9 +17,26 @@ from strata.cache.prefix import PrefixTree
 from strata.engine.plan import StepPlan
 from strata.engine.request import Request, Sequence
 from strata.engine.sampling_params import SamplingParams
+from strata.engine.scheduling import room
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
+from strata.engine.scheduling.step_times import StepTimes
 from tests.engine.simulated import EOS, POISON, STOP_ID, STOP_TEXT, VOCABULARY, Device, uncrowded
+
+# Of devices on which a step has room for ten tokens of a prompt, for a few behind a short one, and for none.
+TIMES = [
+    StepTimes(0.001, 0.004, 0.001, 0.0005, 0.0001, 1e-6, 1e-6),
+    StepTimes(0.001, 0.001, 0.0005, 0.0001, 0.0001, 0.0004, 0.0001),
+    StepTimes(0.001, 0.001, 0.05, 0.01, 0.01, 0.001, 0.001),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_chunks() -> Iterator[None]:
+    """Prompts here have a few tokens, and steps have to be able to divide them."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(room, "LEAST_TOKENS", 3)
+        yield
 
 
 @dataclass
@@ -93,10 +111,20 @@ class Load(RuleBasedStateMachine):
         budget=st.integers(1, 40),
         caching=st.booleans(),
         ahead=st.booleans(),
+        times=st.sampled_from([None, None, *TIMES]),
     )
-    def start(self, page_size: int, tokens: int, slots: int, budget: int, caching: bool, ahead: bool) -> None:
+    def start(
+        self,
+        page_size: int,
+        tokens: int,
+        slots: int,
+        budget: int,
+        caching: bool,
+        ahead: bool,
+        times: StepTimes | None,
+    ) -> None:
         self.longest = 48
-        config = SchedulerConfig(slots, budget, self.longest)
+        config = SchedulerConfig(slots, budget, self.longest, times=times)
         self.engine = Engine(max(1, tokens // page_size), page_size, config, caching, ahead)
         self.sequences: list[Sequence] = []
         self.aborted: set[str] = set()

@@ -1,0 +1,49 @@
+"""How much of prompts a step takes beside its decodes: as much as keeps it short enough for those who read along."""
+
+from __future__ import annotations
+
+from strata.engine.scheduling.step_times import StepTimes
+
+# A step with decodes is to take no longer: streams get 50 tokens a second, faster than anyone reads, and prompts still
+# fill most of it (8B reads its weights in 4 ms).
+TARGET_SECONDS = 0.020
+# Where decodes alone take longer than half of that, a step may take so many times as long as they do alone.
+MOST_SLOWDOWN = 2.0
+# In short steps prompts take longer altogether, because each reads the weights again. With more of them in line than
+# so many, their wait counts for more than the pace of streams, and the target grows in proportion.
+IN_LINE = 8
+# Prompt tokens that a step takes in any case, so that the first prompt gets on at any length. Fewer would hardly be
+# faster: with so few rows, products take the time to read the weights.
+LEAST_TOKENS = 256
+
+
+class PromptRoom:
+    """What a step with decodes has room for, as its prompts take it one after the other.
+
+    decodes: their number. keys: tokens that they read, together. in_line: sequences that have prompts to compute.
+    """
+
+    def __init__(self, times: StepTimes, decodes: int, keys: int, in_line: int) -> None:
+        self._times = times
+        self._tokens, self._prompt_tokens = decodes, 0
+        self._others = times.decodes(decodes, keys)
+        alone = times.total(decodes, self._others)
+        self._target = max(TARGET_SECONDS, TARGET_SECONDS * in_line / IN_LINE, MOST_SLOWDOWN * alone)
+
+    def chunk(self, start: int, wanted: int, most: int, page_size: int) -> int:
+        """How many of the next `wanted` tokens of a prompt, behind the first `start`, and of `most`, there is room for.
+
+        If not for all that are wanted, they end with a page, or there is none; but the first prompt always gets some.
+        """
+        least = max(0, LEAST_TOKENS - self._prompt_tokens)
+        count = min(wanted, most, max(least, self._times.longest(self._target, self._tokens, self._others, start)))
+        if count == wanted:
+            return count
+        whole_pages = (start + count) // page_size * page_size - start
+        return whole_pages if whole_pages > 0 else 0 if self._prompt_tokens else count
+
+    def take(self, start: int, count: int) -> None:
+        """Such a chunk runs in the step."""
+        self._tokens += count
+        self._prompt_tokens += count
+        self._others += self._times.chunk(start, count)

@@ -1,0 +1,95 @@
+"""How long a step will take, told from what it runs, so that prompts make no step too long for those who decode."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from strata.hardware.roofline import Cost, Workload
+from strata.hardware.specs import Device
+
+if TYPE_CHECKING:
+    from strata.graph.cost import StepCosts
+
+# What kernels reach of the peaks that a device's maker states, as measured on an H200: 700 and 420 of 989 TFLOP/s, 3.6
+# of 4.8 TB/s. A layer takes longer than that by so much, because its eight kernels begin and end.
+PRODUCTS, ATTENTION, MEMORY = 0.71, 0.42, 0.75
+LAYER_SECONDS = 35e-6
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What a step of a model takes on a device, in seconds. Times of a step:
+
+        step + max(weights, product * tokens) + token * tokens + sequence * sequences + key * keys + pair * pairs
+
+    keys: tokens of the sequences once the step has run, whose keys and values it reads. pairs: of queries and keys, of
+    prompts alone, since decoding takes the time to read the keys. All coefficients are positive.
+
+    step: whatever runs. weights: to read them once. product: of one token with all weights. token: its activations'
+    ways through memory, and attention in layers with a window. sequence: its sampled row, and the keys of a window.
+    """
+
+    step: float
+    weights: float
+    product: float
+    token: float
+    sequence: float
+    key: float
+    pair: float
+
+    @classmethod
+    def of(cls, costs: StepCosts, device: Device, dtype: str) -> StepTimes:
+        """Predicted from a model's costs. Raises ValueError if the peak of the device is not known for `dtype`."""
+        compute = device.ceiling("compute", dtype, measured=False).value
+        memory = device.ceiling("bandwidth", measured=False).value * MEMORY
+        linear, bounded = Cost(), Cost()  # attention of one token, by each key before it and whatever is before it
+        layers = 0
+        for attention, count in costs.attentions:
+            near, far = attention(_NEAR), attention(_FAR)
+            for _ in range(count):
+                linear, bounded = linear + (far - near), bounded + (near + near - far)
+            layers += count
+        experts = sum(read(_MANY) * count for read, _, count in costs.mixtures)
+        return cls(
+            step=layers * LAYER_SECONDS,
+            weights=(costs.weights + experts) / memory,
+            product=costs.token_flops / (compute * PRODUCTS),
+            token=(costs.token_weights + costs.token_traffic) / memory + bounded.flops / (compute * ATTENTION),
+            sequence=costs.row_flops / (compute * PRODUCTS) + bounded.cached / memory,
+            key=linear.cached / _REACH / memory,
+            pair=linear.flops / _REACH / (compute * ATTENTION),
+        )
+
+    def decodes(self, sequences: int, keys: int) -> float:
+        """Seconds of sequences with a token each, beside weights and products."""
+        return (self.token + self.sequence) * sequences + self.key * keys
+
+    def chunk(self, start: int, count: int) -> float:
+        """Seconds of so many tokens of a prompt behind the first `start`, beside weights and products."""
+        pairs = count * (start + (count + 1) / 2)
+        return self.token * count + self.sequence + self.key * (start + count) + self.pair * pairs
+
+    def total(self, tokens: int, others: float) -> float:
+        """Seconds of a step of so many tokens that take `others` beside weights and products."""
+        return self.step + max(self.weights, self.product * tokens) + others
+
+    def longest(self, seconds: float, tokens: int, others: float, start: int) -> int:
+        """Tokens of the longest chunk behind `start` with which a step that has (tokens, others) takes `seconds`."""
+        left = seconds - self.step - others - self.sequence - self.key * start
+        linear = self.token + self.key + self.pair * (start + 0.5)
+        by_weights = _root(self.pair / 2, linear, left - self.weights)
+        by_products = _root(self.pair / 2, linear + self.product, left - self.product * tokens)
+        return int(min(by_weights, by_products))
+
+
+# One token behind so many others that the attention of every layer without a window grows with them alone.
+_REACH = 1 << 40
+_NEAR, _FAR = Workload((1,), (_REACH,)), Workload((1,), (2 * _REACH,))
+_MANY = 1 << 20  # tokens that need every expert
+
+
+def _root(square: float, linear: float, bound: float) -> float:
+    """The x of at least 0 up to which square * x**2 + linear * x stays within a bound; 0 if there is none."""
+    return 2 * bound / (linear + math.sqrt(linear**2 + 4 * square * bound)) if bound > 0 else 0.0

@@ -1,0 +1,40 @@
+"""What the steps of an engine cost and how long they take, from its own graphs."""
+
+from __future__ import annotations
+
+from strata.cache.pool import PoolShape
+from strata.engine.scheduling.step_times import StepTimes
+from strata.engine.step_graphs import StepGraphs
+from strata.graph.cost import meta_indices, meta_pages, step_costs
+from strata.hardware.roofline import Workload
+from strata.hardware.specs import recognize
+from strata.models.batch import Batch
+
+
+def step_times(graphs: StepGraphs, shape: PoolShape, product: str) -> StepTimes | None:
+    """How long steps take on a device by the name that its driver reports; None where its peaks are not known.
+
+    Nothing is computed: the graphs are looked at with shapes alone.
+    """
+    device = recognize(product)
+    if device is None:
+        return None
+    costs = step_costs(graphs.logits, lambda tokens, rows: (_one_token_each(shape, tokens), meta_indices(rows)))
+    dtype = str(shape.dtype).removeprefix("torch.")
+    try:
+        return StepTimes.of(costs, device, dtype)
+    except ValueError:  # no peak is recorded for the dtype
+        return None
+
+
+def _one_token_each(shape: PoolShape, sequences: int) -> Batch:
+    pages = meta_pages(
+        Workload((1,) * sequences, (1,) * sequences),
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+        page_size=shape.page_size,
+    )
+    tokens = meta_indices(sequences)
+    return Batch(tokens, tokens, meta_indices(sequences + 1), 1, pages)

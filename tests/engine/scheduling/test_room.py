@@ -1,0 +1,107 @@
+"""How prompts are divided beside decodes, on a device whose times can be counted by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from strata.cache.pages import PageAllocator
+from strata.cache.prefix import PrefixTree
+from strata.engine.scheduling.config import SchedulerConfig
+from strata.engine.scheduling.room import IN_LINE, LEAST_TOKENS, TARGET_SECONDS, PromptRoom
+from strata.engine.scheduling.scheduler import Scheduler
+from strata.engine.scheduling.step_times import StepTimes
+from tests.engine.scheduling.test_scheduler import request, step
+
+MS = 1e-3
+NOTHING = 1e-18
+# A step takes 4 ms, and 10 us more for each token; so 1600 fit into 20 ms.
+TIMES = StepTimes(4 * MS, NOTHING, NOTHING, 0.01 * MS, NOTHING, NOTHING, NOTHING)
+
+
+def room(decodes: int, in_line: int = 1, times: StepTimes = TIMES) -> PromptRoom:
+    return PromptRoom(times, decodes, keys=0, in_line=in_line)
+
+
+def test_what_fits_is_taken_whole_and_what_does_not_ends_with_a_page() -> None:
+    of = room(decodes=50)
+    assert of.chunk(0, 1000, most=8192, page_size=16) == 1000
+    of.take(0, 1000)
+    assert of.chunk(0, 549, most=8192, page_size=16) == 549
+    assert of.chunk(0, 555, most=8192, page_size=16) == 544  # of 549 to 550
+    assert of.chunk(7, 555, most=8192, page_size=16) == 537
+    assert of.chunk(0, 555, most=100, page_size=16) == 96
+
+
+def test_who_comes_after_a_full_step_gets_nothing() -> None:
+    of = room(decodes=50)
+    of.take(0, 1545)
+    assert of.chunk(0, 100, most=8192, page_size=16) == 0
+
+
+def test_the_first_prompt_gets_on_however_long_decodes_take() -> None:
+    slow = StepTimes(1.0, NOTHING, NOTHING, 1.0, NOTHING, 1.0, 1.0)
+    of = room(decodes=50, times=slow)
+    assert of.chunk(100_000, 5000, most=8192, page_size=16) == LEAST_TOKENS
+    assert of.chunk(100_000, 5000, most=5, page_size=16) == 5
+    of.take(0, LEAST_TOKENS - 20)
+    assert of.chunk(0, 5000, most=8192, page_size=16) == 16
+    of.take(0, 20)
+    assert of.chunk(0, 5000, most=8192, page_size=16) == 0
+
+
+def test_decodes_that_take_long_themselves_are_slowed_down_by_half() -> None:
+    slow = StepTimes(30 * MS, NOTHING, NOTHING, 0.01 * MS, NOTHING, NOTHING, NOTHING)
+    assert room(decodes=200, times=slow).chunk(0, 10_000, most=10_000, page_size=1) == pytest.approx(3200, abs=1)
+
+
+def test_many_in_line_get_more_of_the_time() -> None:
+    chunks = [room(50, in_line).chunk(0, 100_000, most=100_000, page_size=1) for in_line in (1, IN_LINE, 3 * IN_LINE)]
+    assert chunks[0] == chunks[1] == pytest.approx(1550, abs=1)
+    assert chunks[2] == pytest.approx((3 * TARGET_SECONDS - 4 * MS) / (0.01 * MS) - 50, abs=1)
+
+
+def scheduler(times: StepTimes | None, **options: Any) -> Scheduler:
+    pages = PageAllocator(4000, 16)
+    return Scheduler(SchedulerConfig(64, 8192, 30_000, times=times, **options), pages, PrefixTree(pages))
+
+
+def counts(of: Scheduler) -> list[int]:
+    plan = step(of)
+    assert plan is not None
+    return [chunk.count for chunk in plan.chunks]
+
+
+def test_without_decodes_a_step_is_filled_and_beside_them_it_is_kept_short() -> None:
+    of = scheduler(TIMES)
+    of.add(request("a", 10_000, max_tokens=100))
+    assert counts(of) == [8192]
+    assert counts(of) == [10_000 - 8192]
+    of.add(request("b", 3000, arrival=1.0, max_tokens=100))
+    of.add(request("c", 50, arrival=2.0, max_tokens=100))
+    assert counts(of) == [1, 1584]  # 99 pages; the next prompt waits behind the one that was divided
+    assert counts(of) == [1, 1416, 50]
+    assert counts(of) == [1, 1, 1]
+
+
+def test_a_device_that_is_not_known_divides_by_tokens_alone() -> None:
+    of = scheduler(None)
+    of.add(request("a", 10, max_tokens=100))
+    step(of)
+    of.add(request("b", 10_000, arrival=1.0, max_tokens=100))
+    assert counts(of) == [1, 8191]
+
+
+def test_a_prompt_goes_before_one_that_waits_for_a_step_only_if_it_fits_in_time() -> None:
+    for length, admitted in ((500, True), (1500, False)):
+        of = scheduler(TIMES)
+        of.add(request("a", 10, max_tokens=100))
+        step(of)
+        common = list(range(50_000, 50_160))
+        of.add(request("b", [*common, 1], arrival=1.0, max_tokens=9))
+        of.add(request("c", [*common, 2], arrival=2.0, max_tokens=9))
+        of.add(request("d", length, arrival=3.0, max_tokens=9))
+        assert counts(of) == ([1, 161, length] if admitted else [1, 161])
+        assert counts(of)[:3] == [1, 1, 1]  # the third finds the prefix of the second
+        of.check()

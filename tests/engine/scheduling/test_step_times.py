@@ -1,0 +1,113 @@
+"""What steps are predicted to take: by hand, against what was measured, and the chunk that follows from it."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strata.bench.costing import find_config, meta_model
+from strata.cache.pool import PoolShape
+from strata.engine.scheduling.step_times import StepTimes
+from strata.engine.step_cost import step_times
+from strata.graph.cost import StepCosts
+from strata.hardware.roofline import Cost, Workload
+from strata.hardware.specs import device
+
+MS = 1e-3
+BY_HAND = StepTimes(step=1, weights=10, product=0.5, token=0.25, sequence=2, key=0.125, pair=0.0625)
+
+
+def test_a_step_takes_what_counting_gives() -> None:
+    decodes = BY_HAND.decodes(sequences=3, keys=40)
+    assert decodes == 3 * 0.25 + 3 * 2 + 40 * 0.125 == 11.75
+    # Queries at 6, 7, 8 and 9 see 7, 8, 9 and 10 keys: 34 pairs.
+    chunk = BY_HAND.chunk(start=6, count=4)
+    assert chunk == 4 * 0.25 + 2 + 10 * 0.125 + 34 * 0.0625 == 6.375
+    assert BY_HAND.total(3 + 4, decodes + chunk) == 1 + 10 + 11.75 + 6.375
+    assert BY_HAND.total(30, 0) == 1 + 30 * 0.5, "products take longer than reading the weights"
+
+
+@given(
+    times=st.builds(StepTimes, *[st.floats(1e-9, 1e-2)] * 7),
+    seconds=st.floats(0, 0.1),
+    decodes=st.integers(0, 300),
+    keys=st.integers(0, 200_000),
+    start=st.integers(0, 100_000),
+)
+def test_the_longest_chunk_takes_the_time_and_one_more_token_would_not(
+    times: StepTimes, seconds: float, decodes: int, keys: int, start: int
+) -> None:
+    others = times.decodes(decodes, keys)
+    count = times.longest(seconds, decodes, others, start)
+
+    def total(count: int) -> float:
+        return times.total(decodes + count, others + times.chunk(start, count))
+
+    assert count == 0 or total(count) <= seconds * (1 + 1e-9)
+    assert total(count + 1) >= seconds * (1 - 1e-9)
+
+
+def attention(window: int | None, workload: Workload) -> Cost:
+    """Of tokens one by one: 8 FLOPs for a pair, 2 bytes for a key."""
+    seen = sum(total if window is None else min(total, window) for total in workload.total)
+    return Cost(flops=8 * seen, read=2 * seen, cached=2 * seen)
+
+
+def test_the_coefficients_follow_from_costs_and_peaks() -> None:
+    mixtures = ((lambda tokens: min(tokens, 64) * 1000, False, 5),)
+    attentions = ((partial(attention, None), 3), (partial(attention, 512), 2))
+    costs = StepCosts(7_000_000, 9_000_000, 100, 2000, 1_000_000, attentions, mixtures)
+    times = StepTimes.of(costs, device("h100"), "bfloat16")
+    products, pairs, memory = 0.71 * 989.4e12, 0.42 * 989.4e12, 0.75 * 3.35e12
+    assert times == StepTimes(
+        step=pytest.approx(5 * 35e-6),
+        weights=pytest.approx((1_000_000 + 64_000 * 5) / memory),
+        product=pytest.approx(7_000_000 / products),
+        token=pytest.approx(2100 / memory + 2 * 8 * 512 / pairs),
+        sequence=pytest.approx(9_000_000 / products + 2 * 2 * 512 / memory),
+        key=pytest.approx(3 * 2 / memory),
+        pair=pytest.approx(3 * 8 / pairs),
+    )
+
+
+@cache
+def of(name: str) -> StepTimes:
+    return StepTimes.of(meta_model(find_config(name), device("h200")).step_costs(), device("h200"), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "measured"),
+    [
+        ("8B", {(128,): 6.9, (512,): 14.3, (512,) * 4: 48.5}),
+        ("0.6B", {(128,): 2.0, (512,): 3.2, (512,) * 4: 6.0}),
+    ],
+)
+def test_predictions_are_within_a_fifth_of_what_kernels_took_on_an_h200(
+    name: str, measured: dict[tuple[int, ...], float]
+) -> None:
+    """Milliseconds of the kernels of steps with 32 decodes at 576 tokens beside prompts."""
+    times = of(name)
+    for prompts, took in measured.items():
+        others = times.decodes(32, 32 * 576) + sum(times.chunk(0, prompt) for prompt in prompts)
+        assert times.total(32 + sum(prompts), others) / MS == pytest.approx(took, rel=0.2)
+
+
+def test_attention_to_a_long_prefix_makes_chunks_short() -> None:
+    times = of("0.6B")
+    assert times.chunk(12_288, 4096) > 20 * MS
+    chunks = [times.longest(20 * MS, 50, times.decodes(50, 50 * 576), start) for start in (0, 4096, 16_384, 65_536)]
+    assert chunks == sorted(chunks, reverse=True)
+    assert chunks[0] > 4096 > chunks[2] > 1024 > chunks[3] > 256
+
+
+def test_an_engine_predicts_by_its_own_graphs_where_the_device_is_known() -> None:
+    model = meta_model(find_config("0.6B"), device("h200"))
+    shape = PoolShape(28, 16, 8, 128, torch.bfloat16)
+    assert step_times(model.graphs, shape, "NVIDIA H200") == of("0.6B")
+    assert step_times(model.graphs, shape, "NVIDIA T1000") is None
+    doubles = PoolShape(28, 16, 8, 128, torch.float64)
+    assert step_times(model.graphs, doubles, "NVIDIA H200") is None

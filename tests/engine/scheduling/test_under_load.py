@@ -1,0 +1,108 @@
+"""Loads on a device as fast as an H200 was measured to be: prompts divided by time, and divided by tokens alone."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from statistics import mean, median, quantiles
+
+import pytest
+
+from strata.bench.workloads import offline
+from strata.cache.pages import PageAllocator
+from strata.engine.plan import StepPlan
+from strata.engine.request import Request
+from strata.engine.sampling_params import SamplingParams
+from strata.engine.scheduling.config import SchedulerConfig
+from strata.engine.scheduling.scheduler import Scheduler
+from tests.engine.scheduling.test_step_times import of
+from tests.engine.simulated import SimulatedRunner, Simulation, Unchecked, drive
+
+MS = 1e-3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the kernels of steps took, in ms by their tokens, without reading keys (seconds each) and without attention
+    of prompts (seconds for a pair); beyond the last step in proportion."""
+
+    steps: tuple[tuple[int, float], ...]
+    key: float
+    pair: float
+
+    def seconds(self, plan: StepPlan) -> float:
+        place = bisect_right(self.steps, (plan.tokens, 0.0), hi=len(self.steps) - 1)
+        (few, short), (many, long) = self.steps[place - 1 : place + 1]
+        took = MS * (short + (long - short) * (plan.tokens - few) / (many - few))
+        for chunk in plan.chunks:
+            took += self.key * (chunk.start + chunk.count)
+            if chunk.count > 1:
+                took += self.pair * chunk.count * (chunk.start + chunk.count / 2)
+        return took
+
+
+H200 = {
+    "0.6B": Measured(((0, 0.9), (160, 1.4), (544, 2.5), (2080, 5.1), (8192, 16.0)), 32e-9, 0.5e-9),
+    "8B": Measured(((0, 5.5), (160, 6.1), (544, 13.4), (2080, 47.0), (8192, 178.0)), 37e-9, 1.2e-9),
+}
+
+
+def run(name: str, requests: list[Request], by_time: bool) -> Simulation:
+    times = of(name) if by_time else None
+    scheduler = Scheduler(SchedulerConfig(256, 8192, 20_000, times=times), PageAllocator(60_000, 16), None)
+    return drive(scheduler, SimulatedRunner(Unchecked(), H200[name].seconds), requests, run_ahead=True)
+
+
+def request(name: str, prompt: int, outputs: int, arrival: float = 0.0) -> Request:
+    params = SamplingParams(max_tokens=outputs, ignore_eos=True, detokenize=False)
+    return Request(name, tuple(range(prompt)), params, arrival=arrival)
+
+
+def poisson(rate: float, seconds: float) -> list[Request]:
+    """Prompts of 512 tokens, answers of 128."""
+    source = random.Random(0)
+    arrivals = accumulate(source.expovariate(rate) for _ in range(round(rate * seconds)))
+    return [request(str(number), 512, 128, arrival) for number, arrival in enumerate(arrivals)]
+
+
+def longest_gap(found: Simulation, since: float) -> float:
+    return max(after - before for times in found.times.values() for before, after in pairwise(times) if before >= since)
+
+
+def waits(found: Simulation) -> list[float]:
+    """Seconds from arrival to the first token."""
+    return [found.first[sample.request.id] - sample.request.arrival for sample in found.samples]
+
+
+@pytest.mark.parametrize("name", H200)
+def test_a_long_prompt_does_not_hold_up_those_who_decode(name: str) -> None:
+    streams = [request(str(number), 512, 1000) for number in range(50)]
+    requests = [*streams, request("long", 16_384, 8, arrival=1.0)]
+    assert longest_gap(run(name, requests, by_time=True), since=1.0) < 25 * MS
+    assert longest_gap(run(name, requests, by_time=False), since=1.0) > 60 * MS
+
+
+def test_a_long_prompt_does_not_hold_up_streams_that_come_and_go() -> None:
+    requests = [*poisson(50, seconds=4), request("a", 16_384, 8, arrival=1.0), request("b", 16_384, 8, arrival=2.5)]
+    assert longest_gap(run("0.6B", requests, by_time=True), since=0) < 25 * MS
+    assert longest_gap(run("0.6B", requests, by_time=False), since=0) > 60 * MS
+
+
+@pytest.mark.parametrize("name", H200)
+def test_a_batch_takes_no_longer(name: str) -> None:
+    test = offline()
+    lengths = zip(test.prompt_lengths, test.outputs, strict=True)
+    requests = [request(str(number), *both) for number, both in enumerate(lengths)]
+    by_time, by_tokens = (max(run(name, requests, by_time).last.values()) for by_time in (True, False))
+    assert by_time < 1.01 * by_tokens
+
+
+@pytest.mark.parametrize(("name", "rate"), [("0.6B", 110), ("8B", 30)])
+def test_prompts_wait_no_longer_for_their_first_token(name: str, rate: float) -> None:
+    requests = poisson(rate, seconds=5)
+    by_time, by_tokens = (waits(run(name, requests, by_time)) for by_time in (True, False))
+    assert mean(by_time) < 1.05 * mean(by_tokens)
+    assert median(by_time) < 1.05 * median(by_tokens)
+    assert quantiles(by_time, n=20)[-1] < 1.15 * quantiles(by_tokens, n=20)[-1]
