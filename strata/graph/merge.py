@@ -15,6 +15,7 @@ from operator import getitem
 import torch
 from torch import Tensor, fx, nn
 
+from strata.kernels.fused import storage_of
 from strata.kernels.linear.linear import linear
 
 
@@ -68,7 +69,7 @@ def _aliased(graph: fx.GraphModule) -> set[str]:
     """Names of parameters that begin at the same place of the same storage as another (tied through views)."""
     names: dict[tuple[int, int], list[str]] = defaultdict(list)
     for name, parameter in graph.named_parameters():
-        names[_storage(parameter), int(parameter.storage_offset())].append(name)
+        names[storage_of(parameter), int(parameter.storage_offset())].append(name)
     return {name for same in names.values() if len(same) > 1 for name in same}
 
 
@@ -112,7 +113,7 @@ def _join(parameters: Sequence[nn.Parameter]) -> Tensor:
     first = parameters[0]
     rows = sum(parameter.shape[0] for parameter in parameters)
     if all(
-        _storage(after) == _storage(before) and after.storage_offset() == before.storage_offset() + before.numel()
+        storage_of(after) == storage_of(before) and after.storage_offset() == before.storage_offset() + before.numel()
         for before, after in pairwise(parameters)
     ):
         return first.data.as_strided((rows, *first.shape[1:]), first.stride())
@@ -131,10 +132,5 @@ def _same(existing: object, whole: Tensor) -> bool:
     return (
         isinstance(existing, Tensor)
         and existing.shape == whole.shape
-        and (_storage(existing), existing.storage_offset()) == (_storage(whole), whole.storage_offset())
+        and (storage_of(existing), existing.storage_offset()) == (storage_of(whole), whole.storage_offset())
     )
-
-
-def _storage(tensor: Tensor) -> int:
-    """Which storage a tensor views; unlike `data_ptr` it also tells tensors on the meta device apart."""
-    return int(tensor.untyped_storage()._cdata)

@@ -59,16 +59,16 @@ class _Costs:
 
     def __call__(self, part: Operation, *args: Any) -> Any:
         given = [argument for argument in args if isinstance(argument, Tensor)]
-        read = sum(argument.nbytes for argument in given if _storage(argument) in self._made)
+        read = sum(argument.nbytes for argument in given if storage_of(argument) in self._made)
         self._total += part.cost(*args, workload=self._workload) - Cost(read=read)
         results = part.meta(*args)
-        known = {_storage(argument) for argument in given}
-        self._made |= {_storage(one): one for one in _tensors(results) if _storage(one) not in known}
+        known = {storage_of(argument) for argument in given}
+        self._made |= {storage_of(one): one for one in _tensors(results) if storage_of(one) not in known}
         return results
 
     def without_intermediates(self, results: Any) -> Cost:
         """The cost when only `results` are written."""
-        wanted = {_storage(one) for one in _tensors(results)}
+        wanted = {storage_of(one) for one in _tensors(results)}
         unwritten = sum(one.nbytes for storage, one in self._made.items() if storage not in wanted)
         return self._total - Cost(written=unwritten)
 
@@ -77,5 +77,6 @@ def _tensors(results: Any) -> tuple[Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """Which storage a tensor views; unlike `data_ptr` it also tells tensors on the meta device apart."""
     return int(tensor.untyped_storage()._cdata)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import Axis
-from strata.kernels.loss.loss import IGNORED, linear_cross_entropy, row_chunks
+from strata.kernels.loss.loss import IGNORED, linear_cross_entropy, logit_gradients, row_chunks
 from strata.parallel.families import span
 
 
@@ -58,17 +58,5 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, columns, own, counted, normalizers = ctx.saved_tensors
-        scale = grads[0] * counted
-        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Sums over chunks are kept wide: the weight's gradient is a sum over all tokens.
-        of_weight = torch.zeros_like(weight, dtype=normalizers.dtype) if ctx.needs_input_grad[1] else None
-        for rows in row_chunks(columns.numel(), weight.shape[0]):
-            # The gradient of the logits: softmax less one at the target, times the gradient of the token's loss.
-            slope = F.linear(hidden[rows], weight).to(normalizers.dtype).sub_(normalizers[rows, None]).exp_()
-            slope.scatter_add_(1, columns[rows, None], -own[rows, None].to(slope.dtype))
-            narrow = slope.mul_(scale[rows, None]).to(hidden.dtype)
-            if of_hidden is not None:
-                torch.mm(narrow, weight, out=of_hidden[rows])
-            if of_weight is not None:
-                of_weight += narrow.t() @ hidden[rows]
-        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None
+        gradients = logit_gradients(ctx, hidden, weight, columns, own, normalizers, grads[0] * counted)
+        return *gradients, None, None, None

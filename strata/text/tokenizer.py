@@ -188,21 +188,6 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
-    def chat(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
-        """Messages ({"role": ..., "content": ...}) as the text that the model's chat template makes of them.
-
-        add_generation_prompt: end with what opens the assistant's answer.
-        continue_final_message: leave the last message open instead, to be written on.
-        tools: JSON schemas of the functions that the model may call.
-        """
-        return self.chat_text(messages, add_generation_prompt, continue_final_message, tools).text
-
     def chat_text(
         self,
         messages: Sequence[Message],
@@ -210,7 +195,13 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> ChatText:
-        """The same, for `encode`: with the places where messages spell special tokens."""
+        """Messages ({"role": ..., "content": ...}) as the text that the model's chat template makes of them, with the
+        places where they spell special tokens, for `encode`.
+
+        add_generation_prompt: end with what opens the assistant's answer.
+        continue_final_message: leave the last message open instead, to be written on.
+        tools: JSON schemas of the functions that the model may call.
+        """
         return self._renderer.render(self.rendering(messages, add_generation_prompt, continue_final_message, tools))
 
     def rendering(
@@ -222,7 +213,7 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         parse_special_tokens: bool = False,
     ) -> Rendering:
-        """What `chat` has rendered, for a renderer of one's own.
+        """What `chat_text` has rendered, for a renderer of one's own.
 
         variables: for the template, besides. parse_special_tokens: special tokens that messages spell are that;
             otherwise they are text.
@@ -245,8 +236,8 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Token ids of `chat`. Nothing is added: the template writes the special tokens itself. What messages spell of
-        them is text.
+        """Token ids of `chat_text`. Nothing is added: the template writes the special tokens itself. What messages
+        spell of them is text.
         """
         text = self.chat_text(messages, add_generation_prompt, continue_final_message, tools)
         return self.encode(text, add_special_tokens=False)

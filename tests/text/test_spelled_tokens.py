@@ -71,7 +71,7 @@ def test_contents_become_no_special_tokens(content: str) -> None:
         shape = tokenizer.encode_chat([{"role": "user", "content": "."}])
         ids = tokenizer.encode_chat([{"role": "user", "content": content}])
         assert specials(tokenizer, ids) == specials(tokenizer, shape) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
-        text = tokenizer.chat([{"role": "user", "content": content}])
+        text = tokenizer.chat_text([{"role": "user", "content": content}]).text
         assert text == f"<|im_start|>user\n{content.strip()}<|im_end|><|im_start|>assistant"
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
 

@@ -182,10 +182,10 @@ def test_tokenizer_that_transformers_saved(tmp_path):
     with Tokenizer.load(tmp_path) as ours:
         for text in TEXTS:
             assert ours.encode(text) == saved(text).input_ids
-        assert ours.chat(CHAT) == saved.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+        assert ours.chat_text(CHAT).text == saved.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
         wanted = saved.apply_chat_template(CHAT, add_generation_prompt=True).input_ids
         # transformers makes tokens of what messages spell of them, as `encode` does of any text.
-        assert ours.encode(ours.chat(CHAT), add_special_tokens=False) == wanted
+        assert ours.encode(ours.chat_text(CHAT).text, add_special_tokens=False) == wanted
         honest = [{**message, "content": message["content"].replace("<s>", "")} for message in CHAT]
         wanted = saved.apply_chat_template(honest, add_generation_prompt=True).input_ids
         assert ours.encode_chat(honest) == wanted
@@ -202,28 +202,30 @@ def test_places_of_a_chat_template_in_order(tmp_path):
         theirs = AutoTokenizer.from_pretrained(tmp_path)
         with Tokenizer.load(tmp_path) as ours:
             assert ours.has_chat_template
-            assert ours.chat(CHAT) == theirs.apply_chat_template(CHAT, tokenize=False) == expected
-            assert ours.chat(CHAT, tools=[tool]) == theirs.apply_chat_template(CHAT, tokenize=False, tools=[tool])
+            assert ours.chat_text(CHAT).text == theirs.apply_chat_template(CHAT, tokenize=False) == expected
+            assert ours.chat_text(CHAT, tools=[tool]).text == theirs.apply_chat_template(
+                CHAT, tokenize=False, tools=[tool]
+            )
 
 
 def test_a_template_that_is_given_replaces_those_of_the_folder(tmp_path):
     write(tmp_path, byte_level(), {**NAMED, "chat_template": [{"name": "tool_use", "template": "the folder's"}]})
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     with Tokenizer.load(tmp_path, chat_template="given {{ messages[0].role }}") as ours:
-        assert ours.chat(CHAT) == ours.chat(CHAT, tools=[tool]) == f"given {CHAT[0]['role']}"
+        assert ours.chat_text(CHAT).text == ours.chat_text(CHAT, tools=[tool]).text == f"given {CHAT[0]['role']}"
 
 
 def test_missing_chat_template_says_what_to_do(tmp_path):
     tokenizer = Tokenizer.load(write(tmp_path, byte_level()))
     assert not tokenizer.has_chat_template
     with pytest.raises(ValueError, match=r"no chat template.*chat_template\.jinja"):
-        tokenizer.chat(CHAT)
+        tokenizer.chat_text(CHAT)
 
 
 def test_chat_template_list_without_default_names_what_there_is(tmp_path):
     folder = write(tmp_path, byte_level(), {"chat_template": [{"name": "rag", "template": "x"}]})
     with pytest.raises(ValueError, match=r"'default'.*rag"):
-        Tokenizer.load(folder).chat(CHAT)
+        Tokenizer.load(folder).chat_text(CHAT)
 
 
 def test_missing_and_corrupt_files_are_named(tmp_path):

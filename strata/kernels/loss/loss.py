@@ -60,21 +60,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight, targets, counted, normalizers = ctx.saved_tensors
-        scale = grads[0] * counted
-        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Sums over chunks are kept wide: the weight's gradient is a sum over all tokens.
-        of_weight = torch.zeros_like(weight, dtype=normalizers.dtype) if ctx.needs_input_grad[1] else None
-        for rows in row_chunks(targets.numel(), weight.shape[0]):
-            # The gradient of the logits: softmax less one at the target, times the gradient of the token's loss.
-            slope = F.linear(hidden[rows], weight).to(normalizers.dtype).sub_(normalizers[rows, None]).exp_()
-            at_target = targets[rows, None]
-            slope.scatter_add_(1, at_target, slope.new_full((1, 1), -1).expand(at_target.shape))
-            narrow = slope.mul_(scale[rows, None]).to(hidden.dtype)
-            if of_hidden is not None:
-                torch.mm(narrow, weight, out=of_hidden[rows])
-            if of_weight is not None:
-                of_weight += narrow.t() @ hidden[rows]
-        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None
+        return *logit_gradients(ctx, hidden, weight, targets, counted, normalizers, grads[0] * counted), None
+
+
+def logit_gradients(
+    ctx: Any, hidden: Tensor, weight: Tensor, columns: Tensor, own: Tensor, normalizers: Tensor, scale: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of `hidden` and `weight`, each if `ctx` needs it, from logits that are computed once more.
+
+    columns [tokens] int64: the logit of each token's target, if that is one of these (own [tokens] bool). normalizers
+    [tokens]: the log of the sum of the exponentials of a token's logits. scale [tokens]: the gradient of its loss.
+    """
+    of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+    # Sums over chunks are kept wide: the weight's gradient is a sum over all tokens.
+    of_weight = torch.zeros_like(weight, dtype=normalizers.dtype) if ctx.needs_input_grad[1] else None
+    for rows in row_chunks(columns.numel(), weight.shape[0]):
+        # The gradient of the logits: softmax less one at the target, times the gradient of the token's loss.
+        slope = F.linear(hidden[rows], weight).to(normalizers.dtype).sub_(normalizers[rows, None]).exp_()
+        slope.scatter_add_(1, columns[rows, None], -own[rows, None].to(slope.dtype))
+        narrow = slope.mul_(scale[rows, None]).to(hidden.dtype)
+        if of_hidden is not None:
+            torch.mm(narrow, weight, out=of_hidden[rows])
+        if of_weight is not None:
+            of_weight += narrow.t() @ hidden[rows]
+    return of_hidden, None if of_weight is None else of_weight.to(weight.dtype)
 
 
 for _device in ("cpu", "cuda"):

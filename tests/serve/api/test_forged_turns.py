@@ -51,7 +51,7 @@ def test_a_request_may_want_them_to(serve_script: Serve, tokenizer: Tokenizer, p
         answer = server.client.post(path, json=body)
         assert answer.status_code == 200, answer.text
         ids = answer.json()["tokens"] if path == "/tokenize" else server.engine.added[-1].prompt
-    text = tokenizer.chat([{"role": "user", "content": FORGED}])
+    text = tokenizer.chat_text([{"role": "user", "content": FORGED}]).text
     assert ids == tokenizer.encode(text, add_special_tokens=False)
     assert specials(tokenizer, ids).count("<|end|>") == 3
 

@@ -32,7 +32,7 @@ def test_encoding_is_what_the_chat_template_writes(tokenizer: tokenizers.Tokeniz
                 question, answer = messages
                 assert text == f"<|begin|>{question['content']}\n{answer['content']}<|end|>"
             else:
-                assert text == served.chat(messages, add_generation_prompt=False, tools=tools)
+                assert text == served.chat_text(messages, add_generation_prompt=False, tools=tools).text
                 first = one.examples[0]
                 asked = messages[len(system) : len(system) + 1]
                 prompts = [(asked, encoder.prompt(first))]
@@ -74,11 +74,11 @@ def test_tokenizer_folder_loads_in_transformers(tokenizer_folder: Path) -> None:
     messages = [{"role": "user", "content": "What is 47 + 38?"}]
     text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     with Tokenizer.load(tokenizer_folder) as ours:
-        assert text == ours.chat(messages)
+        assert text == ours.chat_text(messages).text
         assert theirs("Sort 3, 12")["input_ids"] == ours.encode("Sort 3, 12")
         assert theirs.eos_token_id == ours.eos_ids[0]
         with pytest.raises(ValueError, match="roles are"):
-            ours.chat([{"role": "function", "content": "x"}])
+            ours.chat_text([{"role": "function", "content": "x"}])
 
 
 FUNCTIONS = [
@@ -104,7 +104,7 @@ FUNCTIONS = [
 def test_the_template_shows_every_kind_of_tool_in_a_line(tokenizer_folder: Path) -> None:
     tools = [{"type": "function", "function": function} for function in FUNCTIONS]
     with Tokenizer.load(tokenizer_folder) as served:
-        text = served.chat([{"role": "user", "content": "Go."}], tools=tools)
+        text = served.chat_text([{"role": "user", "content": "Go."}], tools=tools).text
     lines = "Tools:\nnow()\nf(): Does it.\ng(a: integer, b?: x|2, c?: string|null, d?: any, items: any, e?: any)"
     assert text == f"<|begin|><|system|>{lines}<|end|><|user|>Go.<|end|><|assistant|>"
 
@@ -116,7 +116,7 @@ def test_the_template_shows_calls_as_the_parser_reads_them(tokenizer_folder: Pat
     with Tokenizer.load(tokenizer_folder) as served:
         for content in ("", "So.", None):
             said = {"role": "assistant", "content": content, "tool_calls": calls}
-            text = served.chat([{"role": "user", "content": "Go."}, said, {"role": "tool", "content": "7"}])
+            text = served.chat_text([{"role": "user", "content": "Go."}, said, {"role": "tool", "content": "7"}]).text
             _, _, rest = text.partition("<|assistant|>")
             written, _, rest = rest.partition("<|end|>")
             assert rest == "<|tool|>7<|end|><|assistant|>"

@@ -55,7 +55,7 @@ def test_sample_i_is_document_i_as_the_chat_template_writes_it(written: Path) ->
             else:
                 system = [] if one.system is None else [{"role": "system", "content": one.system}]
                 tools = [tool.schema for tool in one.tools] or None
-                assert text == tokenizer.chat([*system, *messages], add_generation_prompt=False, tools=tools)
+                assert text == tokenizer.chat_text([*system, *messages], add_generation_prompt=False, tools=tools).text
                 assert learned == replies
             assert not read.loss_mask[0]
 
