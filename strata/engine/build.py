@@ -186,6 +186,7 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     dtype = weights.resolve_dtype(asked.dtype, config, device)
     pool_shape = PoolShape(config.num_layers, asked.page_size, config.num_kv_heads, config.head_dim, dtype)
     recorded = recorded_sizes(asked.max_num_seqs, max_tokens) if fast else []
+    recorded_tokens = max((size.tokens for size in recorded), default=0)
     ledger = plan_memory(
         config,
         pool_shape,
@@ -198,7 +199,7 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         num_pages=asked.num_pages,
         dtype=dtype,
         graph_rows=max((size.draws for size in recorded), default=0),
-        graph_tokens=max((size.tokens for size in recorded), default=0),
+        graph_tokens=recorded_tokens,
         scratch=max(
             (_scratch_bytes(asked, config, dtype, rows, max_length) for rows in {size.sequences for size in recorded}),
             default=0,
@@ -210,7 +211,9 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         model, _ = weights.load(asked.model, device, dtype, asked.load_format, max_length, asked.seed or 0)
     with clock.phase("graph"):
         graphs = step_graphs(model, implementations_for(device), asked.deterministic)
-        times = step_times(graphs, pool_shape, torch.cuda.get_device_name(device)) if fast else None
+        times = None
+        if fast:
+            times = step_times(graphs, pool_shape, torch.cuda.get_device_name(device), recorded_tokens)
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool = KVPool(pool_shape, ledger.pages, device)
     windows, mask_ids = frozenset(config.windows), vocabulary(tokenizer, config.vocab_size)

@@ -11,8 +11,10 @@ from strata.hardware.specs import recognize
 from strata.models.batch import Batch
 
 
-def step_times(graphs: StepGraphs, shape: PoolShape, product: str) -> StepTimes | None:
+def step_times(graphs: StepGraphs, shape: PoolShape, product: str, recorded: int) -> StepTimes | None:
     """How long steps take on a device by the name that its driver reports; None where its peaks are not known.
+
+    recorded: tokens of the largest step that a CUDA graph holds.
 
     Nothing is computed: the graphs are looked at with shapes alone.
     """
@@ -22,7 +24,7 @@ def step_times(graphs: StepGraphs, shape: PoolShape, product: str) -> StepTimes 
     costs = step_costs(graphs.logits, lambda tokens, rows: (_one_token_each(shape, tokens), meta_indices(rows)))
     dtype = str(shape.dtype).removeprefix("torch.")
     try:
-        return StepTimes.of(costs, device, dtype)
+        return StepTimes.of(costs, device, dtype, recorded)
     except ValueError:  # no peak is recorded for the dtype
         return None
 

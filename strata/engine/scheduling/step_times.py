@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 # of 4.8 TB/s. A layer takes longer than that by so much, because its eight kernels begin and end.
 PRODUCTS, ATTENTION, MEMORY = 0.71, 0.42, 0.75
 LAYER_SECONDS = 35e-6
+# What the host takes to launch a layer of a step that no CUDA graph holds: 15 to 35 ms for 28 layers beside an H200.
+LAUNCH_SECONDS = 1e-3
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,14 @@ class StepTimes:
 
         step + max(weights, product * tokens) + token * tokens + sequence * sequences + key * keys + pair * pairs
 
+    or `launch`, if that is longer and there are more than `recorded` tokens.
+
     keys: tokens of the sequences once the step has run, whose keys and values it reads. pairs: of queries and keys, of
-    prompts alone, since decoding takes the time to read the keys. All coefficients are positive.
+    prompts alone, since decoding takes the time to read the keys. All of these seven are positive.
 
     step: whatever runs. weights: to read them once. product: of one token with all weights. token: its activations'
     ways through memory, and attention in layers with a window. sequence: its sampled row, and the keys of a window.
+    recorded: tokens of the largest step that is replayed. launch: of larger ones, by the host, beside the device.
     """
 
     step: float
@@ -38,9 +43,11 @@ class StepTimes:
     sequence: float
     key: float
     pair: float
+    recorded: int = 0
+    launch: float = 0.0
 
     @classmethod
-    def of(cls, costs: StepCosts, device: Device, dtype: str) -> StepTimes:
+    def of(cls, costs: StepCosts, device: Device, dtype: str, recorded: int = 0) -> StepTimes:
         """Predicted from a model's costs. Raises ValueError if the peak of the device is not known for `dtype`."""
         compute = device.ceiling("compute", dtype, measured=False).value
         memory = device.ceiling("bandwidth", measured=False).value * MEMORY
@@ -60,6 +67,8 @@ class StepTimes:
             sequence=costs.row_flops / (compute * PRODUCTS) + bounded.cached / memory,
             key=linear.cached / _REACH / memory,
             pair=linear.flops / _REACH / (compute * ATTENTION),
+            recorded=recorded,
+            launch=layers * LAUNCH_SECONDS,
         )
 
     def decodes(self, sequences: int, keys: int) -> float:
@@ -73,7 +82,8 @@ class StepTimes:
 
     def total(self, tokens: int, others: float) -> float:
         """Seconds of a step of so many tokens that take `others` beside weights and products."""
-        return self.step + max(self.weights, self.product * tokens) + others
+        on_device = self.step + max(self.weights, self.product * tokens) + others
+        return on_device if tokens <= self.recorded else max(on_device, self.launch)
 
     def longest(self, seconds: float, tokens: int, others: float, start: int) -> int:
         """Tokens of the longest chunk behind `start` with which a step that has (tokens, others) takes `seconds`."""
@@ -81,7 +91,8 @@ class StepTimes:
         linear = self.token + self.key + self.pair * (start + 0.5)
         by_weights = _root(self.pair / 2, linear, left - self.weights)
         by_products = _root(self.pair / 2, linear + self.product, left - self.product * tokens)
-        return int(min(by_weights, by_products))
+        longest = int(min(by_weights, by_products))
+        return longest if seconds >= self.launch else min(longest, max(0, self.recorded - tokens))
 
 
 # One token behind so many others that the attention of every layer without a window grows with them alone.

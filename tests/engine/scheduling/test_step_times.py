@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from strata.bench.costing import find_config, meta_model
 from strata.cache.pool import PoolShape
+from strata.engine.recorded_steps import MAX_MIXED_TOKENS
 from strata.engine.scheduling.step_times import StepTimes
 from strata.engine.step_cost import step_times
 from strata.graph.cost import StepCosts
@@ -29,10 +31,20 @@ def test_a_step_takes_what_counting_gives() -> None:
     assert chunk == 4 * 0.25 + 2 + 10 * 0.125 + 34 * 0.0625 == 6.375
     assert BY_HAND.total(3 + 4, decodes + chunk) == 1 + 10 + 11.75 + 6.375
     assert BY_HAND.total(30, 0) == 1 + 30 * 0.5, "products take longer than reading the weights"
+    launched = replace(BY_HAND, recorded=30, launch=18)
+    assert [launched.total(tokens, 0) for tokens in (30, 31, 40)] == [16, 18, 21]
+
+
+def test_a_step_that_is_launched_by_the_host_has_to_be_allowed_its_time() -> None:
+    times = replace(BY_HAND, recorded=1000, launch=50_000)
+    assert BY_HAND.longest(49_999, 100, 0, start=0) > 900
+    assert times.longest(49_999, 100, 0, start=0) == 900
+    assert times.longest(49_999, 1200, 0, start=0) == 0
+    assert times.longest(50_000, 100, 0, start=0) == BY_HAND.longest(50_000, 100, 0, start=0)
 
 
 @given(
-    times=st.builds(StepTimes, *[st.floats(1e-9, 1e-2)] * 7),
+    times=st.builds(StepTimes, *[st.floats(1e-9, 1e-2)] * 7, st.integers(0, 10_000), st.sampled_from([0, 0.05])),
     seconds=st.floats(0, 0.1),
     decodes=st.integers(0, 300),
     keys=st.integers(0, 200_000),
@@ -61,7 +73,7 @@ def test_the_coefficients_follow_from_costs_and_peaks() -> None:
     mixtures = ((lambda tokens: min(tokens, 64) * 1000, False, 5),)
     attentions = ((partial(attention, None), 3), (partial(attention, 512), 2))
     costs = StepCosts(7_000_000, 9_000_000, 100, 2000, 1_000_000, attentions, mixtures)
-    times = StepTimes.of(costs, device("h100"), "bfloat16")
+    times = StepTimes.of(costs, device("h100"), "bfloat16", recorded=2048)
     products, pairs, memory = 0.71 * 989.4e12, 0.42 * 989.4e12, 0.75 * 3.35e12
     assert times == StepTimes(
         step=pytest.approx(5 * 35e-6),
@@ -71,12 +83,15 @@ def test_the_coefficients_follow_from_costs_and_peaks() -> None:
         sequence=pytest.approx(9_000_000 / products + 2 * 2 * 512 / memory),
         key=pytest.approx(3 * 2 / memory),
         pair=pytest.approx(3 * 8 / pairs),
+        recorded=2048,
+        launch=5 * 1e-3,
     )
 
 
 @cache
 def of(name: str) -> StepTimes:
-    return StepTimes.of(meta_model(find_config(name), device("h200")).step_costs(), device("h200"), "bfloat16")
+    costs = meta_model(find_config(name), device("h200")).step_costs()
+    return StepTimes.of(costs, device("h200"), "bfloat16", recorded=MAX_MIXED_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -90,14 +105,14 @@ def test_predictions_are_within_a_fifth_of_what_kernels_took_on_an_h200(
     name: str, measured: dict[tuple[int, ...], float]
 ) -> None:
     """Milliseconds of the kernels of steps with 32 decodes at 576 tokens beside prompts."""
-    times = of(name)
+    times = replace(of(name), launch=0.0)
     for prompts, took in measured.items():
         others = times.decodes(32, 32 * 576) + sum(times.chunk(0, prompt) for prompt in prompts)
         assert times.total(32 + sum(prompts), others) / MS == pytest.approx(took, rel=0.2)
 
 
 def test_attention_to_a_long_prefix_makes_chunks_short() -> None:
-    times = of("0.6B")
+    times = replace(of("0.6B"), launch=0.0)
     assert times.chunk(12_288, 4096) > 20 * MS
     chunks = [times.longest(20 * MS, 50, times.decodes(50, 50 * 576), start) for start in (0, 4096, 16_384, 65_536)]
     assert chunks == sorted(chunks, reverse=True)
@@ -107,7 +122,7 @@ def test_attention_to_a_long_prefix_makes_chunks_short() -> None:
 def test_an_engine_predicts_by_its_own_graphs_where_the_device_is_known() -> None:
     model = meta_model(find_config("0.6B"), device("h200"))
     shape = PoolShape(28, 16, 8, 128, torch.bfloat16)
-    assert step_times(model.graphs, shape, "NVIDIA H200") == of("0.6B")
-    assert step_times(model.graphs, shape, "NVIDIA T1000") is None
+    assert step_times(model.graphs, shape, "NVIDIA H200", MAX_MIXED_TOKENS) == of("0.6B")
+    assert step_times(model.graphs, shape, "NVIDIA T1000", 2048) is None
     doubles = PoolShape(28, 16, 8, 128, torch.float64)
-    assert step_times(model.graphs, doubles, "NVIDIA H200") is None
+    assert step_times(model.graphs, doubles, "NVIDIA H200", 2048) is None
