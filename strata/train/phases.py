@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from strata.train.faults.hang import HangWatch
@@ -13,24 +11,17 @@ from strata.train.faults.stragglers import ComputeClock
 PASSES = "passes"
 
 
-class Phases(Protocol):
-    """Called when a phase begins, which ends the one before."""
+class Phases:
+    """Called when a phase begins, which ends the one before. Nothing observes these."""
 
     def at(self, phase: str) -> None:
         """phase: `PASSES` or another name, such as "data", "reduce", "update", "checkpoint"."""
 
 
-class NoPhases:
-    """`Phases` that nothing observes."""
-
-    def at(self, phase: str) -> None:
-        pass
+NO_PHASES = Phases()
 
 
-NO_PHASES = NoPhases()
-
-
-class ObservedPhases:
+class ObservedPhases(Phases):
     """`Phases` that a hang watch, a profiler's trace and a clock follow."""
 
     def __init__(self, watch: HangWatch, clock: ComputeClock) -> None:

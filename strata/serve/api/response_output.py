@@ -5,7 +5,7 @@ The shapes of both are in `schema.responses_reply`. Events get their sequence_nu
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 from strata.serve.replies.reply_events import ContentDelta, ReasoningDelta, ReplyEvent, ToolCallStart
@@ -19,7 +19,7 @@ class ResponseOutput:
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
-        self._open: _Item | None = None
+        self._open: _Text | _Call | None = None
 
     def take(self, event: ReplyEvent, logprobs: Logprobs) -> list[Event]:
         """What this part of the reply brings. logprobs: of the tokens of a content delta."""
@@ -38,7 +38,7 @@ class ResponseOutput:
         events = [] if self.items or self._open else self._begin(_Message())
         return events + self._end("completed" if complete else "incomplete")
 
-    def _begin(self, item: _Item) -> list[Event]:
+    def _begin(self, item: _Text | _Call) -> list[Event]:
         events = self._end("completed")
         self._open = item
         return events + self._placed(item.begin())
@@ -57,20 +57,8 @@ class ResponseOutput:
         return events
 
 
-class _Item(Protocol):
-    """One item while it is written."""
-
-    def begin(self) -> list[Event]: ...
-
-    def more(self, text: str, logprobs: Logprobs) -> Event: ...
-
-    def end(self, status: str) -> list[Event]: ...
-
-    def whole(self, status: str) -> dict[str, Any]: ...
-
-
 class _Text:
-    """An item that is a text: its one part is `_part`, its events are called `_event` and .delta or .done."""
+    """An item that is a text, while it is written: one part, `_part`; its events are `_event` and .delta or .done."""
 
     _event: str
 

@@ -202,75 +202,66 @@ class Limits:
         return min(_LONGEST_DRAIN, (self.waiting + 1) * (now - self._releases[0]) / len(self._releases))
 
 
+@dataclass
 class _HeldTokens:
     """What one request holds of its caller's tokens, if those are bounded."""
 
-    def __init__(self, bucket: Bucket | None, clock: Callable[[], float], held: float) -> None:
-        self._bucket = bucket
-        self._clock = clock
-        self._held = held
+    bucket: Bucket | None
+    clock: Callable[[], float]
+    held: float
 
     def hold(self, tokens: float) -> None:
         """Hold so many now, but no more than a full minute's worth."""
-        if self._bucket is not None:
-            self.spend(min(tokens, self._bucket.capacity))
+        if self.bucket is not None:
+            self.spend(min(tokens, self.bucket.capacity))
 
     def spend(self, tokens: float) -> None:
         """It was so many in the end."""
-        if self._bucket is not None:
-            self._bucket.take(tokens - self._held, self._clock())
-            self._held = tokens
+        if self.bucket is not None:
+            self.bucket.take(tokens - self.held, self.clock())
+            self.held = tokens
 
 
+@dataclass(eq=False)
 class Admission:
     """A request that was let in. `close` it when it is over, however it ends.
 
     caller: whose it is. arrival, deadline: seconds of `time.monotonic()` between which it is to be answered.
+    sequences: those that have not ended, of which `free` gives room back. prompt: tokens, at first estimated.
+    max_output, output: tokens that it may generate, and those of the sequences that have ended.
     """
 
-    def __init__(
-        self,
-        *,
-        caller: Caller,
-        arrival: float,
-        deadline: float,
-        sequences: int,
-        tokens: _HeldTokens,
-        prompt: float,
-        max_output: float,
-        free: Callable[[int], None],
-    ) -> None:
-        self.caller = caller
-        self.arrival = arrival
-        self.deadline = deadline
-        self._sequences = sequences
-        self._tokens = tokens
-        self._estimate: float | None = prompt
-        self._prompt = prompt
-        self._most_output = max_output
-        self._output = 0
-        self._free = free
+    caller: Caller
+    arrival: float
+    deadline: float
+    sequences: int
+    tokens: _HeldTokens
+    prompt: float
+    max_output: float
+    free: Callable[[int], None]
+    is_estimate: bool = True
+    output: int = 0
 
     def add_prompt(self, tokens: int) -> None:
         """One of its prompts has so many tokens. What all have takes the place of the estimate."""
-        self._prompt = tokens if self._estimate is not None else self._prompt + tokens
-        self._estimate = None
-        self._tokens.hold(self._prompt + self._most_output)
+        self.prompt = tokens if self.is_estimate else self.prompt + tokens
+        self.is_estimate = False
+        self.tokens.hold(self.prompt + self.max_output)
 
     def release(self, sequences: int, output_tokens: int) -> None:
         """So many of its sequences have ended, after so many tokens in all; their room is free."""
-        sequences = min(sequences, self._sequences)
+        sequences = min(sequences, self.sequences)
         if sequences == 0:
             return
-        self._sequences -= sequences
-        self._output += output_tokens
-        self._free(sequences)
-        if self._sequences == 0:
-            self._tokens.spend(self._prompt + self._output)
+        self.sequences -= sequences
+        self.output += output_tokens
+        self.free(sequences)
+        if self.sequences == 0:
+            self.tokens.spend(self.prompt + self.output)
 
     def close(self) -> None:
         """Release what it still has. A second call has no effect."""
-        self.release(self._sequences, 0)
+        self.release(self.sequences, 0)
 
     def timed_out(self) -> ApiError:
         """What it is answered with once its deadline has passed."""
