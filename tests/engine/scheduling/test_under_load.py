@@ -10,7 +10,7 @@ from statistics import mean, median, quantiles
 
 import pytest
 
-from strata.bench.workloads import offline
+from strata.bench.workloads import InferenceTest, fixed_batch, offline
 from strata.cache.pages import PageAllocator
 from strata.engine.plan import StepPlan
 from strata.engine.recorded_steps import MAX_MIXED_TOKENS
@@ -93,9 +93,8 @@ def test_a_long_prompt_does_not_hold_up_streams_that_come_and_go() -> None:
     assert longest_gap(run("0.6B", requests, by_time=False), since=0) > 60 * MS
 
 
-@pytest.mark.parametrize("name", H200)
-def test_a_batch_takes_no_longer(name: str) -> None:
-    test = offline()
+@pytest.mark.parametrize(("name", "test"), [("0.6B", offline()), ("8B", offline()), ("8B", fixed_batch(128))])
+def test_a_batch_takes_no_longer(name: str, test: InferenceTest) -> None:
     lengths = zip(test.prompt_lengths, test.outputs, strict=True)
     requests = [request(str(number), *both) for number, both in enumerate(lengths)]
     by_time, by_tokens = (max(run(name, requests, by_time).last.values()) for by_time in (True, False))
