@@ -14,7 +14,7 @@ from strata.bench.load.connection import Client
 from strata.bench.load.measures import parse_objectives
 from strata.bench.load.plot import plot_latency, plottable
 from strata.bench.load.report import LoadResult, report_console, sweep_table
-from strata.bench.load.request_sets import Lengths
+from strata.bench.load.request_sets import EvenLengths, LognormalLengths
 from strata.bench.load.send import run
 from strata.bench.load.server import KEY_VARIABLE
 from strata.bench.load.sweep import SYNTHETIC, LoadConfig, measure
@@ -37,7 +37,8 @@ def serve(
     dataset: Annotated[
         str,
         typer.Option(
-            help="random, shared-prefix, or a JSON-lines file of prompt, messages or input_length, and output_length."
+            help="random, shared-prefix, lognormal (lengths as people's), or a JSON-lines file of prompt, messages or "
+            "input_length, and output_length."
         ),
     ] = "random",
     num_prompts: Annotated[
@@ -48,6 +49,9 @@ def serve(
     length_spread: Annotated[
         float, typer.Option(min=0, max=1, help="Lengths are drawn evenly from 1 - this to 1 + this times those.")
     ] = 0.0,
+    longest: Annotated[
+        int, typer.Option(min=1, help="Most tokens of a lognormal prompt, and of its answer; the others are means.")
+    ] = 2048,
     prefix_len: Annotated[int, typer.Option(min=1, help="Tokens of a shared prefix.")] = 1024,
     prefix_groups: Annotated[int, typer.Option(min=1, help="Number of shared prefixes.")] = 8,
     request_rate: Annotated[
@@ -82,11 +86,18 @@ def serve(
         raise ValueError(f"--burstiness must be above 0, got {burstiness:g}")
     if plot is not None and (replay or set(request_rate.replace(",", " ").split()) == {"inf"}):
         raise ValueError("--plot draws latency against --request-rate: give it finite rates (such as 25%,50%,75%,90%)")
+    lognormal = dataset == "lognormal"
+    if lognormal and length_spread:
+        raise ValueError("--length-spread is of evenly drawn lengths: leave it out with --dataset lognormal")
     config = LoadConfig(
         dataset=dataset,
         chat=endpoint == "chat",
         requests=num_prompts,
-        lengths=Lengths(input_len, output_len, length_spread),
+        lengths=(
+            LognormalLengths(input_len, output_len, longest)
+            if lognormal
+            else EvenLengths(input_len, output_len, length_spread)
+        ),
         prefix_tokens=prefix_len,
         prefix_groups=prefix_groups,
         rates=None if replay else parse_rates(request_rate),

@@ -16,7 +16,15 @@ import pytest
 from strata.bench.load.answer import Answer, EventParser, Fault
 from strata.bench.load.arrivals import Rate, arrival_times, parse_rates, saturation_rate
 from strata.bench.load.measures import Distribution, figures, parse_objectives, percentile
-from strata.bench.load.request_sets import Ask, Lengths, RandomSet, SharedPrefixSet, encode, read_rows
+from strata.bench.load.request_sets import (
+    Ask,
+    EvenLengths,
+    LognormalLengths,
+    RandomSet,
+    SharedPrefixSet,
+    encode,
+    read_rows,
+)
 from strata.bench.load.send import Outcome
 
 
@@ -81,7 +89,7 @@ def test_saturation_leaves_out_the_first_and_the_last_of_a_closed_loop() -> None
 
 
 def test_random_prompts_have_the_lengths_and_are_those_of_their_seed() -> None:
-    drawn = RandomSet(Lengths(100, 10, spread=0.5), ids=range(50, 60))
+    drawn = RandomSet(EvenLengths(100, 10, spread=0.5), ids=range(50, 60))
     asks = drawn.asks(500, seed=1)
     lengths = [len(ask.prompt) for ask in asks]
     assert (min(lengths), max(lengths)) == (50, 150)
@@ -92,8 +100,19 @@ def test_random_prompts_have_the_lengths_and_are_those_of_their_seed() -> None:
     assert asks != drawn.asks(500, seed=2)
 
 
+def test_lognormal_lengths_have_their_means_a_long_tail_and_an_end() -> None:
+    asks = RandomSet(LognormalLengths(220, 190, longest=2048), ids=[1]).asks(4000, seed=1)
+    prompts, outputs = [len(ask.prompt) for ask in asks], [ask.output_tokens for ask in asks]
+    assert statistics.fmean(prompts) == pytest.approx(220, rel=0.06)
+    assert statistics.fmean(outputs) == pytest.approx(190, rel=0.06)
+    assert statistics.stdev(map(math.log, prompts)) == pytest.approx(1, rel=0.05)
+    assert statistics.median(prompts) == pytest.approx(220 / math.exp(0.5), rel=0.06)
+    assert max(prompts) == 2048 >= max(outputs)
+    assert abs(statistics.correlation(prompts, outputs)) < 0.05
+
+
 def test_prefixes_are_shared_within_a_group_and_nothing_else_is() -> None:
-    asks = SharedPrefixSet(Lengths(20, 5), range(1000), groups=3, prefix_tokens=40).asks(30, seed=1)
+    asks = SharedPrefixSet(EvenLengths(20, 5), range(1000), groups=3, prefix_tokens=40).asks(30, seed=1)
     groups: dict[tuple[Any, ...], int] = {}
     for ask in asks:
         prefix = tuple(ask.prompt[:40])

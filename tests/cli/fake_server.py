@@ -18,16 +18,25 @@ class FakeServer:
 
     failures: what goes wrong with which of the streamed requests, by their number from 0. key: what must be sent.
     gap: seconds between two tokens. arrived: when each streamed request came (`time.perf_counter`). under_way: how many
-    there were then, with it. bodies: what each asked.
+    there were then, with it. bodies: what each asked. known: the characters that are tokens, all others being one; None
+    for any. max_model_len: as its list of models has it.
     """
 
     def __init__(
-        self, failures: dict[int, str] | None = None, key: str | None = None, gap: float = 0.0, tokenizes: bool = True
+        self,
+        failures: dict[int, str] | None = None,
+        key: str | None = None,
+        gap: float = 0.0,
+        tokenizes: bool = True,
+        known: str | None = None,
+        max_model_len: int = 1000,
     ) -> None:
         self.failures = failures or {}
         self.key = key
         self.gap = gap
         self.tokenizes = tokenizes
+        self.known = known
+        self.max_model_len = max_model_len
         self.arrived: list[float] = []
         self.bodies: list[dict[str, Any]] = []
         self.under_way: list[int] = []
@@ -76,9 +85,13 @@ class FakeServer:
 
     def _answer(self, path: str, question: Any) -> tuple[int, Any]:
         if path == "/v1/models":
-            return 200, {"object": "list", "data": [{"id": "fake", "max_model_len": 1000}, {"id": "other"}]}
+            return 200, {
+                "object": "list",
+                "data": [{"id": "fake", "max_model_len": self.max_model_len}, {"id": "other"}],
+            }
         if path == "/tokenize" and self.tokenizes:
-            return 200, {"tokens": [ord(character) for character in question["prompt"]]}
+            known = self.known or question["prompt"]
+            return 200, {"tokens": [ord(one) if one in known else 0 for one in question["prompt"]]}
         if path == "/detokenize":
             return 200, {"prompt": "".join(map(chr, question["tokens"]))}
         return 404, {"error": {"message": f"no {path}"}}

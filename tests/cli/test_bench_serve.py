@@ -131,6 +131,22 @@ def test_a_load_is_that_of_its_seed() -> None:
     assert asked("1") == asked("1") != asked("2")
 
 
+def test_lognormal_lengths_are_asked_for_and_said() -> None:
+    with FakeServer() as fake:
+        (result,) = bench(fake.url, "--dataset", "lognormal", "--input-len", "40", "--longest", "60")
+    lengths = {len(body["prompt"]) for body in fake.bodies}
+    assert len(lengths) > 3
+    assert max(lengths) <= 60
+    assert result["data"] == "lognormal prompts of 40 and answers of 4 tokens on average, each at most 60"
+    assert result["completed"] == 6
+
+
+def test_a_tokenizer_that_makes_all_prompts_alike_is_refused() -> None:
+    with FakeServer(known="x") as fake, pytest.raises(ValueError, match="2 distinct tokens") as raised:
+        bench(fake.url)
+    assert "prefix cache" in str(raised.value)
+
+
 def test_chats_are_made_of_the_text_of_random_ids() -> None:
     with FakeServer() as fake:
         (result,) = bench(fake.url, "--endpoint", "chat")
@@ -168,6 +184,8 @@ def test_the_tables_say_what_failed_and_how_good_it_was() -> None:
         (["--burstiness", "0"], "--burstiness must be above 0"),
         (["--input-len", "999"], "up to 1003 tokens with their answers, fake takes 1000: lower --input-len"),
         (["--dataset", "nowhere.jsonl"], "--dataset is random, shared-prefix or a JSON-lines file"),
+        (["--dataset", "lognormal"], "up to 4096 tokens with their answers, fake takes 1000: lower --longest"),
+        (["--dataset", "lognormal", "--length-spread", "0.5"], "--length-spread is of evenly drawn lengths"),
         (["--replay"], "--replay sends a file's requests"),
         (["--request-rate", "50%"], "raise --num-prompts or lower --max-concurrency"),
         (["--url", "127.0.0.1:8000"], "--url must be like http://127.0.0.1:8000"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from strata.bench.load.send import LoadRequest
 from strata.files.json_object import why_no_json
 
 TEMPERATURE = 0.6
+# Deviation of the logarithm of lognormal lengths: the longest of a hundred is ten times as long as the middle one.
+SIGMA = 1.0
 
 Messages = list[dict[str, Any]]
 
@@ -34,8 +37,23 @@ class RequestSet(Protocol):
     def asks(self, count: int, seed: int) -> list[Ask]: ...
 
 
+class Lengths(Protocol):
+    """Tokens of prompts and outputs. most: of a prompt and its output together. words: as a result names them."""
+
+    @property
+    def output(self) -> int: ...
+
+    @property
+    def most(self) -> int: ...
+
+    @property
+    def words(self) -> str: ...
+
+    def sample(self, rng: random.Random) -> tuple[int, int]: ...
+
+
 @dataclass(frozen=True)
-class Lengths:
+class EvenLengths:
     """Tokens of prompts and outputs, drawn evenly from mean * (1 - spread) to mean * (1 + spread)."""
 
     prompt: int
@@ -50,8 +68,40 @@ class Lengths:
         """Of a prompt and its output together."""
         return int(self.prompt * (1 + self.spread)) + int(self.output * (1 + self.spread))
 
+    @property
+    def words(self) -> str:
+        spread = f" (+-{self.spread:.0%})" if self.spread else ""
+        return f"prompts of {self.prompt}{spread} and answers of {self.output}{spread} tokens"
+
     def _around(self, mean: int, rng: random.Random) -> int:
         return rng.randint(max(1, round(mean * (1 - self.spread))), int(mean * (1 + self.spread)))
+
+
+@dataclass(frozen=True)
+class LognormalLengths:
+    """Tokens of prompts and outputs, most short and few long, as those of people are (ShareGPT's).
+
+    prompt, output: means, before the few that are longer than `longest` are cut to it.
+    """
+
+    prompt: int
+    output: int
+    longest: int
+
+    def sample(self, rng: random.Random) -> tuple[int, int]:
+        return self._one(self.prompt, rng), self._one(self.output, rng)
+
+    @property
+    def most(self) -> int:
+        return 2 * self.longest
+
+    @property
+    def words(self) -> str:
+        return f"prompts of {self.prompt} and answers of {self.output} tokens on average, each at most {self.longest}"
+
+    def _one(self, mean: int, rng: random.Random) -> int:
+        drawn = round(rng.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA))
+        return min(max(1, drawn), self.longest)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from strata.bench.load.send import LoadRequest, send_all
 KEY_VARIABLE = "STRATA_API_KEY"
 # Patience with one request that is no part of the load, in seconds.
 PATIENCE = 120.0
+# Distinct token ids of a text that random prompts need: of fewer, they could be alike.
+FEWEST_IDS = 10
 
 T = TypeVar("T")
 
@@ -41,11 +43,21 @@ async def find_model(client: Client, name: str | None) -> Served:
 
 
 async def text_ids(client: Client, model: str) -> list[int]:
-    """The distinct token ids of a random text: ids that the server's vocabulary has and that are not special."""
+    """The distinct token ids of a random text: ids that the server's vocabulary has and that are not special.
+
+    Raises ValueError if there are so few that prompts drawn from them would be alike.
+    """
     rng = random.Random(0)
     words = ("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 8))) for _ in range(2000))
     question = {"model": model, "prompt": " ".join(words), "add_special_tokens": False}
-    return sorted(set((await _ask(client, "/tokenize", question, _Tokens)).tokens))
+    ids = sorted(set((await _ask(client, "/tokenize", question, _Tokens)).tokens))
+    if len(ids) < FEWEST_IDS:
+        raise ValueError(
+            f"the tokenizer of {client.url} makes {len(ids)} distinct tokens of 2,000 random words, with which prompts "
+            f"would be alike and found in the prefix cache: serve the model with one that knows words (at least "
+            f"{FEWEST_IDS} of them), or give --dataset a file of prompts"
+        )
+    return ids
 
 
 async def as_chats(client: Client, model: str, asks: Sequence[Ask]) -> list[Ask]:

@@ -29,7 +29,13 @@ from strata.bench.load.request_sets import (
 )
 from strata.bench.load.send import Outcome, send_all
 
-SYNTHETIC = ("random", "shared-prefix")
+SYNTHETIC = ("random", "shared-prefix", "lognormal")
+# What makes requests longer.
+_LENGTH_OPTIONS = {
+    "random": "--input-len or --output-len",
+    "shared-prefix": "--input-len, --prefix-len or --output-len",
+    "lognormal": "--longest",
+}
 REQUESTS = 1000
 SATURATING_CONCURRENCY = 256
 
@@ -175,7 +181,7 @@ async def _request_set(client: Client, served: server.Served, config: LoadConfig
     if served.max_model_len is not None and most > served.max_model_len:
         raise ValueError(
             f"requests have up to {most} tokens with their answers, {served.name} takes {served.max_model_len}: "
-            f"lower --input-len{', --prefix-len' if shared else ''} or --output-len"
+            f"lower {_LENGTH_OPTIONS[config.dataset]}"
         )
     ids = await server.text_ids(client, served.name)
     return (
@@ -184,11 +190,9 @@ async def _request_set(client: Client, served: server.Served, config: LoadConfig
 
 
 def _in_words(config: LoadConfig) -> str:
-    lengths = config.lengths
     if config.dataset not in SYNTHETIC:
         return Path(config.dataset).name
-    spread = f" (+-{lengths.spread:.0%})" if lengths.spread else ""
-    words = f"{config.dataset} prompts of {lengths.prompt}{spread} and answers of {lengths.output}{spread} tokens"
+    words = f"{config.dataset} {config.lengths.words}"
     if config.dataset == "shared-prefix":
         words += f", {config.prefix_groups} prefixes of {config.prefix_tokens}"
     return f"{words}, as chats" if config.chat else words
