@@ -11,7 +11,7 @@ from torch import fx
 
 from strata.cache.tables import BufferShape
 from strata.engine.build import EngineConfig
-from strata.engine.recorded_steps import MAX_MIXED_TOKENS, decode_buckets, mixed_buckets, smallest_mixed
+from strata.engine.recorded_steps import decode_buckets, max_mixed_tokens, mixed_buckets, smallest_mixed
 from strata.engine.sampler import DrawInputs
 from strata.engine.step_graphs import DrawStep, StepGraphs, StepInputs, step_graphs
 from strata.files.json_object import read_existing_object
@@ -24,6 +24,7 @@ from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.models.families import build
 from strata.models.shapes import SHAPES
+from strata.models.weights import weight_bytes
 
 _MAX_SEQUENCES = EngineConfig.max_num_seqs
 
@@ -64,12 +65,14 @@ class StepNodes:
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model without weights, in `dtype`: the graphs of its steps on a device that need not be here."""
+    """A model without weights, of which it would have so many `parameters` in `dtype`: the graphs of its steps on a
+    device that need not be here."""
 
     config: ModelConfig
     dtype: torch.dtype
     limits: DeviceLimits
     graphs: StepGraphs
+    parameters: int
 
     def batch(self, workload: Workload, page_size: int = 16, recorded: bool = False) -> Batch:
         """What the graphs are called with in a step of that workload, one-token sequences first."""
@@ -130,7 +133,8 @@ class MetaModel:
         if max(workload.new) == 1:
             rows = next((rows for rows in decode_buckets(_MAX_SEQUENCES) if rows >= count), None)
             return None if rows is None else BufferShape(rows, rows, rows)
-        return smallest_mixed(mixed_buckets(_MAX_SEQUENCES, MAX_MIXED_TOKENS), workload.tokens, count, count)
+        sizes = mixed_buckets(_MAX_SEQUENCES, max_mixed_tokens(self.parameters))
+        return smallest_mixed(sizes, workload.tokens, count, count)
 
     def _arguments(self, workload: Workload, draws: int, recorded: bool) -> tuple[Any, ...]:
         """What the graphs of a step are called with: inputs; decode; logits, of so many rows; draw."""
@@ -162,14 +166,14 @@ def meta_model(
     limits = DeviceLimits(device.product, device.capability, device.shared_bytes)
     with torch.device("meta"):
         model = build(config).to(dtype)
-    return MetaModel(config, dtype, limits, step_graphs(model, implementations_for(limits), deterministic))
+    graphs = step_graphs(model, implementations_for(limits), deterministic)
+    return MetaModel(config, dtype, limits, graphs, weight_bytes(model, dtype) // dtype.itemsize)
 
 
 def _padded(workload: Workload, size: BufferShape) -> Workload:
-    """A step with the padding of its recorded size: sequences of one token while there are some, the last with all."""
+    """A step with the padding of its recorded size, as the engine gives it to sequences of length 0."""
     spare, tokens = size.sequences - len(workload.new), size.tokens - workload.tokens
-    ones = min(max(spare - 1, 0), tokens)
-    more = ((1,) * ones + (0,) * (spare - 1 - ones) + (tokens - ones,)) if spare else ()
+    more = (1,) * spare if size.tokens == size.sequences else (tokens, *(0,) * (spare - 1))
     return Workload(workload.new + more, workload.total + more)
 
 

@@ -142,7 +142,11 @@ class StartupClock:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine and what it was made of. bad_words: id sequences that no output may complete, whatever it asks for."""
+    """An engine and what it was made of.
+
+    bad_words: id sequences that no output may complete, whatever it asks for. max_recorded_tokens: of the largest steps
+    that replay a CUDA graph; 0 if none does.
+    """
 
     loop: EngineLoop
     pages: PageAllocator
@@ -156,6 +160,7 @@ class Engine:
     ledger: Ledger
     startup: dict[str, float]
     max_model_len: int
+    max_recorded_tokens: int
     device: torch.device
 
 
@@ -185,13 +190,14 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     dtype = weights.resolve_dtype(asked.dtype, config, device)
     pool_shape = PoolShape(config.num_layers, asked.page_size, config.num_kv_heads, config.head_dim, dtype)
-    recorded = recorded_sizes(asked.max_num_seqs, max_tokens) if fast else []
+    weight_bytes = _weight_bytes(config, dtype, max_length)
+    recorded = recorded_sizes(asked.max_num_seqs, max_tokens, weight_bytes // dtype.itemsize) if fast else []
     recorded_tokens = max((size.tokens for size in recorded), default=0)
     ledger = plan_memory(
         config,
         pool_shape,
         device,
-        weight_bytes=_weight_bytes(config, dtype, max_length),
+        weight_bytes=weight_bytes,
         max_tokens=max_tokens,
         max_sequences=asked.max_num_seqs,
         max_length=max_length,
@@ -244,6 +250,7 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         ledger=ledger,
         startup=clock.phases,
         max_model_len=max_length,
+        max_recorded_tokens=recorded_tokens,
         device=device,
     )
     weakref.finalize(engine, gc.unfreeze)  # at its end, or the interpreter's: from then on its cycles can be collected

@@ -39,18 +39,26 @@ def draw_inputs(buffer: StepBuffer, draws: int) -> DrawInputs:
     return DrawInputs(temperatures, seeds, tensors["steps"][:draws], tensors["top_k"][:draws], top_p, min_p)
 
 
-# Steps with prompts of up to so many tokens are recorded: launched kernel by kernel they would keep the host busy for
-# longer than the device. Past them products fill the device for longer than launches take, and prompts are long enough
-# that cuDNN attends faster than a kernel over pages.
-MAX_MIXED_TOKENS = 2048
+# Launched kernel by kernel, steps with prompts keep the host busy for 15 to 35 ms. They are recorded as long as their
+# products are shorter, 10 ms on a Hopper, and up to so many tokens for any model. Past that launches hide behind the
+# device's work, and prompts are long enough that cuDNN attends faster than a kernel over pages.
+_RECORDED_FLOPS = 7e12
+_ALWAYS_RECORDED = 2048
 # Numbers of sequences that recordings of such steps hold: splits of decode attention and sampled rows follow them.
 _MIXED_SEQUENCES = (16, 64)
+# A step with more tokens has time for programs without work, so one size less for each number of them.
+_FEW_SEQUENCES_TOKENS = 1024
 
 
-def recorded_sizes(max_sequences: int, max_tokens: int) -> list[BufferShape]:
-    """All sizes of steps that get a CUDA graph."""
+def recorded_sizes(max_sequences: int, max_tokens: int, parameters: int) -> list[BufferShape]:
+    """All sizes of steps of a model that get a CUDA graph."""
     decode = (BufferShape(count, count, count) for count in decode_buckets(max_sequences))
-    return [*decode, *mixed_buckets(max_sequences, max_tokens)]
+    return [*decode, *mixed_buckets(max_sequences, min(max_tokens, max_mixed_tokens(parameters)))]
+
+
+def max_mixed_tokens(parameters: int) -> int:
+    """Tokens of the largest steps with prompts that are recorded of a model with so many weights."""
+    return max(_ALWAYS_RECORDED, int(_RECORDED_FLOPS / (2 * parameters)))
 
 
 def decode_buckets(most: int) -> list[int]:
@@ -60,15 +68,18 @@ def decode_buckets(most: int) -> list[int]:
 
 
 def mixed_buckets(max_sequences: int, max_tokens: int) -> list[BufferShape]:
-    """Sizes of steps with prompts that get a CUDA graph; padding is at most an eighth beyond 256 tokens.
+    """Sizes of steps with prompts that get a CUDA graph; padding is at most a quarter beyond 256 tokens.
 
     One sequence more than a step may have, so that padding tokens always find one to belong to.
     """
     tokens = [32, 64, 96, *range(128, 512, 64), *range(512, 640, 32), *range(640, 1024, 64)]
-    tokens += range(1024, MAX_MIXED_TOKENS + 1, 256)
+    tokens += [*range(1024, 2048, 256), *range(2048, 4096, 512), *range(4096, 8193, 1024)]
     sequences = [*(count for count in _MIXED_SEQUENCES if count < max_sequences), max_sequences]
     return [
-        BufferShape(size, count + 1, count) for size in tokens for count in sequences if count + 1 < size <= max_tokens
+        BufferShape(size, count + 1, count)
+        for size in tokens
+        for count in (sequences if size <= _FEW_SEQUENCES_TOKENS else sequences[-2:])
+        if count + 1 < size <= max_tokens
     ]
 
 

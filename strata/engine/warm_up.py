@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from strata.engine.build import Engine
-from strata.engine.recorded_steps import MAX_MIXED_TOKENS
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.scheduler import Statistics
@@ -15,7 +15,7 @@ from strata.engine.scheduling.scheduler import Statistics
 _PROMPTS = ((1024, 512, *(700,) * 10), (*(700,) * 7, 101))
 # How many sequences decode beside a prompt that no recorded step holds: kernels have tiles for numbers of rows.
 _DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_SHORT, _BESIDE = 8, MAX_MIXED_TOKENS + 21
+_SHORT = 8
 _OUTPUTS = 4
 
 
@@ -27,21 +27,35 @@ def warm_up(engine: Engine) -> None:
     """
     if engine.device.type == "cpu":
         return
+    scheduler = engine.loop.scheduler
+    config = scheduler.config
+    scheduler.config = replace(config, times=None)  # long prompts beside decodes are divided otherwise
     for lengths in _PROMPTS:
         _add(engine, "long", lengths)
         _drain(engine)
     for count in _DECODING:
-        if count < engine.loop.scheduler.config.max_sequences:
+        if count < config.max_sequences:
             _add(engine, "short", (_SHORT,) * count)
             engine.loop.step()
             engine.loop.step()
-            _add(engine, "beside", (_BESIDE,))
+            _add(engine, "beside", _lengths(engine, engine.max_recorded_tokens + 1))
             _drain(engine)
-    engine.loop.scheduler.statistics = Statistics()
+    scheduler.config = config
+    scheduler.statistics = Statistics()
+
+
+def _lengths(engine: Engine, total: int) -> list[int]:
+    """Prompts that have so many tokens together, as long as the engine takes them."""
+    longest = _longest(engine)
+    return [*(longest,) * (total // longest), *(total % longest,) * (total % longest > 0)]
+
+
+def _longest(engine: Engine) -> int:
+    return min(engine.max_model_len, engine.pages.num_pages * engine.pages.page_size) - _OUTPUTS
 
 
 def _add(engine: Engine, name: str, lengths: Sequence[int]) -> None:
-    longest = min(engine.max_model_len, engine.pages.num_pages * engine.pages.page_size) - _OUTPUTS
+    longest = _longest(engine)
     params = SamplingParams(max_tokens=_OUTPUTS, ignore_eos=True)
     for number, length in enumerate(lengths):
         prompt = tuple(id % engine.config.vocab_size for id in range(number, number + min(length, longest)))

@@ -13,7 +13,13 @@ import torch
 from strata import LLM, SamplingParams
 from strata.cache.staging import Staging
 from strata.engine import recorded_steps
-from strata.engine.recorded_steps import decode_buckets, mixed_buckets, recorded_sizes, smallest_mixed
+from strata.engine.recorded_steps import (
+    decode_buckets,
+    max_mixed_tokens,
+    mixed_buckets,
+    recorded_sizes,
+    smallest_mixed,
+)
 
 MOST, LONGEST = 8, 96
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": MOST, "max_num_batched_tokens": LONGEST, "seed": 1}
@@ -47,7 +53,7 @@ def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, Replay
     runner = llm.engine.loop._runner
     tables = runner._tables
     tables.on_device, tables._shared = torch.zeros(tables.rows.shape, dtype=torch.int32), False
-    for _ in runner.record(recorded_sizes(MOST, LONGEST)):
+    for _ in runner.record(recorded_sizes(MOST, LONGEST, 10**6)):
         pass
     return llm, graphs
 
@@ -87,10 +93,10 @@ def test_the_same_ids_as_eagerly(recorded: tuple[LLM, Replayed], folder: Path) -
 
 
 def test_every_size_holds_what_it_promises_and_wastes_little() -> None:
-    sizes = mixed_buckets(256, 8192)
+    sizes = mixed_buckets(256, 5880)  # of the 0.6B shape
     assert sizes == sorted(set(sizes), key=lambda size: (size.tokens, size.sequences))
     assert len(sizes) < 80  # each takes memory and start-up time
-    for tokens in range(2, 2049):
+    for tokens in (*range(2, 1100), *range(1100, 5121, 7)):
         for sequences in (1, 16, 64, min(256, tokens - 1)):
             size = smallest_mixed(sizes, tokens, sequences, min(sequences, 256))
             assert size is not None
@@ -99,8 +105,14 @@ def test_every_size_holds_what_it_promises_and_wastes_little() -> None:
             assert size.sequences < size.tokens  # and no size is taken for one of decodes
             if tokens > 256 and sequences <= 64:
                 assert size.tokens <= 1.25 * tokens
-    assert smallest_mixed(sizes, 2049, 1, 1) is None
+    assert smallest_mixed(sizes, 5121, 1, 1) is None
     assert smallest_mixed(sizes, 600, 100, 257) is None
+
+
+def test_steps_are_recorded_while_they_are_short_for_their_model() -> None:
+    assert [max_mixed_tokens(parameters) for parameters in (10**6, 600 * 10**6, 8 * 10**9)] == [3_500_000, 5833, 2048]
+    sizes = recorded_sizes(256, 8192, 8 * 10**9)
+    assert max(size.tokens for size in sizes) == 2048
 
 
 @pytest.mark.parametrize("most", [1, 31, 32, 33, 200])

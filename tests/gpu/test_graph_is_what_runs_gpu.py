@@ -117,9 +117,9 @@ def traced_steps(engine: Engine, arrivals: Sequence[Sequence[int]]) -> Iterator[
         [(20,) * 70, (513, 40)],
         [(2048,)],
         [(700, 90)],
-        [(2100,)],  # those that are launched eagerly
+        [(2100,)],  # of 8B the first that is launched eagerly
         [(20,) * 8, (2048,)],
-        [(2048, 2048)],
+        [(4000, 4000)],
     ],
     ids=str,
 )
