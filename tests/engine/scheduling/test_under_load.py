@@ -13,7 +13,6 @@ import pytest
 from strata.bench.workloads import InferenceTest, fixed_batch, offline
 from strata.cache.pages import PageAllocator
 from strata.engine.plan import StepPlan
-from strata.engine.recorded_steps import MAX_MIXED_TOKENS
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
@@ -28,12 +27,13 @@ MS = 1e-3
 class Measured:
     """What the kernels of steps took, in ms by their tokens, without reading keys (seconds each) and without attention
     of prompts (seconds for a pair); beyond the last step in proportion. launch: the host's seconds for a step of more
-    than 2,048 tokens, which is not recorded."""
+    than `recorded` tokens."""
 
     steps: tuple[tuple[int, float], ...]
     key: float
     pair: float
     launch: float
+    recorded: int
 
     def seconds(self, plan: StepPlan) -> float:
         place = bisect_right(self.steps, (plan.tokens, 0.0), hi=len(self.steps) - 1)
@@ -43,12 +43,12 @@ class Measured:
             took += self.key * (chunk.start + chunk.count)
             if chunk.count > 1:
                 took += self.pair * chunk.count * (chunk.start + chunk.count / 2)
-        return took if plan.tokens <= MAX_MIXED_TOKENS else max(took, self.launch)
+        return took if plan.tokens <= self.recorded else max(took, self.launch)
 
 
 H200 = {
-    "0.6B": Measured(((0, 0.9), (160, 1.4), (544, 2.5), (2080, 5.1), (8192, 16.0)), 32e-9, 0.5e-9, 25 * MS),
-    "8B": Measured(((0, 5.5), (160, 6.1), (544, 13.4), (2080, 47.0), (8192, 178.0)), 37e-9, 1.2e-9, 28 * MS),
+    "0.6B": Measured(((0, 0.9), (160, 1.4), (544, 2.5), (2080, 5.1), (8192, 16.0)), 32e-9, 0.5e-9, 25 * MS, 5120),
+    "8B": Measured(((0, 5.5), (160, 6.1), (544, 13.4), (2080, 47.0), (8192, 178.0)), 37e-9, 1.2e-9, 28 * MS, 2048),
 }
 
 
