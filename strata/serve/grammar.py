@@ -16,6 +16,7 @@ from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import Admission
 from strata.serve.http.validation import shown
 from strata.serve.replies.tool_formats import TOOL_FORMATS, ToolFormatName
+from strata.serve.schema.structured import FormatFields
 from strata.text.async_worker import AsyncWorker
 
 MAX_BYTES = 64 * 1024
@@ -63,6 +64,12 @@ class Grammar:
         return cls(({"name": "either", "lark_grammar": start}, *first.parts, *second.parts), first.param)
 
 
+def answer_grammar(body: FormatFields) -> Grammar | None:
+    """What the whole answer to a request has to be, None if its fields leave it free. Raises ApiError 400."""
+    asked = body.structured()
+    return response_grammar(body.response_format) if asked is None else _structured_grammar(*asked)
+
+
 def response_grammar(response_format: Mapping[str, Any] | None, param: str = "response_format") -> Grammar | None:
     """The grammar of a chat completion's `response_format`; None for text. Raises ApiError 400.
 
@@ -82,7 +89,7 @@ def response_grammar(response_format: Mapping[str, Any] | None, param: str = "re
     return named_schema_grammar(response_format.get("json_schema"), f"{param}.json_schema")
 
 
-def structured_grammar(asked: StructuredOutputsParams, param: str) -> Grammar:
+def _structured_grammar(asked: StructuredOutputsParams, param: str) -> Grammar:
     """The grammar of vLLM's `structured_outputs`. Raises ApiError 400 for what is none, too long or nested too deep."""
     size = len(asked.grammar or "")
     if size > MAX_GRAMMAR:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from fastapi import Request, Response
 
 from strata.serve.admission import admit_generation
-from strata.serve.api.answer_format import answer_grammar
 from strata.serve.api.chat_reply import ChatReply
 from strata.serve.api.chat_stream import ChatStream
 from strata.serve.api.prompts import bad_words_of, chat_text, encode
 from strata.serve.generation import Generation
+from strata.serve.grammar import answer_grammar
 from strata.serve.http.json_route import api_router
 from strata.serve.http.sse import DONE, EventStream, run_until_disconnect, streams
 from strata.serve.observe.logs import note_prompt

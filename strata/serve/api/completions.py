@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from fastapi import Request, Response
 
 from strata.serve.admission import admit_generation
-from strata.serve.api.answer_format import answer_grammar
 from strata.serve.api.completion_choice import ChoiceDelta, ChoiceText, check_echo, echo_of, merged
 from strata.serve.api.completion_stream import CompletionStream, written_choice, written_completion
 from strata.serve.api.prompts import Prompt, bad_words_of, encode_all
 from strata.serve.generation import Generation, SampleDelta
 from strata.serve.generations import merged_streams
+from strata.serve.grammar import answer_grammar
 from strata.serve.http.json_route import api_router
 from strata.serve.http.limits import Admission
 from strata.serve.http.sse import DONE, EventStream, run_until_disconnect, streams

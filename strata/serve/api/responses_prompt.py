@@ -30,9 +30,17 @@ async def response_prompt(
     """
     most = state.client.ready.max_model_len - output_tokens
 
+    async def render(tried: Sequence[dict[str, Any]]) -> Prompt:
+        try:
+            text = await chat_text(state, admission, tried, tools=tools, variables=variables)
+        except ApiError as error:
+            error.param = "input"  # here the messages are called so
+            raise
+        return Prompt(text.text, await encode(state, admission, text, add_special_tokens=False, param="input"))
+
     async def fitting(tried: Sequence[dict[str, Any]]) -> Prompt | None:
         try:
-            prompt = await _render(state, admission, tried, tools, variables)
+            prompt = await render(tried)
         except ApiError as error:
             if error.code == "context_length_exceeded":
                 return None
@@ -40,7 +48,7 @@ async def response_prompt(
         return prompt if len(prompt.ids) <= most else None
 
     if not shorten:
-        return await _render(state, admission, messages, tools, variables)
+        return await render(messages)
     if (whole := await fitting(messages)) is not None:
         return whole
     head = next((place for place, message in enumerate(messages) if message["role"] != "system"), 0)
@@ -54,19 +62,4 @@ async def response_prompt(
         else:
             low = middle + 1
     start = starts[min(low, len(starts) - 1)] if starts else head
-    return await _render(state, admission, [*messages[:head], *messages[start:]], tools, variables)
-
-
-async def _render(
-    state: ServerState,
-    admission: Admission,
-    messages: Sequence[dict[str, Any]],
-    tools: Sequence[dict[str, Any]] | None,
-    variables: Mapping[str, Any],
-) -> Prompt:
-    try:
-        text = await chat_text(state, admission, messages, tools=tools, variables=variables)
-    except ApiError as error:
-        error.param = "input"  # here the messages are called so
-        raise
-    return Prompt(text.text, await encode(state, admission, text, add_special_tokens=False, param="input"))
+    return await render([*messages[:head], *messages[start:]])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -20,16 +20,13 @@ from strata.engine.process.messages import Statistics
 from strata.serve.observe.metric_cells import Cells
 
 Endpoint = Literal["chat", "completions", "responses", "embeddings", "tokenize", "detokenize"]
-ENDPOINTS: tuple[Endpoint, ...] = ("chat", "completions", "responses", "embeddings", "tokenize", "detokenize")
+ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 
 Rejection = Literal[
     "queue_full", "concurrency", "requests_per_minute", "tokens_per_minute", "draining", "engine_gone", "unauthorized",
     "forbidden", "too_large", "invalid", "deadline",
 ]  # fmt: skip
-REJECTIONS: tuple[Rejection, ...] = (
-    "queue_full", "concurrency", "requests_per_minute", "tokens_per_minute", "draining", "engine_gone", "unauthorized",
-    "forbidden", "too_large", "invalid", "deadline",
-)  # fmt: skip
+REJECTIONS: tuple[Rejection, ...] = get_args(Rejection)
 
 _ENGINE_COUNTERS: dict[str, tuple[str, Callable[[Statistics], int]]] = {
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
