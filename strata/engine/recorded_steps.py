@@ -52,8 +52,9 @@ _FEW_SEQUENCES_TOKENS = 1024
 
 def recorded_sizes(max_sequences: int, max_tokens: int, parameters: int) -> list[BufferShape]:
     """All sizes of steps of a model that get a CUDA graph."""
-    decode = (BufferShape(count, count, count) for count in decode_buckets(max_sequences))
-    return [*decode, *mixed_buckets(max_sequences, min(max_tokens, max_mixed_tokens(parameters)))]
+    most = min(max_sequences, max_tokens)  # each sequence of a step has a token
+    decode = (BufferShape(count, count, count) for count in decode_buckets(most))
+    return [*decode, *mixed_buckets(most, min(max_tokens, max_mixed_tokens(parameters)))]
 
 
 def max_mixed_tokens(parameters: int) -> int:

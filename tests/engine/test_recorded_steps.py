@@ -12,6 +12,7 @@ import torch
 
 from strata import LLM, SamplingParams
 from strata.cache.staging import Staging
+from strata.cache.tables import BufferShape
 from strata.engine import recorded_steps
 from strata.engine.recorded_steps import (
     decode_buckets,
@@ -121,3 +122,11 @@ def test_no_size_is_larger_than_a_step_may_be(most: int) -> None:
         assert size.tokens <= 100
         assert size.draws <= most
     assert decode_buckets(most)[-1] == most
+
+
+@pytest.mark.parametrize(("sequences", "tokens"), [(8, 4), (64, 16), (256, 128), (256, 255), (4, 1)])
+def test_steps_of_fewer_tokens_than_sequences_fit_into_their_buffers(sequences: int, tokens: int) -> None:
+    sizes = recorded_sizes(sequences, tokens, 10**9)
+    largest = BufferShape(tokens, sequences + 1, sequences).size
+    assert max(size.size for size in sizes) <= largest
+    assert max(size.tokens for size in sizes) == tokens
