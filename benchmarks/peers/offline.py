@@ -1,0 +1,100 @@
+"""T1 to T4 on one engine, through its `LLM`: the requests of `strata bench`, and lines as it saves them.
+
+    python -m benchmarks.peers.offline --engine vllm --model 8B --save results.jsonl
+
+Run it from the root of the repository, with the Python that the engine is installed for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.engines import ENGINES, SETUP, add_save, append, device_name, now, shapes, write_config
+from strata.bench import workloads
+from strata.bench.result import Result, make_result
+from strata.bench.run import WARMUP_TOKENS
+
+TESTS = ("T1", "T2", "T3-b8", "T3-b32", "T3-b128", "T4")
+
+
+def results(engine: Any, model: str, tests: Sequence[workloads.InferenceTest], repeat: int) -> Iterator[Result]:
+    """The result of each test on one `LLM`, each after a short form of it. engine: the module of `LLM`."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), model)
+        llm = engine.LLM(model=folder, skip_tokenizer_init=True, enable_prefix_caching=False, seed=0, **SETUP)
+        for test in tests:
+            call(engine, llm, test, WARMUP_TOKENS)
+            values = [test.value(call(engine, llm, test)) for _ in range(repeat)]
+            yield make_result(test.name, model, str(SETUP["dtype"]), values, test.unit, device_name())
+
+
+def call(engine: Any, llm: Any, test: workloads.InferenceTest, most: int | None = None) -> float:
+    """Seconds of one `generate` with the requests of a test, each cut to `most` output tokens if that is given.
+
+    Raises RuntimeError if a request did not yield as many tokens as it was asked for.
+    """
+    prompts = [{"prompt_token_ids": list(prompt)} for prompt in test.prompts]
+    lengths = [output if most is None else min(output, most) for output in test.outputs]
+    params = [
+        engine.SamplingParams(temperature=test.temperature, max_tokens=length, ignore_eos=True, detokenize=False)
+        for length in lengths
+    ]
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    yielded = [len(output.outputs[0].token_ids) for output in outputs]
+    if yielded != lengths:
+        raise RuntimeError(f"{test.name} asked for {sum(lengths)} output tokens and got {sum(yielded)}")
+    return seconds
+
+
+def test_names(text: str) -> list[str]:
+    """Names of tests, from "T1,T3-b32"."""
+    names = text.split(",")
+    for name in names:
+        try:
+            workloads.named(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return names
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those of a comparison, too."""
+    parser.add_argument("--tests", type=test_names, default=list(TESTS), help=f"between commas [{','.join(TESTS)}]")
+    parser.add_argument("--repeat", type=int, default=3, help="timed calls of each test [3]")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=ENGINES, required=True)
+    parser.add_argument("--model", type=shapes, default=["0.6B"], help="a shape [0.6B]")
+    add_options(parser)
+    add_save(parser)
+    parser.add_argument("--run", default=now(), help="what the run is told by that the lines belong to [the time]")
+    parser.add_argument("--turn", type=int, default=0, help="which turn of that run this is [0]")
+    asked = parser.parse_args()
+    engine = importlib.import_module(asked.engine)
+    (model,) = asked.model
+    origin = {
+        "engine": asked.engine,
+        "version": engine.__version__,
+        "run": asked.run,
+        "turn": asked.turn,
+        "command": shlex.join(["python", "-m", "benchmarks.peers.offline", *sys.argv[1:]]),
+    }
+    for result in results(engine, model, [workloads.named(name) for name in asked.tests], asked.repeat):
+        append(asked.save, result.values() | origin)
+        print(f"{asked.engine} {result.text()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

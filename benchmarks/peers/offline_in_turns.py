@@ -1,0 +1,45 @@
+"""T1 to T4 on Strata and on vLLM in turns on this machine, into one results file.
+
+    python -m benchmarks.peers.offline_in_turns --strata-python .venv/bin/python --vllm-python .vllm/bin/python \\
+        --save benchmarks/results/h200_peers.jsonl
+
+Each turn of an engine is a process of its own (`offline.py`), with its own Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from benchmarks.peers import engines, offline
+from benchmarks.peers.processes import EngineFailed, EngineProcess, end_on_sigterm
+
+
+def run_turns(asked: argparse.Namespace) -> None:
+    """All turns of all models. Raises EngineFailed at the first process that fails."""
+    run = engines.now()
+    pythons = engines.pythons(asked)
+    for model in asked.models:
+        for turn in range(asked.turns):
+            for engine in engines.order(turn):
+                print(f"{model}, turn {turn + 1} of {asked.turns}: {engines.NAMES[engine]}", flush=True)
+                command = [pythons[engine], "-m", "benchmarks.peers.offline", "--engine", engine, "--model", model]
+                command += ["--tests", ",".join(asked.tests), "--repeat", str(asked.repeat)]
+                command += ["--save", str(asked.save), "--run", run, "--turn", str(turn)]
+                with EngineProcess(engines.NAMES[engine], command, engines.ROOT) as process:
+                    process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    engines.add_options(parser)
+    offline.add_options(parser)
+    end_on_sigterm()
+    try:
+        run_turns(parser.parse_args())
+    except EngineFailed as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

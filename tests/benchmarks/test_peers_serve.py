@@ -1,0 +1,178 @@
+"""Servers of both engines in turns: the same loads, valid lines, and no server left, whatever goes wrong."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from typer.testing import CliRunner
+
+from benchmarks.peers import serve_in_turns
+from benchmarks.peers.engines import ROOT, write_model
+from benchmarks.peers.loads import RATES, Load, loads
+from strata.cli.main import app
+from strata.models.shapes import SHAPES
+from tests.benchmarks.conftest import FakeEngines, wait_for
+from tests.benchmarks.test_peers_offline import TINY
+from tests.cli.fake_server import FakeServer
+
+MakeEngines = Callable[..., FakeEngines]
+
+
+@pytest.fixture
+def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
+    """Runs the comparison on a tiny shape; the lines that it saves."""
+    monkeypatch.setitem(SHAPES, "0.6B", TINY)
+    monkeypatch.setattr(serve_in_turns, "end_on_sigterm", lambda: None)
+
+    def run(made: FakeEngines, *options: str) -> list[dict[str, Any]]:
+        saved = tmp_path / "results.jsonl"
+        monkeypatch.setattr(
+            sys, "argv", ["serve_in_turns.py", *made.options, "--models", "0.6B", "--save", str(saved), *options]
+        )
+        serve_in_turns.main()
+        return [json.loads(text) for text in saved.read_text().splitlines()]
+
+    return run
+
+
+def test_both_servers_get_the_same_loads_in_turns(
+    engines: MakeEngines, compare: Callable[..., list[dict[str, Any]]]
+) -> None:
+    made = engines()
+    lines = compare(made, "--turns", "2", "--loads", "single,rates")
+    of_kinds = [load for load in loads("0.6B") if load.kind in ("single", "rates")]
+    turns = [("strata", 0), ("vllm", 0), ("vllm", 1), ("strata", 1)]
+    assert [(line["engine"], line["turn"], line["load"]) for line in lines] == [
+        (*turn, load.name) for turn in turns for load in of_kinds
+    ]
+    assert {(line["engine"], line["version"]) for line in lines} == {("strata", "strata 1.0"), ("vllm", "vllm 1.0")}
+    assert len({line["run"] for line in lines}) == 1
+    assert all(line["test"] == "T5" and line["device"] and " serve " in line["server"] for line in lines)
+    # The load generator is Strata's for both; what it is told differs in the server's address alone.
+    sent = [call for call in made.calls() if call["options"][0] == "bench"]
+    assert {call["engine"] for call in sent} == {"strata"}
+    asked = [call["options"][call["options"].index("--json") :] for call in sent]
+    of_turn = [asked[at : at + len(of_kinds) + 1] for at in range(0, len(asked), len(of_kinds) + 1)]
+    assert len(of_turn) == 4
+    assert all(turn == of_turn[0] for turn in of_turn)
+    assert made.alive() == []
+
+
+def test_both_servers_have_the_same_options_but_those_of_logs_and_defaults(
+    engines: MakeEngines, compare: Callable[..., list[dict[str, Any]]]
+) -> None:
+    made = engines()
+    compare(made, "--turns", "1", "--loads", "single")
+    strata, vllm = (call["options"] for call in made.servers())
+    port = strata.index("--port") + 1
+    strata[port] = vllm[port] = "any"
+    assert vllm[: len(strata)] == strata
+    assert vllm[len(strata) :] == [
+        "--generation-config",
+        "vllm",
+        "--no-enable-log-requests",
+        "--disable-uvicorn-access-log",
+    ]
+    given = CliRunner().invoke(app, [*strata[:1], "nowhere", *strata[2:port], "0", *strata[port + 1 :]])
+    assert "nowhere" in str(given.exception)  # all options are known: only the folder is not there
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        ("dies", "vLLM's server ended with exit code 3; its log ends:\nnot enough memory"),
+        ("never ready", "vLLM's server was not ready within 0.5 s (http://127.0.0.1:"),
+        ("dies under load", "vLLM's server ended with exit code 7"),
+    ],
+)
+def test_a_server_that_fails_is_told_and_stopped(
+    engines: MakeEngines,
+    compare: Callable[..., list[dict[str, Any]]],
+    tmp_path: Path,
+    failure: str,
+    message: str,
+) -> None:
+    made = engines(vllm=failure)
+    patience = "0.5" if failure == "never ready" else "60"
+    with pytest.raises(SystemExit) as ended:
+        compare(made, "--loads", "single", "--start-timeout", patience)
+    assert str(ended.value).startswith(message)
+    assert [call["engine"] for call in made.servers()] == ["strata", "vllm"]
+    assert made.alive() == []
+    # What was measured before is kept.
+    assert [json.loads(line)["engine"] for line in (tmp_path / "results.jsonl").read_text().splitlines()] == ["strata"]
+
+
+def test_a_load_that_is_not_measured_is_told(
+    engines: MakeEngines, compare: Callable[..., list[dict[str, Any]]]
+) -> None:
+    made = engines(strata="no load")
+    with pytest.raises(SystemExit, match="the load 'warm-up' was not measured:\nError: no such option"):
+        compare(made)
+    assert made.alive() == []
+
+
+def test_sigterm_stops_the_server(engines: MakeEngines, tmp_path: Path) -> None:
+    made = engines(strata="never ready")
+    command = [sys.executable, "-m", "benchmarks.peers.serve_in_turns", *made.options]
+    command += ["--models", "0.6B", "--save", str(tmp_path / "results.jsonl")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        wait_for(made.servers)
+        assert len(made.alive()) == 2
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert made.alive() == []
+
+
+def test_a_model_without_loads_is_refused(
+    engines: MakeEngines, compare: Callable[..., list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options in (["--models", "1B"], ["--loads", "none"]):
+        with pytest.raises(SystemExit):
+            compare(engines(), *options)
+    shown = capsys.readouterr().err
+    assert "there are no loads for 1B" in shown
+    assert "'none' is no kind of load: give some of single, rates" in shown
+
+
+@pytest.mark.parametrize("model", RATES)
+def test_no_load_has_the_prompts_of_another(model: str) -> None:
+    seeds = [load.options[load.options.index("--seed") + 1] for load in loads(model)]
+    assert len(set(seeds)) == len(seeds) == 9
+    assert len({load.name for load in loads(model)}) == 9
+
+
+@pytest.mark.parametrize("load", loads("0.6B"), ids=lambda load: load.name)
+def test_strata_bench_serve_takes_each_load(load: Load) -> None:
+    # The last value of an option counts.
+    small = ["--num-prompts", "3", "--input-len", "5", "--output-len", "2"]
+    if "--request-rate" in load.options:
+        small += ["--request-rate", "1000"]
+    with FakeServer(max_model_len=4096) as fake:
+        command = ["bench", "serve", "--url", fake.url, "--json", *load.options, *small]
+        done = CliRunner().invoke(app, command, catch_exceptions=False)
+    result = json.loads(done.stdout)
+    assert result["completed"] == 3
+    assert result["max_concurrency"] == {"single": 1, "rates": None}.get(
+        load.kind, 256 if "flight" in load.name else None
+    )
+    assert result["data"].split()[0] == {"shared": "shared-prefix", "lognormal": "lognormal"}.get(load.kind, "random")
+
+
+def test_the_tokenizer_knows_words_and_every_id_has_a_text(tmp_path: Path) -> None:
+    write_model(tmp_path, "0.6B")
+    made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    size = SHAPES["0.6B"]["vocab_size"]
+    assert made.get_vocab_size() == size
+    assert all(made.decode([id]) for id in range(0, size, 1001))
+    encoded = made.encode("a model of words")
+    assert encoded.tokens == ["a", "mod", "el", "of", "wor", "ds"]
+    assert len(set(encoded.ids)) == 6
