@@ -18,6 +18,7 @@ import torch
 from strata.cache.pages import PageAllocator
 from strata.cache.pool import KVPool, PoolShape
 from strata.cache.prefix import PrefixTree
+from strata.engine.compilations import Compilations
 from strata.engine.embeddings.pooling import Pooler
 from strata.engine.faults import memory_explained
 from strata.engine.grammars.grammar import vocabulary
@@ -30,6 +31,7 @@ from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.step_cost import step_times
 from strata.engine.step_graphs import step_graphs
+from strata.engine.warm_up import warm_up
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
@@ -144,8 +146,8 @@ class StartupClock:
 class Engine:
     """An engine and what it was made of.
 
-    bad_words: id sequences that no output may complete, whatever it asks for. max_recorded_tokens: of the largest steps
-    that replay a CUDA graph; 0 if none does.
+    bad_words: id sequences that no output may complete, whatever it asks for.
+    compilations: what has been compiled in the process since the engine was ready.
     """
 
     loop: EngineLoop
@@ -160,12 +162,12 @@ class Engine:
     ledger: Ledger
     startup: dict[str, float]
     max_model_len: int
-    max_recorded_tokens: int
     device: torch.device
+    compilations: Compilations
 
 
 def build_engine(asked: EngineConfig, log: Log) -> Engine:
-    """Load the model, divide the memory, capture the graphs.
+    """Load the model, divide the memory, capture the graphs, and on CUDA warm up.
 
     Raises ValueError for whatever cannot be honoured, EngineFault if the memory does not suffice after all.
     """
@@ -233,12 +235,18 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     prefix = PrefixTree(allocator) if asked.enable_prefix_caching else None
     scheduler_config = SchedulerConfig(asked.max_num_seqs, max_tokens, max_length, seed, times)
     scheduler = Scheduler(scheduler_config, allocator, prefix)
+    loop = EngineLoop(scheduler, runner, run_ahead=device.type == "cuda", ledger=ledger)
+    compilations = Compilations(log)
+    if device.type == "cuda":
+        with clock.phase("warm up"):
+            warm_up(loop, allocator, config.vocab_size, recorded_tokens)
+        compilations.begin()
     # What stands now lives as long as the engine: the collector need not walk it in the middle of a step.
     gc.collect()
     gc.freeze()
     log(clock.line())
     engine = Engine(
-        loop=EngineLoop(scheduler, runner, run_ahead=device.type == "cuda", ledger=ledger),
+        loop=loop,
         pages=allocator,
         pooler=Pooler(graphs.hidden.forward, max_tokens, max_length, config.vocab_size, device, ledger),
         model=model,
@@ -250,9 +258,10 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         ledger=ledger,
         startup=clock.phases,
         max_model_len=max_length,
-        max_recorded_tokens=recorded_tokens,
         device=device,
+        compilations=compilations,
     )
+    weakref.finalize(engine, compilations.end)
     weakref.finalize(engine, gc.unfreeze)  # at its end, or the interpreter's: from then on its cycles can be collected
     return engine
 

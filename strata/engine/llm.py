@@ -47,7 +47,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The parts: config, model, tokenizer, scheduler, start-up times, memory ledger."""
+        """The parts: config, model, tokenizer, scheduler, start-up times, memory ledger, compilations since then."""
         return self._engine
 
     def get_tokenizer(self) -> Tokenizer:

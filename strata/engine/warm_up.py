@@ -2,66 +2,72 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from strata.engine.build import Engine
+from strata.cache.pages import PageAllocator
+from strata.engine.loop import EngineLoop
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.scheduler import Statistics
 
 # Lengths of prompts that fill a step and more, of which the library's attention takes some and our own the others; and
 # of prompts that sum up to no round number, for which kernels are compiled apart.
-_PROMPTS = ((1024, 512, *(700,) * 10), (*(700,) * 7, 101))
+_PROMPTS: tuple[tuple[int, ...], ...] = ((1024, 512, *(700,) * 10), (*(700,) * 7, 101))
 # How many sequences decode beside a prompt that no recorded step holds: kernels have tiles for numbers of rows.
 _DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SHORT = 8
 _OUTPUTS = 4
+# Filters draw by other kernels, and log-probabilities from logits of another dtype.
+_FILTERED: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
+_SAMPLING: tuple[dict[str, Any], ...] = ({}, _FILTERED, {"logprobs": 1}, {"logprobs": 1, **_FILTERED})
 
 
-def warm_up(engine: Engine) -> None:
-    """Run prompts as clients would send them; their pages are shared with nobody, and the statistics forget them.
+def warm_up(loop: EngineLoop, pages: PageAllocator, vocab_size: int, max_recorded_tokens: int) -> None:
+    """Run prompts as callers would send them, and forget all that would tell of them: pages and statistics.
 
-    On a fresh machine it takes seconds, on one with compiled kernels on its disk tenths of one. A CPU has nothing to
-    compile.
+    On a fresh machine it takes seconds, on one with compiled kernels on its disk tenths of one.
+
+    max_recorded_tokens: of the largest steps that replay a CUDA graph; 0 if none does.
     """
-    if engine.device.type == "cpu":
-        return
-    scheduler = engine.loop.scheduler
+    scheduler = loop.scheduler
     config = scheduler.config
+    room = min(config.max_length, pages.num_pages * pages.page_size)
+    outputs = min(_OUTPUTS, room - 1)
+    if not outputs:  # no request fits
+        return
+    longest = min(room - outputs, config.max_tokens)
+    whole, rest = divmod(min(max_recorded_tokens + 1, config.max_tokens), longest)
+    unrecorded = (*(longest,) * whole, *(rest,) * (rest > 0))  # prompts of more tokens than a recorded step has
+    numbers = itertools.count()
+
+    def add(lengths: Sequence[int], **sampling: Any) -> None:
+        params = SamplingParams(max_tokens=outputs, ignore_eos=True, **sampling)
+        for length, number in zip(lengths, numbers, strict=False):
+            prompt = tuple(id % vocab_size for id in range(number, number + min(length, longest)))
+            name = f"warm-up {number}"
+            loop.add(Request(name, prompt, params, salt=name))  # a prefix found in the cache would shorten the step
+
+    def drain() -> None:
+        for _ in loop.outputs():
+            pass
+
     scheduler.config = replace(config, times=None)  # long prompts beside decodes are divided otherwise
     for lengths in _PROMPTS:
-        _add(engine, "long", lengths)
-        _drain(engine)
+        add(lengths)
+        drain()
+    for sampling in _SAMPLING:
+        for lengths in ((_SHORT,), unrecorded):
+            add(lengths, **sampling)
+            drain()
     for count in _DECODING:
         if count < config.max_sequences:
-            _add(engine, "short", (_SHORT,) * count)
-            engine.loop.step()
-            engine.loop.step()
-            _add(engine, "beside", _lengths(engine, engine.max_recorded_tokens + 1))
-            _drain(engine)
-    scheduler.config = config
-    scheduler.statistics = Statistics()
-
-
-def _lengths(engine: Engine, total: int) -> list[int]:
-    """Prompts that have so many tokens together, as long as the engine takes them."""
-    longest = _longest(engine)
-    return [*(longest,) * (total // longest), *(total % longest,) * (total % longest > 0)]
-
-
-def _longest(engine: Engine) -> int:
-    return min(engine.max_model_len, engine.pages.num_pages * engine.pages.page_size) - _OUTPUTS
-
-
-def _add(engine: Engine, name: str, lengths: Sequence[int]) -> None:
-    longest = _longest(engine)
-    params = SamplingParams(max_tokens=_OUTPUTS, ignore_eos=True)
-    for number, length in enumerate(lengths):
-        prompt = tuple(id % engine.config.vocab_size for id in range(number, number + min(length, longest)))
-        engine.loop.add(Request(f"warm-up: {name} {number}", prompt, params, salt="warm-up"))
-
-
-def _drain(engine: Engine) -> None:
-    for _ in engine.loop.outputs():
-        pass
+            add((_SHORT,) * count)
+            loop.step()
+            loop.step()
+            add(unrecorded)
+            drain()
+    scheduler.reset()
+    scheduler.config, scheduler.statistics = config, Statistics()

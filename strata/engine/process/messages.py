@@ -131,7 +131,11 @@ class PromptLogprobs(msgspec.Struct, tag="prompt_logprobs", frozen=True):
 
 
 class Statistics(msgspec.Struct, array_like=True, frozen=True):
-    """The engine as it stands; counts are since its start. kv_usage: share of the pages in use, in [0, 1]."""
+    """The engine as it stands; counts are since its start.
+
+    kv_usage: share of the pages in use, in [0, 1].
+    compiled_kernels, cached_kernels, plans: met after it was ready (`strata.kernels.compiled`).
+    """
 
     running: int = 0
     waiting: int = 0
@@ -141,6 +145,9 @@ class Statistics(msgspec.Struct, array_like=True, frozen=True):
     preemptions: int = 0
     steps: int = 0
     failed: int = 0
+    compiled_kernels: int = 0
+    cached_kernels: int = 0
+    plans: int = 0
 
 
 class Step(msgspec.Struct, tag="step", frozen=True):

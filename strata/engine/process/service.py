@@ -122,7 +122,7 @@ class Service:
 
     def statistics(self) -> messages.Statistics:
         scheduler = self._loop.scheduler
-        counted = scheduler.statistics
+        counted, compiled = scheduler.statistics, self._engine.compilations.counts
         return messages.Statistics(
             running=scheduler.running,
             waiting=scheduler.waiting + len(self._embeddings),
@@ -132,6 +132,9 @@ class Service:
             preemptions=counted.preemptions,
             steps=self._steps,
             failed=self._failed,
+            compiled_kernels=compiled["kernel"],
+            cached_kernels=compiled["cached kernel"],
+            plans=compiled["plan"],
         )
 
     def _greet(self, name: bytes, protocol: int) -> None:

@@ -21,7 +21,6 @@ from strata.engine.build import EngineConfig, build_engine
 from strata.engine.faults import EngineFault
 from strata.engine.lifeline import Ending, end_with_parent
 from strata.engine.process.service import Service
-from strata.engine.warm_up import warm_up
 
 # How long last words to clients may take, in milliseconds.
 LINGER_MS = 1000
@@ -98,7 +97,6 @@ def main() -> int:
         check = options.pop("check", False)
         config = EngineConfig.from_options(options.pop("model", None), options)
         engine = build_engine(config, log=_log)
-        warm_up(engine)
     except (ValueError, msgspec.MsgspecError, EngineFault) as error:
         _log(f"strata: error: {error}")
         return 1

@@ -11,6 +11,7 @@ from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention.batch_parts import BatchParts, LibraryCall
 from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.join import attention_join_kernel, join
+from strata.kernels.attention.library_plans import library_plans
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch, Sequences
 from strata.kernels.attention.varlen_triton import attention_kernel
 from strata.kernels.op import ATEN, CUDNN
@@ -99,9 +100,10 @@ def _attend_by_library(
 
 def _cudnn(queries: Tensor, keys: Tensor, values: Tensor, sequences: int, scale: float) -> Tensor:
     """Causal attention of sequences of equal length, one after the other: [tokens, heads, head_dim]."""
-    batched = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (queries, keys, values))
+    q, k, v = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (queries, keys, values))
+    library_plans().use(q, k, v, causal=True, summed=False)
     result: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *batched, None, False, 0.0, True, False, scale=scale
+        q, k, v, None, False, 0.0, True, False, scale=scale
     )[0]
     return result.transpose(1, 2).flatten(0, 1)
 
@@ -110,8 +112,9 @@ def _cudnn_summed(
     queries: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """The attention of one sequence [tokens, heads, head_dim], and the log-sum-exps of the scores [heads, tokens]."""
-    batched = (x.transpose(0, 1).unsqueeze(0) for x in (queries, keys, values))
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (queries, keys, values))
+    library_plans().use(q, k, v, causal=causal, summed=True)
     result, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *batched, None, True, 0.0, causal, False, scale=scale
+        q, k, v, None, True, 0.0, causal, False, scale=scale
     )
     return result[0].transpose(0, 1).contiguous(), sums.view(-1, queries.shape[0])

@@ -28,12 +28,21 @@ Rejection = Literal[
 ]  # fmt: skip
 REJECTIONS: tuple[Rejection, ...] = get_args(Rejection)
 
-_ENGINE_COUNTERS: dict[str, tuple[str, Callable[[Statistics], int]]] = {
-    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
-    "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda s: s.prefix_hits),
-    "num_preemptions": ("Sequences put back to wait for lack of KV pages.", lambda s: s.preemptions),
-    "corrupted_requests": ("Requests whose logits were no distribution.", lambda s: s.failed),
-    "engine_steps": ("Steps of the engine.", lambda s: s.steps),
+_ENGINE_COUNTERS: dict[str, tuple[str, str | None, dict[str, Callable[[Statistics], int]]]] = {
+    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", None, {"": lambda s: s.prefix_queries}),
+    "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", None, {"": lambda s: s.prefix_hits}),
+    "num_preemptions": ("Sequences put back to wait for lack of KV pages.", None, {"": lambda s: s.preemptions}),
+    "corrupted_requests": ("Requests whose logits were no distribution.", None, {"": lambda s: s.failed}),
+    "engine_steps": ("Steps of the engine.", None, {"": lambda s: s.steps}),
+    "compilations_after_ready": (
+        "Kernels compiled or read from the disk, and plans of libraries built, while requests waited.",
+        "kind",
+        {
+            "kernel": lambda s: s.compiled_kernels,
+            "cached kernel": lambda s: s.cached_kernels,
+            "plan": lambda s: s.plans,
+        },
+    ),
 }
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
@@ -105,10 +114,12 @@ class Metrics:
         for name, (_, bounds) in _HISTOGRAMS.items():
             self._first[name] = count
             count += len(bounds) + 2  # one bucket above the last bound, and the sum
-        for name in _ENGINE_COUNTERS:  # as they were last reported
-            self._first[name] = count
-            count += 1
-        self._former_engines = dict.fromkeys(_ENGINE_COUNTERS, 0.0)
+        self._engine_cells: dict[tuple[str, str], int] = {}  # as they were last reported, by name and label
+        for name, (_, _, counts) in _ENGINE_COUNTERS.items():
+            for value in counts:
+                self._engine_cells[name, value] = count
+                count += 1
+        self._former_engines = dict.fromkeys(self._engine_cells, 0.0)
         self._cells = Cells(count, folder, worker)
         self._values = self._cells.values
         self._endpoints = {value: self._first["requests"] + at for at, value in enumerate(ENDPOINTS)}
@@ -155,8 +166,7 @@ class Metrics:
 
     def engine_ended(self, statistics: Statistics) -> None:
         """The next engine counts from 0 again. statistics: the newest of the one that has ended."""
-        for name, _, value in self._engine_counts(statistics):
-            self._former_engines[name] = value
+        self._former_engines = self._engine_counts(statistics)
 
     def render(self, statistics: Statistics) -> bytes:
         """All series in Prometheus' text format (its media type is `prometheus_client.CONTENT_TYPE_PLAIN_0_0_4`)."""
@@ -187,17 +197,23 @@ class Metrics:
             histogram.add_metric([self._model_name], buckets, sum_value=sums[above + 1])
             yield histogram
 
-    def _engine_counts(self, statistics: Statistics) -> Iterable[tuple[str, str, float]]:
-        """(name, help, value) of what engines have counted, as this process or any other has reported."""
-        largest = self._cells.largest()
-        for name, (help_text, count) in _ENGINE_COUNTERS.items():
-            yield name, help_text, max(largest[self._first[name]], self._former_engines[name] + count(statistics))
+    def _engine_counts(self, statistics: Statistics) -> dict[tuple[str, str], float]:
+        """What engines have counted, as this process or any other has reported."""
+        largest, former = self._cells.largest(), self._former_engines
+        return {
+            (name, value): max(largest[self._engine_cells[name, value]], former[name, value] + count(statistics))
+            for name, (_, _, counts) in _ENGINE_COUNTERS.items()
+            for value, count in counts.items()
+        }
 
     def _engine_counters(self, statistics: Statistics) -> Iterable[Metric]:
-        for name, help_text, value in self._engine_counts(statistics):
-            self._values[self._first[name]] = value
-            counter = CounterMetricFamily(f"strata_{name}", help_text, labels=["model_name"])
-            counter.add_metric([self._model_name], value)
+        found = self._engine_counts(statistics)
+        for name, (help_text, label, counts) in _ENGINE_COUNTERS.items():
+            labels = ["model_name"] if label is None else ["model_name", label]
+            counter = CounterMetricFamily(f"strata_{name}", help_text, labels=labels)
+            for value in counts:
+                self._values[self._engine_cells[name, value]] = found[name, value]
+                counter.add_metric([self._model_name, value][: len(labels)], found[name, value])
             yield counter
 
     def _engine_gauges(self, statistics: Statistics) -> Iterable[Metric]:

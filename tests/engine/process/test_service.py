@@ -41,6 +41,7 @@ from strata.engine.process.messages import (
 )
 from strata.engine.process.service import Service
 from strata.engine.request import Request, Sequence, Status, Update
+from strata.kernels.compiled import KINDS
 from tests.engine.grammars.test_closed_objects import json_grammar
 from tests.engine.test_failed_requests import NAN_TOKEN, break_embedding
 
@@ -566,6 +567,7 @@ def test_the_host_time_of_a_step_is_small() -> None:
         default_params=GREEDY,
         ledger=SimpleNamespace(device="cpu"),
         startup={},
+        compilations=SimpleNamespace(counts=dict.fromkeys(KINDS, 0)),
     )
     frames: list[bytes] = []
     service = Service(cast(Any, engine), "stub", lambda _, frame: not frames.append(frame), print)
