@@ -45,7 +45,7 @@ def draw_inputs(buffer: StepBuffer, draws: int) -> DrawInputs:
 _RECORDED_FLOPS = 7e12
 _ALWAYS_RECORDED = 2048
 # Numbers of sequences that recordings of such steps hold: splits of decode attention and sampled rows follow them.
-_MIXED_SEQUENCES = (16, 64)
+_MIXED_SEQUENCES = (16, 64, 256, 1024)
 # A step with more tokens has time for programs without work, so one size less for each number of them.
 _FEW_SEQUENCES_TOKENS = 1024
 
@@ -113,7 +113,7 @@ class RecordedSteps:
         self._outputs: dict[BufferShape, Recorded] = {}
         self._decode: list[BufferShape] = []  # both ascending
         self._mixed: list[BufferShape] = []
-        self._warm: set[int] = set()
+        self._warm: set[tuple[str, bool, int]] = set()
         self._buffers: dict[BufferShape, dict[Staging, StepBuffer]] = {}
 
     def decode_bucket(self, sequences: int) -> BufferShape | None:
@@ -166,14 +166,16 @@ class RecordedSteps:
             step = DrawStep(made.logits, draw_inputs(buffer, shape.draws), newest, buffer.tensors["draw_slots"])
             made.ids = graphs.draw_filtered.forward(step)[0]
 
-        # What compiles or is chosen when it first runs follows from tokens or from sequences alone.
-        warm = {shape.tokens, -shape.sequences} <= self._warm
-        self._warm |= {shape.tokens, -shape.sequences}
+        # What compiles or is chosen when it first runs follows from the graph and tokens or sequences alone.
+        is_decode = _is_decode(shape)
+        sizes = {("tokens", is_decode, shape.tokens), ("sequences", is_decode, shape.sequences)}
+        warm = sizes <= self._warm
+        self._warm |= sizes
         self._recordings.record((shape, "run"), run, warm=warm)
         self._recordings.record((shape, "draw"), draw, warm=warm)
         made.logits = non_owning_view(made.logits)
         self._outputs[shape] = made
-        insort(self._decode if _is_decode(shape) else self._mixed, shape, key=_size)
+        insort(self._decode if is_decode else self._mixed, shape, key=_size)
 
 
 def smallest_mixed(shapes: Iterable[BufferShape], tokens: int, sequences: int, draws: int) -> BufferShape | None:

@@ -207,6 +207,7 @@ class Runner:
         for bucket in sorted(buckets, key=lambda shape: shape.size, reverse=True):
             self._recorded.record(bucket)
             yield bucket
+        torch.cuda.empty_cache()  # what the first runs left on a stream that nothing else uses
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched | Undrawn:
@@ -254,12 +255,15 @@ class Runner:
         buffer.send()
 
     def _bucket(self, plan: StepPlan, arrays: PlanArrays) -> BufferShape | None:
-        """The recorded size that a step takes; None if it is launched eagerly. Prompts that are scored are."""
+        """The recorded size that a step takes; None if it is launched eagerly, as prompts that are scored are."""
         if self._recorded is None:
             return None
         if arrays.are_decodes:
             return self._recorded.decode_bucket(len(plan.chunks))
-        if meets(self._slots.scored, arrays.slots.tolist()):
+        if any(
+            chunk.slot in self._slots.scored and chunk.start < self._slots.prompt_lengths[chunk.slot] - 1
+            for chunk in plan.chunks
+        ):
             return None
         return self._recorded.mixed_bucket(plan.tokens, len(plan.chunks), len(arrays.drawn))
 

@@ -14,6 +14,7 @@ from strata import LLM, SamplingParams
 from strata.cache.staging import Staging
 from strata.cache.tables import BufferShape
 from strata.engine import recorded_steps
+from strata.engine.plan import StepPlan
 from strata.engine.recorded_steps import (
     decode_buckets,
     max_mixed_tokens,
@@ -93,21 +94,22 @@ def test_the_same_ids_as_eagerly(recorded: tuple[LLM, Replayed], folder: Path) -
     assert {key[1] for key in graphs.replayed} == {"run", "draw"}
 
 
-def test_every_size_holds_what_it_promises_and_wastes_little() -> None:
-    sizes = mixed_buckets(256, 5880)  # of the 0.6B shape
+@pytest.mark.parametrize("most", [256, 512, 1024])
+def test_every_size_holds_what_it_promises_and_wastes_little(most: int) -> None:
+    sizes = mixed_buckets(most, 5880)  # of the 0.6B shape
     assert sizes == sorted(set(sizes), key=lambda size: (size.tokens, size.sequences))
-    assert len(sizes) < 80  # each takes memory and start-up time
+    assert len(sizes) < (80 if most == 256 else 105)  # each takes memory and start-up time
     for tokens in (*range(2, 1100), *range(1100, 5121, 7)):
-        for sequences in (1, 16, 64, min(256, tokens - 1)):
-            size = smallest_mixed(sizes, tokens, sequences, min(sequences, 256))
+        for sequences in (1, 16, 64, min(256, tokens - 1), min(most, tokens - 1)):
+            size = smallest_mixed(sizes, tokens, sequences, sequences)
             assert size is not None
             assert size.tokens >= tokens
             assert size.sequences > sequences  # padding finds a sequence to belong to
             assert size.sequences < size.tokens  # and no size is taken for one of decodes
-            if tokens > 256 and sequences <= 64:
+            if tokens > max(256, 2 * sequences):
                 assert size.tokens <= 1.25 * tokens
     assert smallest_mixed(sizes, 5121, 1, 1) is None
-    assert smallest_mixed(sizes, 600, 100, 257) is None
+    assert smallest_mixed(sizes, 600, 100, most + 1) is None
 
 
 def test_steps_are_recorded_while_they_are_short_for_their_model() -> None:
@@ -130,3 +132,23 @@ def test_steps_of_fewer_tokens_than_sequences_fit_into_their_buffers(sequences: 
     largest = BufferShape(tokens, sequences + 1, sequences).size
     assert max(size.size for size in sizes) <= largest
     assert max(size.tokens for size in sizes) == tokens
+
+
+def test_only_the_prompt_of_a_scored_sequence_is_launched_eagerly(
+    recorded: tuple[LLM, Replayed], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, _ = recorded
+    eager: list[StepPlan] = []
+    runner: Any = llm.engine.loop._runner
+    launch = runner._launch_eager
+    monkeypatch.setattr(runner, "_launch_eager", lambda plan, arrays: eager.append(plan) or launch(plan, arrays))
+    # The second prompt comes in chunks beside the first request, which decodes then.
+    prompts = [{"prompt_token_ids": [7] * 20}, {"prompt_token_ids": [9] * 300}]
+    params = [
+        SamplingParams(temperature=0, max_tokens=20, prompt_logprobs=scored, ignore_eos=True) for scored in (1, None)
+    ]
+    found, wanted = (one.generate(prompts, params, use_tqdm=False) for one in (llm, LLM(folder, **OPTIONS)))
+    assert [plan.chunks[0].start for plan in eager] == [0]
+    for mine, other in zip(found, wanted, strict=True):
+        assert mine.outputs[0].token_ids == other.outputs[0].token_ids
+        assert mine.prompt_logprobs == other.prompt_logprobs

@@ -16,8 +16,8 @@ class PagedKV:
     """The KV pools of all layers and the way of each sequence through them.
 
     keys, values: a tensor a layer, [pages, page_size, kv_heads, head_dim].
-    tables: [sequences, most_pages] int32, the pages of each sequence in order; entries past its length are unspecified
-        but valid page numbers.
+    tables: [sequences, most_pages] int32, the pages of each sequence in order; entries past its length are unspecified,
+        and nothing may be read by them.
     lengths: [sequences] int32, tokens of each sequence once this batch's have been written. 0 marks a padding row.
     slot_mapping: [tokens] int32, page * page_size + offset where each token's key and value go; -1 writes nothing.
     plan: what attention on a CPU needs to know of this step in every layer (`attention_cpu.planned` makes it); None:
