@@ -143,7 +143,7 @@ def test_only_the_prompt_of_a_scored_sequence_is_launched_eagerly(
     launch = runner._launch_eager
     monkeypatch.setattr(runner, "_launch_eager", lambda plan, arrays: eager.append(plan) or launch(plan, arrays))
     # The second prompt comes in chunks beside the first request, which decodes then.
-    prompts = [{"prompt_token_ids": [7] * 20}, {"prompt_token_ids": [9] * 300}]
+    prompts = [{"prompt_token_ids": [7] * 20}, {"prompt_token_ids": [9] * 230}]
     params = [
         SamplingParams(temperature=0, max_tokens=20, prompt_logprobs=scored, ignore_eos=True) for scored in (1, None)
     ]
