@@ -59,7 +59,7 @@ def recorded_sizes(max_sequences: int, max_tokens: int, parameters: int) -> list
 
 def max_mixed_tokens(parameters: int) -> int:
     """Tokens of the largest steps with prompts that are recorded of a model with so many weights."""
-    return max(_ALWAYS_RECORDED, int(_RECORDED_FLOPS / (2 * parameters)))
+    return max(_ALWAYS_RECORDED, int(_RECORDED_FLOPS / (2 * parameters)) // 512 * 512)
 
 
 def decode_buckets(most: int) -> list[int]:
@@ -69,18 +69,20 @@ def decode_buckets(most: int) -> list[int]:
 
 
 def mixed_buckets(max_sequences: int, max_tokens: int) -> list[BufferShape]:
-    """Sizes of steps with prompts that get a CUDA graph; padding is at most a quarter beyond 256 tokens.
+    """Sizes of steps with prompts that get a CUDA graph, ascending; padding is at most a quarter beyond 256 tokens, and
+    the largest step has a size of its own.
 
     One sequence more than a step may have, so that padding tokens always find one to belong to.
     """
     tokens = [32, 64, 96, *range(128, 512, 64), *range(512, 640, 32), *range(640, 1024, 64)]
     tokens += [*range(1024, 2048, 256), *range(2048, 4096, 512), *range(4096, 8193, 1024)]
+    tokens = [*(size for size in tokens if size < max_tokens), *(max_tokens,) * (max_tokens <= tokens[-1])]
     sequences = [*(count for count in _MIXED_SEQUENCES if count < max_sequences), max_sequences]
     return [
         BufferShape(size, count + 1, count)
         for size in tokens
         for count in (sequences if size <= _FEW_SEQUENCES_TOKENS else sequences[-2:])
-        if count + 1 < size <= max_tokens
+        if count + 1 < size
     ]
 
 

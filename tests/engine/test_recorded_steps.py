@@ -96,10 +96,10 @@ def test_the_same_ids_as_eagerly(recorded: tuple[LLM, Replayed], folder: Path) -
 
 @pytest.mark.parametrize("most", [256, 512, 1024])
 def test_every_size_holds_what_it_promises_and_wastes_little(most: int) -> None:
-    sizes = mixed_buckets(most, 5880)  # of the 0.6B shape
+    sizes = mixed_buckets(most, 5632)  # of the 0.6B shape
     assert sizes == sorted(set(sizes), key=lambda size: (size.tokens, size.sequences))
     assert len(sizes) < (80 if most == 256 else 105)  # each takes memory and start-up time
-    for tokens in (*range(2, 1100), *range(1100, 5121, 7)):
+    for tokens in (*range(2, 1100), *range(1100, 5632, 7), 5632):
         for sequences in (1, 16, 64, min(256, tokens - 1), min(most, tokens - 1)):
             size = smallest_mixed(sizes, tokens, sequences, sequences)
             assert size is not None
@@ -108,14 +108,21 @@ def test_every_size_holds_what_it_promises_and_wastes_little(most: int) -> None:
             assert size.sequences < size.tokens  # and no size is taken for one of decodes
             if tokens > max(256, 2 * sequences):
                 assert size.tokens <= 1.25 * tokens
-    assert smallest_mixed(sizes, 5121, 1, 1) is None
+    assert smallest_mixed(sizes, 5633, 1, 1) is None
     assert smallest_mixed(sizes, 600, 100, most + 1) is None
 
 
 def test_steps_are_recorded_while_they_are_short_for_their_model() -> None:
-    assert [max_mixed_tokens(parameters) for parameters in (10**6, 600 * 10**6, 8 * 10**9)] == [3_500_000, 5833, 2048]
+    assert [max_mixed_tokens(parameters) for parameters in (10**6, 600 * 10**6, 8 * 10**9)] == [3_499_520, 5632, 2048]
     sizes = recorded_sizes(256, 8192, 8 * 10**9)
     assert max(size.tokens for size in sizes) == 2048
+
+
+@pytest.mark.parametrize("longest", [77, 300, 2000, 2048])
+def test_the_largest_step_is_recorded(longest: int) -> None:
+    sizes = mixed_buckets(16, longest)
+    assert smallest_mixed(sizes, longest, 16, 16) == sizes[-1]
+    assert sizes[-1].tokens == longest
 
 
 @pytest.mark.parametrize("most", [1, 31, 32, 33, 200])

@@ -138,6 +138,8 @@ _LN2 = tl.constexpr(log(2)) if HAS_TRITON else None
 _GUMBEL_BLOCK = 2048
 _GUMBEL_CONSTANTS: dict[str, object] = {"UNIT": _UNIT, "BLOCK": _GUMBEL_BLOCK}
 _TOKEN_BLOCK = 4096
+# Ids of a row: for requests, which ask for 21 at most, the kernel is compiled once.
+_TOKEN_IDS = 32
 
 
 def _mix64(x: Tensor) -> Tensor:
@@ -277,7 +279,7 @@ token_logprobs.implement("torch", "cpu", invariant=True)(token_logprobs.referenc
 
 
 # The rows of an odd vocabulary begin at any address, and a slice of rows does too.
-@partial(jit, unspecialized=("logits", "row_stride"))
+@partial(jit, unspecialized=("logits", "row_stride", "ids", "id_count"))
 def token_logprobs_kernel(logits, ids, result, vocab, row_stride, id_count, BLOCK: tl.constexpr, IDS: tl.constexpr):
     """One program a row: its sums run in an order that depends on the vocabulary only."""
     row = tl.program_id(0).to(tl.int64)
@@ -305,7 +307,7 @@ def _token_triton(logits: Tensor, ids: Tensor) -> Tensor:
     ids = ids.contiguous()
     result = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
     if result.numel():
-        padded = triton.next_power_of_2(ids.shape[1])
+        padded = max(_TOKEN_IDS, triton.next_power_of_2(ids.shape[1]))
         token_logprobs_kernel[(rows,)](
             logits, ids, result, vocab, logits.stride(0), ids.shape[1], BLOCK=_TOKEN_BLOCK, IDS=padded, num_warps=8
         )
@@ -333,9 +335,11 @@ def compile_cases() -> list[CompileCase]:
     inputs = {"*bf16:16": "logits", "*fp32": "temperatures", "*i64": "seeds", "*i32": "steps"}
     blocks = by_type({**inputs, "*fp32:16": "lowest best", "*i32:16": "last best_id", "i32": "vocab row_stride"})
     reduce = by_type({"*fp32:16": "best", "*i32:16": "best_id result", "i32": "blocks"})
-    token = {"*fp32": "logits", "*i64:16": "ids", "*fp32:16": "result", "i32": "vocab row_stride id_count"}
+    token = {"*fp32": "logits", "*i64": "ids", "*fp32:16": "result", "i32": "vocab row_stride id_count"}
     return [
         CompileCase("gumbel blocks", gumbel_blocks_kernel, blocks, {"FILTERED": True} | _GUMBEL_CONSTANTS, 4, 2),
         CompileCase("gumbel reduce", gumbel_reduce_kernel, reduce, {"BLOCKS": 128}, 1, 2),
-        CompileCase("token logprobs", token_logprobs_kernel, by_type(token), {"BLOCK": _TOKEN_BLOCK, "IDS": 32}, 8, 2),
+        CompileCase(
+            "token logprobs", token_logprobs_kernel, by_type(token), {"BLOCK": _TOKEN_BLOCK, "IDS": _TOKEN_IDS}, 8, 2
+        ),
     ]

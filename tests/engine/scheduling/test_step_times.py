@@ -90,7 +90,7 @@ def test_the_coefficients_follow_from_costs_and_peaks() -> None:
 @cache
 def of(name: str) -> StepTimes:
     costs = meta_model(find_config(name), device("h200")).step_costs()
-    return StepTimes.of(costs, device("h200"), "bfloat16", recorded={"0.6B": 5120}.get(name, 2048))
+    return StepTimes.of(costs, device("h200"), "bfloat16", recorded={"0.6B": 5632}.get(name, 2048))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_attention_to_a_long_prefix_makes_chunks_short() -> None:
 def test_an_engine_predicts_by_its_own_graphs_where_the_device_is_known() -> None:
     model = meta_model(find_config("0.6B"), device("h200"))
     shape = PoolShape(28, 16, 8, 128, torch.bfloat16)
-    assert step_times(model.graphs, shape, "NVIDIA H200", 5120) == of("0.6B")
+    assert step_times(model.graphs, shape, "NVIDIA H200", 5632) == of("0.6B")
     assert step_times(model.graphs, shape, "NVIDIA T1000", 2048) is None
     doubles = PoolShape(28, 16, 8, 128, torch.float64)
     assert step_times(model.graphs, doubles, "NVIDIA H200", 2048) is None
