@@ -28,7 +28,9 @@ from strata.bench.kernels.cases import EPS, angles, full_pages, randn
 from strata.bench.kernels.products import Product
 from strata.kernels.activation import silu_mul_grad  # noqa: F401  registers what is run
 from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.attention import recorded as attention_recorded
 from strata.kernels.attention.attention import attention
+from strata.kernels.attention.batch_parts import RecordedParts
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.join import join
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
@@ -167,6 +169,7 @@ def _attention(head_dim: int, window: int | None) -> Iterator[Call]:
     yield own(attention, *drawn(3), step(1, 1, 1, pages=held), spec)
     yield own(attention, *drawn(91), step(70, 1, 20, pages=held), spec)  # of 300, 1 and 37 tokens
     yield own(attention, *drawn(91), step(70, 1, 20, pages=None), spec)
+    yield f"recorded attention of {head_dim}", lambda: _recorded(*drawn(100), held, spec)
     ends = torch.tensor(lengths) - 1
     slots = held.tables.gather(1, ends[:, None] // held.page_size)[:, 0] * held.page_size + ends % held.page_size
     written = replace(held, slot_mapping=slots.int())
@@ -177,6 +180,16 @@ def _attention(head_dim: int, window: int | None) -> Iterator[Call]:
         yield own(decode_attention, product, *weights, *angles(3, head_dim), decodes, heads, spec)
     yield f"kv_read of {head_dim}", lambda: kv_read(held, 0, 0, 16, 300)
     yield f"attention_join of {head_dim}", lambda: _joined(held, drawn(37)[0])
+
+
+def _recorded(q: Tensor, k: Tensor, v: Tensor, held: PagedKV, spec: AttentionSpec) -> Tensor:
+    """A decode, prompts of 7 and 20 tokens, and padding for the rest."""
+    tables, lengths = held.tables[[0, 1, 2, 0]], torch.tensor((300, 7, 37, 0), dtype=torch.int32)
+    decode_lengths, starts = torch.tensor(((300, 0, 0, 0), (1, 1, 8, 28)), dtype=torch.int32)
+    parts = RecordedParts(decode_lengths, starts, torch.tensor((1, 4), dtype=torch.int32))
+    offsets = torch.tensor((0, 1, 8, 28, len(q)), dtype=torch.int32)
+    pages = replace(held, tables=tables, lengths=lengths, parts=parts)
+    return attention_recorded.attend(q, k, v, Sequences(offsets, len(q), pages), spec)
 
 
 def _joined(held: PagedKV, one: Tensor) -> Tensor:
@@ -197,7 +210,8 @@ def _sampling(rows: int) -> Iterator[Call]:
     yield own(gumbel_sample, logits, temperatures, seeds, steps, bounds)
     yield own(newest_tokens, steps, steps - 1, torch.arange(rows, dtype=torch.int32) - 1)
     tables = torch.randint(1000, (rows + 1, 1300), dtype=torch.int32)
-    yield own(gather_tables, tables, steps, steps * 17, steps * 5 - 1, 16)
+    offsets = torch.arange(rows + 1, dtype=torch.int32)
+    yield own(gather_tables, tables, steps, offsets, steps * 17, steps * 5, 16)  # the first is padding
     yield own(token_logprobs, logits.float(), torch.randint(VOCABULARY, (rows, 6)))
 
 
