@@ -206,8 +206,7 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         utilization=asked.gpu_memory_utilization,
         num_pages=asked.num_pages,
         dtype=dtype,
-        graph_rows=max((size.draws for size in recorded), default=0),
-        graph_tokens=recorded_tokens,
+        recorded=recorded,
         scratch=max(
             (_scratch_bytes(asked, config, dtype, rows, max_length) for rows in {size.sequences for size in recorded}),
             default=0,

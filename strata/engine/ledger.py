@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from strata.cache.pool import PoolShape
+from strata.cache.tables import BufferShape
 from strata.models.config import ModelConfig
 from strata.models.memory import free_bytes
 
@@ -24,7 +26,7 @@ PROMPT_LOGPROB_ROWS = 256
 class Ledger:
     """Bytes by purpose on one device. `budget` is what the engine may use in all; `margin` is what is left of it.
 
-    others: what is in use already, by this process or by others.
+    others: what is in use already, by this process or by others. recorded: sizes of steps that have CUDA graphs.
     """
 
     device: str
@@ -35,6 +37,7 @@ class Ledger:
     activations: int
     sequences: int
     graphs: int
+    recorded: int
     pages: int
     page_bytes: int
     page_size: int
@@ -57,7 +60,7 @@ class Ledger:
             ("weights", self.weights, ""),
             ("activations", self.activations, "largest step, estimated"),
             ("sequences", self.sequences, "block tables, ids that penalties count, masks"),
-            ("CUDA graphs", self.graphs, "estimated"),
+            ("CUDA graphs", self.graphs, f"{self.recorded} sizes of steps, estimated"),
             ("KV pages", self.kv, f"{self.pages:,} pages of {self.page_size}: {self.tokens:,} tokens"),
             ("margin", self.margin, "unused"),
         ]
@@ -120,15 +123,13 @@ def plan_memory(
     utilization: float,
     num_pages: int | None,
     dtype: torch.dtype,
-    graph_rows: int,
-    graph_tokens: int,
+    recorded: Sequence[BufferShape],
     scratch: int,
 ) -> Ledger:
     """Divide the device's memory.
 
     utilization: the share of a GPU that may be in use once the engine is, by whomever.
-    graph_rows, graph_tokens: rows of logits and tokens of the largest steps that CUDA graphs run. scratch: bytes that
-    decode attention needs beside its result.
+    recorded: sizes of the steps that CUDA graphs run. scratch: bytes that decode attention needs beside its result.
     Raises ValueError if the pages would not hold one sequence of `max_length` tokens, with what to change.
     """
     free, total = available_memory(device)
@@ -137,8 +138,11 @@ def plan_memory(
     activations = activation_bytes(config, max_tokens, rows, dtype) + scratch
     sequences = sequence_bytes(config, max_sequences, max_length, pool.page_size)
     # Recorded steps have memory of their own, which they share.
-    graphs = activation_bytes(config, graph_tokens, 0, dtype) + graph_rows * config.vocab_size * dtype.itemsize
-    graphs += GIB // 2 + scratch if graph_rows else 0
+    graphs = 0
+    if recorded:
+        logits = max(size.draws for size in recorded) * config.vocab_size * dtype.itemsize
+        largest = activation_bytes(config, max(size.tokens for size in recorded), 0, dtype)
+        graphs = largest + logits + GIB // 2 + scratch
     per_sequence = -(-max_length // pool.page_size)
     fixed = weight_bytes + activations + sequences + graphs
     others = 0
@@ -159,6 +163,7 @@ def plan_memory(
         activations=activations,
         sequences=sequences,
         graphs=graphs,
+        recorded=len(recorded),
         pages=pages,
         page_bytes=pool.page_bytes,
         page_size=pool.page_size,

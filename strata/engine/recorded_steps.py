@@ -148,7 +148,8 @@ class RecordedSteps:
         nothing = np.zeros(0, dtype=np.int32)
         buffer.place(self._tables, self._pool.shape.page_size, nothing, nothing, nothing)
         buffer.pad_draws(0, len(self._newest) - 1)
-        parts = None if _is_decode(shape) else buffer.divide_recorded(nothing)
+        is_decode = _is_decode(shape)
+        parts = None if is_decode else buffer.divide_recorded(nothing)
         buffer.send()
         graphs, newest = self._graphs, self._newest
         decode = graphs.decode(shape.sequences) if parts is None else None
@@ -169,7 +170,6 @@ class RecordedSteps:
             made.ids = graphs.draw_filtered.forward(step)[0]
 
         # What compiles or is chosen when it first runs follows from the graph and tokens or sequences alone.
-        is_decode = _is_decode(shape)
         sizes = {("tokens", is_decode, shape.tokens), ("sequences", is_decode, shape.sequences)}
         warm = sizes <= self._warm
         self._warm |= sizes

@@ -32,8 +32,7 @@ def ledger() -> Ledger:
         utilization=0.9,
         num_pages=None,
         dtype=torch.bfloat16,
-        graph_rows=0,
-        graph_tokens=0,
+        recorded=[],
         scratch=0,
     )
 

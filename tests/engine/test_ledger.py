@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from strata.cache.pool import PoolShape
+from strata.cache.tables import BufferShape
 from strata.engine import ledger as ledger_module
 from strata.engine import sampler as sampler_module
 from strata.engine.ledger import SAMPLING_BYTES, activation_bytes, plan_memory, sequence_bytes
@@ -31,8 +32,7 @@ ASKED: dict[str, Any] = {
     "utilization": 0.9,
     "num_pages": None,
     "dtype": torch.bfloat16,
-    "graph_rows": 0,
-    "graph_tokens": 0,
+    "recorded": [],
     "scratch": 0,
 }
 GIB = 1 << 30
@@ -114,6 +114,15 @@ class LiveBytes(TorchDispatchMode):
                 weakref.finalize(storage, self._sizes.pop, storage._cdata)
                 self.most = max(self.most, sum(self._sizes.values()))
         return result
+
+
+def test_recorded_steps_keep_the_largest_logits_and_activations() -> None:
+    sizes = [BufferShape(256, 256, 256), BufferShape(2048, 17, 16)]
+    ledger = plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED | {"recorded": sizes, "scratch": 10**6})
+    activations = 2048 * (2 * CONFIG.hidden_size + 3 * CONFIG.intermediate_size) * 2
+    assert ledger.graphs == 256 * CONFIG.vocab_size * 2 + activations + GIB // 2 + 10**6
+    assert any("2 sizes of steps" in line for line in ledger.lines())
+    assert plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED | {"scratch": 10**6}).graphs == 0
 
 
 def test_activations_cover_what_sampling_holds(monkeypatch: pytest.MonkeyPatch) -> None:
