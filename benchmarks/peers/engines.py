@@ -9,7 +9,7 @@ import os
 import shutil
 import string
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -74,13 +74,20 @@ def interpreter(text: str) -> str:
     return os.path.abspath(found)
 
 
-def shapes(text: str) -> list[str]:
-    """Names of shapes, from "0.6B,8B"."""
-    names = text.split(",")
-    unknown = [name for name in names if name not in SHAPES]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no shape: give some of {', '.join(SHAPES)}")
-    return names
+def some_of(known: Collection[str], what: str) -> Callable[[str], list[str]]:
+    """What reads names of something from an option such as "0.6B,8B"."""
+
+    def read(text: str) -> list[str]:
+        names = text.split(",")
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no {what}: give some of {', '.join(known)}")
+        return names
+
+    return read
+
+
+shapes = some_of(SHAPES, "shape")
 
 
 def pythons(asked: argparse.Namespace) -> dict[str, str]:

@@ -121,19 +121,11 @@ def run_turns(asked: argparse.Namespace, work: Path) -> None:
                 measure_server(engine, model, folder, log, asked, run, turn)
 
 
-def load_kinds(text: str) -> list[str]:
-    """Kinds of loads, from "single,rates"."""
-    kinds = text.split(",")
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no kind of load: give some of {', '.join(KINDS)}")
-    return kinds
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     engines.add_options(parser)
-    parser.add_argument("--loads", type=load_kinds, default=list(KINDS), help=f"between commas [{','.join(KINDS)}]")
+    kinds = engines.some_of(KINDS, "kind of load")
+    parser.add_argument("--loads", type=kinds, default=list(KINDS), help=f"between commas [{','.join(KINDS)}]")
     parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds in which a server is ready [300]")
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep the models and the servers' logs here")
     asked = parser.parse_args()

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from strata.cache.pool import PoolShape
 from strata.cache.tables import BufferShape
 from strata.engine.build import EngineConfig
 from strata.engine.recorded_steps import decode_buckets, max_mixed_tokens, mixed_buckets, smallest_mixed
 from strata.engine.sampler import DrawInputs
+from strata.engine.step_cost import least_costs
 from strata.engine.step_graphs import DrawStep, StepGraphs, StepInputs, step_graphs
 from strata.files.json_object import read_existing_object
-from strata.graph.cost import NodeCost, StepCosts, meta_indices, meta_pages, node_costs, step_costs
+from strata.graph.cost import NodeCost, StepCosts, meta_indices, meta_pages, node_costs
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import Device
 from strata.kernels.attention.batch_parts import RecordedParts, divide, library_reach
@@ -26,7 +28,7 @@ from strata.models.families import build
 from strata.models.shapes import SHAPES
 from strata.models.weights import weight_bytes
 
-_MAX_SEQUENCES = EngineConfig.max_num_seqs
+_MAX_SEQUENCES, _PAGE_SIZE = EngineConfig.max_num_seqs, EngineConfig.page_size
 
 
 def find_config(model: str) -> ModelConfig:
@@ -74,7 +76,7 @@ class MetaModel:
     graphs: StepGraphs
     parameters: int
 
-    def batch(self, workload: Workload, page_size: int = 16, recorded: bool = False) -> Batch:
+    def _batch(self, workload: Workload, recorded: bool) -> Batch:
         """What the graphs are called with in a step of that workload, one-token sequences first."""
         config = self.config
         pages = meta_pages(
@@ -83,7 +85,7 @@ class MetaModel:
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=self.dtype,
-            page_size=page_size,
+            page_size=_PAGE_SIZE,
         )
         if max(workload.new) > 1 and recorded:
             pages = replace(pages, parts=RecordedParts(pages.lengths, pages.lengths, meta_indices(2)))
@@ -138,7 +140,7 @@ class MetaModel:
 
     def _arguments(self, workload: Workload, draws: int, recorded: bool) -> tuple[Any, ...]:
         """What the graphs of a step are called with: inputs; decode; logits, of so many rows; draw."""
-        batch, rows = self.batch(workload, recorded=recorded), meta_indices(draws)
+        batch, rows = self._batch(workload, recorded), meta_indices(draws)
         assert batch.pages is not None
         tables = StepInputs(
             batch.pages.tables, meta_indices(len(workload.new)), batch.offsets, batch.pages.lengths,
@@ -151,8 +153,9 @@ class MetaModel:
 
     def step_costs(self) -> StepCosts:
         """The least that steps of this model cost."""
-        ones = {count: Workload((1,) * count, (1,) * count) for count in (1, 2)}
-        return step_costs(self.graphs.logits, lambda tokens, rows: (self.batch(ones[tokens]), meta_indices(rows)))
+        config = self.config
+        shape = PoolShape(config.num_layers, _PAGE_SIZE, config.num_kv_heads, config.head_dim, self.dtype)
+        return least_costs(self.graphs, shape)
 
 
 def meta_model(

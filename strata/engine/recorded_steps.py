@@ -39,7 +39,7 @@ def draw_inputs(buffer: StepBuffer, draws: int) -> DrawInputs:
     return DrawInputs(temperatures, seeds, tensors["steps"][:draws], tensors["top_k"][:draws], top_p, min_p)
 
 
-# Launched kernel by kernel, steps with prompts keep the host busy for 15 to 35 ms. They are recorded as long as their
+# Launched kernel by kernel, steps with prompts keep the host busy for 15 to 43 ms. They are recorded as long as their
 # products are shorter, 10 ms on a Hopper, and up to so many tokens for any model. Past that launches hide behind the
 # device's work, and prompts are long enough that cuDNN attends faster than a kernel over pages.
 _RECORDED_FLOPS = 7e12

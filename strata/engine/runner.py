@@ -260,10 +260,8 @@ class Runner:
             return None
         if arrays.are_decodes:
             return self._recorded.decode_bucket(len(plan.chunks))
-        if any(
-            chunk.slot in self._slots.scored and chunk.start < self._slots.prompt_lengths[chunk.slot] - 1
-            for chunk in plan.chunks
-        ):
+        scored, lengths = self._slots.scored, self._slots.prompt_lengths
+        if scored and any(chunk.slot in scored and chunk.start < lengths[chunk.slot] - 1 for chunk in plan.chunks):
             return None
         return self._recorded.mixed_bucket(plan.tokens, len(plan.chunks), len(arrays.drawn))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from strata.cache.pool import PoolShape
 from strata.engine.scheduling.step_times import StepTimes
 from strata.engine.step_graphs import StepGraphs
-from strata.graph.cost import meta_indices, meta_pages, step_costs
+from strata.graph.cost import StepCosts, meta_indices, meta_pages, step_costs
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import recognize
 from strata.models.batch import Batch
@@ -21,12 +21,16 @@ def step_times(graphs: StepGraphs, shape: PoolShape, product: str, recorded: int
     device = recognize(product)
     if device is None:
         return None
-    costs = step_costs(graphs.logits, lambda tokens, rows: (_one_token_each(shape, tokens), meta_indices(rows)))
     dtype = str(shape.dtype).removeprefix("torch.")
     try:
-        return StepTimes.of(costs, device, dtype, recorded)
+        return StepTimes.of(least_costs(graphs, shape), device, dtype, recorded)
     except ValueError:  # no peak is recorded for the dtype
         return None
+
+
+def least_costs(graphs: StepGraphs, shape: PoolShape) -> StepCosts:
+    """The least that steps of a model cost whose keys and values lie in such pages."""
+    return step_costs(graphs.logits, lambda tokens, rows: (_one_token_each(shape, tokens), meta_indices(rows)))
 
 
 def _one_token_each(shape: PoolShape, sequences: int) -> Batch:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # of 4.8 TB/s. A layer takes longer than that by so much, because its eight kernels begin and end.
 PRODUCTS, ATTENTION, MEMORY = 0.71, 0.42, 0.75
 LAYER_SECONDS = 35e-6
-# What the host takes to launch a layer of a step that no CUDA graph holds: 15 to 35 ms for 28 layers beside an H200.
+# What the host takes to launch a layer of a step that no CUDA graph holds: 15 to 43 ms for 28 layers beside an H200.
 LAUNCH_SECONDS = 1e-3
 
 
