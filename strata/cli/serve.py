@@ -112,6 +112,12 @@ def serve(
     enable_prefix_caching: Annotated[
         bool, options.engine_option(help="Reuse the pages of prompts that begin alike.")
     ] = True,
+    step_target_ms: Annotated[
+        float | None,
+        options.engine_option(
+            help="What a step is to take at most beside those who read along; 0: prompts fill steps without a target."
+        ),
+    ] = 20.0,
     seed: Annotated[
         int | None, options.engine_option(help="Of requests that bring none; left out, every start draws anew.")
     ] = None,
@@ -172,6 +178,7 @@ def serve(
         "deterministic": deterministic,
         "page_size": page_size,
         "num_pages": num_pages,
+        "step_target_ms": step_target_ms or None,
     }
     traces = None if otlp_traces_endpoint is None else _endpoint(otlp_traces_endpoint)
     sys.exit(launch(ApiJob(settings, keys, tokenizer_folder, restart_engine, traces), engine))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import secrets
 import time
@@ -28,6 +29,7 @@ from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.runner import Runner, RunnerConfig
 from strata.engine.sampling_params import RANGES, SamplingParams, check_integer
 from strata.engine.scheduling.config import SchedulerConfig
+from strata.engine.scheduling.room import StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.step_cost import step_times
 from strata.engine.step_graphs import step_graphs
@@ -65,6 +67,8 @@ class EngineConfig:
     deterministic: a request's bits depend on nothing else that runs (see docs/engine.md).
     page_size: tokens of a KV page.
     num_pages: KV pages; None takes what memory allows.
+    step_target_ms: what a step with decodes is to take at most, so that prompts do not stall those who read along; None
+        fills steps up to max_num_batched_tokens, which ends a batch sooner. It needs a device whose peaks are known.
     """
 
     model: str
@@ -81,6 +85,7 @@ class EngineConfig:
     deterministic: bool = False
     page_size: int = 16
     num_pages: int | None = None
+    step_target_ms: float | None = None
 
     @classmethod
     def from_options(cls, model: str | Path | None, options: Mapping[str, Any]) -> EngineConfig:
@@ -103,6 +108,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        target = self.step_target_ms
+        if target is not None and not (isinstance(target, int | float) and 0 < target < math.inf):
+            raise ValueError(f"step_target_ms must be a number over 0, or None for no target, got {target!r}")
         if self.seed is not None:
             check_integer("seed", self.seed, RANGES["seed"])
         if self.page_size & (self.page_size - 1):
@@ -218,9 +226,10 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         model, _ = weights.load(asked.model, device, dtype, asked.load_format, max_length, asked.seed or 0)
     with clock.phase("graph"):
         graphs = step_graphs(model, implementations_for(device), asked.deterministic)
-        times = None
-        if fast:
+        target = None
+        if fast and asked.step_target_ms is not None:
             times = step_times(graphs, pool_shape, torch.cuda.get_device_name(device), recorded_tokens)
+            target = None if times is None else StepTarget(asked.step_target_ms / 1e3, times)
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool = KVPool(pool_shape, ledger.pages, device)
     windows, mask_ids = frozenset(config.windows), vocabulary(tokenizer, config.vocab_size)
@@ -232,7 +241,7 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
             pass
     allocator = PageAllocator(ledger.pages, asked.page_size)
     prefix = PrefixTree(allocator) if asked.enable_prefix_caching else None
-    scheduler_config = SchedulerConfig(asked.max_num_seqs, max_tokens, max_length, seed, times)
+    scheduler_config = SchedulerConfig(asked.max_num_seqs, max_tokens, max_length, seed, target)
     scheduler = Scheduler(scheduler_config, allocator, prefix)
     loop = EngineLoop(scheduler, runner, run_ahead=device.type == "cuda", ledger=ledger)
     compilations = Compilations(log)

@@ -54,7 +54,7 @@ def warm_up(loop: EngineLoop, pages: PageAllocator, vocab_size: int, max_recorde
         for _ in loop.outputs():
             pass
 
-    scheduler.config = replace(config, times=None)  # long prompts beside decodes are divided otherwise
+    scheduler.config = replace(config, target=None)  # long prompts beside decodes are divided otherwise
     for lengths in _PROMPTS:
         add(lengths)
         drain()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from strata.engine.plan import Chunk, NewSequence, StepPlan
-from strata.engine.scheduling.room import PromptRoom
-from strata.engine.scheduling.step_times import StepTimes
+from strata.engine.scheduling.room import PromptRoom, StepTarget
 
 
 @dataclass
@@ -26,11 +25,11 @@ class PlanBuilder:
     copies: list[tuple[int, int]] = field(default_factory=list)
     banned: list[tuple[int, int]] = field(default_factory=list)
 
-    def make_room(self, times: StepTimes, in_line: int) -> None:
+    def make_room(self, target: StepTarget, in_line: int) -> None:
         """All decodes are planned; so many sequences have prompts to compute."""
         if self.decodes:
             keys = sum([chunk.start for chunk in self.decodes]) + len(self.decodes)
-            self.room = PromptRoom(times, len(self.decodes), keys, in_line)
+            self.room = PromptRoom(target, len(self.decodes), keys, in_line)
 
     def chunk(self, start: int, wanted: int) -> int:
         """How many of the next `wanted` tokens of a prompt, behind the first `start`, the step has room for."""

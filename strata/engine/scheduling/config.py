@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strata.engine.scheduling.step_times import StepTimes
+from strata.engine.scheduling.room import StepTarget
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
     """max_sequences: slots; max_tokens: tokens of one step; max_length: tokens of one sequence, prompt and output;
-    seed: of the requests that bring none; times: how long steps take, so that prompts make none too long for those that
-    decode; None if that is not known: then prompts take what decodes leave of `max_tokens`.
+    seed: of the requests that bring none; target: of steps with decodes, so that prompts make none too long for them;
+    None: prompts take what decodes leave of `max_tokens`.
 
     No more sequences run at once than a step has tokens, so that each of them gets on at every step.
     """
@@ -20,7 +20,7 @@ class SchedulerConfig:
     max_tokens: int
     max_length: int
     seed: int = 0
-    times: StepTimes | None = None
+    target: StepTarget | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_tokens", "max_length"):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from strata.engine.scheduling.step_times import StepTimes
 
-# A step with decodes is to take no longer: streams get 50 tokens a second, faster than anyone reads, and prompts still
-# fill most of it (8B reads its weights in 4 ms).
-TARGET_SECONDS = 0.020
 # Where decodes alone take longer than half of that, a step may take so many times as long as they do alone.
 MAX_SLOWDOWN = 2.0
 # In short steps prompts take longer altogether, because each reads the weights again. With more of them in line than
@@ -18,18 +17,26 @@ IN_LINE = 6
 LEAST_TOKENS = 256
 
 
+@dataclass(frozen=True)
+class StepTarget:
+    """seconds: what a step with decodes is to take at most. times: how long steps take."""
+
+    seconds: float
+    times: StepTimes
+
+
 class PromptRoom:
     """What a step with decodes has room for, as its prompts take it one after the other.
 
     decodes: their number. keys: tokens that they read, together. in_line: sequences that have prompts to compute.
     """
 
-    def __init__(self, times: StepTimes, decodes: int, keys: int, in_line: int) -> None:
-        self._times = times
+    def __init__(self, target: StepTarget, decodes: int, keys: int, in_line: int) -> None:
+        self._times = times = target.times
         self._tokens, self._prompt_tokens = decodes, 0
         self._others = times.decodes(decodes, keys)
         alone = times.total(decodes, self._others)
-        self._target = max(TARGET_SECONDS, TARGET_SECONDS * in_line / IN_LINE, MAX_SLOWDOWN * alone)
+        self._target = max(target.seconds, target.seconds * in_line / IN_LINE, MAX_SLOWDOWN * alone)
 
     def chunk(self, start: int, wanted: int, most: int, page_size: int) -> int:
         """How many of the next `wanted` tokens of a prompt, behind the first `start`, and of `most`, there is room for.

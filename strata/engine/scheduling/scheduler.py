@@ -111,8 +111,8 @@ class Scheduler:
         builder = PlanBuilder(self.config.max_tokens, self._pages.page_size)
         prefilling = self._decode(builder)
         in_line = len(prefilling) + min(len(self._queues.waiting), self._queues.free_slots)
-        if in_line and self.config.times is not None:
-            builder.make_room(self.config.times, in_line)
+        if in_line and self.config.target is not None:
+            builder.make_room(self.config.target, in_line)
         for sequence in prefilling:
             if builder.budget:
                 wanted = len(sequence.tokens) - sequence.computed

@@ -9,7 +9,7 @@ import pytest
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.engine.scheduling.config import SchedulerConfig
-from strata.engine.scheduling.room import IN_LINE, LEAST_TOKENS, TARGET_SECONDS, PromptRoom
+from strata.engine.scheduling.room import IN_LINE, LEAST_TOKENS, PromptRoom, StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.scheduling.step_times import StepTimes
 from tests.engine.scheduling.test_scheduler import request, step
@@ -18,10 +18,11 @@ MS = 1e-3
 NOTHING = 1e-18
 # A step takes 4 ms, and 10 us more for each token; so 1600 fit into 20 ms.
 TIMES = StepTimes(4 * MS, NOTHING, NOTHING, 0.01 * MS, NOTHING, NOTHING, NOTHING)
+TARGET_SECONDS = 20 * MS
 
 
 def room(decodes: int, in_line: int = 1, times: StepTimes = TIMES) -> PromptRoom:
-    return PromptRoom(times, decodes, keys=0, in_line=in_line)
+    return PromptRoom(StepTarget(TARGET_SECONDS, times), decodes, keys=0, in_line=in_line)
 
 
 def test_what_fits_is_taken_whole_and_what_does_not_ends_with_a_page() -> None:
@@ -63,8 +64,9 @@ def test_many_in_line_get_more_of_the_time() -> None:
 
 
 def scheduler(times: StepTimes | None, **options: Any) -> Scheduler:
+    target = None if times is None else StepTarget(TARGET_SECONDS, times)
     pages = PageAllocator(4000, 16)
-    return Scheduler(SchedulerConfig(64, 8192, 30_000, times=times, **options), pages, PrefixTree(pages))
+    return Scheduler(SchedulerConfig(64, 8192, 30_000, target=target, **options), pages, PrefixTree(pages))
 
 
 def counts(of: Scheduler) -> list[int]:
@@ -85,7 +87,7 @@ def test_without_decodes_a_step_is_filled_and_beside_them_it_is_kept_short() -> 
     assert counts(of) == [1, 1, 1]
 
 
-def test_a_device_that_is_not_known_divides_by_tokens_alone() -> None:
+def test_without_a_target_prompts_are_divided_by_tokens_alone() -> None:
     of = scheduler(None)
     of.add(request("a", 10, max_tokens=100))
     step(of)

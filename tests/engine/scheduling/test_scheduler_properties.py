@@ -19,6 +19,7 @@ from strata.engine.request import Request, Sequence
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling import room
 from strata.engine.scheduling.config import SchedulerConfig
+from strata.engine.scheduling.room import StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.scheduling.step_times import StepTimes
 from tests.engine.simulated import EOS, POISON, STOP_ID, STOP_TEXT, VOCABULARY, Device, uncrowded
@@ -124,7 +125,8 @@ class Load(RuleBasedStateMachine):
         times: StepTimes | None,
     ) -> None:
         self.longest = 48
-        config = SchedulerConfig(slots, budget, self.longest, times=times)
+        target = None if times is None else StepTarget(0.020, times)
+        config = SchedulerConfig(slots, budget, self.longest, target=target)
         self.engine = Engine(max(1, tokens // page_size), page_size, config, caching, ahead)
         self.sequences: list[Sequence] = []
         self.aborted: set[str] = set()

@@ -16,6 +16,7 @@ from strata.engine.plan import StepPlan
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
+from strata.engine.scheduling.room import StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.test_step_times import of
 from tests.engine.simulated import SimulatedRunner, Simulation, Unchecked, drive
@@ -53,8 +54,8 @@ H200 = {
 
 
 def run(name: str, requests: list[Request], by_time: bool) -> Simulation:
-    times = of(name) if by_time else None
-    scheduler = Scheduler(SchedulerConfig(256, 8192, 20_000, times=times), PageAllocator(60_000, 16), None)
+    target = StepTarget(20 * MS, of(name)) if by_time else None
+    scheduler = Scheduler(SchedulerConfig(256, 8192, 20_000, target=target), PageAllocator(60_000, 16), None)
     return drive(scheduler, SimulatedRunner(Unchecked(), H200[name].seconds), requests, run_ahead=True)
 
 

@@ -86,7 +86,7 @@ class Subject:
     def answer(self, length: int, chunk: int, decodes: int = 0) -> tuple[Answer, list[RequestOutput]]:
         """The answer to a prompt in steps of `chunk` tokens, and those of the sequences that decode beside it."""
         scheduler = self.llm.engine.loop.scheduler
-        scheduler.config = replace(scheduler.config, max_tokens=chunk, times=None)
+        scheduler.config = replace(scheduler.config, max_tokens=chunk)
         self._logits = None
         steps = length // (chunk - decodes) + 2 * OUTPUTS
         params = SamplingParams(temperature=0, max_tokens=OUTPUTS, logprobs=1, ignore_eos=True)

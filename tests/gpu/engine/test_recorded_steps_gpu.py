@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,12 @@ class Counted:
     """An engine whose steps with prompts can be launched either way, and who counts those that were replayed."""
 
     def __init__(self, folder: Path, deterministic: bool) -> None:
-        """No step is too large to be recorded, and what runs in one does not depend on the device."""
+        """No step is too large to be recorded."""
         options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 4096}
         options |= {"num_pages": 3000, "max_num_seqs": 80, "enable_prefix_caching": False}
         options |= {"max_num_batched_tokens": 2000}
         self.deterministic = deterministic
         self.llm = LLM(folder, deterministic=deterministic, **options)
-        scheduler = self.llm.engine.loop.scheduler
-        scheduler.config = replace(scheduler.config, times=None)
         self.vocabulary = self.llm.engine.config.vocab_size
         self._recorded: Any = self.llm.engine.loop._runner._recorded
         self._bucket = self._recorded.mixed_bucket
