@@ -25,7 +25,7 @@ from strata.engine.faults import memory_explained
 from strata.engine.grammars.grammar import vocabulary
 from strata.engine.ledger import Ledger, plan_memory
 from strata.engine.loop import EngineLoop
-from strata.engine.recorded_steps import recorded_sizes
+from strata.engine.recorded_steps import REASONS, RecordedSteps, recorded_sizes
 from strata.engine.runner import Runner, RunnerConfig
 from strata.engine.sampling_params import RANGES, SamplingParams, check_integer
 from strata.engine.scheduling.config import SchedulerConfig
@@ -156,6 +156,7 @@ class Engine:
 
     bad_words: id sequences that no output may complete, whatever it asks for.
     compilations: what has been compiled in the process since the engine was ready.
+    recorded: steps that replay CUDA graphs, and counts of those that do not; None if none is to.
     """
 
     loop: EngineLoop
@@ -172,6 +173,7 @@ class Engine:
     max_model_len: int
     device: torch.device
     compilations: Compilations
+    recorded: RecordedSteps | None
 
 
 def build_engine(asked: EngineConfig, log: Log) -> Engine:
@@ -201,8 +203,7 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     dtype = weights.resolve_dtype(asked.dtype, config, device)
     pool_shape = PoolShape(config.num_layers, asked.page_size, config.num_kv_heads, config.head_dim, dtype)
     weight_bytes = _weight_bytes(config, dtype, max_length)
-    recorded = recorded_sizes(asked.max_num_seqs, max_tokens, weight_bytes // dtype.itemsize) if fast else []
-    recorded_tokens = max((size.tokens for size in recorded), default=0)
+    sizes = recorded_sizes(asked.max_num_seqs, max_tokens, weight_bytes // dtype.itemsize) if fast else []
     ledger = plan_memory(
         config,
         pool_shape,
@@ -214,9 +215,9 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         utilization=asked.gpu_memory_utilization,
         num_pages=asked.num_pages,
         dtype=dtype,
-        recorded=recorded,
+        recorded=sizes,
         scratch=max(
-            (_scratch_bytes(asked, config, dtype, rows, max_length) for rows in {size.sequences for size in recorded}),
+            (_scratch_bytes(asked, config, dtype, rows, max_length) for rows in {size.sequences for size in sizes}),
             default=0,
         ),
     )
@@ -226,19 +227,25 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         model, _ = weights.load(asked.model, device, dtype, asked.load_format, max_length, asked.seed or 0)
     with clock.phase("graph"):
         graphs = step_graphs(model, implementations_for(device), asked.deterministic)
-        target = None
-        if fast and asked.step_target_ms is not None:
-            times = step_times(graphs, pool_shape, torch.cuda.get_device_name(device), recorded_tokens)
-            target = None if times is None else StepTarget(asked.step_target_ms / 1e3, times)
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool = KVPool(pool_shape, ledger.pages, device)
     windows, mask_ids = frozenset(config.windows), vocabulary(tokenizer, config.vocab_size)
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
     runner_config = RunnerConfig(asked.max_num_seqs, max_tokens, max_length, windows, mask_ids)
     runner = Runner(graphs, pool, runner_config, device)
-    with clock.phase("CUDA graphs"), memory_explained("recording CUDA graphs of steps", ledger):
-        for _ in runner.record(recorded) if recorded else ():
-            pass
+    recorded = None
+    with clock.phase("CUDA graphs"):
+        if sizes:
+            recorded = runner.record(sizes)
+            shortage = recorded.shortage(ledger.device)
+            if shortage is not None:
+                log(shortage)
+    recorded_tokens = max((size.tokens for size in recorded.sizes), default=0) if recorded is not None else 0
+    target = None
+    if fast and asked.step_target_ms is not None:
+        with clock.phase("graph"):
+            times = step_times(graphs, pool_shape, torch.cuda.get_device_name(device), recorded_tokens)
+            target = None if times is None else StepTarget(asked.step_target_ms / 1e3, times)
     allocator = PageAllocator(ledger.pages, asked.page_size)
     prefix = PrefixTree(allocator) if asked.enable_prefix_caching else None
     scheduler_config = SchedulerConfig(asked.max_num_seqs, max_tokens, max_length, seed, target)
@@ -248,6 +255,8 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     if device.type == "cuda":
         with clock.phase("warm up"):
             warm_up(loop, allocator, config.vocab_size, recorded_tokens)
+        if recorded is not None:
+            recorded.unrecorded = dict.fromkeys(REASONS, 0)
         compilations.begin()
     # What stands now lives as long as the engine: the collector need not walk it in the middle of a step.
     gc.collect()
@@ -268,6 +277,7 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         max_model_len=max_length,
         device=device,
         compilations=compilations,
+        recorded=recorded,
     )
     weakref.finalize(engine, compilations.end)
     weakref.finalize(engine, gc.unfreeze)  # at its end, or the interpreter's: from then on its cycles can be collected

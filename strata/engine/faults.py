@@ -18,19 +18,25 @@ class EngineFault(RuntimeError):
     """The engine can do no more work; it answers every further request with the same message."""
 
 
-def out_of_memory(error: BaseException, doing: str, ledger: Ledger) -> EngineFault | None:
-    """The fault to raise for an error, or for one that it hides; None if neither is a lack of memory."""
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one that it hides, is a lack of memory."""
     cause: BaseException | None = error
     while cause is not None:
         told = f"{type(cause).__name__}: {cause}"
         if isinstance(cause, MemoryError) or any(phrase in told for phrase in _PHRASES):
-            return EngineFault(
-                f"out of memory on {ledger.device} while {doing}: lower gpu_memory_utilization, max_num_seqs, "
-                "max_num_batched_tokens or max_model_len, or end what else uses the device\n"
-                + "\n".join(ledger.lines())
-            )
+            return True
         cause = cause.__cause__ or cause.__context__
-    return None
+    return False
+
+
+def out_of_memory(error: BaseException, doing: str, ledger: Ledger) -> EngineFault | None:
+    """The fault to raise for an error that is a lack of memory; None for others."""
+    if not is_lack_of_memory(error):
+        return None
+    return EngineFault(
+        f"out of memory on {ledger.device} while {doing}: lower gpu_memory_utilization, max_num_seqs, "
+        "max_num_batched_tokens or max_model_len, or end what else uses the device\n" + "\n".join(ledger.lines())
+    )
 
 
 @contextmanager

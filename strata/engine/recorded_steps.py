@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from strata.cache.block_tables import BlockTables
 from strata.cache.pool import KVPool
 from strata.cache.staging import Staging
 from strata.cache.tables import BufferShape, StepBuffer
+from strata.engine.faults import is_lack_of_memory
 from strata.engine.sampler import DrawInputs
 from strata.engine.step_graphs import DrawStep, StepGraphs, StepInputs
 from strata.graph.cudagraph import CudaGraphs, non_owning_view
@@ -86,6 +88,11 @@ def mixed_buckets(max_sequences: int, max_tokens: int) -> list[BufferShape]:
     ]
 
 
+Reason = Literal["too_large", "prompt_logprobs", "out_of_memory"]
+"""Why a step replays no CUDA graph: no size is meant for it, it scores a prompt, or its size could not be recorded."""
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
 @dataclass
 class Recorded:
     """What a recorded step leaves, until the next replay: logits [draws, vocabulary], ids [draws] int32."""
@@ -99,6 +106,9 @@ class RecordedSteps:
 
     The logits between them, which the next recording may overwrite, are there for a step to change before it draws, or
     to draw from in another way (penalties and the like).
+
+    sizes: that are recorded. lacking: for which the memory did not suffice. unrecorded: steps that replayed nothing, by
+    why.
     """
 
     def __init__(
@@ -115,6 +125,9 @@ class RecordedSteps:
         self._outputs: dict[BufferShape, Recorded] = {}
         self._decode: list[BufferShape] = []  # both ascending
         self._mixed: list[BufferShape] = []
+        self.sizes: list[BufferShape] = []
+        self.lacking: list[BufferShape] = []
+        self.unrecorded: dict[Reason, int] = dict.fromkeys(REASONS, 0)
         self._warm: set[tuple[str, bool, int]] = set()
         self._buffers: dict[BufferShape, dict[Staging, StepBuffer]] = {}
 
@@ -125,6 +138,29 @@ class RecordedSteps:
     def mixed_bucket(self, tokens: int, sequences: int, draws: int) -> BufferShape | None:
         """The smallest recorded size that holds a step with prompts; None if all are smaller."""
         return smallest_mixed(self._mixed, tokens, sequences, draws)
+
+    def count_unrecorded(self, tokens: int, sequences: int, draws: int, scored: bool) -> None:
+        """A step is launched eagerly. scored: because the prompts of some are."""
+        decodes = tokens == sequences == draws  # for all of which there are sizes
+        mixed = (size for size in self.lacking if not _is_decode(size))
+        reason: Reason = "too_large"
+        if scored:
+            reason = "prompt_logprobs"
+        elif decodes or smallest_mixed(mixed, tokens, sequences, draws) is not None:
+            reason = "out_of_memory"
+        self.unrecorded[reason] += 1
+
+    def shortage(self, device: str) -> str | None:
+        """What to tell once all sizes were to be recorded; None if all of them are."""
+        if not self.lacking:
+            return None
+        tokens = [size.tokens for size in self.lacking]
+        return (
+            f"out of memory on {device}: {len(tokens)} of {len(tokens) + len(self.sizes)} sizes of steps, of "
+            f"{min(tokens):,} to {max(tokens):,} tokens, have no CUDA graph, so the host launches such steps kernel by "
+            "kernel, which takes it longer: lower gpu_memory_utilization, num_pages, max_num_seqs or "
+            "max_num_batched_tokens, or end what else uses the device"
+        )
 
     def buffer(self, bucket: BufferShape, staging: Staging) -> StepBuffer:
         """The inputs of a bucket, with `staging` as their host side."""
@@ -141,7 +177,20 @@ class RecordedSteps:
         return self._outputs[bucket].ids
 
     def record(self, shape: BufferShape) -> None:
-        """Record the steps of one size, the largest before smaller ones, so that these fit in its memory."""
+        """Record the steps of one size, the largest before smaller ones, so that these fit in its memory. A size that
+        the memory does not suffice for is `lacking`, and holds nothing."""
+        try:
+            self._record(shape)
+            return
+        except (RuntimeError, MemoryError) as error:
+            if not is_lack_of_memory(error):
+                raise
+        # Here, where the error is gone: it held the tensors of what it came from.
+        self._buffers.pop(shape, None)
+        self._recordings.discard([(shape, "run"), (shape, "draw")])
+        insort(self.lacking, shape, key=_size)  # in which the smallest is looked for
+
+    def _record(self, shape: BufferShape) -> None:
         device = self._staging[0].target(shape.size)
         self._buffers[shape] = {staging: StepBuffer(shape, staging, device) for staging in self._staging}
         buffer = self._buffers[shape][self._staging[0]]
@@ -172,11 +221,12 @@ class RecordedSteps:
         # What compiles or is chosen when it first runs follows from the graph and tokens or sequences alone.
         sizes = {("tokens", is_decode, shape.tokens), ("sequences", is_decode, shape.sequences)}
         warm = sizes <= self._warm
-        self._warm |= sizes
         self._recordings.record((shape, "run"), run, warm=warm)
         self._recordings.record((shape, "draw"), draw, warm=warm)
+        self._warm |= sizes
         made.logits = non_owning_view(made.logits)
         self._outputs[shape] = made
+        self.sizes.append(shape)
         insort(self._decode if is_decode else self._mixed, shape, key=_size)
 
 

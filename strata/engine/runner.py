@@ -201,13 +201,14 @@ class Runner:
         self.observer: StepObserver | None = None
 
     @torch.inference_mode()
-    def record(self, buckets: Iterable[BufferShape]) -> Iterator[BufferShape]:
+    def record(self, buckets: Iterable[BufferShape]) -> RecordedSteps:
         """Record CUDA graphs for steps of these sizes, the largest first so that the others fit in its memory."""
-        self._recorded = RecordedSteps(self._graphs, self.pool, self._tables, self._newest, self._staging)
+        recorded = RecordedSteps(self._graphs, self.pool, self._tables, self._newest, self._staging)
         for bucket in sorted(buckets, key=lambda shape: shape.size, reverse=True):
-            self._recorded.record(bucket)
-            yield bucket
+            recorded.record(bucket)
         torch.cuda.empty_cache()  # what the first runs left on a stream that nothing else uses
+        self._recorded = recorded
+        return recorded
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched | Undrawn:
@@ -258,12 +259,19 @@ class Runner:
         """The recorded size that a step takes; None if it is launched eagerly, as prompts that are scored are."""
         if self._recorded is None:
             return None
-        if arrays.are_decodes:
-            return self._recorded.decode_bucket(len(plan.chunks))
+        size = plan.tokens, len(plan.chunks), len(arrays.drawn)
         scored, lengths = self._slots.scored, self._slots.prompt_lengths
-        if scored and any(chunk.slot in scored and chunk.start < lengths[chunk.slot] - 1 for chunk in plan.chunks):
-            return None
-        return self._recorded.mixed_bucket(plan.tokens, len(plan.chunks), len(arrays.drawn))
+        scores = bool(scored) and any(
+            chunk.slot in scored and chunk.start < lengths[chunk.slot] - 1 for chunk in plan.chunks
+        )
+        bucket = None
+        if arrays.are_decodes:
+            bucket = self._recorded.decode_bucket(len(plan.chunks))
+        elif not scores:
+            bucket = self._recorded.mixed_bucket(*size)
+        if bucket is None:
+            self._recorded.count_unrecorded(*size, scores)
+        return bucket
 
     def _launch_recorded(self, plan: StepPlan, arrays: PlanArrays, bucket: BufferShape) -> Launched | Undrawn:
         assert self._recorded is not None

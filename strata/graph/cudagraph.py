@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class CudaGraphs:
         self, key: Hashable, run: Callable[[], None], between: Callable[[], None] = lambda: None, warm: bool = False
     ) -> None:
         """Run `run` once to warm up (compilation, library handles) unless it is `warm`, then record it under `key`.
+        Whatever that raises, the current stream is the one that it was; `discard` frees the rest.
 
         between: lets go of what the first run left, whose memory could not be freed or used while the second is
         recorded.
@@ -55,13 +56,27 @@ class CudaGraphs:
         collecting = gc.isenabled()
         gc.disable()  # a collection that frees device memory would break the recording
         try:
-            # Other threads, such as the one that watches over NCCL, may ask the driver something meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            # Other threads, such as the one that watches over NCCL, may ask the driver something meanwhile. Where the
+            # end of a recording fails, PyTorch stays on the stream of the recording.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
                 run()
         finally:
             if collecting:
                 gc.enable()
         self._graphs[key] = graph
+
+    def discard(self, keys: Iterable[Hashable]) -> None:
+        """Drop recordings and free their memory, also those that were broken off. Nothing else may hold any of it."""
+        torch.cuda.synchronize()  # what ran before a recording, on a stream of its own, may still be under way
+        for key in keys:
+            self._graphs.pop(key, None)
+        if not self._graphs:  # a pool ends with the last recording in it
+            self._pool = torch.cuda.graph_pool_handle()
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def replay(self, key: Hashable) -> None:
         """Launch the recording on the current stream."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +16,57 @@ from strata.cache.staging import Staging
 from strata.cache.tables import BufferShape
 from strata.engine import recorded_steps
 from strata.engine.plan import StepPlan
+from strata.engine.process.messages import Step
 from strata.engine.recorded_steps import (
+    RecordedSteps,
     decode_buckets,
     max_mixed_tokens,
     mixed_buckets,
     recorded_sizes,
     smallest_mixed,
 )
+from strata.serve.observe.metrics import Metrics
+from tests.engine.process.test_service import A, Desk
+from tests.serve.observe.test_metrics import samples
 
 MOST, LONGEST = 8, 96
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": MOST, "max_num_batched_tokens": LONGEST, "seed": 1}
 
 
 class Replayed:
-    """In place of `CudaGraphs`. What a recording reads must stay where it was, so nothing is told to it again."""
+    """In place of `CudaGraphs`. What a recording reads must stay where it was, so nothing is told to it again.
 
-    def __init__(self) -> None:
+    breaks: by which error the recording of a key is broken off, if by any.
+    """
+
+    def __init__(self, breaks: Callable[[Any], Exception | None] = lambda key: None) -> None:
         self.runs: dict[Hashable, Callable[[], None]] = {}
         self.replayed: list[Hashable] = []
+        self.warm: list[bool] = []
+        self._breaks = breaks
 
     def record(self, key: Hashable, run: Callable[[], None], warm: bool = False) -> None:
+        self.warm.append(warm)
         run()
+        error = self._breaks(key)
+        if error is not None:
+            raise error
         self.runs[key] = run
+
+    def discard(self, keys: Iterable[Hashable]) -> None:
+        for key in keys:
+            self.runs.pop(key, None)
 
     def replay(self, key: Hashable) -> None:
         self.replayed.append(key)
         self.runs[key]()
 
 
-@pytest.fixture
-def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, Replayed]:
-    """An engine whose steps are all recorded, and whose device has memory of its own, as on CUDA."""
-    graphs = Replayed()
+SIZES = recorded_sizes(MOST, LONGEST, 10**6)
+
+
+def recording(folder: Path, monkeypatch: pytest.MonkeyPatch, graphs: Replayed) -> tuple[LLM, RecordedSteps]:
+    """An engine whose steps are recorded in `graphs`, and whose device has memory of its own, as on CUDA."""
     monkeypatch.setattr(recorded_steps, "CudaGraphs", lambda: graphs)
     monkeypatch.setattr(recorded_steps, "non_owning_view", lambda tensor: tensor)
     monkeypatch.setattr(Staging, "target", lambda self, size: torch.full((size,), -77, dtype=torch.int32))
@@ -55,9 +75,14 @@ def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, Replay
     runner = llm.engine.loop._runner
     tables = runner._tables
     tables.on_device, tables._shared = torch.zeros(tables.rows.shape, dtype=torch.int32), False
-    for _ in runner.record(recorded_sizes(MOST, LONGEST, 10**6)):
-        pass
-    return llm, graphs
+    return llm, runner.record(SIZES)
+
+
+@pytest.fixture
+def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, Replayed]:
+    """An engine whose steps are all recorded."""
+    graphs = Replayed()
+    return recording(folder, monkeypatch, graphs)[0], graphs
 
 
 def requests() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
@@ -159,3 +184,88 @@ def test_only_the_prompt_of_a_scored_sequence_is_launched_eagerly(
     for mine, other in zip(found, wanted, strict=True):
         assert mine.outputs[0].token_ids == other.outputs[0].token_ids
         assert mine.prompt_logprobs == other.prompt_logprobs
+
+
+def short_of_memory(
+    graphs: str, least: int, error: Callable[[], Exception] = lambda: torch.OutOfMemoryError("CUDA out of memory.")
+) -> Replayed:
+    """Has no memory for those graphs, "run" or "draw", of steps of at least so many tokens."""
+    return Replayed(lambda key: error() if key[1] == graphs and key[0].tokens >= least else None)
+
+
+@pytest.mark.parametrize("graphs", ["run", "draw"])
+@pytest.mark.parametrize("least", [1, 5, 64])
+def test_sizes_that_memory_does_not_suffice_for_are_launched_eagerly(
+    graphs: str, least: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed = short_of_memory(graphs, least)
+    llm, found = recording(folder, monkeypatch, replayed)
+    lacking = [size for size in SIZES if size.tokens >= least]
+    assert sorted(found.lacking, key=SIZES.index) == lacking
+    assert len(found.sizes) == len(SIZES) - len(lacking)
+    kept = {key[0] for key in replayed.runs}
+    assert kept == set(found._buffers) == set(found._outputs) == set(SIZES) - set(lacking)
+    assert ids(llm) == ids(LLM(folder, **OPTIONS))
+    assert found.unrecorded["out_of_memory"] > 0
+    assert found.unrecorded["too_large"] == found.unrecorded["prompt_logprobs"] == 0
+    assert bool(replayed.replayed) == (least > 1)
+    assert all(key[0].tokens < least for key in replayed.replayed if isinstance(key, tuple))
+
+
+def test_what_a_broken_off_recording_should_have_warmed_is_warmed_by_the_next(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for graphs, warm in ((Replayed(), True), (short_of_memory("run", LONGEST), False)):
+        _, found = recording(folder, monkeypatch, graphs)
+        graphs.warm.clear()
+        found.record(SIZES[-1])
+        assert graphs.warm[0] == warm
+
+
+def test_other_errors_end_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed = short_of_memory("run", 5, lambda: RuntimeError("an illegal memory access"))
+    with pytest.raises(RuntimeError, match="illegal"):
+        recording(folder, monkeypatch, replayed)
+
+
+def test_a_line_says_how_many_sizes_are_not_recorded_and_what_to_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, recorded: tuple[LLM, Replayed]
+) -> None:
+    assert recorded[0].engine.loop._runner._recorded.shortage("H200") is None
+    _, found = recording(folder, monkeypatch, short_of_memory("draw", 64))
+    line = found.shortage("H200")
+    assert line is not None
+    assert line.startswith(f"out of memory on H200: {len(found.lacking)} of {len(SIZES)} sizes of steps, ")
+    assert "64 to 96 tokens" in line
+    assert "lower gpu_memory_utilization" in line
+    assert "\n" not in line
+
+
+def test_steps_that_are_not_recorded_are_counted_by_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.engine.test_recorded_steps.SIZES", [size for size in SIZES if size.tokens <= 64])
+    llm, found = recording(folder, monkeypatch, Replayed())
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    for length in (60, 80, 200):  # the last one in chunks of 96, 96 and 8
+        llm.generate({"prompt_token_ids": [length] * length}, params, use_tqdm=False)
+    assert found.unrecorded == {"too_large": 3, "prompt_logprobs": 0, "out_of_memory": 0}
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=1)
+    llm.generate({"prompt_token_ids": [20] * 20}, params, use_tqdm=False)
+    assert found.unrecorded == {"too_large": 3, "prompt_logprobs": 1, "out_of_memory": 0}
+
+
+def test_counts_travel_to_the_metrics(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, found = recording(folder, monkeypatch, short_of_memory("draw", LONGEST))
+    llm._engine = replace(llm.engine, recorded=found)
+    desk = Desk(llm, A)
+    found.unrecorded |= {"too_large": 4, "prompt_logprobs": 2, "out_of_memory": 3}
+    desk.run()
+    told = desk.of(A, Step)[-1].statistics
+    assert (told.recorded_sizes, told.too_large, told.scored, told.not_recorded) == (len(found.sizes), 4, 2, 3)
+    read = samples(Metrics("m").render(told))
+    assert read["strata_recorded_sizes"] == len(SIZES) - len(found.lacking) > 0
+    name = "strata_unrecorded_steps_total"
+    assert {key: read[key] for key in read if key.startswith(name)} == {
+        f"{name}{{reason=too_large}}": 4,
+        f"{name}{{reason=prompt_logprobs}}": 2,
+        f"{name}{{reason=out_of_memory}}": 3,
+    }

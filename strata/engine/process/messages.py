@@ -135,6 +135,8 @@ class Statistics(msgspec.Struct, array_like=True, frozen=True):
 
     kv_usage: share of the pages in use, in [0, 1].
     compiled_kernels, cached_kernels, plans: met after it was ready (`strata.kernels.compiled`).
+    recorded_sizes: sizes of steps that replay CUDA graphs. too_large, scored, not_recorded: steps that replayed none,
+    by why (`strata.engine.recorded_steps.Reason`); nothing counts where none is to.
     """
 
     running: int = 0
@@ -148,6 +150,10 @@ class Statistics(msgspec.Struct, array_like=True, frozen=True):
     compiled_kernels: int = 0
     cached_kernels: int = 0
     plans: int = 0
+    recorded_sizes: int = 0
+    too_large: int = 0
+    scored: int = 0
+    not_recorded: int = 0
 
 
 class Step(msgspec.Struct, tag="step", frozen=True):

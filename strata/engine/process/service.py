@@ -21,6 +21,7 @@ from strata.engine.logprob_rows import LogprobRows
 from strata.engine.loop import StepOutput
 from strata.engine.process import messages
 from strata.engine.process.jobs import Client, Job, delta_of
+from strata.engine.recorded_steps import REASONS
 from strata.engine.request import Request, Status
 from strata.engine.runner import PromptLogprobs
 
@@ -122,7 +123,8 @@ class Service:
 
     def statistics(self) -> messages.Statistics:
         scheduler = self._loop.scheduler
-        counted, compiled = scheduler.statistics, self._engine.compilations.counts
+        counted, compiled, recorded = scheduler.statistics, self._engine.compilations.counts, self._engine.recorded
+        unrecorded = recorded.unrecorded if recorded is not None else dict.fromkeys(REASONS, 0)
         return messages.Statistics(
             running=scheduler.running,
             waiting=scheduler.waiting + len(self._embeddings),
@@ -135,6 +137,10 @@ class Service:
             compiled_kernels=compiled["kernel"],
             cached_kernels=compiled["cached kernel"],
             plans=compiled["plan"],
+            recorded_sizes=len(recorded.sizes) if recorded is not None else 0,
+            too_large=unrecorded["too_large"],
+            scored=unrecorded["prompt_logprobs"],
+            not_recorded=unrecorded["out_of_memory"],
         )
 
     def _greet(self, name: bytes, protocol: int) -> None:

@@ -43,6 +43,15 @@ _ENGINE_COUNTERS: dict[str, tuple[str, str | None, dict[str, Callable[[Statistic
             "plan": lambda s: s.plans,
         },
     ),
+    "unrecorded_steps": (
+        "Steps that the host launched kernel by kernel, of an engine that has CUDA graphs for steps.",
+        "reason",
+        {
+            "too_large": lambda s: s.too_large,
+            "prompt_logprobs": lambda s: s.scored,
+            "out_of_memory": lambda s: s.not_recorded,
+        },
+    ),
 }
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
@@ -221,6 +230,7 @@ class Metrics:
             ("num_requests_running", "Sequences in the running batch.", statistics.running),
             ("num_requests_waiting", "Sequences that wait to be run.", statistics.waiting),
             ("kv_cache_usage_perc", "Share of the KV pages in use; 1 is all.", statistics.kv_usage),
+            ("recorded_sizes", "Sizes of steps that replay CUDA graphs.", statistics.recorded_sizes),
         )
         for name, help_text, value in gauges:
             gauge = GaugeMetricFamily(f"strata_{name}", help_text, labels=["model_name"])

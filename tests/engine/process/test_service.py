@@ -40,6 +40,7 @@ from strata.engine.process.messages import (
     TokenLogprobs,
 )
 from strata.engine.process.service import Service
+from strata.engine.recorded_steps import REASONS
 from strata.engine.request import Request, Sequence, Status, Update
 from strata.kernels.compiled import KINDS
 from tests.engine.grammars.test_closed_objects import json_grammar
@@ -568,6 +569,7 @@ def test_the_host_time_of_a_step_is_small() -> None:
         ledger=SimpleNamespace(device="cpu"),
         startup={},
         compilations=SimpleNamespace(counts=dict.fromkeys(KINDS, 0)),
+        recorded=SimpleNamespace(sizes=[], unrecorded=dict.fromkeys(REASONS, 0)),
     )
     frames: list[bytes] = []
     service = Service(cast(Any, engine), "stub", lambda _, frame: not frames.append(frame), print)
