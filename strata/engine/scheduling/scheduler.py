@@ -110,9 +110,8 @@ class Scheduler:
         self._prefixes.publish()
         builder = PlanBuilder(self.config.max_tokens, self._pages.page_size)
         prefilling = self._decode(builder)
-        in_line = len(prefilling) + min(len(self._queues.waiting), self._queues.free_slots)
-        if in_line and self.config.target is not None:
-            builder.make_room(self.config.target, in_line)
+        if self.config.target is not None and (prefilling or self._queues.waiting):
+            builder.make_room(self.config.target, len(prefilling) + self._admission.in_line())
         for sequence in prefilling:
             if builder.budget:
                 wanted = len(sequence.tokens) - sequence.computed

@@ -95,6 +95,18 @@ def test_without_a_target_prompts_are_divided_by_tokens_alone() -> None:
     assert counts(of) == [1, 8191]
 
 
+def test_a_step_is_kept_short_for_a_prompt_that_only_cached_pages_make_room_for() -> None:
+    pages = PageAllocator(150, 16)
+    target = StepTarget(1 * MS, TIMES)
+    of = Scheduler(SchedulerConfig(64, 8192, 30_000, target=target), pages, PrefixTree(pages))
+    common = list(range(1600))
+    of.add(request("a", common, max_tokens=100))
+    assert counts(of) == [1600]
+    of.add(request("b", [*common, *range(50_000, 50_640)], arrival=1.0, max_tokens=9))
+    assert counts(of) == [1, 400]  # twice as long as the decode alone: 4 ms, and 10 us a token
+    assert counts(of) == [1, 240]
+
+
 def test_a_prompt_goes_before_one_that_waits_for_a_step_only_if_it_fits_in_time() -> None:
     for length, admitted in ((500, True), (1500, False)):
         of = scheduler(TIMES)

@@ -53,9 +53,9 @@ H200 = {
 }
 
 
-def run(name: str, requests: list[Request], by_time: bool) -> Simulation:
+def run(name: str, requests: list[Request], by_time: bool, pages: int = 60_000) -> Simulation:
     target = StepTarget(20 * MS, of(name)) if by_time else None
-    scheduler = Scheduler(SchedulerConfig(256, 8192, 20_000, target=target), PageAllocator(60_000, 16), None)
+    scheduler = Scheduler(SchedulerConfig(256, 8192, 20_000, target=target), PageAllocator(pages, 16), None)
     return drive(scheduler, SimulatedRunner(Unchecked(), H200[name].seconds), requests, run_ahead=True)
 
 
@@ -92,6 +92,20 @@ def test_a_long_prompt_does_not_hold_up_streams_that_come_and_go() -> None:
     requests = [*poisson(50, seconds=4), request("a", 16_384, 8, arrival=1.0), request("b", 16_384, 8, arrival=2.5)]
     assert longest_gap(run("0.6B", requests, by_time=True), since=0) < 25 * MS
     assert longest_gap(run("0.6B", requests, by_time=False), since=0) > 60 * MS
+
+
+@pytest.mark.parametrize("name", H200)
+def test_prompts_that_wait_for_pages_make_no_step_longer(name: str) -> None:
+    source = random.Random(1)
+    since = {"0.6B": 0.3, "8B": 1.0}[name]
+    streams = [request(f"stream {number}", 200, 600) for number in range(30)]
+    others = [request(str(number), source.randint(1000, 6000), 100, arrival=since) for number in range(100)]
+    by_time, by_tokens = (run(name, [*streams, *others], by_time, pages=2000) for by_time in (True, False))
+    read = [by_time.times[sample.id] for sample in by_time.samples if sample.request.id.startswith("stream")]
+    gaps = [after - before for times in read for before, after in pairwise(times) if before >= since]
+    assert len(gaps) > 1000
+    assert max(gaps) < 25 * MS
+    assert max(by_time.last.values()) < 1.01 * max(by_tokens.last.values())
 
 
 @pytest.mark.parametrize(("name", "test"), [("0.6B", offline()), ("8B", offline()), ("8B", fixed_batch(128))])
