@@ -113,6 +113,7 @@ class Scheduler:
         if self.config.target is not None and (prefilling or self._queues.waiting):
             builder.make_room(self.config.target, len(prefilling) + self._admission.in_line())
         for sequence in prefilling:
+            self._admit_waiting(builder, before=sequence)
             if builder.budget:
                 wanted = len(sequence.tokens) - sequence.computed
                 self._prefill(sequence, builder.chunk(sequence.computed, wanted), builder)
@@ -308,8 +309,9 @@ class Scheduler:
         sequence.unforked = []
         return draws
 
-    def _admit_waiting(self, builder: PlanBuilder) -> None:
-        """Admit in order, until a sequence must wait for pages or an id and all behind it with it.
+    def _admit_waiting(self, builder: PlanBuilder, before: Sequence | None = None) -> None:
+        """Admit in order, until a sequence must wait for pages or an id and all behind it with it. before: only those
+        that come before this one, as those of a higher priority do.
 
         Those that wait for what this step fills are deferred instead. Slots and pages are reserved for them, and those
         behind them have to fit into this step whole, so that the next step is theirs.
@@ -318,6 +320,8 @@ class Scheduler:
         deferred = reserved = 0
         while deferred < len(waiting) and deferred < self._queues.free_slots and builder.budget:
             sequence = waiting[deferred]
+            if before is not None and sequence.order > before.order:
+                break
             found = self._admission.find(sequence, reserved)
             if found is None:
                 break

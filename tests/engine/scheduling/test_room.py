@@ -107,6 +107,22 @@ def test_a_step_is_kept_short_for_a_prompt_that_only_cached_pages_make_room_for(
     assert counts(of) == [1, 240]
 
 
+@pytest.mark.parametrize("times", [TIMES, None])
+def test_a_higher_priority_goes_before_the_rest_of_a_prompt(times: StepTimes | None) -> None:
+    of = scheduler(times)
+    of.add(request("a", 10, max_tokens=100))
+    step(of)
+    of.add(request("b", 20_000, arrival=1.0, max_tokens=9))
+    (_, first) = counts(of)
+    of.add(request("c", 50, priority=-1, arrival=2.0, max_tokens=9))
+    of.add(request("d", 50, arrival=3.0, max_tokens=9))
+    *others, rest = counts(of)
+    assert others == [1, 50]
+    assert first - 80 < rest < first - 30  # what is left; the last one waits behind it
+    assert counts(of)[:2] == [1, 1]
+    of.check()
+
+
 def test_a_prompt_goes_before_one_that_waits_for_a_step_only_if_it_fits_in_time() -> None:
     for length, admitted in ((500, True), (1500, False)):
         of = scheduler(TIMES)
