@@ -1,8 +1,10 @@
-"""The picture of docs/performance.md: how much of the floor's speed each test reaches, beside vLLM.
+"""The pictures of docs/performance.md: how much of the floor's speed each test reaches, beside vLLM, and of what the
+latencies of a served load are made.
 
-    python benchmarks/plot_gaps.py          # needs matplotlib; writes docs/performance.svg
+    python benchmarks/plot_gaps.py          # needs matplotlib; writes docs/performance.svg, docs/served_gaps.svg
 
-Reads the newest line of each test from results/h200.jsonl, and vLLM's figures from results/h200_vllm.jsonl.
+Reads the newest line of each test from results/h200.jsonl, vLLM's figures from results/h200_vllm.jsonl, and the newest
+T5 line of each model and rate from results/h200_gaps.jsonl; without any, the second picture is not drawn.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PICTURE = HERE.parent / "docs" / "performance.svg"
+SERVED_PICTURE = HERE.parent / "docs" / "served_gaps.svg"
 MODELS = ("8B", "0.6B")
 TESTS = ("T1", "T2", "T3-b8", "T3-b32", "T3-b128", "T4")
 DTYPE = "bf16"
@@ -87,8 +90,41 @@ def draw(found: dict[str, dict[str, tuple[Bar, Bar]]], picture: Path) -> None:
     figure.savefig(picture, metadata={"Date": None})
 
 
+def served(path: Path) -> list[dict[str, Any]]:
+    """The newest T5 line of each model and rate in a file of `strata bench gaps`, in the order of the first ones."""
+    lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    found = {(line["model"], line["request_rate"]): line for line in lines if line["test"] == "T5"}
+    return list(found.values())
+
+
+def draw_served(lines: list[dict[str, Any]], picture: Path) -> None:
+    """A panel of TTFT and one of TPOT: of each load two bars, around p50 and p99, of the parts that make them."""
+    import matplotlib
+    from matplotlib import pyplot
+
+    matplotlib.rcParams.update({"svg.hashsalt": "strata", "svg.fonttype": "none", "font.size": 8})
+    size = (10, 0.8 + 0.5 * len(lines))
+    figure, panels = pyplot.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
+    groups = ("p50", "p99")
+    names = [f"{line['model']}, {float(line['request_rate']):g}/s, {group}" for line in lines for group in groups]
+    colors = ("#9aa5b1", "#c9d1d9", "#2a6fb0", "#e0a458", "#c05a3c")
+    for panel, latency in zip(panels, ("ttft_ms", "tpot_ms"), strict=True):
+        ends = [0.0] * len(names)
+        for part, color in zip(lines[0][latency]["parts"], colors, strict=False):
+            widths = [max(0.0, line[latency]["parts"][part][group]) for line in lines for group in groups]
+            panel.barh(names, widths, left=ends, color=color, label=part)
+            ends = [end + width for end, width in zip(ends, widths, strict=True)]
+        panel.set_title(f"{latency.removesuffix('_ms').upper()}, ms")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(frameon=False, fontsize=6)
+    panels[0].invert_yaxis()
+    figure.savefig(picture, metadata={"Date": None})
+
+
 def main() -> None:
     draw(bars(HERE / "results" / "h200.jsonl", HERE / "results" / "h200_vllm.jsonl"), PICTURE)
+    if lines := served(HERE / "results" / "h200_gaps.jsonl"):
+        draw_served(lines, SERVED_PICTURE)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.plot_gaps import HERE, MODELS, TESTS, bar, bars, newest
+from benchmarks.plot_gaps import HERE, MODELS, TESTS, bar, bars, draw_served, newest, served
 
 
 def test_the_newest_line_of_a_test_counts(tmp_path: Path) -> None:
@@ -40,3 +41,26 @@ def test_every_test_has_figures_and_none_beats_its_floor() -> None:
     assert {model: set(tests) for model, tests in found.items()} == {model: set(TESTS) for model in MODELS}
     shares = [one.share for tests in found.values() for pair in tests.values() for one in pair]
     assert all(0 < share < 1 for share in shares)
+
+
+def served_line(model: str, rate: float, queueing: float) -> dict[str, Any]:
+    parts = {"queueing": {"p50": queueing, "p99": 2 * queueing}, "delivery": {"p50": 1.0, "p99": -0.1}}
+    return {
+        "test": "T5",
+        "model": model,
+        "request_rate": rate,
+        "ttft_ms": {"parts": parts},
+        "tpot_ms": {"parts": parts},
+    }
+
+
+def test_latencies_of_the_newest_served_loads_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path, picture = tmp_path / "gaps.jsonl", tmp_path / "served.svg"
+    lines = [served_line("0.6B", 55, 1), served_line("0.6B", 110, 2), served_line("0.6B", 55, 3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [{"test": "T1", "model": "8B"}, *lines]))
+    found = served(path)
+    assert found == [lines[2], lines[1]]
+    draw_served(found, picture)
+    drawn = picture.read_text()
+    assert all(name in drawn for name in ("0.6B, 55/s, p50", "0.6B, 110/s, p99", "queueing", "delivery"))

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from strata.bench import workloads
 from strata.bench.result import cpu_name
-from strata.hardware.specs import recognize
+from strata.hardware import roofline
+from strata.hardware.roofline import Workload
+from strata.hardware.specs import Device, recognize
 from strata.models.folder import folder_or_shape
 
 if TYPE_CHECKING:
     from strata.engine.llm import LLM
+    from strata.graph.cost import StepCosts
 
 # Where memory is short. The engine's own advice names options that `strata bench` does not have.
 _ADVICE = "take a smaller model, a --dtype of fewer bytes, or a machine with more memory"
@@ -102,6 +105,25 @@ def floor_on(test: workloads.InferenceTest, setup: Setup, product: str) -> float
 
     None if the device is not in the database.
     """
+    found = costs_on(setup, product)
+    return None if found is None else test.floor(found.costs.step, found.device, found.dtype)
+
+
+@dataclass(frozen=True)
+class CostsOn:
+    """What a model's steps cost at least, and the device and dtype that they run in."""
+
+    costs: StepCosts
+    device: Device
+    dtype: str
+
+    def floor(self, workload: Workload, rows: int) -> float:
+        """The least seconds of a step that projects `rows` hidden states onto the vocabulary."""
+        return roofline.floor(self.costs.step(workload, rows), self.device, self.dtype).seconds
+
+
+def costs_on(setup: Setup, product: str) -> CostsOn | None:
+    """By the cost of the model's graph; None if the device is not in the database."""
     from strata.bench.costing import dtype_name, find_config, meta_model
     from strata.models.config import DTYPES
 
@@ -109,7 +131,7 @@ def floor_on(test: workloads.InferenceTest, setup: Setup, product: str) -> float
     if device is None:
         return None
     model = meta_model(find_config(setup.source), device, DTYPES.get(setup.dtype), setup.deterministic)
-    return test.floor(model.step_costs().step, device, dtype_name(model.dtype))
+    return CostsOn(model.step_costs(), device, dtype_name(model.dtype))
 
 
 def device_name(llm: LLM) -> str:

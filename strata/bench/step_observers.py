@@ -18,6 +18,8 @@ from strata.bench.trace import Interval, TraceTime, read_trace
 if TYPE_CHECKING:
     from strata.bench.workloads import InferenceTest
     from strata.engine.llm import LLM
+    from strata.engine.loop import EngineLoop
+    from strata.engine.plan import StepPlan
     from strata.engine.runner import StepObserver
 
 
@@ -52,7 +54,7 @@ class _StepEvents:
         self.begins: list[torch.cuda.Event] = []
         self.ends: list[torch.cuda.Event] = []
 
-    def begin(self) -> None:
+    def begin(self, plan: StepPlan) -> None:
         self.begins.append(self._recorded())
 
     def end(self) -> None:
@@ -65,7 +67,7 @@ class _StepEvents:
         return event
 
 
-class _StepMarks:
+class StepMarks:
     """Lets a kernel that nothing else launches run where each step ends."""
 
     KERNEL = "spin_kernel"
@@ -73,7 +75,7 @@ class _StepMarks:
     def __init__(self) -> None:
         self.count = 0
 
-    def begin(self) -> None:
+    def begin(self, plan: StepPlan) -> None:
         pass
 
     def end(self) -> None:
@@ -82,18 +84,19 @@ class _StepMarks:
 
 
 @contextmanager
-def _observed(llm: LLM, observer: StepObserver) -> Iterator[None]:
-    llm.engine.loop.observe(observer)
+def observed(loop: EngineLoop, observer: StepObserver) -> Iterator[None]:
+    """Tell an observer of all steps that run inside."""
+    loop.observe(observer)
     try:
         yield
     finally:
-        llm.engine.loop.observe(None)
+        loop.observe(None)
 
 
 def time_steps(llm: LLM, test: InferenceTest) -> StepTimes:
     """Run a test once; its steps as the device saw them. The events cost the host a few microseconds a step."""
     events = _StepEvents()
-    with _observed(llm, events):
+    with observed(llm.engine.loop, events):
         wall = call(llm, test)
     torch.cuda.synchronize(llm.engine.device)
     steps = zip(events.begins, events.ends, strict=True)
@@ -110,9 +113,17 @@ def trace(llm: LLM, test: InferenceTest) -> TraceTime:
 
     Raises RuntimeError if the trace lacks steps, which happens when the profiler runs out of buffers.
     """
-    marks = _StepMarks()
-    with _observed(llm, marks), profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    marks = StepMarks()
+    with observed(llm.engine.loop, marks), profile(activities=[ProfilerActivity.CUDA]) as profiled:
         call(llm, test)
+    return read_trace(*recorded_work(profiled, marks.count))
+
+
+def recorded_work(profiled: profile, steps: int) -> tuple[list[Interval], list[Interval]]:
+    """What ran on the device, and the marks of so many steps, from a profile of steps with `StepMarks`.
+
+    Raises RuntimeError if it lacks marks.
+    """
     assert profiled.profiler is not None
     assert profiled.profiler.kineto_results is not None
     # The profiler's own records: its Python events would take many times the memory.
@@ -121,8 +132,8 @@ def trace(llm: LLM, test: InferenceTest) -> TraceTime:
         for event in profiled.profiler.kineto_results.events()
         if event.device_type().name == "CUDA"
     ]
-    work = [interval for interval in recorded if _StepMarks.KERNEL not in interval.name]
-    ends = [interval for interval in recorded if _StepMarks.KERNEL in interval.name]
-    if len(ends) != marks.count:
-        raise RuntimeError(f"the trace holds {len(ends)} of {marks.count} steps; trace a shorter test")
-    return read_trace(work, ends)
+    work = [interval for interval in recorded if StepMarks.KERNEL not in interval.name]
+    ends = [interval for interval in recorded if StepMarks.KERNEL in interval.name]
+    if len(ends) != steps:
+        raise RuntimeError(f"the trace holds {len(ends)} of {steps} steps; trace a shorter test")
+    return work, ends

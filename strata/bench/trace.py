@@ -11,6 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
+
+N = TypeVar("N", int, float)
 
 # What a kernel does, by the first kind of which its name, in small letters, holds a word. Strata's own kernels, those
 # of cuBLAS and cuDNN, and those of ATen.
@@ -113,7 +116,7 @@ def read_trace(work: Iterable[Interval], marks: Iterable[Interval]) -> TraceTime
     if not ordered:
         raise ValueError("the trace holds no kernel")
     step_ends = sorted(mark.end for mark in marks)
-    busy = list(_merged(ordered))
+    busy = merged(_spans(ordered))
     idle = ((end, start) for (_, end), (start, _) in pairwise(busy))
     span = busy[-1][1] - busy[0][0]
     return TraceTime(
@@ -126,16 +129,36 @@ def read_trace(work: Iterable[Interval], marks: Iterable[Interval]) -> TraceTime
     )
 
 
-def _merged(ordered: Sequence[Interval]) -> Iterator[tuple[int, int]]:
-    """The stretches in which something runs."""
-    start, end = ordered[0].start, ordered[0].end
-    for interval in ordered[1:]:
-        if interval.start > end:
-            yield start, end
-            start, end = interval.start, interval.end
+def busy_of_steps(work: Iterable[Interval], marks: Iterable[Interval]) -> list[float]:
+    """Seconds in which something ran, of each step; steps end at the `marks`. What overlaps counts once, in the step in
+    which it began."""
+    step_ends = sorted(mark.end for mark in marks)
+    busy = [0] * len(step_ends)
+    for start, end in merged(_spans(work)):
+        at = bisect_left(step_ends, start)
+        if at < len(busy):
+            busy[at] += end - start
+    return [nanoseconds / 1e9 for nanoseconds in busy]
+
+
+def merged(intervals: Iterable[tuple[N, N]]) -> list[tuple[N, N]]:
+    """The stretches that at least one of the intervals (start, end) covers, in order."""
+    found: list[tuple[N, N]] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
         else:
-            end = max(end, interval.end)
-    yield start, end
+            found.append((start, end))
+    return found
+
+
+def covered(intervals: Iterable[tuple[N, N]]) -> N:
+    """How long at least one of the intervals (start, end) lasts."""
+    return sum(end - start for start, end in merged(intervals))
+
+
+def _spans(work: Iterable[Interval]) -> Iterator[tuple[int, int]]:
+    return ((interval.start, interval.end) for interval in work)
 
 
 def _between_steps(idle: Iterable[tuple[int, int]], step_ends: Sequence[int]) -> int:

@@ -85,7 +85,10 @@ def named(name: str) -> InferenceTest:
         return fixed_batch(int(requests))
     made = {"T1": offline, "T2": single, "T4": prefill}.get(name)
     if made is None:
-        raise ValueError(f"test {name!r} is unknown; give T1, T2, T3-bN (N requests, such as T3-b32) or T4")
+        raise ValueError(
+            f"test {name!r} is unknown; give T1, T2, T3-bN (N requests, such as T3-b32) or T4 "
+            "(T5, a served load, is of `strata bench gaps` and `strata bench serve`)"
+        )
     return made()
 
 

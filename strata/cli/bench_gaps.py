@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,35 +18,74 @@ from strata.cli.bench_options import AsJson, LoadFormat, Model, Save
 
 
 def gaps(
-    test: Annotated[str, typer.Argument(help="T1, T2, T3-bN (N requests) or T4.")],
+    test: Annotated[str, typer.Argument(help="T1, T2, T3-bN (N requests), T4, or T5, a served load.")],
     model: Model = "0.6B",
     load_format: LoadFormat = None,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "auto",
     deterministic: options.Deterministic = False,
+    request_rate: Annotated[
+        str | None, typer.Option(help="T5: requests a second, several between commas; 55 if left out.")
+    ] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="T5: requests of each load; 500 if left out.")] = None,
+    seed: Annotated[int | None, typer.Option(help="T5: of prompts and arrivals, as in bench serve; 0.")] = None,
     as_json: AsJson = False,
     save: Save = None,
 ) -> None:
-    """Split the time of T1 to T4 into floor, kernels over it, launch gaps and host gaps (CUDA).
+    """Split the time of a test into floor, kernels over it, launch gaps and host gaps; of T5, latencies as well.
 
-    Example: strata bench gaps T1 --model 8B --save gaps.jsonl
+    T1 to T4 need CUDA.
+
+    Example: strata bench gaps T5 --model 8B --request-rate 10,20 --save gaps.jsonl
     """
+    setup = Setup(model, load_format, dtype, device, deterministic)
+    if test == "T5":
+        _served(setup, request_rate, num_prompts, seed, as_json=as_json, save=save)
+        return
+    if any(given is not None for given in (request_rate, num_prompts, seed)):
+        raise ValueError(f"--request-rate, --num-prompts and --seed are of T5, a served load; {test} comes at once")
+    _offline(test, setup, as_json=as_json, save=save)
+
+
+def _served(
+    setup: Setup,
+    request_rate: str | None,
+    num_prompts: int | None,
+    seed: int | None,
+    *,
+    as_json: bool,
+    save: Path | None,
+) -> None:
+    from strata.bench.load.arrivals import parse_rates
+    from strata.bench.served.measure import RATE, REQUESTS, ServedTest, served_gaps
+
+    rates = parse_rates(request_rate or RATE)
+    if any(rate.of_saturation for rate in rates):
+        raise ValueError(
+            f"--request-rate of `strata bench gaps` takes requests a second (55) or inf, got {request_rate!r}: "
+            "`strata bench serve` measures the saturation that percent are of"
+        )
+    test = ServedTest([rate.value for rate in rates], num_prompts or REQUESTS, seed or 0)
+    for found in served_gaps(setup, test):
+        report(found.values(), found.text(), as_json=as_json, save=save)
+
+
+def _offline(test: str, setup: Setup, *, as_json: bool, save: Path | None) -> None:
     import torch
 
     tested = workloads.named(test)
-    if device == "cpu" or not torch.cuda.is_available():
-        raise ValueError("strata bench gaps traces a CUDA device; there is none here")
+    if setup.device == "cpu" or not torch.cuda.is_available():
+        raise ValueError(f"strata bench gaps {test} traces a CUDA device; there is none here (T5 runs on a CPU, too)")
 
     from strata.bench.step_observers import time_steps, trace
 
-    setup = Setup(model, load_format, dtype, device, deterministic)
     llm = started(setup, tested)
     call(llm, tested)
     times, traced = time_steps(llm, tested), trace(llm, tested)
     name = device_name(llm)
     floor = floor_on(tested, setup, name)
     split = GapSplit(times.wall, floor, traced.busy, sum(times.steps) - traced.busy, times.host)
-    found = GapReport(setup.test_name(test), model, short_dtype(dtype), split, times.host_gap, traced, name)
+    found = GapReport(setup.test_name(test), setup.model, short_dtype(setup.dtype), split, times.host_gap, traced, name)
     report(found.values(), found.text(), as_json=as_json, save=save)
 
 

@@ -14,6 +14,7 @@ import typer
 from strata.cli import options
 from strata.cli.help import Command
 from strata.cli.serve_options import Reasoning, ServedModelName, ToolCalls, chat_option, served_names, tool_format
+from strata.engine.scheduling.room import SERVER_TARGET_MS
 from strata.files.json_object import why_no_text
 from strata.models.folder import display_name, folder_or_shape, located, model_folder
 from strata.models.shapes import SHAPES
@@ -117,7 +118,7 @@ def serve(
         options.engine_option(
             help="What a step is to take at most beside those who read along; 0: prompts fill steps without a target."
         ),
-    ] = 20.0,
+    ] = SERVER_TARGET_MS,
     seed: Annotated[
         int | None, options.engine_option(help="Of requests that bring none; left out, every start draws anew.")
     ] = None,

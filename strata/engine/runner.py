@@ -118,7 +118,7 @@ class Undrawn(UndrawnStep):
 class StepObserver(Protocol):
     """Told, while the host enqueues a step, where its work on the device begins and where it ends."""
 
-    def begin(self) -> None: ...
+    def begin(self, plan: StepPlan) -> None: ...
 
     def end(self) -> None: ...
 
@@ -249,9 +249,9 @@ class Runner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _send(self, buffer: StepBuffer) -> None:
+    def _send(self, buffer: StepBuffer, plan: StepPlan) -> None:
         if self.observer is not None:
-            self.observer.begin()
+            self.observer.begin(plan)
         self._tables.send()
         buffer.send()
 
@@ -279,7 +279,7 @@ class Runner:
         self._fill(buffer, plan, arrays)
         if not arrays.are_decodes:
             buffer.divide_recorded(arrays.counts)
-        self._send(buffer)
+        self._send(buffer, plan)
         logits = self._recorded.run(bucket)
         draws = len(arrays.drawn)
         if not draws:
@@ -296,7 +296,7 @@ class Runner:
         parts = None
         if self._device.type == "cuda":
             parts = buffer.divide(arrays.starts.tolist(), arrays.counts.tolist(), self._reach)
-        self._send(buffer)
+        self._send(buffer, plan)
         inputs = self._graphs.mixed_inputs if missing else self._graphs.prompt_inputs
         page_size = self.pool.shape.page_size
         columns = self._tables.on_device[:, : -(-int(arrays.ends.max()) // page_size)]

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from strata.bench import workloads
 from strata.bench.result import HostGap
 from strata.bench.run import Setup, call, started
-from strata.bench.trace import KINDS, OTHER, GapSplit, Interval, TraceTime, kind_of, read_trace
+from strata.bench.trace import KINDS, OTHER, GapSplit, Interval, TraceTime, busy_of_steps, kind_of, merged, read_trace
 from strata.cli.bench import bench
 from strata.cli.bench_gaps import GapReport
+from strata.engine.plan import StepPlan
 
 COPY, GEMV, NORM, FETCH = "Memcpy HtoD (Pinned -> Device)", "gemv_kernel", "rms_norm_kernel", "Memcpy DtoH"
 
@@ -51,6 +52,13 @@ def test_steps_and_kernels_are_counted() -> None:
     assert {kind: time.kernels for kind, time in found.kinds.items()} == {"product": 2, "copy": 4, "norm": 2}
     assert list(found.kinds) == ["product", "copy", "norm"]  # the longest first
     assert found.kinds["norm"].seconds == pytest.approx(20e-9)  # each kernel whole, overlap or not
+
+
+def test_each_step_is_busy_for_its_own_time() -> None:
+    assert busy_of_steps(WORK, MARKS) == pytest.approx([54e-9, 57e-9])
+    after = Interval(NORM, 260, 270)  # of a step whose end was not recorded
+    assert busy_of_steps([*WORK, after], MARKS) == pytest.approx([54e-9, 57e-9])
+    assert merged([(5, 9), (0, 3), (2, 4), (9, 10), (6, 7)]) == [(0, 4), (5, 10)]
 
 
 def test_order_of_the_records_does_not_matter() -> None:
@@ -175,7 +183,7 @@ def test_an_observer_sees_each_step_begin_and_end() -> None:
         def __init__(self) -> None:
             self.said: list[str] = []
 
-        def begin(self) -> None:
+        def begin(self, plan: StepPlan) -> None:
             self.said.append("begin")
 
         def end(self) -> None:

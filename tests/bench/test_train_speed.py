@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from strata.bench.costing import find_config
+from strata.bench.trace import covered
 from strata.bench.training.speed import TrainingTest, work_of
-from strata.bench.training.trace import covered
 from strata.parallel.layout import Layout
 from strata.parallel.layout_text import read_layout
 

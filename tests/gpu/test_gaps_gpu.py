@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -64,3 +65,54 @@ def test_nothing_is_observed_afterwards(llm: LLM) -> None:
     before = trace(llm, TEST).steps
     call(llm, TEST)
     assert trace(llm, TEST).steps == before
+
+
+def test_a_served_load_is_timed_and_traced() -> None:
+    from strata.bench.load.request_sets import EvenLengths
+    from strata.bench.served.measure import ServedTest, served_gaps
+
+    setup = Setup(str(BUILTIN_FOLDER), None, "bfloat16", "cuda", False)
+    for found in served_gaps(setup, ServedTest([100.0, math.inf], 60, 0, EvenLengths(64, 20))):
+        assert found.trace is not None
+        assert 0 < found.trace.steps <= 200
+        assert found.trace.kernels_per_step > 10
+        assert found.idle + found.split.wall == pytest.approx(found.wall)
+        steps = sum(kind.seconds for kind in found.steps.values())
+        assert steps + found.split.host == pytest.approx(found.split.wall, rel=1e-3)
+        assert found.split.busy == pytest.approx(sum(kind.busy for kind in found.steps.values()))
+        assert 0 < found.split.busy < 1.5 * steps
+        assert found.tpot is not None
+        for latency in (found.ttft, found.tpot):
+            assert 0 < latency.p50 <= latency.p99 < 1e3
+        # The clocks of host and device agree: nothing runs before it is launched, nor is delivered before it has run.
+        parts = [found.ttft.parts[name]["mean"] for name in ("behind earlier steps", "delivery")]
+        assert min(parts) > -0.05
+
+
+def test_a_served_host_that_sleeps_is_found_between_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    from strata.bench.load.request_sets import EvenLengths
+    from strata.bench.served.client import ServedEngine, random_load
+    from strata.bench.served.measure import numbered
+    from strata.bench.served.step_logs import DeviceStepLog
+    from strata.bench.served.timeline import split_requests, split_wall
+    from strata.bench.step_observers import observed
+
+    loop = llm.engine.loop
+    schedule = loop.scheduler.schedule
+
+    def slow() -> Any:
+        time.sleep(SLEEP)
+        return schedule()
+
+    monkeypatch.setattr(loop.scheduler, "schedule", slow)
+    log = DeviceStepLog(loop.clock)
+    with observed(loop, log):
+        answered = ServedEngine(llm.engine, "builtin").serve(
+            random_load(EvenLengths(20, 20), 1, math.inf, 0, 4096), "slow"
+        )
+    steps = log.steps()
+    (request,) = numbered(answered, steps)
+    (split,) = split_requests(steps, [request])
+    assert split.tpot is not None
+    assert split.tpot["between steps"] > SLEEP / 2 > split.tpot["decode steps"]
+    assert split_wall(steps, [request]).host_gap.median > SLEEP / 2

@@ -37,7 +37,7 @@ MARK = "spin_kernel"
 class Marks:
     """Lets a kernel that nothing else launches run where each step ends."""
 
-    def begin(self) -> None:
+    def begin(self, plan: StepPlan) -> None:
         pass
 
     def end(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -47,6 +47,13 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
     gaps = [1.0 if math.isinf(burstiness) else rng.gammavariate(burstiness, 1.0) for _ in range(count)]
     scale = count / rate / sum(gaps)
     return [scale * sum_of_gaps for sum_of_gaps in accumulate(gaps)]
+
+
+def load_seeds(seed: int) -> Iterator[int]:
+    """The seeds of what is sent one after the other: of the one request that comes first, then of each load."""
+    rng = random.Random(seed)
+    while True:
+        yield rng.getrandbits(64)
 
 
 def saturation_rate(ends: Sequence[float], concurrency: int) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from strata.bench.load import server
-from strata.bench.load.arrivals import Rate, arrival_times, saturation_rate
+from strata.bench.load.arrivals import Rate, arrival_times, load_seeds, saturation_rate
 from strata.bench.load.connection import Client
 from strata.bench.load.measures import figures
 from strata.bench.load.report import LoadResult
@@ -100,12 +99,12 @@ class Sweep:
         self._config = config
         self._asked = asked
         self._show = show
-        self._seeds = random.Random(config.seed)
+        self._seeds = load_seeds(config.seed)
         self._requests = config.requests or (len(asked.rows) if isinstance(asked, FileSet) else REQUESTS)
 
     async def try_one(self) -> None:
         """One request before all loads. Raises ValueError if it does not get what it asks for."""
-        (ask,) = await self._asks(1, self._seeds.getrandbits(64))
+        (ask,) = await self._asks(1, next(self._seeds))
         await server.try_one(self._client, encode(ask, self._model))
 
     async def replay(self) -> None:
@@ -117,7 +116,7 @@ class Sweep:
     async def saturate(self) -> float:
         """Requests a second that the server sustains with `max_concurrency` of them always under way."""
         concurrency = self._config.max_concurrency or SATURATING_CONCURRENCY
-        asks = await self._asks(self._requests, self._seeds.getrandbits(64))
+        asks = await self._asks(self._requests, next(self._seeds))
         outcomes = await self._send(asks, [0.0] * len(asks), concurrency, "saturation")
         rate = saturation_rate([outcome.ended for outcome in outcomes if outcome.fault is None], concurrency)
         self._add(outcomes, math.inf, rate, concurrency)
@@ -125,7 +124,7 @@ class Sweep:
 
     async def offer(self, rate: Rate, saturation: float | None) -> None:
         """Requests at a rate. One that is a share of saturation is an open loop: no bound hides how long they wait."""
-        seed = self._seeds.getrandbits(64)
+        seed = next(self._seeds)
         asks = await self._asks(self._requests, seed)
         per_second = rate.per_second(saturation)
         concurrency = None if rate.of_saturation else self._config.max_concurrency

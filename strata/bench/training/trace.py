@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from strata.bench.trace import kind_of
+from strata.bench.trace import covered, kind_of
 
 _MESSAGE = "nccl"  # in the names of the kernels that send and receive
 _MOST = 45
@@ -39,12 +39,3 @@ def traced(run: Callable[[], object]) -> dict[str, Any]:
         "exposed_ms": round((covered(everything) - covered(work)) / 1e6, 3),
         "kernels": {name: [round(time / 1e6, 3), launches[name]] for name, time in seconds.most_common(_MOST)},
     }
-
-
-def covered(intervals: Iterable[tuple[int, int]]) -> int:
-    """How long at least one of the intervals (start, end) lasts."""
-    total, until = 0, 0
-    for start, end in sorted(intervals):
-        total += max(0, end - max(start, until))
-        until = max(until, end)
-    return total

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from strata.engine.scheduling.step_times import StepTimes
 
-# Where decodes alone take longer than half of that, a step may take so many times as long as they do alone.
+# What a server's steps with decodes are to take at most, unless it is told: streams get 50 tokens a second, faster than
+# anyone reads, and prompts still fill most of a step (8B reads its weights in 4 ms).
+SERVER_TARGET_MS = 20.0
+# Where decodes alone take longer than half of a target, a step may take so many times as long as they do alone.
 MAX_SLOWDOWN = 2.0
 # In short steps prompts take longer altogether, because each reads the weights again. With more of them in line than
 # so many, their wait counts for more than the pace of streams, and the target grows in proportion: then batches that
