@@ -6,7 +6,7 @@ Pure arithmetic on what a device did when; `strata.bench.step_observers` records
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -135,7 +135,7 @@ def busy_of_steps(work: Iterable[Interval], marks: Iterable[Interval]) -> list[f
     step_ends = sorted(mark.end for mark in marks)
     busy = [0] * len(step_ends)
     for start, end in merged(_spans(work)):
-        at = bisect_left(step_ends, start)
+        at = bisect_right(step_ends, start)
         if at < len(busy):
             busy[at] += end - start
     return [nanoseconds / 1e9 for nanoseconds in busy]
@@ -174,7 +174,7 @@ def _between_steps(idle: Iterable[tuple[int, int]], step_ends: Sequence[int]) ->
 def _kernels_of_steps(work: Iterable[Interval], step_ends: Sequence[int]) -> list[int]:
     """How many intervals start after the end of the step before; those after the last step belong to it."""
     last = max(0, len(step_ends) - 1)
-    counts = Counter(min(last, bisect_left(step_ends, interval.start)) for interval in work)
+    counts = Counter(min(last, bisect_right(step_ends, interval.start)) for interval in work)
     return [counts[step] for step in range(last + 1)]
 
 

@@ -58,6 +58,9 @@ def test_each_step_is_busy_for_its_own_time() -> None:
     assert busy_of_steps(WORK, MARKS) == pytest.approx([54e-9, 57e-9])
     after = Interval(NORM, 260, 270)  # of a step whose end was not recorded
     assert busy_of_steps([*WORK, after], MARKS) == pytest.approx([54e-9, 57e-9])
+    at_once = [Interval(COPY, 164, 170), Interval(COPY, 170, 172), *WORK]  # the step before ended at 164
+    assert busy_of_steps(at_once, MARKS) == pytest.approx([54e-9, 65e-9])
+    assert read_trace(at_once, MARKS).kernels_per_step == (4 + 6) / 2
     assert merged([(5, 9), (0, 3), (2, 4), (9, 10), (6, 7)]) == [(0, 4), (5, 10)]
 
 
