@@ -118,7 +118,7 @@ def device_name() -> str:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return cpu_name()
-    return done.stdout.splitlines()[0].strip()
+    return done.stdout.strip().partition("\n")[0] or cpu_name()
 
 
 def write_config(folder: Path, shape: str) -> None:

@@ -9,10 +9,12 @@ Each turn of an engine is a process of its own (`offline.py`), with its own Pyth
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from pathlib import Path
 
 from benchmarks.peers import engines, offline
-from benchmarks.peers.processes import EngineFailed, EngineProcess, end_on_sigterm
+from benchmarks.peers.processes import EngineFailed, EngineProcess, end_on_signals
 
 
 def run_turns(asked: argparse.Namespace) -> None:
@@ -27,14 +29,27 @@ def run_turns(asked: argparse.Namespace) -> None:
                 command += ["--tests", ",".join(asked.tests), "--repeat", str(asked.repeat)]
                 command += ["--save", str(asked.save), "--run", run, "--turn", str(turn)]
                 with EngineProcess(engines.NAMES[engine], command, engines.ROOT) as process:
-                    process.wait()
+                    process.wait(asked.turn_timeout)
+                missing = set(asked.tests) - saved_tests(asked.save, run, turn, engine)
+                if missing:
+                    names = ", ".join(sorted(missing))
+                    raise EngineFailed(
+                        f"{engines.NAMES[engine]} ended without results of {names}; its output stands above"
+                    )
+
+
+def saved_tests(file: Path, run: str, turn: int, engine: str) -> set[str]:
+    """Names of the tests of which a turn of an engine has saved results."""
+    lines = (json.loads(text) for text in file.read_text(encoding="utf-8").splitlines())
+    return {line["test"] for line in lines if (line["run"], line["turn"], line["engine"]) == (run, turn, engine)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     engines.add_options(parser)
     offline.add_options(parser)
-    end_on_sigterm()
+    parser.add_argument("--turn-timeout", type=float, default=3600.0, help="seconds in which a turn is done [3600]")
+    end_on_signals()
     try:
         run_turns(parser.parse_args())
     except EngineFailed as error:

@@ -60,9 +60,13 @@ class EngineProcess:
     ) -> None:
         self.stop()
 
-    def wait(self) -> None:
-        """Until it has ended. Raises EngineFailed if it failed."""
-        if self._process.wait():
+    def wait(self, patience: float) -> None:
+        """Until it has ended. Raises EngineFailed if it failed, or takes longer than so many seconds."""
+        try:
+            failed = self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            raise EngineFailed(f"{self._name} did not end within {patience:g} s{self._shown()}") from None
+        if failed:
             raise EngineFailed(self._ended())
 
     def wait_until_ready(self, url: str, patience: float) -> float:
@@ -95,21 +99,26 @@ class EngineProcess:
     def _ended(self) -> str:
         code = self._process.returncode
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        shown = "; its output stands above" if self._log is None else f"; its log ends:\n{self._tail()}"
-        return f"{self._name} ended {how}{shown}"
+        return f"{self._name} ended {how}{self._shown()}"
+
+    def _shown(self) -> str:
+        return "; its output stands above" if self._log is None else f"; its log ends:\n{self._tail()}"
 
     def _tail(self) -> str:
         assert self._log is not None
         return "\n".join(self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:])
 
 
-def end_on_sigterm() -> None:
-    """Let SIGTERM end this process as Ctrl-C does: through what it must still stop."""
+def end_on_signals() -> None:
+    """Let Ctrl-C, SIGTERM and a closed terminal end this process through what it must still stop: engines have sessions
+    of their own, which nothing else ends. What is ignored already, as by nohup, stays so."""
 
     def end(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    signal.signal(signal.SIGTERM, end)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
 
 
 def fetch(url: str) -> bytes | None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.peers import engines
 from benchmarks.peers.loads import KINDS, RATES, WARM_UP, Load, loads
-from benchmarks.peers.processes import EngineFailed, EngineProcess, end_on_sigterm, fetch
+from benchmarks.peers.processes import EngineFailed, EngineProcess, end_on_signals, fetch
 
 # Seconds that a request may take.
 TIMEOUT = 120
@@ -87,7 +87,7 @@ def measure_server(
         print(f"  ready after {seconds:.0f} s", flush=True)
         origin = {
             "engine": engine,
-            "version": json.loads(fetch(f"{url}/version") or b"{}").get("version"),
+            "version": server_version(url),
             "run": run,
             "turn": turn,
             "device": engines.device_name(),
@@ -100,6 +100,15 @@ def measure_server(
                 server.require_alive()
                 engines.append(asked.save, result | origin | {"load": load.name})
                 print(f"  {load.name}: {result['completed']} of {result['requests']} requests", flush=True)
+
+
+def server_version(url: str) -> str | None:
+    """None if the server tells none."""
+    try:
+        told = json.loads(fetch(f"{url}/version") or b"null")
+    except ValueError:
+        return None
+    return told.get("version") if isinstance(told, dict) else None
 
 
 def free_port() -> int:
@@ -134,7 +143,7 @@ def main() -> None:
         parser.error(
             f"there are no loads for {without[0]} (benchmarks/peers/loads.py): give some of {', '.join(RATES)}"
         )
-    end_on_sigterm()
+    end_on_signals()
     try:
         if asked.work is not None:
             run_turns(asked, asked.work.absolute())

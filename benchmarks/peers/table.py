@@ -2,7 +2,7 @@
 
     python -m benchmarks.peers.table benchmarks/results/h200_peers.jsonl
 
-Each row is of one run of both engines, the newest that measured it; each figure is the median of its turns.
+Each row is of one run of both engines, the newest that measured it with both; each figure is the median of its turns.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ from strata.bench.result import number
 
 # Figures that differ by less than this share of the larger one are level.
 LEVEL = 0.01
+
+# What is read of every line, of one of a served load, and of others.
+_EVERY = ("test", "model", "run", "turn", "version", "device", "date", "commit")
+_SERVED = ("load", "ttft_ms", "tpot_ms", "output_tokens_per_second", "requests", "completed")
+_OFFLINE = ("dtype", "unit", "value")
 
 Line = dict[str, Any]
 
@@ -58,7 +63,7 @@ class Row:
     def leader(self, metric: Metric) -> str | None:
         """The engine with the better figure; None if they are level."""
         found = self.figures(metric)
-        if len(found) < len(ENGINES) or max(found.values()) - min(found.values()) < LEVEL * max(found.values()):
+        if len(found) < len(ENGINES) or max(found.values()) - min(found.values()) <= LEVEL * max(found.values()):
             return None
         return (max if metric.more_is_better else min)(found, key=lambda engine: found[engine])
 
@@ -130,8 +135,14 @@ def tables(lines: Sequence[Line]) -> str:
 
 
 def newest(lines: Sequence[Line]) -> list[Line]:
-    """The lines of the last run of each row."""
-    runs = {row_name(line): line["run"] for line in lines}
+    """The lines of each row's last run of both engines; where none has both, of its last run."""
+    ran: dict[tuple[str, str], set[str]] = {}
+    for line in lines:
+        ran.setdefault((row_name(line), line["run"]), set()).add(line["engine"])
+    runs: dict[str, str] = {}
+    for (row, run), of_engines in ran.items():
+        if len(of_engines) == len(ENGINES) or len(ran.get((row, runs.get(row, run)), ())) < len(ENGINES):
+            runs[row] = run
     return [line for line in lines if line["run"] == runs[row_name(line)]]
 
 
@@ -158,7 +169,8 @@ def source(lines: Sequence[Line]) -> str:
         return ", ".join(found) or "did not run"
 
     commits = ", ".join(dict.fromkeys((line["commit"] or "unknown")[:7] for line in lines))
-    turns = max(line["turn"] for line in lines) + 1
+    counts = {len(of_engine) for row in rows(lines) for of_engine in row.lines.values()}
+    turns = " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
     return (
         f"Strata {every('version', 'strata')} (commit {commits}) / vLLM {every('version', 'vllm')}, in turns on one "
         f"machine ({every('device')}, {every('date')}); turns of each, whose medians stand here: {turns}; "
@@ -174,8 +186,13 @@ def read(path: Path) -> list[Line]:
             line = json.loads(text)
         except ValueError as error:
             raise ValueError(f"{path}, line {count}: not JSON ({error})") from None
-        if not isinstance(line, dict) or line.get("engine") not in ENGINES or not {"run", "turn"} <= line.keys():
+        if not isinstance(line, dict) or line.get("engine") not in ENGINES:
             raise ValueError(f"{path}, line {count}: no result of offline_in_turns or serve_in_turns")
+        missing = [name for name in (*_EVERY, *(_SERVED if line.get("test") == "T5" else _OFFLINE)) if name not in line]
+        if missing:
+            raise ValueError(
+                f"{path}, line {count}: no result of offline_in_turns or serve_in_turns: no {', '.join(missing)}"
+            )
         lines.append(line)
     if not lines:
         raise ValueError(f"{path} has no results")

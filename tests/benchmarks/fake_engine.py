@@ -30,7 +30,8 @@ class Server(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200 if self.path in ("/ready", "/health", "/version") else 404)
         self.end_headers()
-        self.wfile.write(json.dumps({"version": f"{name} 1.0"}).encode())
+        answer = "ready" if failure == "no version" else json.dumps({"version": f"{name} 1.0"})
+        self.wfile.write(answer.encode())
         if failure == "dies under load" and self.path == "/version":
             self.wfile.flush()
             os._exit(7)
@@ -62,8 +63,12 @@ def offline():
     note()
     if failure == "dies":
         sys.exit(3)
-    with open(option("--save"), "a") as file:
-        file.write(json.dumps({"engine": name, "turn": int(option("--turn")), "run": option("--run")}) + "\n")
+    for test in option("--tests").split(",")[failure == "skips a test" :]:
+        line = {"engine": name, "test": test, "turn": int(option("--turn")), "run": option("--run")}
+        with open(option("--save"), "a") as file:
+            file.write(json.dumps(line) + "\n")
+    if failure == "does not end":
+        time.sleep(600)
 
 
 if module.endswith("offline"):

@@ -16,7 +16,7 @@ from benchmarks.peers import engines as setup
 from benchmarks.peers import offline, offline_in_turns
 from strata.bench import workloads
 from strata.models.shapes import SHAPES
-from tests.benchmarks.conftest import FakeEngines
+from tests.benchmarks.conftest import FakeEngines, runs
 
 TINY = SHAPES["0.6B"] | {
     "hidden_size": 32,
@@ -98,7 +98,7 @@ def test_stratas_own_llm_takes_all_of_it(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def in_turns(monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
-    monkeypatch.setattr(offline_in_turns, "end_on_sigterm", lambda: None)
+    monkeypatch.setattr(offline_in_turns, "end_on_signals", lambda: None)
     monkeypatch.setattr(sys, "argv", ["offline_in_turns.py", *options])
     offline_in_turns.main()
 
@@ -111,7 +111,10 @@ def test_turns_alternate_in_one_run(
     in_turns(monkeypatch, *made.options, *options)
     lines = [json.loads(text) for text in saved.read_text().splitlines()]
     expected = [("strata", 0), ("vllm", 0), ("vllm", 1), ("strata", 1), ("strata", 2), ("vllm", 2)]
-    assert [(line["engine"], line["turn"]) for line in lines] == expected
+    tests = ("T1", "T3-b8")
+    assert [(line["engine"], line["turn"], line["test"]) for line in lines] == [
+        (*one, test) for one in expected for test in tests
+    ]
     assert len({line["run"] for line in lines}) == 1
     calls = made.calls()
     assert [call["module"] for call in calls] == ["benchmarks.peers.offline"] * 6
@@ -127,6 +130,26 @@ def test_a_process_that_fails_ends_the_comparison(
     with pytest.raises(SystemExit, match="vLLM ended with exit code 3"):
         in_turns(monkeypatch, *made.options, "--save", str(tmp_path / "results.jsonl"))
     assert [call["engine"] for call in made.calls()] == ["strata", "vllm"]
+
+
+def test_a_process_that_ends_early_does_not_pass_for_one_that_measured_all(
+    engines: Callable[..., FakeEngines], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, saved = engines(vllm="skips a test"), tmp_path / "results.jsonl"
+    saved.write_text(json.dumps({"engine": "vllm", "turn": 0, "run": "an older one", "test": "T1"}) + "\n")
+    with pytest.raises(SystemExit, match=re.escape("vLLM ended without results of T1; its output stands above")):
+        in_turns(monkeypatch, *made.options, "--models", "0.6B", "--tests", "T1,T2", "--save", str(saved))
+    assert [call["engine"] for call in made.calls()] == ["strata", "vllm"]
+
+
+def test_a_process_that_does_not_end_is_stopped(
+    engines: Callable[..., FakeEngines], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engines(vllm="does not end")
+    options = ["--models", "0.6B", "--tests", "T2", "--turn-timeout", "2", "--save", str(tmp_path / "results.jsonl")]
+    with pytest.raises(SystemExit, match="vLLM did not end within 2 s; its output stands above"):
+        in_turns(monkeypatch, *made.options, *options)
+    assert not runs(made.calls()[-1]["pid"])
 
 
 @pytest.mark.parametrize(

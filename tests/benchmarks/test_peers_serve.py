@@ -30,7 +30,7 @@ MakeEngines = Callable[..., FakeEngines]
 def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
     """Runs the comparison on a tiny shape; the lines that it saves."""
     monkeypatch.setitem(SHAPES, "0.6B", TINY)
-    monkeypatch.setattr(serve_in_turns, "end_on_sigterm", lambda: None)
+    monkeypatch.setattr(serve_in_turns, "end_on_signals", lambda: None)
 
     def run(made: FakeEngines, *options: str) -> list[dict[str, Any]]:
         saved = tmp_path / "results.jsonl"
@@ -120,16 +120,46 @@ def test_a_load_that_is_not_measured_is_told(
     assert made.alive() == []
 
 
-def test_sigterm_stops_the_server(engines: MakeEngines, tmp_path: Path) -> None:
+def test_a_server_that_tells_no_version_is_measured(
+    engines: MakeEngines, compare: Callable[..., list[dict[str, Any]]]
+) -> None:
+    lines = compare(engines(vllm="no version"), "--turns", "1", "--loads", "single")
+    assert [line["version"] for line in lines] == ["strata 1.0", None]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])  # SIGHUP: the terminal is closed
+def test_a_signal_stops_the_server(engines: MakeEngines, tmp_path: Path, number: signal.Signals) -> None:
     made = engines(strata="never ready")
     command = [sys.executable, "-m", "benchmarks.peers.serve_in_turns", *made.options]
     command += ["--models", "0.6B", "--save", str(tmp_path / "results.jsonl")]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         wait_for(made.servers)
         assert len(made.alive()) == 2
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
     assert made.alive() == []
+
+
+def test_ctrl_c_stops_the_server_and_is_no_error(engines: MakeEngines, tmp_path: Path) -> None:
+    made = engines(strata="never ready")
+    command = [sys.executable, "-m", "benchmarks.peers.serve_in_turns", *made.options]
+    command += ["--models", "0.6B", "--save", str(tmp_path / "results.jsonl")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(made.servers)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == ""
+        assert process.returncode == 128 + signal.SIGINT
+    assert made.alive() == []
+
+
+def test_who_ignores_a_closed_terminal_goes_on(engines: MakeEngines, tmp_path: Path) -> None:
+    made = engines(strata="never ready")
+    command = ["nohup", sys.executable, "-m", "benchmarks.peers.serve_in_turns", *made.options]
+    command += ["--models", "0.6B", "--save", str(tmp_path / "results.jsonl"), "--start-timeout", "3"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(made.servers)
+        process.send_signal(signal.SIGHUP)
+        assert "Strata's server was not ready within 3 s" in process.communicate(timeout=60)[1]
 
 
 def test_a_model_without_loads_is_refused(
