@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from strata.kernels.held_launch import HOLDS, HeldKernel
+
 try:
     import triton
     import triton.language as tl
@@ -18,13 +20,17 @@ except ImportError:
 
 
 def jit(kernel: Callable[..., Any], *, unspecialized: tuple[str, ...] = ()) -> Any:
-    """`triton.jit`, or the function untouched where there is no Triton.
+    """`triton.jit` with quicker launches, or the function untouched where there is no Triton.
 
     A kernel is compiled anew for integers that are 1 or multiples of 16 and for addresses that are multiples of 16, and
     may then divide a row among its threads in another way. Invariant kernels leave `unspecialized` what varies from
     batch to batch.
     """
-    return triton.jit(kernel, do_not_specialize=unspecialized) if HAS_TRITON else kernel
+    if not HAS_TRITON:
+        return kernel
+    if HOLDS and not triton.knobs.runtime.interpret:
+        return HeldKernel(kernel, unspecialized)
+    return triton.jit(kernel, do_not_specialize=unspecialized)
 
 
 __all__ = ["HAS_TRITON", "gdc_launch_dependents", "gdc_wait", "jit", "libdevice", "tl", "triton"]
