@@ -20,7 +20,6 @@ try:
     from triton import knobs
     from triton.backends.nvidia.driver import CudaLauncher
     from triton.compiler import CompiledKernel
-    from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
     # The launcher's own arguments, which come before the kernel's, are those of this version.
@@ -28,6 +27,9 @@ try:
 except ImportError:
     JITFunction, HOLDS = object, False
 
+# What torch.cuda's functions of these names call. Builds without CUDA lack them, and launch nothing.
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _INT32 = range(-(2**31), 2**31)
 
@@ -84,18 +86,17 @@ class HeldKernel(JITFunction):  # type: ignore[misc]
     def __init__(self, function: Any, unspecialized: tuple[str, ...] = ()) -> None:
         super().__init__(function, do_not_specialize=unspecialized)
         self._binaries: dict[tuple[Any, ...], _Binary] = {}
-        hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-        self._hooks: list[list[Any]] = [hook.calls for hook in hooks]
+        self._at_entry, self._at_exit = knobs.runtime.launch_enter_hook.calls, knobs.runtime.launch_exit_hook.calls
 
     def __getitem__(self, grid: Any) -> Any:
         return partial(self._launch, grid)
 
     def _launch(self, grid: Any, *arguments: Any, **constants: Any) -> Any:
         given = specialization(arguments)
-        if given is None or any(self._hooks) or not isinstance(grid, tuple):
+        if given is None or self._at_entry or self._at_exit or not isinstance(grid, tuple):
             return self.run(*arguments, grid=grid, warmup=False, **constants)
         found, values = given
-        device = torch.cuda.current_device()
+        device = current_device()
         key = (device, *constants, *constants.values(), *found)
         binary = self._binaries.get(key)
         if binary is None:
@@ -107,7 +108,7 @@ class HeldKernel(JITFunction):  # type: ignore[misc]
             grid[0],
             columns,
             rows,
-            driver.active.get_current_stream(device),
+            current_stream(device),
             binary.function,
             binary.cooperative,
             binary.dependent,

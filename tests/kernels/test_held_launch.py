@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,9 +75,8 @@ class Subject:
         self.launched: list[tuple[Any, ...]] = []
         self.scratch = 0
         self.device = 0
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device)
-        active = SimpleNamespace(get_current_stream=lambda device: 100 + device)
-        monkeypatch.setattr(held_launch, "driver", SimpleNamespace(active=active))
+        monkeypatch.setattr(held_launch, "current_device", lambda: self.device)
+        monkeypatch.setattr(held_launch, "current_stream", lambda device: 100 + device)
         monkeypatch.setattr(JITFunction, "run", self._run)
         self.kernel = HeldKernel(scale)
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase, by_type
+from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 def _cost(gate: Tensor, up: Tensor, *, workload: Workload) -> Cost:
@@ -68,7 +69,7 @@ def _triton(gate: Tensor, up: Tensor) -> Tensor:
     width = gate.shape[-1]
     rows, others = gate.reshape(-1, width), up.reshape(-1, width)
     if result.numel():
-        silu_mul_kernel[(rows.shape[0], triton.cdiv(width, _COLUMNS))](
+        silu_mul_kernel[(rows.shape[0], ceil_div(width, _COLUMNS))](
             rows, others, result, rows.stride(0), others.stride(0), width, BLOCK=_COLUMNS, num_warps=4
         )
     return result

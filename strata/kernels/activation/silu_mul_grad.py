@@ -13,10 +13,11 @@ from torch import Tensor
 
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.compile_case import CompileCase, by_type
+from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.fp8 import linear_fp8, linear_silu_mul_fp8
 from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.plain_tensor import all_plain
-from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 @jit
@@ -48,7 +49,7 @@ def _backward(upstream: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     both = torch.empty((rows, 2 * width), dtype=gate.dtype, device=gate.device)
     of_gate, of_up = both.chunk(2, -1)
     if both.numel():
-        silu_mul_backward_kernel[(rows, triton.cdiv(width, _COLUMNS))](
+        silu_mul_backward_kernel[(rows, ceil_div(width, _COLUMNS))](
             upstream,
             gate,
             up,

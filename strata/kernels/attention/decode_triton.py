@@ -12,8 +12,9 @@ from functools import partial
 import torch
 
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.norm.norm import inverse_rms, scaled
-from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl, triton
+from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl
 
 
 @jit
@@ -337,8 +338,8 @@ def decode_tile(group: int, head_dim: int, dtype: torch.dtype, sequences: int, m
 
 def shape_constants(group: int, head_dim: int, tile: DecodeTile) -> dict[str, int]:
     """The constants of the kernel that follow from heads and tile."""
-    group_pad = triton.next_power_of_2(group)
-    head_pad = max(16, triton.next_power_of_2(head_dim))  # a matrix instruction sums over 16 columns at least
+    group_pad = next_power_of_2(group)
+    head_pad = max(16, next_power_of_2(head_dim))  # a matrix instruction sums over 16 columns at least
     return {
         "GROUP": group,
         "GROUP_PAD": group_pad,

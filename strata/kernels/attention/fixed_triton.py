@@ -15,7 +15,8 @@ import torch
 
 from strata.kernels.attention.varlen_triton import Tile, head_pad, key_slots
 from strata.kernels.compile_case import CompileCase
-from strata.kernels.triton_import import jit, tl, triton
+from strata.kernels.grid_sizes import next_power_of_2
+from strata.kernels.triton_import import jit, tl
 
 # Keys of a part, and after how many parts their size doubles; see `part_start`.
 PART_KEYS = 256
@@ -389,4 +390,4 @@ def shape_constants(head_dim: int, window: int) -> dict[str, Any]:
 
 
 def join_constants(group: int) -> dict[str, Any]:
-    return {"JOIN_ROWS": triton.next_power_of_2(group), "UNROLL": JOINED_TOGETHER}
+    return {"JOIN_ROWS": next_power_of_2(group), "UNROLL": JOINED_TOGETHER}

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from strata.kernels.compile_case import CompileCase
-from strata.kernels.triton_import import jit, tl, triton
+from strata.kernels.grid_sizes import ceil_div, next_power_of_2
+from strata.kernels.triton_import import jit, tl
 
 # Rows of one head that a program joins, and its warps.
 _ROWS = 32
@@ -61,7 +62,7 @@ def join(out: Tensor, one: Tensor, other: Tensor, one_sums: Tensor, other_sums: 
     """
     rows, heads, head_dim = out.shape
     sums = torch.empty((heads, rows), dtype=torch.float32, device=out.device)
-    attention_join_kernel[(heads, triton.cdiv(rows, _ROWS))](
+    attention_join_kernel[(heads, ceil_div(rows, _ROWS))](
         one,
         other,
         one_sums,
@@ -72,7 +73,7 @@ def join(out: Tensor, one: Tensor, other: Tensor, one_sums: Tensor, other_sums: 
         one_sums.stride(0),
         other_sums.stride(0),
         HEAD_DIM=head_dim,
-        HEAD_PAD=triton.next_power_of_2(head_dim),
+        HEAD_PAD=next_power_of_2(head_dim),
         ROWS=_ROWS,
         num_warps=_WARPS,
     )
@@ -88,7 +89,7 @@ def compile_cases() -> list[CompileCase]:
             f"attention_join of {head_dim}",
             attention_join_kernel,
             signature,
-            {"HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(head_dim), "ROWS": _ROWS},
+            {"HEAD_DIM": head_dim, "HEAD_PAD": next_power_of_2(head_dim), "ROWS": _ROWS},
             _WARPS,
             2,
         )

@@ -12,7 +12,8 @@ from functools import partial
 import torch
 
 from strata.kernels.compile_case import CompileCase
-from strata.kernels.triton_import import jit, tl, triton
+from strata.kernels.grid_sizes import next_power_of_2
+from strata.kernels.triton_import import jit, tl
 
 
 @jit
@@ -212,7 +213,7 @@ def mixed_tile(head_dim: int, dtype: torch.dtype, page_size: int) -> Tile:
 
 def head_pad(head_dim: int) -> int:
     """The columns of a tile: a power of two, and at least the 16 that a matrix instruction sums over."""
-    padded: int = max(16, triton.next_power_of_2(head_dim))
+    padded: int = max(16, next_power_of_2(head_dim))
     return padded
 
 

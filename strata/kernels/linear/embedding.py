@@ -10,8 +10,9 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 def _cost(tokens: Tensor, weight: Tensor, *, workload: Workload) -> Cost:
@@ -51,7 +52,7 @@ _WARPS = 4
 
 
 def _tile(width: int) -> dict[str, int]:
-    columns: int = min(triton.next_power_of_2(width), _TILE_ELEMENTS)
+    columns: int = min(next_power_of_2(width), _TILE_ELEMENTS)
     return {"ROWS": _TILE_ELEMENTS // columns, "COLUMNS": columns}
 
 
@@ -60,7 +61,7 @@ def _triton(tokens: Tensor, weight: Tensor) -> Tensor:
     result = torch.empty((*tokens.shape, width), dtype=weight.dtype, device=weight.device)
     if result.numel():
         tile = _tile(width)
-        grid = (triton.cdiv(tokens.numel(), tile["ROWS"]), triton.cdiv(width, tile["COLUMNS"]))
+        grid = (ceil_div(tokens.numel(), tile["ROWS"]), ceil_div(width, tile["COLUMNS"]))
         embedding_kernel[grid](
             tokens, weight, result, tokens.numel(), weight.stride(0), width, **tile, num_warps=_WARPS
         )

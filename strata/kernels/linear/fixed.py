@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from strata.kernels.compile_case import CompileCase
-from strata.kernels.triton_import import jit, tl, triton
+from strata.kernels.grid_sizes import ceil_div
+from strata.kernels.triton_import import jit, tl
 
 
 def buffered_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -132,7 +133,7 @@ def triton_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     result = torch.empty((*x.shape[:-1], out), dtype=x.dtype, device=x.device)
     if result.numel():
         tile = choose_tile(rows.shape[0], out, x.dtype)
-        programs = triton.cdiv(rows.shape[0], tile.rows) * triton.cdiv(out, tile.columns)
+        programs = ceil_div(rows.shape[0], tile.rows) * ceil_div(out, tile.columns)
         linear_kernel[(programs,)](
             rows,
             weight,

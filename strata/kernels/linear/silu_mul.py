@@ -16,8 +16,9 @@ from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.fused import Run, fused
+from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.linear import linear
-from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -133,7 +134,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
 def _triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows, (out, width) = x.shape[0], weight.shape
     result = torch.empty((rows, out // 2), dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(rows, _TILE.rows) * triton.cdiv(out // 2, _TILE.columns)
+    tiles = ceil_div(rows, _TILE.rows) * ceil_div(out // 2, _TILE.columns)
     linear_silu_mul_kernel[(min(_processors(x.device), tiles),)](
         TensorDescriptor.from_tensor(x, [_TILE.rows, _TILE.width]),
         TensorDescriptor.from_tensor(weight.unflatten(0, (2, -1)), [2, _TILE.columns, _TILE.width]),

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.linear.skinny_kernels import dot_kernel, gemv_kernel
 from strata.kernels.linear.skinny_tiles import PREFETCHED, SkinnyTile, aligned
 from strata.kernels.split_counters import split_counters
-from strata.kernels.triton_import import triton
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def launch(product: SkinnyProduct, tile: SkinnyTile) -> Launch:
     """What multiplies with a tile that `fits`. results: the product [rows, out]; or total, weighted and squares."""
     x, weight, squares, residual = product.x, product.weight, product.squares, product.residual
     (count, width), out = x.shape, product.out
-    tiles = triton.cdiv(weight.shape[0], tile.columns)
+    tiles = ceil_div(weight.shape[0], tile.columns)
     results = [torch.empty((count, out), dtype=x.dtype, device=x.device)]
     if residual is not None:
         results.append(torch.empty((count, out), dtype=x.dtype, device=x.device))
@@ -91,18 +91,18 @@ def launch(product: SkinnyProduct, tile: SkinnyTile) -> Launch:
     options: dict[str, Any] = {
         "GATED": product.gated,
         "EARLY": tile.early,
-        "BLOCKS": 1 if squares is None else triton.next_power_of_2(squares.shape[1]),
+        "BLOCKS": 1 if squares is None else next_power_of_2(squares.shape[1]),
         "BLOCK_N": tile.columns,
         "BLOCK_K": tile.width,
         "num_warps": tile.warps,
         "launch_pdl": tile.early,
     }
     if tile.kernel == "gemv":
-        options |= {"ROWS": triton.next_power_of_2(count), "ONCE": width <= tile.width}
+        options |= {"ROWS": next_power_of_2(count), "ONCE": width <= tile.width}
         return Launch(gemv_kernel, (tiles,), (*tensors, *outputs, *sizes), options, tuple(results))
     # The least that leaves one kind of instruction to a tile: wgmma to those of 64 columns and more.
-    rows = max(16 if tile.columns >= 64 else 8, min(tile.rows, triton.next_power_of_2(count)))
-    grid = (tiles, tile.splits, triton.cdiv(count, rows))
+    rows = max(16 if tile.columns >= 64 else 8, min(tile.rows, next_power_of_2(count)))
+    grid = (tiles, tile.splits, ceil_div(count, rows))
     parts = counters = None
     if tile.splits > 1:
         parts = torch.empty((math.prod(grid), tile.columns, rows), dtype=torch.float32, device=x.device)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
 from strata.kernels.plain_tensor import all_plain
-from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 def _cost(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tensor | None, *, workload: Workload) -> Cost:
@@ -146,7 +147,7 @@ def _triton(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tensor | Non
     (tokens, per_token), hidden = inverse.shape, rows.shape[1]
     out = torch.empty((tokens, hidden), dtype=rows.dtype, device=rows.device)
     if out.numel():
-        combine_kernel[(tokens, triton.cdiv(hidden, _BLOCK))](
+        combine_kernel[(tokens, ceil_div(hidden, _BLOCK))](
             rows,
             inverse,
             weights,

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.fixed import Tile
-from strata.kernels.triton_import import jit, tl, triton
+from strata.kernels.triton_import import jit, tl
 
 
 # What varies from step to step and model to model must not compile anew.
@@ -84,7 +85,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     result = torch.empty((rows, out), dtype=x.dtype, device=x.device)
     if result.numel():
         tile = _tile(x.dtype)
-        grouped_kernel[(rows // tile.rows + count, triton.cdiv(out, tile.columns))](
+        grouped_kernel[(rows // tile.rows + count, ceil_div(out, tile.columns))](
             x,
             weight,
             ends,

@@ -11,9 +11,10 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.fused import Run, fused
+from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.torch_functions import add
-from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 def _cost(x: Tensor, weight: Tensor, eps: float, *, workload: Workload) -> Cost:
@@ -124,7 +125,7 @@ def _triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     count = rows.shape[0] * rows.shape[1]
     if count:
         tile, warps = row_tile(width)
-        rms_norm_kernel[(triton.cdiv(count, tile["ROWS"]),)](
+        rms_norm_kernel[(ceil_div(count, tile["ROWS"]),)](
             rows,
             weight,
             result,
@@ -148,7 +149,7 @@ def _sum_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
     rows, others = x.reshape(-1, width), residual.reshape(-1, width)
     if x.numel():
         tile, warps = row_tile(width)
-        add_rms_norm_kernel[(triton.cdiv(rows.shape[0], tile["ROWS"]),)](
+        add_rms_norm_kernel[(ceil_div(rows.shape[0], tile["ROWS"]),)](
             rows,
             others,
             weight,
@@ -167,7 +168,7 @@ def _sum_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
 
 def row_tile(width: int) -> tuple[dict[str, int], int]:
     """Rows and padded width of a tile, and its warps. Kernels that share it sum a row in the same order."""
-    padded: int = triton.next_power_of_2(width)
+    padded: int = next_power_of_2(width)
     return {"ROWS": max(1, 1024 // padded), "WIDTH": padded}, min(max(padded // 512, 4), 16)
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.norm.norm import add_rms_norm, inverse_rms, rms_norm, row_tile
 from strata.kernels.plain_tensor import all_plain
-from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 @jit
@@ -69,7 +70,7 @@ def _backward(upstream: Tensor, through: Tensor | None, x: Tensor, weight: Tenso
     of_x = torch.empty_like(x)
     rows = x.numel() // width
     tile, warps = row_tile(width)
-    programs = min(triton.cdiv(rows, tile["ROWS"]), _PROGRAMS)
+    programs = min(ceil_div(rows, tile["ROWS"]), _PROGRAMS)
     parts = torch.empty((programs, width), dtype=torch.float32, device=x.device)
     if rows:
         rms_norm_backward_kernel[(programs,)](

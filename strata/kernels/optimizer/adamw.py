@@ -9,8 +9,9 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 class Constants(NamedTuple):
@@ -97,7 +98,7 @@ def _triton(
     weight: Tensor, master: Tensor, first: Tensor, second: Tensor, gradient: Tensor, step: Tensor, constants: Constants
 ) -> Tensor:
     count = weight.numel()
-    adamw_kernel[(triton.cdiv(count, _BLOCK),)](
+    adamw_kernel[(ceil_div(count, _BLOCK),)](
         weight,
         master,
         first,

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase, by_type
+from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 def _momentum_cost(
@@ -90,7 +91,7 @@ _WARPS = 4
 
 def _momentum_triton(result: Tensor, momentum: Tensor, gradient: Tensor, step: Tensor, beta: float) -> Tensor:
     count = momentum.numel()
-    grid = (triton.cdiv(count, _BLOCK),)
+    grid = (ceil_div(count, _BLOCK),)
     muon_momentum_kernel[grid](result, momentum, gradient, step, count, beta, BLOCK=_BLOCK, num_warps=_WARPS)
     return result
 
@@ -99,7 +100,7 @@ def _update_triton(
     weight: Tensor, master: Tensor, direction: Tensor, step: Tensor, size: float, decay: float
 ) -> Tensor:
     count, separate = master.numel(), weight.data_ptr() != master.data_ptr()
-    muon_update_kernel[(triton.cdiv(count, _BLOCK),)](
+    muon_update_kernel[(ceil_div(count, _BLOCK),)](
         weight, master, direction, step, count, size, decay, BLOCK=_BLOCK, SEPARATE=separate, num_warps=_WARPS
     )
     return weight

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 # Scales are finite for matrices of zeros, too.
 LEAST = 1e-12
@@ -144,7 +145,7 @@ def _triton(x: Tensor, dtype: torch.dtype, per_row: bool) -> Quantized:
     row_scale, column_scale = (torch.empty(count, 1, dtype=torch.float32, device=x.device) for count in counts)
     values = torch.empty(rows, columns, dtype=dtype, device=x.device)
     turned = torch.empty(columns, padded(rows), dtype=dtype, device=x.device)
-    grid = (triton.cdiv(padded(rows), _TILE), triton.cdiv(columns, _TILE))
+    grid = (ceil_div(padded(rows), _TILE), ceil_div(columns, _TILE))
     largest_kernel[grid](
         x, of_rows, of_columns, rows, columns, x.stride(0), PER_ROW=per_row, TILE=_TILE, num_warps=_WARPS
     )

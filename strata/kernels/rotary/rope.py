@@ -7,8 +7,9 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase, by_type
+from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 def _angles_cost(positions: Tensor, table: Tensor, *, workload: Workload) -> Cost:
@@ -77,7 +78,7 @@ def _angles_triton(positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     tokens, head_dim = positions.shape[0], table.shape[1]
     cos, sin = torch.empty((2, tokens, 1, head_dim), dtype=table.dtype, device=table.device)
     if cos.numel():
-        padded = triton.next_power_of_2(head_dim // 2)
+        padded = next_power_of_2(head_dim // 2)
         rope_angles_kernel[(tokens,)](positions, table, cos, sin, head_dim // 2, HALF=padded, num_warps=1)
     return cos, sin
 
@@ -111,15 +112,15 @@ def _triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     tokens, heads, head_dim = x.shape
     if result.numel():
         tile = _tile(heads, head_dim // 2)
-        rope_kernel[(tokens, triton.cdiv(heads, tile["HEADS"]))](
+        rope_kernel[(tokens, ceil_div(heads, tile["HEADS"]))](
             x, cos, sin, result, heads, head_dim // 2, x.stride(0), x.stride(1), **tile, num_warps=4
         )
     return result
 
 
 def _tile(heads: int, half: int) -> dict[str, int]:
-    columns: int = triton.next_power_of_2(half)
-    return {"HEADS": min(triton.next_power_of_2(heads), max(1, 2048 // columns)), "HALF": columns}
+    columns: int = next_power_of_2(half)
+    return {"HEADS": min(next_power_of_2(heads), max(1, 2048 // columns)), "HALF": columns}
 
 
 if HAS_TRITON:

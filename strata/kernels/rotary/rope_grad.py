@@ -12,10 +12,11 @@ from torch import Tensor
 
 from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.plain_tensor import all_plain
 from strata.kernels.rotary.rope import rope, rotate
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
-from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 @jit
@@ -84,7 +85,7 @@ _WARPS = 4
 
 
 def _tile(heads: int, half: int) -> dict[str, int]:
-    return {"HEADS": triton.next_power_of_2(heads), "HALF": triton.next_power_of_2(half)}
+    return {"HEADS": next_power_of_2(heads), "HALF": next_power_of_2(half)}
 
 
 def _launch(product: Tensor, parts: tuple[Tensor, ...], cos: Tensor, sin: Tensor, *, backward: bool) -> None:

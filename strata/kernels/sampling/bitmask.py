@@ -9,8 +9,9 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 # Ids of one word of a mask.
 WORD = 32
@@ -54,7 +55,7 @@ def apply_bitmask_kernel(logits, masks, which, vocab, words, row_stride, BLOCK: 
 def _triton(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
     rows, vocab = logits.shape
     if rows:
-        apply_bitmask_kernel[(rows, triton.cdiv(vocab, _BLOCK))](
+        apply_bitmask_kernel[(rows, ceil_div(vocab, _BLOCK))](
             logits, masks, which, vocab, masks.shape[1], logits.stride(0), BLOCK=_BLOCK, num_warps=4
         )
     return logits

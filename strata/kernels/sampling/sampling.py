@@ -16,8 +16,9 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase, by_type
+from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, libdevice, tl, triton
+from strata.kernels.triton_import import HAS_TRITON, jit, libdevice, tl
 
 # What is drawn from a row that is no distribution.
 NO_ID = -1
@@ -230,7 +231,7 @@ def _gumbel_triton(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, steps: Tensor, bounds: Bounds | None = None
 ) -> Tensor:
     rows, vocab = logits.shape
-    blocks = triton.cdiv(vocab, _GUMBEL_BLOCK)
+    blocks = ceil_div(vocab, _GUMBEL_BLOCK)
     best = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
     best_id = torch.empty((rows, blocks), dtype=torch.int32, device=logits.device)
     result = torch.empty(rows, dtype=torch.int32, device=logits.device)
@@ -249,7 +250,7 @@ def _gumbel_triton(
             **_GUMBEL_CONSTANTS,
             num_warps=4,
         )
-        padded = triton.next_power_of_2(blocks)
+        padded = next_power_of_2(blocks)
         gumbel_reduce_kernel[(rows,)](best, best_id, result, blocks, BLOCKS=padded, num_warps=1)
     return result
 
@@ -307,7 +308,7 @@ def _token_triton(logits: Tensor, ids: Tensor) -> Tensor:
     ids = ids.contiguous()
     result = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
     if result.numel():
-        padded = max(_TOKEN_IDS, triton.next_power_of_2(ids.shape[1]))
+        padded = max(_TOKEN_IDS, next_power_of_2(ids.shape[1]))
         token_logprobs_kernel[(rows,)](
             logits, ids, result, vocab, logits.stride(0), ids.shape[1], BLOCK=_TOKEN_BLOCK, IDS=padded, num_warps=8
         )

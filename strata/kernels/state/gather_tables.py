@@ -9,8 +9,9 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 def _cost(
@@ -84,7 +85,7 @@ def _triton(
     sequences, most_pages = len(rows), tables.shape[1]
     result = torch.empty((sequences, most_pages), dtype=tables.dtype, device=tables.device)
     if sequences:
-        grid = (sequences, triton.cdiv(most_pages, _BLOCK))
+        grid = (sequences, ceil_div(most_pages, _BLOCK))
         gather_tables_kernel[grid](
             tables, rows, offsets, lengths, slot_mapping, result, most_pages, PAGE_SIZE=page_size, BLOCK=_BLOCK
         )

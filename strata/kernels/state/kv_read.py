@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.state.kv_write import TILE_WARPS, token_tile
 from strata.kernels.state.paged import PagedKV
-from strata.kernels.triton_import import jit, tl, triton
+from strata.kernels.triton_import import jit, tl
 
 
 @partial(jit, unspecialized=("table", "first", "tokens"))
@@ -48,7 +49,7 @@ def kv_read(pages: PagedKV, layer: int, sequence: int, first: int, last: int) ->
     k, v = (torch.empty(shape, dtype=pool.dtype, device=pool.device) for pool in (keys, values))
     width = keys.shape[2] * keys.shape[3]
     tile = token_tile(width)
-    kv_read_kernel[(triton.cdiv(last - first, tile["TOKENS"]),)](
+    kv_read_kernel[(ceil_div(last - first, tile["TOKENS"]),)](
         keys,
         values,
         pages.tables[sequence],

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.state.paged import PagedKV
-from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 def _cost(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int, *, workload: Workload) -> Cost:
@@ -93,7 +94,7 @@ TILE_WARPS = 4
 
 def token_tile(width: int) -> dict[str, int]:
     """Tokens of a program that moves keys and values between pages and rows, `width` elements each, padded to BLOCK."""
-    block: int = triton.next_power_of_2(width)
+    block: int = next_power_of_2(width)
     return {"TOKENS": max(1, _TILE_ELEMENTS // block), "BLOCK": block}
 
 
@@ -103,7 +104,7 @@ def _triton(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Te
     tokens, heads, head_dim = k.shape
     if tokens:
         tile = token_tile(heads * head_dim)
-        kv_write_kernel[(triton.cdiv(tokens, tile["TOKENS"]),)](
+        kv_write_kernel[(ceil_div(tokens, tile["TOKENS"]),)](
             k,
             v,
             pages.keys[layer],

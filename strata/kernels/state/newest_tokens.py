@@ -9,8 +9,9 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 def _cost(tokens: Tensor, sources: Tensor, newest: Tensor, *, workload: Workload) -> Cost:
@@ -46,7 +47,7 @@ def _triton(tokens: Tensor, sources: Tensor, newest: Tensor) -> Tensor:
     result = torch.empty_like(tokens)
     count = tokens.numel()
     if count:
-        newest_tokens_kernel[(triton.cdiv(count, _BLOCK),)](tokens, sources, newest, result, count, BLOCK=_BLOCK)
+        newest_tokens_kernel[(ceil_div(count, _BLOCK),)](tokens, sources, newest, result, count, BLOCK=_BLOCK)
     return result
 
 

@@ -9,11 +9,12 @@ from strata.hardware.roofline import Cost
 from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.fused import Run, fused
+from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.norm.norm import inverse_rms, rms_norm, scaled
 from strata.kernels.rotary.rope import rope
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
-from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 def _saved(product: Tensor, q_weight: object, k_weight: object, cos: Tensor, sin: Tensor, *others: object) -> Cost:
@@ -170,7 +171,7 @@ _WARPS = 8
 
 
 def _tile(head_dim: int) -> dict[str, int]:
-    width: int = triton.next_power_of_2(head_dim)
+    width: int = next_power_of_2(head_dim)
     return {"ROWS": max(1, _TILE_ELEMENTS // width), "WIDTH": width}
 
 
@@ -188,7 +189,7 @@ def _triton(
     rotated = torch.empty((tokens, heads + kv_heads, head_dim), dtype=product.dtype, device=product.device)
     if tokens:
         tile = _tile(head_dim)
-        qk_rope_kv_write_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, tile["ROWS"]))](
+        qk_rope_kv_write_kernel[(tokens, ceil_div(heads + 2 * kv_heads, tile["ROWS"]))](
             product,
             product if q_weight is None else q_weight,
             product if k_weight is None else k_weight,

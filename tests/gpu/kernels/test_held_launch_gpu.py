@@ -68,7 +68,8 @@ def test_random_launches_one_after_the_other(monkeypatch: pytest.MonkeyPatch) ->
         weight = rng.choice([None, torch.randn(width, device="cuda").to(dtype), torch.nn.Parameter(memory[1:][:width])])
         factor = rng.choice([0.5, 2.0])
         expected = x.float() * factor * (1.0 if weight is None else weight.detach().float())
-        torch.testing.assert_close(launch(x, weight, factor, rng.choice([1, 4])).float(), expected, rtol=1e-2, atol=1e-2)
+        found = launch(x, weight, factor, rng.choice([1, 4])).float()
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
     assert 0 < len(asked) < 300  # others were held
 
 
