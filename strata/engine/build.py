@@ -257,7 +257,6 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
             warm_up(loop, allocator, config.vocab_size, recorded_tokens)
         if recorded is not None:
             recorded.unrecorded = dict.fromkeys(REASONS, 0)
-        compilations.begin()
     # What stands now lives as long as the engine: the collector need not walk it in the middle of a step.
     gc.collect()
     gc.freeze()
@@ -280,6 +279,8 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         recorded=recorded,
     )
     weakref.finalize(engine, compilations.end)
+    if device.type == "cuda":
+        compilations.begin()  # when nothing is left that could fail, and leave it listening
     weakref.finalize(engine, gc.unfreeze)  # at its end, or the interpreter's: from then on its cycles can be collected
     return engine
 

@@ -39,4 +39,5 @@ class Compilations:
         self.counts[compiled.kind] += 1
         if (compiled.kind, compiled.name) not in self._logged:
             self._logged.add((compiled.kind, compiled.name))
-            self._log(f"{_DONE[compiled.kind]} while serving: {compiled.name} ({compiled.variant})")
+            variant = f" ({compiled.variant})" if compiled.variant else ""
+            self._log(f"{_DONE[compiled.kind]} while serving: {compiled.name}{variant}")

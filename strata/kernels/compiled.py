@@ -39,34 +39,45 @@ def listen(listener: Callable[[Compiled], None]) -> Callable[[], None]:
     def on_plan(shape: str) -> None:
         listener(Compiled("plan", "cuDNN attention", shape))
 
-    chains: list[tuple[list[Any], Any]] = [(library_plans().listeners, on_plan)]
+    ends = [_join(library_plans(), "listeners", on_plan)]
     if HAS_TRITON:
-        chains.append((_triton_listeners(), on_triton))
-    for chain, told in chains:
-        chain.append(told)
+        ends.append(_join(_triton_hooks(), "calls", on_triton))
 
     def end() -> None:
-        for chain, told in chains:
-            if told in chain:
-                chain.remove(told)
+        for leave in ends:
+            leave()
 
     return end
 
 
-def _triton_listeners() -> list[Callable[..., None]]:
-    """Those whom Triton tells, in its own chain of hooks, which is put where it has room for one."""
+def _join(chain: Any, name: str, told: Callable[..., None]) -> Callable[[], None]:
+    """Add to a chain's listeners, its attribute of that name; calling the result takes out again. Each time the chain
+    gets a new list: the one before may just be gone through, and nobody in it is to be left out.
+    """
+    setattr(chain, name, [*getattr(chain, name), told])
+
+    def leave() -> None:
+        setattr(chain, name, [one for one in getattr(chain, name) if one is not told])
+
+    return leave
+
+
+def _triton_hooks() -> Any:
+    """Triton's own chain of hooks, put where it has room for one listener."""
     knobs = triton.knobs
     present = knobs.compilation.listener
     if not isinstance(present, knobs.HookChain):
         knobs.compilation.listener = knobs.HookChain()
         if present is not None:
             knobs.compilation.listener.add(present)
-    calls: list[Callable[..., None]] = knobs.compilation.listener.calls
-    return calls
+    return knobs.compilation.listener
 
 
 def _variant(src: Any) -> str:
-    """What a source is compiled for: constants, and which arguments are known to be multiples of 16."""
+    """What a source is compiled for: constants, and which arguments are known to be multiples of 16. A file of
+    intermediate code, as others may compile, tells nothing of it."""
+    if not hasattr(src, "fn"):
+        return ""
     names = src.fn.arg_names
     constants = [f"{names[path[0]]}={value}" for path, value in src.constants.items()]
     divisible = [f"{names[path[0]]}%16" for path, attributes in src.attrs.items() if attributes]

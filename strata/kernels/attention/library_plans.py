@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from threading import get_ident
+from threading import local
 
 from torch import Tensor
+
+
+class _Met(local):
+    """What each thread has met, for as long as it runs: its plans are its own, and end with it."""
+
+    def __init__(self) -> None:
+        self.plans: set[tuple[object, ...]] = set()
 
 
 class LibraryPlans:
@@ -14,16 +21,16 @@ class LibraryPlans:
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[str], None]] = []
-        self._met: set[tuple[object, ...]] = set()
+        self._met = _Met()
 
     def use(self, queries: Tensor, keys: Tensor, values: Tensor, *, causal: bool, summed: bool) -> None:
         """Attention is about to be computed by the library. queries, keys, values: [sequences, heads, tokens,
         head_dim]. summed: with the log-sum-exps of the scores."""
         layout = (queries.shape, keys.shape, queries.stride(), keys.stride(), values.stride())
-        plan = (get_ident(), queries.device, queries.dtype, *layout, causal, summed)  # each thread has plans of its own
-        if plan in self._met:
+        plan = (queries.device, queries.dtype, *layout, causal, summed)
+        if plan in self._met.plans:
             return
-        self._met.add(plan)
+        self._met.plans.add(plan)
         sequences, heads, rows, width = queries.shape
         shape = (
             f"{sequences} x {rows} queries, {keys.shape[2]} keys, {heads} and {keys.shape[1]} heads of {width}"

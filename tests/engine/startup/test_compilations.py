@@ -17,6 +17,7 @@ from strata.engine.compilations import Compilations
 from strata.engine.process.messages import Statistics, Step
 from strata.kernels.attention import parts
 from strata.kernels.attention.library_plans import LibraryPlans, library_plans
+from strata.kernels.compiled import listen
 from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 from strata.serve.observe.metrics import Metrics
 from tests.engine.process.test_service import A, Desk
@@ -108,6 +109,24 @@ class TestKernels:
         assert (first.counts, second.counts) == ((1, 2, 0), (0, 1, 0))
         assert heard == [False, True, True, True], "whoever listened before"
 
+    def test_who_ends_while_all_are_told_keeps_it_from_nobody(self) -> None:
+        heard: list[str] = []
+        ends = [listen(lambda _: ends[0]()), listen(lambda compiled: heard.append(compiled.name))]
+        compile_kernel()
+        compile_kernel()
+        ends[1]()
+        assert heard == ["doubled_kernel"] * 2
+
+    def test_what_is_compiled_from_a_file_has_its_name_alone(self, tmp_path: Path) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        file = tmp_path / "nothing.ttir"
+        file.write_text("module { tt.func public @nothing(%at: !tt.ptr<f32>) { tt.return } }")
+        with Counting() as one:
+            triton.compile(str(file), target=GPUTarget("cuda", 90, 32))
+        assert one.counts == (1, 0, 0)
+        assert one.logged == ["compiled while serving: @nothing"]
+
     def test_beginning_twice_counts_once(self) -> None:
         with Counting() as one:
             one.compilations.begin()
@@ -147,6 +166,24 @@ class TestPlans:
             thread.start()
             thread.join()
         assert one.counts == (0, 0, 1)
+
+    def test_a_thread_that_has_a_former_ones_number_has_none_either(self, plans: LibraryPlans) -> None:
+        shape = (heads(512), heads(512), heads(512))
+        with Counting() as one:
+            for _ in range(3):
+                thread = Thread(target=plans.use, args=shape, kwargs={"causal": True, "summed": False})
+                thread.start()
+                thread.join()
+        assert one.counts == (0, 0, 3)
+
+    def test_who_ends_while_all_are_told_keeps_it_from_nobody(self, plans: LibraryPlans) -> None:
+        heard: list[str] = []
+        ends = [listen(lambda _: ends[0]()), listen(lambda compiled: heard.append(compiled.name))]
+        plans.use(heads(512), heads(512), heads(512), causal=True, summed=False)
+        plans.use(heads(1024), heads(1024), heads(1024), causal=True, summed=False)
+        ends[1]()
+        assert len(heard) == 2
+        assert not plans.listeners
 
     def test_attention_by_the_library_tells_of_its_shapes(
         self, plans: LibraryPlans, monkeypatch: pytest.MonkeyPatch
