@@ -245,7 +245,8 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     if fast and asked.step_target_ms is not None:
         with clock.phase("graph"):
             times = step_times(graphs, pool_shape, torch.cuda.get_device_name(device), recorded_tokens)
-            target = None if times is None else StepTarget(asked.step_target_ms / 1e3, times)
+            mixed = recorded.mixed_tokens if recorded is not None else ()
+            target = None if times is None else StepTarget(asked.step_target_ms / 1e3, times, mixed)
     allocator = PageAllocator(ledger.pages, asked.page_size)
     prefix = PrefixTree(allocator) if asked.enable_prefix_caching else None
     scheduler_config = SchedulerConfig(asked.max_num_seqs, max_tokens, max_length, seed, target)

@@ -131,6 +131,11 @@ class RecordedSteps:
         self._warm: set[tuple[str, bool, int]] = set()
         self._buffers: dict[BufferShape, dict[Staging, StepBuffer]] = {}
 
+    @property
+    def mixed_tokens(self) -> tuple[int, ...]:
+        """Tokens of recorded steps with prompts, ascending."""
+        return tuple(sorted({size.tokens for size in self._mixed}))
+
     def decode_bucket(self, sequences: int) -> BufferShape | None:
         """The smallest recorded size that holds so many sequences of one token; None if all are smaller."""
         return next((shape for shape in self._decode if shape.sequences >= sequences), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from strata.engine.scheduling.step_times import StepTimes
@@ -22,10 +23,12 @@ LEAST_TOKENS = 256
 
 @dataclass(frozen=True)
 class StepTarget:
-    """seconds: what a step with decodes is to take at most. times: how long steps take."""
+    """seconds: what a step with decodes is to take at most. times: how long steps take. sizes: tokens that steps with
+    prompts are padded to, ascending; those with more than the last are not."""
 
     seconds: float
     times: StepTimes
+    sizes: tuple[int, ...] = ()
 
 
 class PromptRoom:
@@ -36,6 +39,7 @@ class PromptRoom:
 
     def __init__(self, target: StepTarget, decodes: int, keys: int, in_line: int) -> None:
         self._times = times = target.times
+        self._sizes = target.sizes
         self._tokens, self._prompt_tokens = decodes, 0
         self._others = times.decodes(decodes, keys)
         alone = times.total(decodes, self._others)
@@ -45,15 +49,29 @@ class PromptRoom:
         """How many of the next `wanted` tokens of a prompt, behind the first `start`, and of `most`, there is room for.
 
         If not for all that are wanted, they end with a page, or there is none; but the first prompt always gets some.
+        They leave less than a page of padding if that does not take more than they have to get in any case.
         """
         least = max(0, LEAST_TOKENS - self._prompt_tokens)
         count = min(wanted, most, max(least, self._times.longest(self._target, self._tokens, self._others, start)))
         if count == wanted:
             return count
-        whole_pages = (start + count) // page_size * page_size - start
+        unpadded = self._whole_pages(start, self._unpadded(count), page_size)
+        if unpadded >= max(1, least):
+            return unpadded
+        whole_pages = self._whole_pages(start, count, page_size)
         if whole_pages > 0:
             return whole_pages
         return 0 if self._prompt_tokens else count
+
+    def _unpadded(self, count: int) -> int:
+        """The most tokens up to `count` with which the step has a recorded size; `count` if it is larger than all."""
+        place = bisect_right(self._sizes, self._tokens + count)
+        return self._sizes[place - 1] - self._tokens if 0 < place < len(self._sizes) else count
+
+    @staticmethod
+    def _whole_pages(start: int, count: int, page_size: int) -> int:
+        """As many of `count` tokens behind `start` as end with a page; negative if not even `start` does."""
+        return (start + count) // page_size * page_size - start
 
     def take(self, start: int, count: int) -> None:
         """Such a chunk runs in the step."""

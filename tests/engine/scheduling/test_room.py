@@ -35,6 +35,24 @@ def test_what_fits_is_taken_whole_and_what_does_not_ends_with_a_page() -> None:
     assert of.chunk(0, 555, most=100, page_size=16) == 96
 
 
+def test_a_divided_prompt_ends_where_the_step_needs_no_padding() -> None:
+    of = PromptRoom(StepTarget(20 * MS, TIMES, (512, 1024, 1200, 1600)), 50, 0, 1)
+    assert of.chunk(0, 5000, most=8192, page_size=16) == 1136  # of 1549; and 14 tokens less than a page of padding
+    assert of.chunk(9, 5000, most=8192, page_size=16) == 1143
+    assert of.chunk(0, 1540, most=8192, page_size=16) == 1540  # it ends here
+    assert of.chunk(0, 5000, most=300, page_size=16) == 288  # no size is so small
+    of.take(0, 1000)
+    assert of.chunk(0, 5000, most=8192, page_size=16) == 144
+    of.take(0, 144)
+    assert of.chunk(0, 5000, most=8192, page_size=16) == 400  # all that is left: none fits up to a size
+
+
+def test_what_a_prompt_has_to_get_is_padded() -> None:
+    slow = StepTimes(1.0, NOTHING, NOTHING, 1.0, NOTHING, 1.0, 1.0)
+    of = PromptRoom(StepTarget(20 * MS, slow, (128, 256, 512)), 50, 0, 1)
+    assert of.chunk(0, 5000, most=8192, page_size=16) == LEAST_TOKENS
+
+
 def test_who_comes_after_a_full_step_gets_nothing() -> None:
     of = room(decodes=50)
     of.take(0, 1545)

@@ -13,6 +13,7 @@ import pytest
 from strata.bench.workloads import InferenceTest, fixed_batch, offline
 from strata.cache.pages import PageAllocator
 from strata.engine.plan import StepPlan
+from strata.engine.recorded_steps import mixed_buckets, smallest_mixed
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
@@ -106,6 +107,37 @@ def test_prompts_that_wait_for_pages_make_no_step_longer(name: str) -> None:
     assert len(gaps) > 1000
     assert max(gaps) < 25 * MS
     assert max(by_time.last.values()) < 1.01 * max(by_tokens.last.values())
+
+
+@pytest.mark.parametrize("name", H200)
+def test_chunks_of_long_prompts_leave_little_padding(name: str) -> None:
+    sizes = mixed_buckets(256, H200[name].recorded)
+    source = random.Random(1)
+    arrivals = accumulate(source.expovariate({"0.6B": 12, "8B": 3}[name]) for _ in range(40))
+    requests = [
+        request(str(number), source.choice([2000, 4000, 8000, 16_000]), 100, arrival)
+        for number, arrival in enumerate(arrivals)
+    ]
+
+    def padding(known: tuple[int, ...]) -> float:
+        """The share of padding in recorded steps with prompts."""
+        computed, run = [], []
+
+        def seconds(plan: StepPlan) -> float:
+            size = smallest_mixed(sizes, plan.tokens, len(plan.chunks), len(plan.draws))
+            if size is not None and plan.tokens > len(plan.chunks):
+                computed.append(plan.tokens)
+                run.append(size.tokens)
+            return H200[name].seconds(plan)
+
+        target = StepTarget(20 * MS, of(name), known)
+        scheduler = Scheduler(SchedulerConfig(256, 8192, 20_000, target=target), PageAllocator(60_000, 16), None)
+        drive(scheduler, SimulatedRunner(Unchecked(), seconds), requests, run_ahead=True)
+        return 1 - sum(computed) / sum(run)
+
+    known, unknown = padding(tuple(sorted({size.tokens for size in sizes}))), padding(())
+    assert known < 0.025
+    assert known < 0.6 * unknown
 
 
 @pytest.mark.parametrize(("name", "test"), [("0.6B", offline()), ("8B", offline()), ("8B", fixed_batch(128))])
