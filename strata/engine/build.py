@@ -240,13 +240,13 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
             shortage = recorded.shortage(ledger.device)
             if shortage is not None:
                 log(shortage)
-    recorded_tokens = max((size.tokens for size in recorded.sizes), default=0) if recorded is not None else 0
+    mixed_tokens = recorded.mixed_tokens if recorded is not None else ()
     target = None
     if fast and asked.step_target_ms is not None:
         with clock.phase("graph"):
-            times = step_times(graphs, pool_shape, torch.cuda.get_device_name(device), recorded_tokens)
-            mixed = recorded.mixed_tokens if recorded is not None else ()
-            target = None if times is None else StepTarget(asked.step_target_ms / 1e3, times, mixed)
+            name = torch.cuda.get_device_name(device)
+            times = step_times(graphs, pool_shape, name, max(mixed_tokens, default=0))
+            target = None if times is None else StepTarget(asked.step_target_ms / 1e3, times, mixed_tokens)
     allocator = PageAllocator(ledger.pages, asked.page_size)
     prefix = PrefixTree(allocator) if asked.enable_prefix_caching else None
     scheduler_config = SchedulerConfig(asked.max_num_seqs, max_tokens, max_length, seed, target)
@@ -255,7 +255,8 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     compilations = Compilations(log)
     if device.type == "cuda":
         with clock.phase("warm up"):
-            warm_up(loop, allocator, config.vocab_size, recorded_tokens)
+            recorded_tokens = (size.tokens for size in recorded.sizes) if recorded is not None else ()
+            warm_up(loop, allocator, config.vocab_size, max(recorded_tokens, default=0))
         if recorded is not None:
             recorded.unrecorded = dict.fromkeys(REASONS, 0)
     # What stands now lives as long as the engine: the collector need not walk it in the middle of a step.

@@ -14,7 +14,7 @@ from strata.models.batch import Batch
 def step_times(graphs: StepGraphs, shape: PoolShape, product: str, recorded: int) -> StepTimes | None:
     """How long steps take on a device by the name that its driver reports; None where its peaks are not known.
 
-    recorded: tokens of the largest step that a CUDA graph holds.
+    recorded: tokens of the largest step with prompts that a CUDA graph holds.
 
     Nothing is computed: the graphs are looked at with shapes alone.
     """

@@ -33,7 +33,8 @@ class StepTimes:
 
     step: whatever runs. weights: to read them once. product: of one token with all weights. token: its activations'
     ways through memory, and attention in layers with a window. sequence: its sampled row, and the keys of a window.
-    recorded: tokens of the largest step that is replayed. launch: of larger ones, by the host, beside the device.
+    recorded: tokens of the largest step with prompts that is replayed. launch: of larger ones, by the host, beside the
+    device.
     """
 
     step: float
