@@ -110,7 +110,8 @@ class Scheduler:
         self._prefixes.publish()
         builder = PlanBuilder(self.config.max_tokens, self._pages.page_size)
         prefilling = self._decode(builder)
-        if self.config.target is not None and (prefilling or self._queues.waiting):
+        may_admit = bool(self._queues.waiting) and self._queues.free_slots > 0
+        if self.config.target is not None and (prefilling or may_admit):
             builder.make_room(self.config.target, len(prefilling) + self._admission.in_line())
         for sequence in prefilling:
             self._admit_waiting(builder, before=sequence)
