@@ -20,7 +20,7 @@ class Staging:
 
     def target(self, size: int) -> Tensor:
         """Where the first `size` elements will be read: new memory on the device."""
-        if self._left is None:
+        if self._left is None and self._device.type == "cpu":
             return self.host[:size]
         return torch.empty(size, dtype=torch.int32, device=self._device)
 
@@ -31,6 +31,7 @@ class Staging:
 
     def send(self, target: Tensor) -> None:
         """Copy as many elements as the target has, once the device has done what it was given before."""
-        if self._left is not None:
+        if self._device.type != "cpu":
             target.copy_(self.host[: len(target)], non_blocking=True)
+        if self._left is not None:
             self._left.record()

@@ -20,6 +20,7 @@ _MODULES = {
     "generate": "strata.cli.generate:generate",
     "chat": "strata.cli.chat:chat",
     "graph": "strata.cli.graph:graph",
+    "warm": "strata.cli.warm:warm",
     "train": "strata.cli.train:command",
     "data": "strata.cli.train_data:command",
     "bench": "strata.cli.bench:bench",

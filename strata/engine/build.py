@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from strata.cache.pages import PageAllocator
-from strata.cache.pool import KVPool, PoolShape
+from strata.cache.pool import KVPool
 from strata.cache.prefix import PrefixTree
 from strata.engine.compilations import Compilations
 from strata.engine.embeddings.pooling import Pooler
+from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.faults import memory_explained
 from strata.engine.grammars.grammar import vocabulary
 from strata.engine.ledger import Ledger, plan_memory
 from strata.engine.loop import EngineLoop
-from strata.engine.recorded_steps import REASONS, RecordedSteps, recorded_sizes
+from strata.engine.recorded_steps import REASONS, RecordedSteps
 from strata.engine.runner import Runner, RunnerConfig
-from strata.engine.sampling_params import RANGES, SamplingParams, check_integer
+from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.room import StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
@@ -38,99 +37,11 @@ from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
 from strata.models import weights
-from strata.models.config import DTYPES, ModelConfig
-from strata.models.families import build
-from strata.models.folder import located
+from strata.models.config import ModelConfig
 from strata.models.generation_config import GenerationDefaults, read_generation_config
 from strata.text.tokenizer import Tokenizer
 
 Log = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """What an engine is asked for; the names and meanings are vLLM's where it has them.
-
-    model: a checkpoint folder, or the name of a shape ("8B", "0.6B") for random weights with load_format="dummy".
-    dtype: "auto" (the checkpoint's, see `strata.models.weights.load`), "float32", "bfloat16" or "float16".
-    device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
-    max_model_len: the most tokens of a sequence, prompt and output; None is the model's own.
-    load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
-    skip_tokenizer_init: prompts and outputs are ids only.
-    enable_prefix_caching: keep and reuse the pages of prompts that begin alike.
-    gpu_memory_utilization: share of the GPU's memory that may be in use with the engine, other processes' included, in
-        (0, 1].
-    max_num_seqs: most sequences that run at once.
-    max_num_batched_tokens: most tokens of one step; longer prompts are prefilled in chunks. None: 8192 on CUDA, 2048 on
-        a CPU or where the own kernels cannot run.
-    seed: of the requests that bring none, and of dummy weights; None draws anew in every engine (weights as for 0).
-    deterministic: a request's bits depend on nothing else that runs (see docs/engine.md).
-    page_size: tokens of a KV page.
-    num_pages: KV pages; None takes what memory allows.
-    step_target_ms: what a step with decodes is to take at most, so that prompts do not stall those who read along; None
-        fills steps up to max_num_batched_tokens, which ends a batch sooner. It needs a device whose peaks are known.
-    """
-
-    model: str
-    dtype: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
-    load_format: str = "auto"
-    skip_tokenizer_init: bool = False
-    enable_prefix_caching: bool = True
-    gpu_memory_utilization: float = 0.9
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    seed: int | None = None
-    deterministic: bool = False
-    page_size: int = 16
-    num_pages: int | None = None
-    step_target_ms: float | None = None
-
-    @classmethod
-    def from_options(cls, model: str | Path | None, options: Mapping[str, Any]) -> EngineConfig:
-        """`model` None or "builtin" is the built-in model, `org/model` a download in the Hugging Face cache.
-
-        Raises ValueError for an unknown option, and for a download that is not there.
-        """
-        known = {field.name for field in fields(cls)} - {"model"}
-        unknown = sorted(set(options) - known)
-        if unknown:
-            raise ValueError(f"unknown option {unknown[0]!r}; LLM takes model, {', '.join(sorted(known))}")
-        return cls(located(model), **options)
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ("auto", *DTYPES):
-            raise ValueError(f"dtype {self.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        target = self.step_target_ms
-        if target is not None and not (isinstance(target, int | float) and 0 < target < math.inf):
-            raise ValueError(f"step_target_ms must be a number over 0, or None for no target, got {target!r}")
-        if self.seed is not None:
-            check_integer("seed", self.seed, RANGES["seed"])
-        if self.page_size & (self.page_size - 1):
-            raise ValueError(f"page_size must be a power of two, got {self.page_size}")
-
-    def resolve_device(self) -> torch.device:
-        """Raises ValueError if the device asked for is not there."""
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-        except RuntimeError:
-            raise ValueError(f"device {self.device!r} is unknown; use auto, cpu, cuda or cuda:N") from None
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device {self.device!r} is not supported; use auto, cpu, cuda or cuda:N")
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(
-                f"device {self.device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices"
-            )
-        return device
 
 
 class StartupClock:
@@ -176,11 +87,30 @@ class Engine:
     recorded: RecordedSteps | None
 
 
-def build_engine(asked: EngineConfig, log: Log) -> Engine:
-    """Load the model, divide the memory, capture the graphs, and on CUDA warm up.
+def build_engine(asked: EngineConfig, log: Log, *, show_progress: bool = False) -> Engine:
+    """Load the model, divide the memory, capture the graphs, and on CUDA compile kernels meanwhile and warm up.
 
+    log: gets lines about it. show_progress: of what takes long on a new machine, with a bar on standard error.
     Raises ValueError for whatever cannot be honoured, EngineFault if the memory does not suffice after all.
     """
+    with _collector_off(), ExitStack() as beside:
+        return _build(asked, log, show_progress, beside)
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """A start makes many objects and drops few: looking for cycles among them takes a third of a graph's time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack) -> Engine:
+    """beside: takes what has to end with the start."""
     clock = StartupClock()
     device = asked.resolve_device()
     with clock.phase("config"):
@@ -190,53 +120,58 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
         default_params, eos_ids = _default_params(defaults), _eos_ids(config, defaults, tokenizer)
     for line in defaults.unused:
         log(line)
-    max_length = _max_length(asked, config)
     limit = why_not(DeviceLimits.of(device)) if device.type == "cuda" else None
     if limit is not None:
         if asked.deterministic:
             raise ValueError(f"{limit}: deterministic=True needs Strata's own kernels here; leave it out")
         log(f"{limit}: the library's implementations and the references run instead, without CUDA graphs")
     fast = device.type == "cuda" and limit is None
-    max_tokens = asked.max_num_batched_tokens or (8192 if fast else 2048)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    dtype = weights.resolve_dtype(asked.dtype, config, device)
-    pool_shape = PoolShape(config.num_layers, asked.page_size, config.num_kv_heads, config.head_dim, dtype)
-    weight_bytes = _weight_bytes(config, dtype, max_length)
-    sizes = recorded_sizes(asked.max_num_seqs, max_tokens, weight_bytes // dtype.itemsize) if fast else []
+    sizes = EngineSizes.of(asked, config, device, fast)
+    kernels = None
+    if fast:
+        from strata.engine.ahead.ahead import KernelsAhead  # needs Triton
+
+        kernels = beside.enter_context(KernelsAhead(asked, device, log).under_way())
+    pool_shape, max_length = sizes.pool, sizes.max_length
     ledger = plan_memory(
         config,
         pool_shape,
         device,
-        weight_bytes=weight_bytes,
-        max_tokens=max_tokens,
+        weight_bytes=sizes.weight_bytes,
+        max_tokens=sizes.max_tokens,
         max_sequences=asked.max_num_seqs,
         max_length=max_length,
         utilization=asked.gpu_memory_utilization,
         num_pages=asked.num_pages,
-        dtype=dtype,
-        recorded=sizes,
+        dtype=pool_shape.dtype,
+        recorded=sizes.recorded,
         scratch=max(
-            (_scratch_bytes(asked, config, dtype, rows, max_length) for rows in {size.sequences for size in sizes}),
+            (_scratch_bytes(asked, config, sizes, rows) for rows in {size.sequences for size in sizes.recorded}),
             default=0,
         ),
     )
     for line in ledger.lines():
         log(line)
     with clock.phase("weights"), memory_explained("loading the weights", ledger):
-        model, _ = weights.load(asked.model, device, dtype, asked.load_format, max_length, asked.seed or 0)
+        model, _ = weights.load(asked.model, device, pool_shape.dtype, asked.load_format, max_length, asked.seed or 0)
     with clock.phase("graph"):
         graphs = step_graphs(model, implementations_for(device), asked.deterministic)
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool = KVPool(pool_shape, ledger.pages, device)
     windows, mask_ids = frozenset(config.windows), vocabulary(tokenizer, config.vocab_size)
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
-    runner_config = RunnerConfig(asked.max_num_seqs, max_tokens, max_length, windows, mask_ids)
+    runner_config = RunnerConfig(asked.max_num_seqs, sizes.max_tokens, max_length, windows, mask_ids)
     runner = Runner(graphs, pool, runner_config, device)
+    kernels_are_ready = False
+    if kernels is not None:
+        with clock.phase("kernels"):
+            kernels_are_ready = kernels.finish(show=show_progress)
     recorded = None
     with clock.phase("CUDA graphs"):
-        if sizes:
-            recorded = runner.record(sizes)
+        if sizes.recorded:
+            recorded = runner.record(sizes.recorded)
             shortage = recorded.shortage(ledger.device)
             if shortage is not None:
                 log(shortage)
@@ -249,14 +184,14 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
             target = None if times is None else StepTarget(asked.step_target_ms / 1e3, times, mixed_tokens)
     allocator = PageAllocator(ledger.pages, asked.page_size)
     prefix = PrefixTree(allocator) if asked.enable_prefix_caching else None
-    scheduler_config = SchedulerConfig(asked.max_num_seqs, max_tokens, max_length, seed, target)
+    scheduler_config = SchedulerConfig(asked.max_num_seqs, sizes.max_tokens, max_length, seed, target)
     scheduler = Scheduler(scheduler_config, allocator, prefix)
     loop = EngineLoop(scheduler, runner, run_ahead=device.type == "cuda", ledger=ledger)
     compilations = Compilations(log)
     if device.type == "cuda":
         with clock.phase("warm up"):
             recorded_tokens = (size.tokens for size in recorded.sizes) if recorded is not None else ()
-            warm_up(loop, allocator, config.vocab_size, max(recorded_tokens, default=0))
+            warm_up(loop, allocator, config.vocab_size, max(recorded_tokens, default=0), kernels_are_ready)
         if recorded is not None:
             recorded.unrecorded = dict.fromkeys(REASONS, 0)
     # What stands now lives as long as the engine: the collector need not walk it in the middle of a step.
@@ -266,7 +201,7 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     engine = Engine(
         loop=loop,
         pages=allocator,
-        pooler=Pooler(graphs.hidden.forward, max_tokens, max_length, config.vocab_size, device, ledger),
+        pooler=Pooler(graphs.hidden.forward, sizes.max_tokens, max_length, config.vocab_size, device, ledger),
         model=model,
         config=config,
         tokenizer=tokenizer,
@@ -287,29 +222,13 @@ def build_engine(asked: EngineConfig, log: Log) -> Engine:
     return engine
 
 
-def _max_length(asked: EngineConfig, config: ModelConfig) -> int:
-    if asked.max_model_len is None:
-        return config.longest
-    if asked.max_model_len > config.longest and not config.rope.grows:
-        raise ValueError(
-            f"max_model_len={asked.max_model_len} is over the model's longest sequence of {config.longest} tokens: "
-            f"max_position_embeddings={config.max_length}, rope_type={config.rope.rope_type!r}"
-        )
-    return asked.max_model_len
-
-
-def _weight_bytes(config: ModelConfig, dtype: torch.dtype, max_length: int) -> int:
-    with torch.device("meta"):
-        return weights.weight_bytes(build(config, max_length), dtype)
-
-
-def _scratch_bytes(asked: EngineConfig, config: ModelConfig, dtype: torch.dtype, rows: int, max_length: int) -> int:
+def _scratch_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, rows: int) -> int:
     """What attention needs beside its result in a step of so many decodes."""
-    keys = -(-max_length // asked.page_size) * asked.page_size
+    keys = -(-sizes.max_length // asked.page_size) * asked.page_size
     if asked.deterministic:
         return attention_fixed.scratch_bytes(rows, keys, config.num_heads, config.head_dim)
     return decode_attention_cuda.scratch_bytes(
-        rows, keys, config.num_heads, config.num_kv_heads, config.head_dim, dtype
+        rows, keys, config.num_heads, config.num_kv_heads, config.head_dim, sizes.pool.dtype
     )
 
 

@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from strata.engine.bad_words import bad_word_ids
-from strata.engine.build import Engine, EngineConfig, build_engine
+from strata.engine.build import Engine, build_engine
 from strata.engine.collect import Collector
 from strata.engine.delivery import Delivery
 from strata.engine.embeddings.pooling import Pooling, PoolRequest, check_vector
+from strata.engine.engine_config import EngineConfig
 from strata.engine.grammars.grammar import GrammarCompiler
 from strata.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from strata.engine.request import Request
@@ -41,7 +42,9 @@ class LLM:
 
     def __init__(self, model: str | Path | None = None, *, verbose: bool = True, **options: Any) -> None:
         console = Console(stderr=True, highlight=False, quiet=not verbose)
-        self._engine: Engine = build_engine(EngineConfig.from_options(model, options), log=console.print)
+        self._engine: Engine = build_engine(
+            EngineConfig.from_options(model, options), log=console.print, show_progress=verbose
+        )
         self._delivery = Delivery(self._engine.loop)
         self._numbers = itertools.count()
 

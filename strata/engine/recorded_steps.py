@@ -22,7 +22,7 @@ from strata.cache.tables import BufferShape, StepBuffer
 from strata.engine.faults import is_lack_of_memory
 from strata.engine.sampler import DrawInputs
 from strata.engine.step_graphs import DrawStep, StepGraphs, StepInputs
-from strata.graph.cudagraph import CudaGraphs, non_owning_view
+from strata.graph.cudagraph import Recordings
 
 
 def step_inputs(buffer: StepBuffer, tables: Tensor, page_size: int, newest: Tensor) -> StepInputs:
@@ -118,10 +118,11 @@ class RecordedSteps:
         tables: BlockTables,
         newest: Tensor,
         staging: list[Staging],
+        recordings: Recordings,
     ) -> None:
         self._graphs, self._pool, self._tables = graphs, pool, tables
         self._newest, self._staging = newest, staging
-        self._recordings = CudaGraphs()
+        self._recordings = recordings
         self._outputs: dict[BufferShape, Recorded] = {}
         self._decode: list[BufferShape] = []  # both ascending
         self._mixed: list[BufferShape] = []
@@ -229,7 +230,7 @@ class RecordedSteps:
         self._recordings.record((shape, "run"), run, warm=warm)
         self._recordings.record((shape, "draw"), draw, warm=warm)
         self._warm |= sizes
-        made.logits = non_owning_view(made.logits)
+        made.logits = self._recordings.lend(made.logits)
         self._outputs[shape] = made
         self.sizes.append(shape)
         insort(self._decode if is_decode else self._mixed, shape, key=_size)

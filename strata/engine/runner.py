@@ -23,7 +23,9 @@ from strata.engine.recorded_steps import RecordedSteps, draw_inputs, step_inputs
 from strata.engine.sampler import DrawRow, LogprobTensors, Sampler, filters, is_special
 from strata.engine.step_graphs import DrawStep, StepGraphs
 from strata.engine.transfer import send
+from strata.graph.cudagraph import CudaGraphs, Recordings
 from strata.kernels.attention.batch_parts import library_reach
+from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.sampling.bitmask import apply_bitmask
 from strata.kernels.sampling.sampling import likeliest, logprobs
 
@@ -184,7 +186,8 @@ class Runner:
         self.pool = pool
         self._graphs = graphs
         self._config, self._device = config, device
-        self._reach = library_reach(pool.shape.dtype, pool.shape.head_dim, config.windows, config.max_length)
+        attended = (pool.shape.dtype, pool.shape.head_dim, config.windows, config.max_length)
+        self._reach = library_reach(*attended, DeviceLimits.of(device).capability if device.type == "meta" else None)
         most_pages = -(-config.max_length // pool.shape.page_size)
         self._tables = BlockTables(config.max_sequences, most_pages, device)
         self._slots = SlotState(config.max_sequences)
@@ -203,12 +206,16 @@ class Runner:
     @torch.inference_mode()
     def record(self, buckets: Iterable[BufferShape]) -> RecordedSteps:
         """Record CUDA graphs for steps of these sizes, the largest first so that the others fit in its memory."""
-        recorded = RecordedSteps(self._graphs, self.pool, self._tables, self._newest, self._staging)
+        given = (self._graphs, self.pool, self._tables, self._newest, self._staging, self._recordings())
+        recorded = RecordedSteps(*given)
         for bucket in sorted(buckets, key=lambda shape: shape.size, reverse=True):
             recorded.record(bucket)
         torch.cuda.empty_cache()  # what the first runs left on a stream that nothing else uses
         self._recorded = recorded
         return recorded
+
+    def _recordings(self) -> Recordings:
+        return CudaGraphs()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched | Undrawn:
@@ -294,7 +301,7 @@ class Runner:
         buffer = StepBuffer(shape, self._staging[0], self._staging[0].target(shape.size))
         missing = self._fill(buffer, plan, arrays)
         parts = None
-        if self._device.type == "cuda":
+        if self._device.type != "cpu":
             parts = buffer.divide(arrays.starts.tolist(), arrays.counts.tolist(), self._reach)
         self._send(buffer, plan)
         inputs = self._graphs.mixed_inputs if missing else self._graphs.prompt_inputs

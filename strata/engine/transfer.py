@@ -15,7 +15,9 @@ def send(device: torch.device, **arrays: NDArray[Any]) -> dict[str, Tensor]:
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if device.type == "cpu":
         return tensors
-    packed = torch.cat([tensor.view(torch.int32) for tensor in tensors.values()]).pin_memory()
+    packed = torch.cat([tensor.view(torch.int32) for tensor in tensors.values()])
+    if device.type == "cuda":
+        packed = packed.pin_memory()
     parts = packed.to(device, non_blocking=True).split([len(array) for array in arrays.values()])
     return {name: part.view(tensors[name].dtype) for name, part in zip(arrays, parts, strict=True)}
 

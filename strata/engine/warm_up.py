@@ -25,12 +25,19 @@ _FILTERED: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
 _SAMPLING: tuple[dict[str, Any], ...] = ({}, _FILTERED, {"logprobs": 1}, {"logprobs": 1, **_FILTERED})
 
 
-def warm_up(loop: EngineLoop, pages: PageAllocator, vocab_size: int, max_recorded_tokens: int) -> None:
+def warm_up(
+    loop: EngineLoop,
+    pages: PageAllocator,
+    vocab_size: int,
+    max_recorded_tokens: int,
+    kernels_are_ready: bool = False,
+) -> None:
     """Run prompts as callers would send them, and forget all that would tell of them: pages and statistics.
 
     On a fresh machine it takes seconds, on one with compiled kernels on its disk tenths of one.
 
     max_recorded_tokens: of the largest steps that replay a CUDA graph; 0 if none does.
+    kernels_are_ready: all variants of own kernels; steps that differ in nothing else are left out.
     """
     scheduler = loop.scheduler
     config = scheduler.config
@@ -62,7 +69,7 @@ def warm_up(loop: EngineLoop, pages: PageAllocator, vocab_size: int, max_recorde
         for lengths in ((_SHORT,), unrecorded):
             add(lengths, **sampling)
             drain()
-    for count in _DECODING:
+    for count in () if kernels_are_ready else _DECODING:
         if count < config.max_sequences:
             add((_SHORT,) * count)
             loop.step()

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+from contextlib import suppress
 from typing import IO, Any
+
+
+def wait_for(stream: IO[Any]) -> None:
+    """Lock an open file until it is closed, once no other process holds it. A file system without locks lets all in."""
+    with suppress(OSError):
+        fcntl.flock(stream, fcntl.LOCK_EX)
 
 
 def lock(stream: IO[Any], refusal: str) -> None:

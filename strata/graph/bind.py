@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx
 
 from strata.graph.capture import operation_of
+from strata.graph.deferred import make_code
 
 
 def bind(graph: fx.GraphModule, device: str, deterministic: bool = False) -> fx.GraphModule:
@@ -28,7 +29,7 @@ def bind(graph: fx.GraphModule, device: str, deterministic: bool = False) -> fx.
         node.target = first.run if first.supports is None else bound  # without a choice to make, without its cost
     _fetch_directly(graph)
     _make_once(graph)
-    graph.recompile()
+    make_code(graph)
     return graph
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from strata.graph.deferred import DeferredGraph
 from strata.kernels.op import Operation
 
 
@@ -27,7 +28,7 @@ def capture(model: nn.Module, method: str = "forward") -> fx.GraphModule:
     graph.eliminate_dead_code(is_impure_node=must_stay)
     for node in graph.nodes:
         _place(node)
-    return fx.GraphModule(model, graph, class_name=type(model).__name__)
+    return DeferredGraph(model, graph, class_name=type(model).__name__)
 
 
 def capture_head(model: nn.Module) -> fx.GraphModule:

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import fx
 
+from strata.graph.deferred import DeferredGraph
+
 
 def compose(graph: fx.GraphModule, head: fx.GraphModule) -> fx.GraphModule:
     """One graph that calls `head` with the result of `graph`, so that passes see across the seam between them.
@@ -36,4 +38,4 @@ def compose(graph: fx.GraphModule, head: fx.GraphModule) -> fx.GraphModule:
         for node in part.graph.nodes
         if node.op == "get_attr"
     }
-    return fx.GraphModule(attributes, joined, class_name=type(graph).__name__)
+    return DeferredGraph(attributes, joined, class_name=type(graph).__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,20 @@ def non_owning_view(tensor: Tensor) -> Tensor:
     described["data"] = (tensor.data_ptr(), False)
     lent: Any = type("NonOwningView", (), {"__cuda_array_interface__": described})()
     return torch.as_tensor(lent, device=tensor.device).view(tensor.dtype)
+
+
+class Recordings(Protocol):
+    """What keeps sequences of launches; see `CudaGraphs`."""
+
+    def record(
+        self, key: Hashable, run: Callable[[], None], between: Callable[[], None] = lambda: None, warm: bool = False
+    ) -> None: ...
+
+    def discard(self, keys: Iterable[Hashable]) -> None: ...
+
+    def replay(self, key: Hashable) -> None: ...
+
+    def lend(self, tensor: Tensor) -> Tensor: ...
 
 
 class CudaGraphs:
@@ -81,3 +95,7 @@ class CudaGraphs:
     def replay(self, key: Hashable) -> None:
         """Launch the recording on the current stream."""
         self._graphs[key].replay()
+
+    def lend(self, tensor: Tensor) -> Tensor:
+        """A result of a recorded function as whoever replays it may keep it: until the next replay of any."""
+        return non_owning_view(tensor)

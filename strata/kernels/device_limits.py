@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 
@@ -30,8 +33,29 @@ class DeviceLimits:
         return device if isinstance(device, DeviceLimits) else _limits(device)
 
 
+_MEANT_BY_META: ContextVar[DeviceLimits] = ContextVar("meant_by_meta")
+
+
+@contextmanager
+def meta_means(limits: DeviceLimits) -> Iterator[None]:
+    """Inside, tensors on the meta device stand for those of a CUDA device: the same kernels are chosen.
+
+    For a process of its own, since what is chosen for a device is kept.
+    """
+    implementations_for.cache_clear()
+    token = _MEANT_BY_META.set(limits)
+    try:
+        yield
+    finally:
+        _MEANT_BY_META.reset(token)
+        implementations_for.cache_clear()
+        _limits.cache_clear()
+
+
 @cache
 def _limits(device: torch.device) -> DeviceLimits:
+    if device.type == "meta":
+        return _MEANT_BY_META.get()
     properties = torch.cuda.get_device_properties(device)
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in the stubs
     return DeviceLimits(properties.name, (properties.major, properties.minor), shared)
@@ -72,6 +96,8 @@ def why_not(limits: DeviceLimits, has_triton: bool = HAS_TRITON) -> str | None:
 def implementations_for(device: torch.device | DeviceLimits) -> str:
     """For what `Operation.bind` is to bind on a device: its type, or "reference" where the own kernels cannot run."""
     kind = "cuda" if isinstance(device, DeviceLimits) else device.type
+    if kind == "meta" and _MEANT_BY_META.get(None) is not None:
+        kind = "cuda"
     if kind == "cuda" and HAS_TRITON and why_not(DeviceLimits.of(device)) is not None:
         return "reference"
     return kind

@@ -13,6 +13,9 @@ try:
     from triton.language.extra import libdevice
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+    from strata.kernels.compiling.disk_cache import use_checked_cache
+
+    use_checked_cache()
     HAS_TRITON = True
 except ImportError:
     triton = tl = libdevice = gdc_launch_dependents = gdc_wait = None

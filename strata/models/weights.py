@@ -119,7 +119,8 @@ def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
     does not fit in the free memory.
     """
     require_memory(weight_bytes(model, dtype), device, dtype)
-    model.to(dtype=dtype).to_empty(device=device)
+    # Not `to_empty`, whose `empty_like` of a tensor on the meta device imports a package for symbolic algebra.
+    model.to(dtype=dtype)._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
 
 
 def match_tensors(model: nn.Module, tensors: dict[str, StoredTensor], folder: Path) -> dict[str, StoredTensor]:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from strata import LLM, SamplingParams
 from strata.cache.staging import Staging
 from strata.cache.tables import BufferShape
-from strata.engine import recorded_steps
 from strata.engine.plan import StepPlan
 from strata.engine.process.messages import Step
 from strata.engine.recorded_steps import (
@@ -25,6 +25,7 @@ from strata.engine.recorded_steps import (
     recorded_sizes,
     smallest_mixed,
 )
+from strata.engine.runner import Runner
 from strata.serve.observe.metrics import Metrics
 from tests.engine.process.test_service import A, Desk
 from tests.serve.observe.test_metrics import samples
@@ -61,14 +62,16 @@ class Replayed:
         self.replayed.append(key)
         self.runs[key]()
 
+    def lend(self, tensor: Tensor) -> Tensor:
+        return tensor
+
 
 SIZES = recorded_sizes(MOST, LONGEST, 10**6)
 
 
 def recording(folder: Path, monkeypatch: pytest.MonkeyPatch, graphs: Replayed) -> tuple[LLM, RecordedSteps]:
     """An engine whose steps are recorded in `graphs`, and whose device has memory of its own, as on CUDA."""
-    monkeypatch.setattr(recorded_steps, "CudaGraphs", lambda: graphs)
-    monkeypatch.setattr(recorded_steps, "non_owning_view", lambda tensor: tensor)
+    monkeypatch.setattr(Runner, "_recordings", lambda self: graphs)
     monkeypatch.setattr(Staging, "target", lambda self, size: torch.full((size,), -77, dtype=torch.int32))
     monkeypatch.setattr(Staging, "send", lambda self, target: target.copy_(self.host[: len(target)]))
     llm = LLM(folder, **OPTIONS)

@@ -75,8 +75,8 @@ def fall_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Stream:
         stream.add(lambda: graphs.logits.forward(batch(), rows))
         return torch.empty(0, 307)
 
-    def send_and_draw(buffer: StepBuffer) -> None:
-        send(buffer)
+    def send_and_draw(buffer: StepBuffer, *given: Any) -> None:
+        send(buffer, *given)
         if buffer.shape.draws:
             stream.catch_up()
 

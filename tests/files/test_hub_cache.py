@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.engine.build import EngineConfig
+from strata.engine.engine_config import EngineConfig
 from strata.files.hub_cache import cache_folder, is_hub_name
 from strata.models.folder import display_name, folder_or_shape, model_folder
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+
+from strata.kernels.triton_import import HAS_TRITON
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -14,6 +17,28 @@ def _device() -> None:
     """Before the fixtures of any module, which may start engines."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _without_processes_that_compile() -> Iterator[None]:
+    """Engines of this process compile what they launch: each has other options, and a process for each takes longer."""
+
+    class Nothing:
+        def __init__(self, *_: object) -> None: ...
+
+        @contextmanager
+        def under_way(self) -> Iterator[Nothing]:
+            yield self
+
+        def finish(self, *, show: bool) -> bool:
+            return False
+
+    if not HAS_TRITON:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("strata.engine.ahead.ahead.KernelsAhead", Nothing)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from strata.bench.costing import find_config, meta_model
-from strata.engine.build import Engine, EngineConfig, build_engine
+from strata.engine.build import Engine, build_engine
+from strata.engine.engine_config import EngineConfig
 from strata.engine.plan import StepPlan
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams

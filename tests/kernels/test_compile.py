@@ -12,7 +12,7 @@ import pytest
 import strata.kernels
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import SHARED_BYTES
-from tests.kernels.compiling import compile_for
+from tests.kernels.compiled_for import compile_for
 
 pytest.importorskip("triton")
 

@@ -20,7 +20,7 @@ from strata.kernels.state import qk_rope_kv_write as qk_file
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
-from tests.kernels.compiling import compile_for
+from tests.kernels.compiled_for import compile_for
 
 DTYPES = [torch.float32, torch.bfloat16]
 EVERY_WAY = [{}, {"deterministic": True}, {"differentiable": True}]

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from strata.engine.build import EngineConfig, build_engine
+from strata.engine.build import build_engine
+from strata.engine.engine_config import EngineConfig
 from strata.engine.faults import EngineFault
 from strata.engine.lifeline import Ending, end_with_parent
 from strata.engine.process.service import Service

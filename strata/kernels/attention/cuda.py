@@ -14,6 +14,7 @@ from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.attention.varlen_triton import attention_kernel, head_pad, mixed_tile
+from strata.kernels.device_limits import DeviceLimits
 
 LOG2_E = 1.4426950408889634
 
@@ -89,7 +90,7 @@ def prefill(
     group = heads // kv_heads
     tile = mixed_tile(head_dim, q.dtype, page_size)
     # Before Hopper operands of products take registers too: under the cap hundreds of bytes would spill.
-    capped = torch.cuda.get_device_capability(q.device) >= (9, 0)
+    capped = DeviceLimits.of(q.device).capability >= (9, 0)
     attention_kernel[(kv_heads, tokens // (tile.rows // group) + sequences)](
         q,
         k,

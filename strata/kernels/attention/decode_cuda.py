@@ -13,6 +13,7 @@ from torch import Tensor
 
 from strata.kernels.attention.decode_triton import DecodeTile, decode_attention_kernel, decode_tile, shape_constants
 from strata.kernels.attention.spec import AttentionSpec
+from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.split_counters import MOST_COUNTERS, split_counters
 from strata.kernels.state.paged import PagedKV
 
@@ -66,7 +67,7 @@ def decode(
     results = torch.empty((sequences, tile.splits, heads, head_dim), dtype=torch.float32, device=product.device)
     scales = torch.empty((sequences, tile.splits, heads), dtype=torch.float32, device=product.device)
     todo = unfinished or Unfinished(None, None, 0.0, product, product)
-    early = tile.early and unfinished is not None and torch.cuda.get_device_capability(product.device) >= (9, 0)
+    early = tile.early and unfinished is not None and DeviceLimits.of(product.device).capability >= (9, 0)
     decode_attention_kernel[(kv_heads, sequences, tile.splits)](
         product,
         keys,

@@ -217,7 +217,7 @@ _product = lru_cache(_MOST_PRODUCTS)(Product)
 
 @cache
 def _available(device: torch.device | DeviceLimits) -> bool:
-    here = isinstance(device, DeviceLimits) or _library() is not None
+    here = isinstance(device, DeviceLimits) or device.type == "meta" or _library() is not None
     return here and DeviceLimits.of(device).capability == _HOPPER
 
 
@@ -245,7 +245,7 @@ def cublaslt_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     """
     out, width = weight.shape
     result = torch.empty((*x.shape[:-1], out), dtype=x.dtype, device=x.device)
-    if result.numel():
+    if result.numel() and not result.is_meta:
         rows = _aligned(x.reshape(-1, width))
         shape = (rows.shape[0], out, width, rows.stride(0), weight.stride(0))
         _product(x.device, x.dtype, *shape, bias is not None).run(rows, weight, bias, result)

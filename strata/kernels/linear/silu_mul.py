@@ -115,6 +115,8 @@ LEAST_ROWS = 4096
 
 @cache
 def _processors(device: torch.device) -> int:
+    if device.type == "meta":  # nothing is launched
+        return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -100,7 +102,8 @@ def _weights(q_weight, k_weight, is_query, column, within):
     return tl.where(is_query, queries, tl.load(k_weight + column, mask=within, other=0.0))
 
 
-@jit
+# What stands in a step's buffer begins at any address.
+@partial(jit, unspecialized=("slots",))
 def qk_rope_kv_write_kernel(
     product,
     q_weight,
@@ -226,7 +229,7 @@ if HAS_TRITON:
 
 def compile_cases() -> list[CompileCase]:
     pointers = ("product", "q_weight", "k_weight", "rotated", "keys", "values")
-    signature = dict.fromkeys(pointers, "*bf16:16") | dict.fromkeys(("cos", "sin"), "*fp32:16") | {"slots": "*i32:16"}
+    signature = dict.fromkeys(pointers, "*bf16:16") | dict.fromkeys(("cos", "sin"), "*fp32:16") | {"slots": "*i32"}
     signature |= dict.fromkeys(("heads", "kv_heads"), "i32") | {"eps": "fp32"}
     signature |= dict.fromkeys(("head_dim", "token_stride"), "i32:16")
     cases = []

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from strata import LLM, SamplingParams
-from strata.engine import recorded_steps
+from strata.engine import runner
 from strata.graph.cudagraph import CudaGraphs
 from strata.models.shapes import SHAPES
 
@@ -66,7 +66,7 @@ def test_the_start_goes_on_without_those_sizes(
     folder: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch, graphs: str, least: int, within: bool
 ) -> None:
     stream = torch.cuda.current_stream()
-    monkeypatch.setattr(recorded_steps, "CudaGraphs", short_of_memory(graphs, least, within))
+    monkeypatch.setattr(runner, "CudaGraphs", short_of_memory(graphs, least, within))
     llm = engine(folder)
     assert torch.cuda.current_stream() == stream
     found = llm.engine.recorded

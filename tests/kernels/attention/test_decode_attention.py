@@ -13,7 +13,7 @@ from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.rotary.rope import rope_angles
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.triton_import import HAS_TRITON
-from tests.kernels.compiling import compile_for
+from tests.kernels.compiled_for import compile_for
 
 PAGE, PAGES, LAYERS = 4, 12, 2
 

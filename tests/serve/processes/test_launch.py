@@ -18,7 +18,7 @@ import pytest
 from typer.main import get_command
 
 from strata.cli.serve import command
-from strata.engine.build import EngineConfig
+from strata.engine.engine_config import EngineConfig
 from strata.serve.processes.launch import bind
 from strata.serve.settings import ServeSettings
 from tests.serve.conftest import BUILTIN

@@ -1,0 +1,81 @@
+"""`strata warm`: compiles a model's kernels into the cache on the disk, so that its first start need not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from strata.cli import options
+from strata.hardware.specs import DEVICES
+from strata.models.folder import folder_or_shape
+from strata.models.shapes import SHAPES
+
+if TYPE_CHECKING:
+    from strata.kernels.device_limits import DeviceLimits
+
+
+def warm(
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint folder, org/model, builtin, or a shape: 0.6B, 1B, 8B, 30B-A3B.")
+    ],
+    on: Annotated[
+        str, typer.Option("--device", help="Whose kernels: auto, cuda:N, or a name (h200), which need not be here.")
+    ] = "auto",
+    dtype: options.Dtype = "auto",
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = 256,
+    max_num_batched_tokens: Annotated[int | None, options.engine_option(min=1, help="Most tokens of one step.")] = None,
+    deterministic: options.Deterministic = False,
+) -> None:
+    """Compile all kernels that serving a model takes, before anybody waits for them.
+
+    They go where Triton keeps its own, TRITON_CACHE_DIR or ~/.triton/cache, for this version of Strata and of Triton.
+    Give the options of the start that is to come, on which kernels depend. No weights are read, and with --device h200
+    no GPU is needed. Exit code 1 if a kernel could not be compiled.
+
+    Example: strata warm 8B --device h200
+    """
+    from strata.engine.ahead.ahead import compiling, shown
+    from strata.engine.engine_config import EngineConfig
+
+    limits = _limits(on)
+    found = folder_or_shape(model)
+    asked = EngineConfig(
+        found,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        load_format="dummy" if found in SHAPES else "auto",
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        deterministic=deterministic,
+    )
+    with compiling(asked, limits) as process:
+        last = shown(process.progress(), show=True)
+    for fault in last.faults:
+        typer.echo(f"strata: error: could not be compiled: {fault}", err=True)
+    compiled = last.done - last.found - len(last.faults)
+    typer.echo(f"kernels of {model}: {compiled} compiled, {last.found} found on the disk")
+    if last.faults:
+        raise typer.Exit(1)
+
+
+def _limits(name: str) -> DeviceLimits:
+    """Of a device in the database, or of one that is here. Raises ValueError if the kernels cannot run there."""
+    import torch
+
+    from strata.kernels.device_limits import DeviceLimits, why_not
+
+    if name in DEVICES:
+        known = DEVICES[name]
+        found = DeviceLimits(known.product, known.capability, known.shared_bytes)
+    elif name != "auto" and not name.startswith("cuda"):
+        raise ValueError(f"device {name!r} is unknown; use auto, cuda, cuda:N, or one of {', '.join(DEVICES)}")
+    elif not torch.cuda.is_available():
+        raise ValueError(f"no CUDA device is here: name the one to compile for, --device {' or '.join(DEVICES)}")
+    else:
+        found = DeviceLimits.of(torch.device("cuda" if name == "auto" else name))
+    limit = why_not(found)
+    if limit is not None:
+        raise ValueError(f"{limit}: there is nothing to compile")
+    return found

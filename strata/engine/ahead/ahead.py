@@ -1,0 +1,162 @@
+"""Kernels that are compiled, or brought to the device, while an engine starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from tempfile import TemporaryFile
+from threading import Thread, Timer
+from typing import IO
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from strata.engine.ahead import manifest
+from strata.engine.ahead.manifest import Manifest
+from strata.engine.engine_config import EngineConfig
+from strata.kernels.device_limits import DeviceLimits
+
+Log = Callable[[str], None]
+
+# With more there would be no more than three variants for each.
+_MOST_PROCESSES = 32
+# Seconds that a start waits for them: ten times what one core takes for a model.
+_LONGEST = 600
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Of the variants noted so far, how many have been tried, and how many of these lay on the disk.
+
+    faults: a line for each that could not be compiled. ended: no more are noted.
+    """
+
+    noted: int = 0
+    done: int = 0
+    found: int = 0
+    faults: tuple[str, ...] = ()
+    ended: bool = False
+
+
+class Compiling:
+    """A process that compiles all variants of a start, with forks for all cores but one."""
+
+    def __init__(self, asked: EngineConfig, limits: DeviceLimits, said: IO[str]) -> None:
+        """said: a file for what it says of errors; compilers may say more than a pipe holds."""
+        processes = max(1, min(len(os.sched_getaffinity(0)) - 1, _MOST_PROCESSES))
+        told = {"engine": asdict(asked), "device": asdict(limits), "processes": processes}
+        command = [sys.executable, "-m", "strata.engine.ahead.worker", json.dumps(told)]
+        self._said = said
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True)
+
+    def progress(self) -> Iterator[Progress]:
+        """Whenever there is some, until the end. Raises ValueError, with the process's own words, if it fails."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            told = json.loads(line)
+            yield Progress(**told | {"faults": tuple(told["faults"])})
+        if self._process.wait() != 0:
+            self._said.seek(0)
+            words = self._said.read().strip().splitlines()
+            raise ValueError(words[-1] if words else f"exit code {self._process.returncode}")
+
+    def stop(self) -> None:
+        """End it, whether it is done or not."""
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def compiling(asked: EngineConfig, limits: DeviceLimits) -> Iterator[Compiling]:
+    """Compile until the end of the block; whoever wants the end waits for it inside."""
+    with TemporaryFile("w+") as said:
+        process = Compiling(asked, limits, said)
+        try:
+            yield process
+        finally:
+            process.stop()
+
+
+def shown(progress: Iterable[Progress], *, show: bool) -> Progress:
+    """The last, after a bar on standard error has shown each, where that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    last = Progress()
+    with Bar(*columns, console=console, transient=True, disable=not (show and console.is_terminal)) as bar:
+        task = bar.add_task("compiling kernels", total=None)
+        for one in progress:
+            last = one
+            bar.update(task, completed=one.done, total=one.noted)
+    return last
+
+
+class KernelsAhead:
+    """The kernels of an engine that starts. What is not ready when it is launched is compiled then."""
+
+    def __init__(self, asked: EngineConfig, device: torch.device, log: Log) -> None:
+        self._limits = DeviceLimits.of(device)
+        self._asked, self._device, self._log = asked, device, log
+        self._key = manifest.key_of(asked, self._limits)
+        self._process: Compiling | None = None
+        self._holding: Thread | None = None
+        self._are_held = False
+
+    @contextmanager
+    def under_way(self) -> Iterator[KernelsAhead]:
+        """Those on the disk come to the device beside what else the start does; if any is not there, another process
+        compiles it. Nothing of that outlasts the block."""
+        found = manifest.read(self._key)
+        if found is None or not found.is_on_disk:
+            with compiling(self._asked, self._limits) as self._process:
+                yield self
+            return
+        self._holding = Thread(target=self._hold, args=(found,), name="kernels")
+        self._holding.start()
+        try:
+            yield self
+        finally:
+            self._holding.join()
+
+    def finish(self, *, show: bool) -> bool:
+        """Wait until they are ready, and tell whether all are. show: with a progress bar."""
+        if self._process is not None:
+            self._compile(self._process, show)
+        elif self._holding is not None:
+            self._holding.join()
+        return self._are_held
+
+    def _compile(self, process: Compiling, show: bool) -> None:
+        stopping = Timer(_LONGEST, process.stop)
+        stopping.start()
+        try:
+            last = shown(process.progress(), show=show)
+        except ValueError as error:
+            self._log(f"kernels could not be compiled ahead, so each is when it is first used: {error}")
+            return
+        finally:
+            stopping.cancel()
+        for fault in last.faults:
+            self._log(f"could not be compiled ahead: {fault}")
+        compiled = last.done - last.found - len(last.faults)
+        self._log(f"kernels: {compiled} compiled, {last.found} found on the disk")
+        found = manifest.read(self._key)
+        if found is not None:
+            self._hold(found)
+            self._are_held &= not last.faults
+
+    def _hold(self, found: Manifest) -> None:
+        """Bring all variants to the device."""
+        try:
+            with torch.cuda.device(self._device):
+                for variant in found.variants:
+                    variant.hold()
+            self._are_held = True
+        except Exception as error:  # whatever it is, kernels are compiled when they are launched
+            self._log(f"kernels could not be brought to the device ahead: {type(error).__name__}: {error}")

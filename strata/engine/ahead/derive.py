@@ -1,0 +1,185 @@
+"""Which variants of kernels an engine launches, from its config alone: a start on the meta device, where none runs.
+
+The same graphs, recorded sizes, runner and warm-up as in a real start meet the same shapes, strides and addresses,
+counted from where memory begins. What is derived wrongly costs time and nothing else: it is compiled when launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+from strata.cache.pages import PageAllocator
+from strata.cache.pool import KVPool
+from strata.engine.engine_config import EngineConfig, EngineSizes
+from strata.engine.ledger import PROMPT_LOGPROB_ROWS, Ledger
+from strata.engine.loop import EngineLoop
+from strata.engine.plan import StepPlan
+from strata.engine.request import Request
+from strata.engine.runner import Launched, PromptLogprobs, Runner, RunnerConfig
+from strata.engine.sampler import LogprobTensors
+from strata.engine.sampling_params import SamplingParams
+from strata.engine.scheduling.config import SchedulerConfig
+from strata.engine.scheduling.scheduler import Scheduler
+from strata.engine.step_graphs import StepGraphs, step_graphs
+from strata.engine.warm_up import warm_up
+from strata.graph.cudagraph import Recordings
+from strata.kernels.compiling.noting import noting
+from strata.kernels.compiling.variant import Variant
+from strata.kernels.device_limits import DeviceLimits, implementations_for, meta_means
+from strata.kernels.sampling.bitmask import apply_bitmask
+from strata.kernels.sampling.sampling import logprobs
+from strata.models import weights
+from strata.models.batch import Batch
+from strata.models.config import ModelConfig
+from strata.models.families import build
+
+META = torch.device("meta")
+# More than any prompt of the warm-up fills; how many there are really is known once memory is measured.
+_PAGES = 1 << 16
+# Of a prompt, so that others are computed beside its decodes.
+_OUTPUTS = 8
+
+
+def target_of(limits: DeviceLimits) -> GPUTarget:
+    """What Triton compiles for."""
+    major, minor = limits.capability
+    return GPUTarget("cuda", 10 * major + minor, 32)
+
+
+@dataclass(frozen=True)
+class DryEngine:
+    """An engine whose launches are noted, with the graphs of its steps and its pages."""
+
+    graphs: StepGraphs
+    loop: EngineLoop
+    pages: PageAllocator
+
+
+def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Variant], None]) -> DryEngine:
+    """Tell `note` of each variant that such an engine launches on such a device, once. For a process of its own.
+
+    Raises ValueError for whatever the engine would refuse.
+    """
+    config, _ = weights.resolve(asked.model, asked.load_format)
+    sizes = EngineSizes.of(asked, config, torch.device("cuda"), fast=True)
+    with as_if_launched(limits, note):
+        engine = _start(asked, shortened(config), sizes)
+        warm_up(engine.loop, engine.pages, config.vocab_size, sizes.recorded_tokens)
+        _note_long_prompts(engine, sizes)
+        _note_masks(config.vocab_size, sizes.pool.dtype)
+        _note_scored_and_embedded_prompts(engine.graphs, config.hidden_size, sizes)
+    return engine
+
+
+def shortened(config: ModelConfig) -> ModelConfig:
+    """With as few layers as have a first, a last and one of each kind between: all others launch what these do."""
+    have_experts = (False,) * config.num_layers if config.experts is None else config.experts.layers
+    kinds = list(zip(config.windows, have_experts, strict=True))
+    kept = (kinds[0], *dict.fromkeys(kinds), kinds[-1])
+    if len(kept) >= config.num_layers:
+        return config
+    windows, sparse = zip(*kept, strict=True)
+    experts = None if config.experts is None else replace(config.experts, layers=sparse)
+    return replace(config, num_layers=len(kept), windows=windows, experts=experts)
+
+
+@contextmanager
+def as_if_launched(limits: DeviceLimits, note: Callable[[Variant], None]) -> Iterator[None]:
+    """Inside, work on the meta device tells `note` what it would launch on such a device."""
+    with noting(target_of(limits), note), meta_means(limits), torch.inference_mode():
+        yield
+
+
+def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes) -> DryEngine:
+    """All that an engine does before its warm-up."""
+    with META:
+        model = build(config, sizes.max_length).to(sizes.pool.dtype)
+    graphs = step_graphs(model, implementations_for(META), asked.deterministic)
+    pages = PageAllocator(asked.num_pages or _PAGES, asked.page_size)
+    runner_config = RunnerConfig(
+        asked.max_num_seqs, sizes.max_tokens, sizes.max_length, frozenset(config.windows), config.vocab_size
+    )
+    runner = _NotingRunner(graphs, KVPool(sizes.pool, pages.num_pages, META), runner_config, META)
+    runner.record(sizes.recorded)
+    scheduler_config = SchedulerConfig(asked.max_num_seqs, sizes.max_tokens, sizes.max_length, 0, None)
+    scheduler = Scheduler(scheduler_config, pages, None)
+    return DryEngine(graphs, EngineLoop(scheduler, runner, run_ahead=True, ledger=_NO_LEDGER), pages)
+
+
+_NO_LEDGER = Ledger("meta", *(0,) * 11)
+
+
+class _NotingRunner(Runner):
+    """Draws the id 0 everywhere."""
+
+    def _recordings(self) -> Recordings:
+        return _RunOnce()
+
+    def _finish(
+        self,
+        plan: StepPlan,
+        ids: Tensor,
+        reported: LogprobTensors | None = None,
+        prompt_logprobs: tuple[PromptLogprobs, ...] = (),
+    ) -> Launched:
+        return Launched(plan, torch.zeros(len(ids), dtype=torch.int32, device="cpu"))
+
+
+class _RunOnce:
+    """In the place of CUDA graphs: what would be recorded is run, and nothing is replayed."""
+
+    def record(
+        self, key: object, run: Callable[[], None], between: Callable[[], None] = lambda: None, warm: bool = False
+    ) -> None:
+        run()
+
+    def discard(self, keys: object) -> None: ...
+
+    def replay(self, key: object) -> None: ...
+
+    def lend(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def _note_long_prompts(engine: DryEngine, sizes: EngineSizes) -> None:
+    """Prompts that take several steps, beside a decode and alone: later steps attend over what is cached."""
+    longest = min(sizes.max_length, engine.pages.num_pages * sizes.pool.page_size) - _OUTPUTS
+    for number, length in enumerate((1, 3 * sizes.max_tokens, 2 * sizes.max_tokens + 101)):
+        params = SamplingParams(max_tokens=_OUTPUTS, ignore_eos=True)
+        engine.loop.add(Request(str(number), (0,) * min(length, longest), params))
+        engine.loop.step()
+    for _ in engine.loop.outputs():
+        pass
+
+
+def _note_masks(vocab_size: int, dtype: torch.dtype) -> None:
+    """Of grammars, whose masks may have any number of words, over logits as they are and as they are edited."""
+    which = torch.zeros(2, dtype=torch.int32, device=META)
+    for kind in {dtype, torch.float32}:
+        for words in (16, 17):
+            masks = torch.zeros((2, words), dtype=torch.int32, device=META)
+            apply_bitmask(torch.empty((2, vocab_size), dtype=kind, device=META), masks, which)
+
+
+def _note_scored_and_embedded_prompts(graphs: StepGraphs, hidden_size: int, sizes: EngineSizes) -> None:
+    """Prompts whose log-probabilities or vectors are asked for, which are launched in all their lengths."""
+    ends = torch.zeros(2, dtype=torch.int32, device=META)
+    for tokens in _lengths(min(sizes.max_tokens, sizes.max_length)):
+        numbers = torch.zeros(tokens, dtype=torch.int32, device=META)
+        graphs.hidden.forward(Batch(numbers, numbers, ends, tokens))
+    for rows in _lengths(PROMPT_LOGPROB_ROWS):
+        hidden = torch.empty((rows, hidden_size), dtype=sizes.pool.dtype, device=META)
+        logits = graphs.head.forward(hidden).float()
+        logprobs(logits, torch.zeros(rows, dtype=torch.int32, device=META), 1)
+
+
+def _lengths(longest: int) -> Iterator[int]:
+    """Around each power of two: kernels have tiles for numbers of rows, and variants for multiples of 16."""
+    for power in range(longest.bit_length() + 1):
+        yield from sorted({length for length in ((1 << power) - 1, 1 << power, 3 << power) if 0 < length <= longest})

@@ -1,0 +1,95 @@
+"""The process that compiles ahead of a start: `python -m strata.engine.ahead.worker '{"engine": ..., "device": ...}'`.
+
+It prints a line of JSON whenever something is done: {"noted": variants so far, "done": how many of them are compiled,
+"found": how many of these lay on the disk}; at the end `"ended": true` and `"faults"`, of each kernel that could not be
+compiled a line; and leaves the manifest. It ends with its parent. Errors are a line on standard error and exit code 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from triton import knobs
+
+from strata.engine.ahead import manifest
+from strata.engine.ahead.derive import note_variants, target_of
+from strata.engine.engine_config import EngineConfig
+from strata.engine.lifeline import end_with_parent
+from strata.files.locks import wait_for
+from strata.kernels.compiling.variant import Variant
+from strata.kernels.compiling.workers import Outcome, Workers
+from strata.kernels.device_limits import DeviceLimits
+
+
+def main() -> None:
+    """Compile what `sys.argv` asks for."""
+    end_with_parent()
+    told = json.loads(sys.argv[1])
+    device = told["device"]
+    limits = DeviceLimits(device["product"], tuple(device["capability"]), device["shared_bytes"])
+    # Compilers print to standard output, also those of the forks.
+    with os.fdopen(os.dup(1), "w", buffering=1) as tells:
+        os.dup2(2, 1)
+        try:
+            compile_ahead(EngineConfig(**told["engine"]), limits, told["processes"], tells)
+        except ValueError as error:
+            sys.exit(str(error))
+
+
+def compile_ahead(asked: EngineConfig, limits: DeviceLimits, processes: int, tells: IO[str]) -> None:
+    """Compile all variants of a start while they are being found out, and write its manifest."""
+    with _alone():
+        workers = Workers(target_of(limits), processes, end_with_parent)
+        variants: list[Variant] = []
+
+        def note(variant: Variant) -> None:
+            variants.append(variant)
+            workers.add(variant)
+
+        try:
+            note_variants(asked, limits, note)
+            outcomes: list[Outcome] = []
+            for outcome in workers.outcomes():
+                outcomes.append(outcome)
+                _tell(tells, len(variants), outcomes)
+        finally:
+            workers.close()
+        compiled = [outcome for outcome in outcomes if outcome.fault is None]
+        manifest.write(
+            manifest.key_of(asked, limits),
+            (outcome.variant for outcome in compiled),
+            (outcome.entry for outcome in compiled),
+        )
+        _tell(tells, len(variants), outcomes, ended=True)
+
+
+def _tell(tells: IO[str], noted: int, outcomes: list[Outcome], **more: Any) -> None:
+    faults = [f"{outcome.variant.name}: {outcome.fault}" for outcome in outcomes if outcome.fault is not None]
+    counts = {"noted": noted, "done": len(outcomes), "found": sum(outcome.found for outcome in outcomes)}
+    print(json.dumps(counts | {"faults": faults} | more), file=tells, flush=True)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One process of a machine compiles at a time: the next finds what it left."""
+    folder = Path(knobs.cache.dir)
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        stream = (folder / "strata.lock").open("a")
+    except OSError:  # where nothing can be written, each is by itself
+        yield
+        return
+    with stream:
+        wait_for(stream)
+        yield
+
+
+if __name__ == "__main__":
+    main()

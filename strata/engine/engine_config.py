@@ -1,0 +1,149 @@
+"""What an engine is asked for, and the sizes that follow from it and a model's config before anything is allocated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strata.cache.pool import PoolShape
+from strata.cache.tables import BufferShape
+from strata.engine.recorded_steps import recorded_sizes
+from strata.engine.sampling_params import RANGES, check_integer
+from strata.models import weights
+from strata.models.config import DTYPES, ModelConfig
+from strata.models.families import build
+from strata.models.folder import located
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is asked for; the names and meanings are vLLM's where it has them.
+
+    model: a checkpoint folder, or the name of a shape ("8B", "0.6B") for random weights with load_format="dummy".
+    dtype: "auto" (the checkpoint's, see `strata.models.weights.load`), "float32", "bfloat16" or "float16".
+    device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
+    max_model_len: the most tokens of a sequence, prompt and output; None is the model's own.
+    load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
+    skip_tokenizer_init: prompts and outputs are ids only.
+    enable_prefix_caching: keep and reuse the pages of prompts that begin alike.
+    gpu_memory_utilization: share of the GPU's memory that may be in use with the engine, other processes' included, in
+        (0, 1].
+    max_num_seqs: most sequences that run at once.
+    max_num_batched_tokens: most tokens of one step; longer prompts are prefilled in chunks. None: 8192 on CUDA, 2048 on
+        a CPU or where the own kernels cannot run.
+    seed: of the requests that bring none, and of dummy weights; None draws anew in every engine (weights as for 0).
+    deterministic: a request's bits depend on nothing else that runs (see docs/engine.md).
+    page_size: tokens of a KV page.
+    num_pages: KV pages; None takes what memory allows.
+    step_target_ms: what a step with decodes is to take at most, so that prompts do not stall those who read along; None
+        fills steps up to max_num_batched_tokens, which ends a batch sooner. It needs a device whose peaks are known.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    load_format: str = "auto"
+    skip_tokenizer_init: bool = False
+    enable_prefix_caching: bool = True
+    gpu_memory_utilization: float = 0.9
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    seed: int | None = None
+    deterministic: bool = False
+    page_size: int = 16
+    num_pages: int | None = None
+    step_target_ms: float | None = None
+
+    @classmethod
+    def from_options(cls, model: str | Path | None, options: Mapping[str, Any]) -> EngineConfig:
+        """`model` None or "builtin" is the built-in model, `org/model` a download in the Hugging Face cache.
+
+        Raises ValueError for an unknown option, and for a download that is not there.
+        """
+        known = {field.name for field in fields(cls)} - {"model"}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ValueError(f"unknown option {unknown[0]!r}; LLM takes model, {', '.join(sorted(known))}")
+        return cls(located(model), **options)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", *DTYPES):
+            raise ValueError(f"dtype {self.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        target = self.step_target_ms
+        if target is not None and not (isinstance(target, int | float) and 0 < target < math.inf):
+            raise ValueError(f"step_target_ms must be a number over 0, or None for no target, got {target!r}")
+        if self.seed is not None:
+            check_integer("seed", self.seed, RANGES["seed"])
+        if self.page_size & (self.page_size - 1):
+            raise ValueError(f"page_size must be a power of two, got {self.page_size}")
+
+    def resolve_device(self) -> torch.device:
+        """Raises ValueError if the device asked for is not there."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError:
+            raise ValueError(f"device {self.device!r} is unknown; use auto, cpu, cuda or cuda:N") from None
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device {self.device!r} is not supported; use auto, cpu, cuda or cuda:N")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(
+                f"device {self.device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices"
+            )
+        return device
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """max_length: tokens of one sequence; max_tokens: of one step. pool: of the KV pages, with the weights' dtype.
+
+    recorded: the steps that get a CUDA graph; weight_bytes: of the whole model.
+    """
+
+    max_length: int
+    max_tokens: int
+    pool: PoolShape
+    weight_bytes: int
+    recorded: tuple[BufferShape, ...]
+
+    @property
+    def recorded_tokens(self) -> int:
+        """Of the largest step that is recorded; 0 if none is."""
+        return max((size.tokens for size in self.recorded), default=0)
+
+    @staticmethod
+    def of(asked: EngineConfig, config: ModelConfig, device: torch.device, fast: bool) -> EngineSizes:
+        """fast: on a CUDA device that runs the own kernels, which need not be here. Raises ValueError for a length that
+        the model cannot have."""
+        max_length = _max_length(asked, config)
+        max_tokens = asked.max_num_batched_tokens or (8192 if fast else 2048)
+        dtype = weights.resolve_dtype(asked.dtype, config, device)
+        pool = PoolShape(config.num_layers, asked.page_size, config.num_kv_heads, config.head_dim, dtype)
+        with torch.device("meta"):
+            weight_bytes = weights.weight_bytes(build(config, max_length), dtype)
+        recorded = recorded_sizes(asked.max_num_seqs, max_tokens, weight_bytes // dtype.itemsize) if fast else ()
+        return EngineSizes(max_length, max_tokens, pool, weight_bytes, tuple(recorded))
+
+
+def _max_length(asked: EngineConfig, config: ModelConfig) -> int:
+    if asked.max_model_len is None:
+        return config.longest
+    if asked.max_model_len > config.longest and not config.rope.grows:
+        raise ValueError(
+            f"max_model_len={asked.max_model_len} is over the model's longest sequence of {config.longest} tokens: "
+            f"max_position_embeddings={config.max_length}, rope_type={config.rope.rope_type!r}"
+        )
+    return asked.max_model_len

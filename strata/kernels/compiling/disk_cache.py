@@ -1,0 +1,113 @@
+"""Triton's cache on the disk, believed only as far as checksums go.
+
+Triton itself names an entry by the kernel's source, its own version, the compiler of the target and the architecture:
+other versions are other entries. But it reads what it finds: half a file ends a start with an error, and a flipped bit
+runs as a wrong kernel. Here each file has its SHA-256 beside it. What does not match is not there, and is made anew;
+what a folder does not take goes into one that does. The layout is Triton's own, so that other programs can share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from triton import knobs
+from triton.runtime.cache import CacheManager, FileCacheManager
+
+_SUM = ".sha256"
+
+
+class CheckedCache(CacheManager):  # type: ignore[misc]  # triton is untyped
+    """The files of one entry. key: the folder's name. Nothing raises because of what the disk holds or refuses."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def exists(self) -> bool:
+        """Whether there is anything of the entry."""
+        return any((folder / self._key).is_dir() for folder in (_folder(), _spare_folder()))
+
+    def get_file(self, filename: str) -> str | None:
+        """The path of a file that is whole, else None."""
+        for folder in (_folder(), _spare_folder()):
+            path = folder / self._key / filename
+            if _is_whole(path):
+                return str(path)
+        return None
+
+    def put(self, data: bytes | object, filename: str, binary: bool = True) -> str:
+        """Write a file in one move, and say where. Raises OSError only if the spare folder takes none either."""
+        content = data if isinstance(data, bytes) else str(data).encode()
+        try:
+            return _write(_folder() / self._key, filename, content)
+        except OSError:  # not writable, or full
+            return _write(_spare_folder() / self._key, filename, content)
+
+    def get_group(self, filename: str) -> dict[str, str] | None:
+        """The paths of all files of a group by their names; None unless every one is whole."""
+        listing = self.get_file(f"__grp__{filename}")
+        if listing is None:
+            return None
+        found = {name: self.get_file(name) for name in json.loads(Path(listing).read_text())["child_paths"]}
+        return {name: path for name, path in found.items() if path} if all(found.values()) else None
+
+    def put_group(self, filename: str, group: dict[str, str]) -> str:
+        return self.put(json.dumps({"child_paths": group}), f"__grp__{filename}")
+
+
+def checked_cache(key: str, override: bool = False, dump: bool = False) -> Any:
+    """What Triton keeps an entry in. override, dump: for its own debugging, which is left as it is."""
+    return FileCacheManager(key, override, dump) if override or dump else CheckedCache(key)
+
+
+def use_checked_cache() -> None:
+    """Have all kernels of this process kept so, unless TRITON_CACHE_MANAGER names another way."""
+    if knobs.cache.manager_class is None:
+        knobs.cache.manager_class = checked_cache
+
+
+def _folder() -> Path:
+    return Path(knobs.cache.dir)  # TRITON_CACHE_DIR, or ~/.triton/cache
+
+
+@cache
+def _spare_folder() -> Path:
+    """For what the cache's folder does not take: one that is this user's alone, which all their processes share."""
+    shared = Path(tempfile.gettempdir(), f"strata-kernels-{os.getuid()}")
+    with suppress(OSError):
+        shared.mkdir(mode=0o700, exist_ok=True)
+        found = shared.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+            return shared
+    return Path(tempfile.mkdtemp(prefix="strata-kernels-"))
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() == Path(f"{path}{_SUM}").read_text()
+    except (OSError, ValueError):
+        return False
+
+
+def _write(folder: Path, name: str, content: bytes) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    for target, written in ((path, content), (Path(f"{path}{_SUM}"), hashlib.sha256(content).hexdigest().encode())):
+        descriptor, temporary = tempfile.mkstemp(dir=folder)
+        try:
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.write(written)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, target)
+        except OSError:
+            with suppress(OSError):
+                os.remove(temporary)
+            raise
+    return str(path)

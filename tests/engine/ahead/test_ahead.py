@@ -1,0 +1,168 @@
+"""The process that compiles ahead: what it leaves, what it says, and that nothing about it is an error of a start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("triton")
+
+from strata.cli.main import app
+from strata.engine.ahead import ahead, manifest
+from strata.engine.ahead.ahead import Compiling, KernelsAhead, Progress, compiling, shown
+from strata.engine.engine_config import EngineConfig
+from strata.kernels.compiling import disk_cache
+from strata.kernels.compiling.variant import Variant
+from strata.kernels.device_limits import DeviceLimits
+from tests.engine.ahead.dry import hopper
+
+SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64}
+
+
+def small(**options: Any) -> EngineConfig:
+    return EngineConfig.from_options(None, SMALL | options)
+
+
+def compiled(asked: EngineConfig) -> Progress:
+    with compiling(asked, hopper()) as process:
+        return shown(process.progress(), show=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    disk_cache._spare_folder.cache_clear()
+    return tmp_path / "cache"
+
+
+def test_what_is_compiled_is_found_by_the_next(folder: Path) -> None:
+    """Then after one file is damaged, and where the folder can no longer be written."""
+    first = compiled(small())
+    assert first == Progress(first.noted, first.noted, 0, (), True)
+    assert first.noted > 10
+    again = compiled(small())
+    assert again == Progress(first.noted, first.noted, first.noted, (), True)
+
+    key = manifest.key_of(small(), hopper())
+    found = manifest.read(key)
+    assert found is not None
+    assert found.is_on_disk
+    assert len(found.variants) == first.noted
+    damaged = next(path for path in folder.rglob("*.cubin"))
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    assert compiled(small()) == Progress(first.noted, first.noted, first.noted - 1, (), True)
+
+    listing = folder / key / "variants.json"
+    listing.write_text(listing.read_text().replace("num_warps", "num_worps"))
+    assert manifest.read(key) is None
+    compiled(small())
+    assert manifest.read(key) == found
+
+
+def test_a_folder_that_cannot_be_made_is_bypassed(folder: Path) -> None:
+    folder.write_text("a file")
+    first = compiled(small(max_num_seqs=1))
+    assert first.faults == ()
+    assert compiled(small(max_num_seqs=1)).found == first.noted
+
+
+def test_other_kinds_of_starts_have_other_manifests(folder: Path) -> None:
+    other = DeviceLimits("NVIDIA H200", (9, 0), 100)
+    keys = [
+        manifest.key_of(asked, limits)
+        for asked, limits in ((small(), hopper()), (small(dtype="float16"), hopper()), (small(), other))
+    ]
+    assert len(set(keys)) == 3
+    assert manifest.key_of(small(seed=3, gpu_memory_utilization=0.5), hopper()) == keys[0]
+
+
+def test_a_start_that_would_be_refused_is_a_line(folder: Path) -> None:
+    with pytest.raises(ValueError, match="max_model_len=100000 is over the model's longest sequence"):
+        compiled(small(max_model_len=100_000))
+
+
+class Unstarted(KernelsAhead):
+    """Without a device, what there is to tell of."""
+
+    def __init__(self, process: Compiling, log: Any) -> None:
+        self._process, self._log, self._are_held = process, log, False
+
+
+def test_a_process_that_dies_fails_nothing(folder: Path) -> None:
+    said: list[str] = []
+    with compiling(small(), hopper()) as process:
+        os.kill(process._process.pid, signal.SIGKILL)
+        assert Unstarted(process, said.append).finish(show=False) is False
+    (line,) = said
+    assert line == "kernels could not be compiled ahead, so each is when it is first used: exit code -9"
+
+
+def test_a_process_that_hangs_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_LONGEST", 0.2)
+    said: list[str] = []
+    with compiling(small(), hopper()) as process:
+        os.kill(process._process.pid, signal.SIGSTOP)
+        assert Unstarted(process, said.append).finish(show=False) is False
+    assert said[0].endswith("exit code -9")
+
+
+def test_variants_that_cannot_be_held_fail_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Variant) -> None:
+        raise RuntimeError("device kernel image is invalid")
+
+    monkeypatch.setattr(Variant, "hold", fail)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: threading.Lock())
+    monkeypatch.setattr(DeviceLimits, "of", lambda _: hopper())
+    said: list[str] = []
+    key = manifest.key_of(small(), hopper())
+    manifest.write(key, [Variant(json.dumps({"name": "a.b"}))], [])
+    with KernelsAhead(small(), torch.device("cuda"), said.append).under_way() as kernels:
+        assert kernels.finish(show=False) is False
+    assert said == ["kernels could not be brought to the device ahead: RuntimeError: device kernel image is invalid"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["8B"], "no CUDA device is here: name the one to compile for, --device h200"),
+        (["8B", "--device", "h300"], "device 'h300' is unknown; use auto, cuda, cuda:N, or one of h200"),
+        (["8B", "--device", "a100"], "163 KiB of shared memory for a program"),
+        (["80B", "--device", "h200"], "model folder '80B' does not exist"),
+        (["8B", "--device", "h200", "--dtype", "int3"], "dtype 'int3' is unknown"),
+    ],
+)
+def test_warm_says_what_cannot_be_done(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["warm", *arguments])
+    assert isinstance(result.exception, ValueError)
+    assert message in str(result.exception)
+
+
+def test_warm_compiles_for_a_device_that_is_not_here(folder: Path) -> None:
+    command = ["warm", "builtin", "--device", "h200", "--max-num-seqs", "2", "--max-num-batched-tokens", "64"]
+    command += ["--max-model-len", "64"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0
+    assert "0 found on the disk" in result.output
+    again = CliRunner().invoke(app, command)
+    assert " 0 compiled" in again.output
+    found = manifest.read(manifest.key_of(small(), hopper()))
+    assert found is not None
+
+
+def test_warm_fails_if_a_kernel_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Progress(3, 3, 1, ("strata.kernels.norm.norm.rms_norm_kernel: PTXASError: no",), True)
+    monkeypatch.setattr(Compiling, "progress", lambda _: iter([told]))
+    result = CliRunner().invoke(app, ["warm", "builtin", "--device", "h200"])
+    assert result.exit_code == 1
+    assert "could not be compiled: strata.kernels.norm.norm.rms_norm_kernel: PTXASError: no" in result.output
+    assert "1 compiled, 1 found on the disk" in result.output

@@ -1,0 +1,98 @@
+"""What is derived from the config alone is what steps launch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from strata.bench.costing import find_config, meta_model
+from strata.hardware.roofline import Workload
+from strata.hardware.specs import device
+from strata.models.folder import BUILTIN_FOLDER
+from strata.models.shapes import SHAPES
+from tests.engine.ahead.dry import derived, served_beyond
+
+DUMMY = {"load_format": "dummy", "skip_tokenizer_init": True}
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Callable[..., Any]]:
+    """Calls a function in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as one:
+        yield lambda function, *given: one.submit(function, *given).result()
+
+
+def kernel_names(variants: list[str]) -> set[str]:
+    return {json.loads(text)["name"].rpartition(".")[2] for text in variants}
+
+
+@pytest.mark.parametrize(("model", "deterministic"), [("0.6B", False), ("30B-A3B", False), ("8B", True)])
+def test_kernels_that_steps_are_costed_by_are_derived(
+    elsewhere: Callable[..., Any], model: str, deterministic: bool
+) -> None:
+    """Implementations tell what they launch, for `strata graph`: another account of the same."""
+    found = kernel_names(elsewhere(derived, model, DUMMY | {"deterministic": deterministic}))
+    priced = meta_model(find_config(model), device("h200"), deterministic=deterministic)
+    prompts = [Workload((1,) * rows + (new,), (1000,) * rows + (new + 3000,)) for rows in (1, 70) for new in (40, 7000)]
+    decodes = [Workload((1,) * rows, (1000,) * rows) for rows in (1, 8, 129, 256)]
+    launched = {kernel for workload in (*prompts, *decodes) for kernel in priced.step(workload).kernels}
+    ours = {kernel for kernel in launched if not kernel.startswith("(")}
+    assert len(ours) > 10
+    assert ours <= found
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "longest"),
+    [
+        ("0.6B", DUMMY, 1500),
+        ("1B", DUMMY | {"max_num_seqs": 40, "max_num_batched_tokens": 3000, "dtype": "float16"}, 2500),
+        (str(BUILTIN_FOLDER), DUMMY | {"deterministic": True}, 900),
+    ],
+)
+def test_requests_of_all_kinds_launch_nothing_else(
+    elsewhere: Callable[..., Any], model: str, options: dict[str, Any], longest: int
+) -> None:
+    for seed in (1, 2):
+        assert elsewhere(served_beyond, model, options, longest, seed) == []
+
+
+@pytest.mark.parametrize("layers", [1, 2, 7])
+def test_layers_that_are_alike_are_left_out(elsewhere: Callable[..., Any], tmp_path: Path, layers: int) -> None:
+    """Of a model whose layers have a window and none by turns."""
+    told = SHAPES["0.6B"] | {"num_hidden_layers": layers, "use_sliding_window": True, "sliding_window": 100}
+    told["layer_types"] = (["full_attention", "sliding_attention"] * 4)[:layers]
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    options = DUMMY | {"max_model_len": 3000, "max_num_seqs": 40, "max_num_batched_tokens": 3000}
+    few = set(elsewhere(derived, str(tmp_path), options))
+    assert set(map(window, few)) == ({None, 0} if layers == 1 else {None, 0, 100})
+    assert set(elsewhere(derived, str(tmp_path), options, True)) == few
+
+
+def test_layers_with_experts_and_without(elsewhere: Callable[..., Any], tmp_path: Path) -> None:
+    told = SHAPES["30B-A3B"] | {"num_hidden_layers": 6, "mlp_only_layers": [0, 3]}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    options = DUMMY | {"max_model_len": 3000, "max_num_seqs": 8, "max_num_batched_tokens": 3000}
+    few, whole = (set(elsewhere(derived, str(tmp_path), options, whole)) for whole in (False, True))
+    assert few == whole
+    assert {"combine_kernel", "dot_kernel"} <= kernel_names(list(few))
+
+
+def window(variant: str) -> int | None:
+    """That of an attention kernel, 0 for none."""
+    told = json.loads(variant)
+    names = list(told["signature"])
+    constants = {names[key[0]]: value for key, value in zip(told["constant_keys"], told["constant_vals"], strict=True)}
+    return constants.get("WINDOW")
+
+
+def test_the_pages_of_a_machine_do_not_matter(elsewhere: Callable[..., Any]) -> None:
+    found = [set(elsewhere(derived, "0.6B", DUMMY | {"num_pages": pages})) for pages in (6001, 1 << 17)]
+    assert found[0] == found[1]
