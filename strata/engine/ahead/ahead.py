@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from tempfile import TemporaryFile
 from threading import Thread, Timer
-from typing import IO
+from typing import IO, Any
 
 import torch
 from rich.console import Console
@@ -54,7 +54,8 @@ class Compiling:
         told = {"engine": asdict(asked), "device": asdict(limits), "processes": processes}
         command = [sys.executable, "-m", "strata.engine.ahead.worker", json.dumps(told)]
         self._said = said
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True)
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": said}
+        self._process = subprocess.Popen(command, text=True, **streams)
 
     def progress(self) -> Iterator[Progress]:
         """Whenever there is some, until the end. Raises ValueError, with the process's own words, if it fails."""
