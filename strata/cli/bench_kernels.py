@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from strata.bench.kernels.cases import Case
     from strata.bench.kernels.products import Product
     from strata.bench.kernels.tuning import Finding
-    from strata.kernels.linear.skinny_tiles import Tiles
+    from strata.kernels.tuned import Table
 
 MODELS = ("8B", "0.6B")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048, 8192)
@@ -67,7 +66,9 @@ HEADINGS = (
 
 
 def kernels(
-    tune: Annotated[bool, typer.Option(help="First find the fastest tiles and write them to the table.")] = False,
+    tune: Annotated[
+        bool, typer.Option(help="First find the fastest tiles and algorithms and write them to the table.")
+    ] = False,
     table: Annotated[Path | None, typer.Option(help="The table of tuned tiles; the package's if left out.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")] = False,
 ) -> None:
@@ -86,7 +87,6 @@ def kernels(
     from strata.bench.kernels.cases import cases
     from strata.bench.kernels.products import products
     from strata.kernels import tuned
-    from strata.kernels.linear.skinny_tiles import tiles_of
     from strata.models.config import config_from_dict
     from strata.models.shapes import SHAPES
 
@@ -98,12 +98,12 @@ def kernels(
         _tune(weights, device, path)
     elif table is not None and not table.is_file():
         raise ValueError(f"there is no table {table}; give an existing one, or --tune to make it")
-    tiles = tiles_of(tuned.read_file(path) if path.is_file() else MappingProxyType({}))
+    measured: tuned.Table = tuned.read_file(path) if path.is_file() else {}
     if not as_json:
         typer.echo(HEADINGS)
     failed = 0
     calls = {model: (*cases(config), *attention_cases(config)) for model, config in configs.items()}
-    for label, measure in _measurements(weights, tiles, device, calls):
+    for label, measure in _measurements(weights, measured, device, calls):
         try:
             row = measure()
         except (RuntimeError, TypeError, ValueError) as error:  # the others are still worth having
@@ -116,11 +116,18 @@ def kernels(
 
 
 def _tune(weights: Sequence[Product], device: str, path: Path) -> None:
+    from strata.bench.kernels.algorithms import tune_algorithms
     from strata.bench.kernels.tuning import tune
     from strata.kernels import tuned
 
-    table = {}
-    for found in tune(weights):
+    known: tuned.Table = tuned.read_file(path) if path.is_file() else {}
+    table: dict[tuned.Key, tuned.Choice] = {}
+
+    def findings() -> Iterator[Finding]:
+        yield from tune(weights)
+        yield from tune_algorithms(weights, table, known)
+
+    for found in findings():
         table[found.key] = found.choice
         print(_tuned(found), file=sys.stderr)
         tuned.write(path, device, table)  # after each, so that an interrupted run leaves what it found
@@ -134,7 +141,7 @@ def _tuned(found: Finding) -> str:
 
 
 def _measurements(
-    weights: Sequence[Product], tiles: Tiles, device: str, cases: dict[str, tuple[Case, ...]]
+    weights: Sequence[Product], table: Table, device: str, cases: dict[str, tuple[Case, ...]]
 ) -> Iterator[tuple[str, Callable[[], Row]]]:
     import torch
 
@@ -142,7 +149,7 @@ def _measurements(
         drawn = product.weights()
         for rows in ROWS if product.operation == "linear" else FUSED_ROWS:
             label = f"{product.operation} {product.model} {product.name} x{rows}"
-            yield label, partial(_product_row, product, drawn, rows, tiles, device)
+            yield label, partial(_product_row, product, drawn, rows, table, device)
         del drawn
         torch.cuda.empty_cache()
     for model, chosen in cases.items():
@@ -152,20 +159,21 @@ def _measurements(
             torch.cuda.empty_cache()
 
 
-def _product_row(product: Product, weights: Sequence[Any], rows: int, tiles: Tiles, device: str) -> Row:
+def _product_row(product: Product, weights: Sequence[Any], rows: int, table: Table, device: str) -> Row:
     """library: of its product alone, whatever is fused with ours."""
     import torch
     import torch.nn.functional as F
 
+    from strata.bench.kernels.algorithms import calls_by_table
     from strata.bench.kernels.products import DTYPE, arguments
     from strata.bench.kernels.tuning import LIBRARY
     from strata.hardware.replay import time_replayed
     from strata.kernels.linear.skinny import multiply
-    from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, choose_tile, untuned_tile
+    from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, choose_tile, tiles_of, untuned_tile
 
     call, estimate = product.call(rows, weights[0]), product.estimate(rows)
     library = time_replayed([partial(F.linear, call.x, weight) for weight in weights], estimate=estimate).seconds
-    tile = choose_tile(product.operation, rows, product.out, product.width, DTYPE, tiles)
+    tile = choose_tile(product.operation, rows, product.out, product.width, DTYPE, tiles_of(table))
     if tile is None and product.operation != "linear":
         tile = untuned_tile(rows, product.out, product.width, early=torch.cuda.get_device_capability() >= (9, 0))
     name, seconds = LIBRARY, library
@@ -173,6 +181,8 @@ def _product_row(product: Product, weights: Sequence[Any], rows: int, tiles: Til
         name = " ".join([IMPLEMENTATION, *(f"{key}={value}" for key, value in asdict(tile).items())])
         calls = [partial(multiply, replace(call, weight=weight), tile) for weight in weights]
         seconds = time_replayed(calls, estimate=estimate).seconds
+    elif (measured := calls_by_table(product, call.x, weights, table)) is not None:
+        name, seconds = "cublaslt", time_replayed(measured, estimate=estimate).seconds
     cost = product.operator.cost(*arguments(call), workload=Workload((1,) * rows, (1,) * rows))
     shape = f"{product.name} {product.width}->{product.out}"
     found = _beside_floor(cost, "bfloat16", seconds, device)

@@ -13,16 +13,17 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 FOLDER = Path(__file__).parent / "tuned"
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
 class Key:
-    """A kind of call. dtype: as torch names it; out, width: the shape of the weight; rows: a power of two."""
+    """A kind of call. dtype: as torch names it; out, width: the shape of the weight; rows: that were measured."""
 
     operation: str
     dtype: str
@@ -45,6 +46,17 @@ class Choice:
 
 
 Table = Mapping[Key, Choice]
+
+
+def row_bucket(rows: int) -> int:
+    """The next power of two: the most rows of a measurement that still tells of so many."""
+    return 1 << max(0, rows - 1).bit_length()
+
+
+def serving(measured: Mapping[Key, Kind], key: Key) -> Kind | None:
+    """What is listed for a call, or else for the same with the next larger number of rows, up to `row_bucket`."""
+    keys = (replace(key, rows=rows) for rows in range(key.rows, row_bucket(key.rows) + 1)) if measured else ()
+    return next((measured[other] for other in keys if other in measured), None)
 
 
 def path_of(product: str, folder: Path = FOLDER) -> Path:

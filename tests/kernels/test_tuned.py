@@ -16,11 +16,10 @@ from strata.kernels.linear.skinny_tiles import (
     SkinnyTile,
     aligned,
     choose_tile,
-    row_bucket,
     tiles_of,
     untuned_tile,
 )
-from strata.kernels.tuned import Choice, Key
+from strata.kernels.tuned import Choice, Key, row_bucket
 
 TILE = {"kernel": "dot", "columns": 64, "width": 128, "warps": 4, "stages": 4, "splits": 2, "early": False}
 ENTRY: dict[str, Any] = {
@@ -120,6 +119,14 @@ def test_a_tile_serves_its_rows_its_shape_and_its_dtype(tmp_path: Path) -> None:
     assert choose_tile("linear_add", 8, 6144, 4096, torch.bfloat16, tiles) is None
     assert choose_tile("linear", 8, 4096, 6144, torch.bfloat16, tiles) is None
     assert choose_tile("linear", 8, 6144, 4096, torch.float16, tiles) is None
+
+
+def test_the_next_larger_number_of_rows_that_was_measured_serves(tmp_path: Path) -> None:
+    tiles = tiles_of(
+        tuned.read_file(table(tmp_path, ENTRY | {"rows": 128}, ENTRY | {"rows": 96, "implementation": "library"}))
+    )
+    found = [choose_tile("linear", rows, 6144, 4096, torch.bfloat16, tiles) for rows in (64, 65, 96, 97, 128, 129)]
+    assert [tile is not None for tile in found] == [False, False, False, True, True, False]
 
 
 def test_row_buckets() -> None:

@@ -23,12 +23,13 @@ from strata.kernels.linear.skinny_candidates import candidates, variants
 from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, MOST_ROWS, SkinnyTile
 from strata.kernels.tuned import Choice, Key
 
-BUCKETS = tuple(1 << power for power in range(MOST_ROWS.bit_length()))
+# The most rows that an entry of the table serves, as close together as the sizes of steps where padding costs most.
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, MOST_ROWS)
 LIBRARY = "cublas"
 _FINALISTS = 2
 _FIRST_REPEATS, _LAST_REPEATS = 3, 11
 # A tile has to beat the library by more than measurements differ.
-_MIN_GAIN = 1.02
+MIN_GAIN = 1.02
 _MAX_COMPILERS = 16
 
 
@@ -41,7 +42,7 @@ class Finding:
     choice: Choice
 
 
-def tune(products: Sequence[Product]) -> Iterator[Finding]:
+def tune(products: Sequence[Product], buckets: Sequence[int] = BUCKETS) -> Iterator[Finding]:
     """The fastest of the candidates that are right, for each product and number of rows of the table.
 
     All candidates run a few times, and the variants of the best of them more often. What either round runs is compiled
@@ -51,7 +52,7 @@ def tune(products: Sequence[Product]) -> Iterator[Finding]:
     first = {
         (product, rows): candidates(product.operation, rows, product.out, product.width, early)
         for product in products
-        for rows in BUCKETS
+        for rows in buckets
     }
     with ProcessPoolExecutor(
         min(_MAX_COMPILERS, os.cpu_count() or 1), multiprocessing.get_context("spawn")
@@ -60,13 +61,13 @@ def tune(products: Sequence[Product]) -> Iterator[Finding]:
         last = {}
         for product in products:
             bench = _Bench(product)
-            for rows in BUCKETS:
+            for rows in buckets:
                 best = bench.fastest(rows, first[product, rows], _FIRST_REPEATS)[:_FINALISTS]
                 last[product, rows] = [other for _, tile in best for other in variants(product.operation, tile)]
         _compile_ahead(compilers, last)
     for product in products:
         bench = _Bench(product)
-        for rows in BUCKETS:
+        for rows in buckets:
             finals = bench.fastest(rows, last[product, rows], _LAST_REPEATS)
             choice = _choose(product, finals, bench.library(rows))
             if choice is not None:
@@ -77,7 +78,7 @@ def tune(products: Sequence[Product]) -> Iterator[Finding]:
 def _choose(product: Product, finals: Sequence[tuple[float, SkinnyTile]], library: float) -> Choice | None:
     """The winner, which must beat the library where that does the same work; None if nothing can run."""
     won = finals[0] if finals else None
-    if product.operation == "linear" and (won is None or won[0] * _MIN_GAIN > library):
+    if product.operation == "linear" and (won is None or won[0] * MIN_GAIN > library):
         return Choice(LIBRARY, {}, library, library)
     return None if won is None else Choice(IMPLEMENTATION, asdict(won[1]), won[0], library)
 
@@ -120,12 +121,16 @@ class _Bench:
         except (TritonError, ValueError) as error:
             print(f"{tile} cannot run: {str(error).splitlines()[0]}", file=sys.stderr)
             return False
-        # One rounding to 16 bits, beside what sums in float32 lose.
-        allowed = exact.abs() * (1.1 * 2**-8) + exact.abs().max() * 1e-4
-        right = bool(((result.float() - exact).abs() <= allowed).all())
+        right = is_right(result, exact)
         if not right:
             print(f"{tile} is wrong for {self._product} with {len(call.x)} rows: not used", file=sys.stderr)
         return right
+
+
+def is_right(result: Tensor, exact: Tensor) -> bool:
+    """Whether a product in 16 bits is one rounding from the exact one, beside what sums in float32 lose."""
+    allowed = exact.abs() * (1.1 * 2**-8) + exact.abs().max() * 1e-4
+    return bool(((result.float() - exact).abs() <= allowed).all())
 
 
 Calls = dict[tuple[Product, int], list[SkinnyTile]]

@@ -3,7 +3,8 @@
 Through torch the library may divide k among programs where rows are few, and then adds up in another order. Called
 directly it can be told not to. On a Hopper GPU a row then has the same bits in every batch, which was measured and is
 what tests/gpu/kernels/test_gemm_cublaslt_gpu.py checks. 32-bit floats, small weights and other GPUs are left to own
-kernels.
+kernels. Called directly it also takes an algorithm that was measured to be faster than the one it would choose
+(`measured_algorithms`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ ALIGNMENT = 16
 LEAST_ELEMENTS = 1 << 20
 # The compute capability on which that was.
 _HOPPER = (9, 0)
+# Of an algorithm, a value that is the caller's to keep and the library's alone to understand.
+ALGORITHM_BYTES = 64
 # Shapes that stay prepared. One takes about a kilobyte; prompts of every length come by.
 _MOST_PRODUCTS = 8192
 
@@ -69,6 +72,7 @@ _ARGUMENTS = {
     "cublasLtMatmulPreferenceSetAttribute": _SET_ATTRIBUTE,
     "cublasLtMatmulPreferenceDestroy": (_POINTER,),
     "cublasLtMatmulAlgoGetHeuristic": (*(_POINTER,) * 7, _INT, _POINTER, _POINTER),
+    "cublasLtMatmulAlgoCheck": (_POINTER,) * 8,
     "cublasLtMatmul": (*(_POINTER,) * 14, _SIZE, _POINTER),
 }
 
@@ -87,7 +91,14 @@ def _library() -> Any:
     for name, arguments in _ARGUMENTS.items():
         getattr(library, name).argtypes = arguments
     library.cublasLtGetStatusString.restype = ctypes.c_char_p
+    library.cublasLtGetVersion.restype = _SIZE
     return library
+
+
+def version() -> int | None:
+    """Which cuBLASLt is loaded: algorithms of one mean nothing to another. None without it."""
+    library = _library()
+    return None if library is None else int(library.cublasLtGetVersion())
 
 
 def _call(name: str, *arguments: Any) -> None:
@@ -118,10 +129,11 @@ def _stream(device: torch.device) -> int:
 
 
 class Product:
-    """One shape of product, prepared: how its operands lie, and the algorithm that the library chose for it.
+    """One shape of product, prepared: how its operands lie, and an algorithm for it, by default the library's choice.
 
     x [rows, width], x_stride elements from row to row; weight [out, width] with weight_stride; result [rows, out]. The
     library stores by columns, so it is told of the transposes: result^T = (weight^T)^T @ x^T.
+    Raises RuntimeError if the library has no algorithm without split k, or refuses the one that was given.
     """
 
     def __init__(
@@ -134,6 +146,7 @@ class Product:
         x_stride: int,
         weight_stride: int,
         biased: bool,
+        algorithm: bytes | None = None,
     ) -> None:
         kind = _TYPES[dtype]
         self._handle, self._workspace = _handle(device), _workspace(device)
@@ -147,7 +160,8 @@ class Product:
         self._x = self._make("MatrixLayout", kind, width, rows, x_stride)
         self._result = self._make("MatrixLayout", kind, out, rows, out)
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
-        self._algorithm = self._choose(f"{rows} rows by [{out}, {width}] in {dtype}")
+        self._name = f"{rows} rows by [{out}, {width}] in {dtype}"
+        self._algorithm = self._first() if algorithm is None else self._checked(algorithm)
 
     def _make(self, kind: str, *arguments: Any) -> ctypes.c_void_p:
         """An object of the library, which lives as long as this product."""
@@ -160,7 +174,14 @@ class Product:
         size = ctypes.sizeof(value)
         _call("cublasLtMatmulDescSetAttribute", self._description, attribute, ctypes.byref(value), size)
 
-    def _choose(self, name: str) -> Any:
+    def _layouts(self) -> tuple[ctypes.c_void_p, ...]:
+        return self._weight, self._x, self._result, self._result
+
+    def proposals(self, most: int) -> list[bytes]:
+        """Algorithms without split k that the library proposes, at most so many, the one it would choose first."""
+        return [bytes(found.algo) for found in self._proposed(most)]
+
+    def _proposed(self, most: int) -> list[_HeuristicResult]:
         preference = self._make("MatmulPreference")
         preferred = {
             _PREF_MAX_WORKSPACE_BYTES: ctypes.c_uint64(WORKSPACE_BYTES),
@@ -170,21 +191,39 @@ class Product:
         for attribute, value in preferred.items():
             size = ctypes.sizeof(value)
             _call("cublasLtMatmulPreferenceSetAttribute", preference, attribute, ctypes.byref(value), size)
-        found, count = _HeuristicResult(), ctypes.c_int()
-        layouts = (self._weight, self._x, self._result, self._result)
+        found, count = (_HeuristicResult * most)(), ctypes.c_int()
         _call(
             "cublasLtMatmulAlgoGetHeuristic",
             self._handle,
             self._description,
-            *layouts,
+            *self._layouts(),
             preference,
-            1,
+            most,
             ctypes.byref(found),
             ctypes.byref(count),
         )
-        if count.value == 0 or found.state != 0:
-            raise RuntimeError(f"cuBLASLt has no algorithm without split k for {name}")
-        return found.algo
+        return [one for one in found[: count.value] if one.state == 0]
+
+    def _first(self) -> Any:
+        found = self._proposed(1)
+        if not found:
+            raise RuntimeError(f"cuBLASLt has no algorithm without split k for {self._name}")
+        return found[0].algo
+
+    def _checked(self, algorithm: bytes) -> Any:
+        made = (ctypes.c_uint64 * (ALGORITHM_BYTES // 8)).from_buffer_copy(algorithm)
+        found = _HeuristicResult()
+        _call(
+            "cublasLtMatmulAlgoCheck",
+            self._handle,
+            self._description,
+            *self._layouts(),
+            ctypes.byref(made),
+            ctypes.byref(found),
+        )
+        if found.workspaceSize > WORKSPACE_BYTES:
+            raise RuntimeError(f"the algorithm for {self._name} needs {found.workspaceSize} bytes of workspace")
+        return made
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor) -> None:
         """Launch on the current stream of the tensors' device, which is the current device."""
@@ -213,6 +252,17 @@ class Product:
 
 
 _product = lru_cache(_MOST_PRODUCTS)(Product)
+
+
+@lru_cache(_MOST_PRODUCTS)
+def product_by(
+    algorithm: bytes, device: torch.device, dtype: torch.dtype, rows: int, out: int, width: int
+) -> Product | None:
+    """The product of contiguous operands without a bias by this algorithm; None if the library refuses it for them."""
+    try:
+        return Product(device, dtype, rows, out, width, width, width, False, algorithm)
+    except RuntimeError:
+        return None
 
 
 @cache

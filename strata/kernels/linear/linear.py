@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.linear import cublaslt, fixed, skinny, skinny_tiles
+from strata.kernels.linear import cublaslt, fixed, measured_algorithms, skinny, skinny_tiles
 from strata.kernels.op import CUBLAS, operation
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -54,6 +54,9 @@ def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return skinny.skinny_linear(x, weight, bias, tile)
 
 
+linear.implement("cublaslt measured", "cuda", supports=measured_algorithms.supports, kernels=(CUBLAS,))(
+    measured_algorithms.measured_linear
+)
 linear.implement("cublas", "cuda", differentiable=True, kernels=(CUBLAS,))(F.linear)
 linear.implement(cublaslt.IMPLEMENTATION, "cuda", invariant=True, supports=cublaslt.supports, kernels=(CUBLAS,))(
     cublaslt.cublaslt_linear

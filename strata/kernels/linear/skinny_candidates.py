@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from strata.kernels.linear.skinny_tiles import GEMV_ROWS, SkinnyTile, row_bucket
+from strata.kernels.linear.skinny_tiles import GEMV_ROWS, SkinnyTile
+from strata.kernels.tuned import row_bucket
 
 # columns, width, warps.
 _GEMV = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, lru_cache
 from types import MappingProxyType
 
 import torch
@@ -20,6 +20,8 @@ GEMV_ROWS = 4
 IMPLEMENTATION = "skinny"
 # A prefetch brings in pieces of so many elements of k.
 PREFETCHED = 128
+# Shapes of calls whose tile stays known.
+_MOST_SHAPES = 8192
 
 
 @dataclass(frozen=True)
@@ -81,35 +83,32 @@ def aligned(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def row_bucket(rows: int) -> int:
-    """The number of rows under which a table lists a product: the next power of two."""
-    return 1 << max(0, rows - 1).bit_length()
-
-
-Tiles = Mapping[tuned.Key, SkinnyTile]
+Tiles = Mapping[tuned.Key, SkinnyTile | None]
+"""None: something else was faster."""
 
 
 def tiles_of(table: tuned.Table) -> Tiles:
     """The tiles in a table. Raises ValueError if one is not a tile or does not fit its shape."""
-    found = {}
-    for key, choice in table.items():
-        if choice.implementation != IMPLEMENTATION:
-            continue
-        try:
-            tile = SkinnyTile(**choice.parameters)
-        except TypeError:
-            raise ValueError(f"the table's {key} has {dict(choice.parameters)}, which describe no tile") from None
-        if not tile.fits(key.rows, key.out, key.width):
-            raise ValueError(f"the table's {tile} does not fit {key}")
-        found[key] = tile
-    return MappingProxyType(found)
+    return MappingProxyType({key: _tile_of(key, choice) for key, choice in table.items()})
+
+
+def _tile_of(key: tuned.Key, choice: tuned.Choice) -> SkinnyTile | None:
+    if choice.implementation != IMPLEMENTATION:
+        return None
+    try:
+        tile = SkinnyTile(**choice.parameters)
+    except TypeError:
+        raise ValueError(f"the table's {key} has {dict(choice.parameters)}, which describe no tile") from None
+    if not tile.fits(key.rows, key.out, key.width):
+        raise ValueError(f"the table's {tile} does not fit {key}")
+    return tile
 
 
 def choose_tile(operation: str, rows: int, out: int, width: int, dtype: torch.dtype, tiles: Tiles) -> SkinnyTile | None:
     """The tile that was measured to be fastest, or None: the library was, or nothing was measured."""
     if not 0 < rows <= MOST_ROWS:
         return None
-    return tiles.get(tuned.Key(operation, str(dtype).removeprefix("torch."), out, width, row_bucket(rows)))
+    return tuned.serving(tiles, tuned.Key(operation, str(dtype).removeprefix("torch."), out, width, rows))
 
 
 @cache
@@ -118,13 +117,20 @@ def device_tiles(device: torch.device | DeviceLimits) -> Tiles:
     return tiles_of(tuned.read(DeviceLimits.of(device).product)) if HAS_TRITON else MappingProxyType({})
 
 
+@lru_cache(_MOST_SHAPES)
+def _device_tile(
+    device: torch.device | DeviceLimits, operation: str, rows: int, out: int, width: int, dtype: torch.dtype
+) -> SkinnyTile | None:
+    return choose_tile(operation, rows, out, width, dtype, device_tiles(device))
+
+
 def tuned_tile(operation: str, x: Tensor, weight: Tensor) -> SkinnyTile | None:
     """The tile of the device's table for x [..., width] and weight [out, width]; None if it has none for them."""
     out, width = weight.shape
     rows = x.numel() // width
     if rows > MOST_ROWS:  # before anything that takes time: prefill comes this way too
         return None
-    tile = choose_tile(operation, rows, out, width, x.dtype, device_tiles(x.device))
+    tile = _device_tile(x.device, operation, rows, out, width, x.dtype)
     return tile if tile is not None and aligned(x, weight) else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,11 +18,11 @@ from strata.kernels.linear.skinny_tiles import (
     MOST_ROWS,
     SkinnyTile,
     device_tiles,
-    row_bucket,
     tuned_tile,
     untuned_tile,
 )
 from strata.kernels.split_counters import split_counters
+from strata.kernels.tuned import row_bucket
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -163,10 +164,23 @@ def test_linear_takes_what_the_table_says() -> None:
     bound = linear.bind("cuda")
     assert bound.choose(draw(1, 48), draw(7, 48), None).name == "cublas"
     for key, tile in found.items():
-        if key.operation != "linear" or key.out * key.width > 1 << 27:
+        if tile is None or key.operation != "linear" or key.out * key.width > 1 << 27:
             continue
         x, weight = draw(key.rows, key.width), draw(key.out, key.width)
         assert bound.choose(x, weight, None).name == IMPLEMENTATION
         assert tuned_tile("linear", x, weight) == tile
         assert_right(bound(x, weight, None), x, weight, None)
-        assert bound.choose(draw(MOST_ROWS + 1, key.width), weight, None).name == "cublas"
+        assert bound.choose(draw(2 * MOST_ROWS, key.width), weight, None).name != IMPLEMENTATION
+
+
+def test_rows_that_do_not_fill_a_tile_take_no_longer_than_rows_that_do() -> None:
+    weights = [draw(4096, 14336) for _ in range(10)]
+    tile = SkinnyTile("dot", 64, 64, 4, 5, 2, True, rows=128)
+
+    def seconds(rows: int) -> float:
+        x = draw(rows, 14336)
+        return time_replayed([partial(skinny_linear, x, weight, None, tile) for weight in weights]).seconds
+
+    seconds(128)
+    filled = seconds(128)
+    assert all(seconds(rows) < 1.1 * filled for rows in (66, 96, 120))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -14,90 +12,7 @@ from torch import Tensor
 
 from strata.kernels.linear import cublaslt as gemm_cublaslt
 from strata.kernels.linear.cublaslt import cublaslt_linear, supports
-
-TRANSA, EPILOGUE, BIAS_POINTER = 3, 7, 8
-DTYPES = {2: torch.float16, 14: torch.bfloat16}
-
-
-class ColumnLibrary:
-    """The functions of cublasLt.h that `gemm_cublaslt` calls, for addresses in host memory."""
-
-    def __init__(self) -> None:
-        self.objects: dict[int, Any] = {}
-        self.made = 0
-        self.preferred: dict[int, int] = {}
-        self.addresses: list[int] = []
-        self.algorithms = 1
-        self.status = 0
-
-    def _new(self, made: Any, content: Any) -> int:
-        self.made += 1
-        made._obj.value = self.made
-        self.objects[self.made] = content
-        return 0
-
-    def _set(self, owner: Any, attribute: int, value: Any, size: int) -> int:
-        assert size == ctypes.sizeof(value._obj)
-        self.objects[owner.value][attribute] = value._obj.value
-        return 0
-
-    def _drop(self, owner: Any) -> int:
-        del self.objects[owner.value]
-        return 0
-
-    cublasLtMatmulDescSetAttribute = cublasLtMatmulPreferenceSetAttribute = _set
-    cublasLtMatmulDescDestroy = cublasLtMatmulPreferenceDestroy = cublasLtMatrixLayoutDestroy = _drop
-
-    def cublasLtMatmulDescCreate(self, made: Any, compute: int, scale: int) -> int:
-        assert (compute, scale) == (68, 0)  # CUBLAS_COMPUTE_32F, CUDA_R_32F
-        return self._new(made, {})
-
-    def cublasLtMatmulPreferenceCreate(self, made: Any) -> int:
-        return self._new(made, {})
-
-    def cublasLtMatrixLayoutCreate(self, made: Any, kind: int, rows: int, columns: int, stride: int) -> int:
-        assert stride >= rows
-        return self._new(made, (DTYPES[kind], rows, columns, stride))
-
-    def cublasLtMatmulAlgoGetHeuristic(self, *arguments: Any) -> int:
-        preference, count = arguments[6], arguments[9]
-        self.preferred = self.objects[preference.value]
-        count._obj.value = self.algorithms
-        return self.status
-
-    def cublasLtGetStatusString(self, status: int) -> bytes:
-        return b"the reason"
-
-    def _matrix(self, address: int, layout: Any) -> Tensor:
-        dtype, rows, columns, stride = self.objects[layout.value]
-        self.addresses.append(address)
-        span = (columns - 1) * stride + rows
-        memory = (ctypes.c_char * (span * dtype.itemsize)).from_address(address)
-        return torch.frombuffer(memory, dtype=dtype).as_strided((rows, columns), (1, stride))
-
-    def cublasLtMatmul(self, *arguments: Any) -> int:
-        description, alpha, beta = (self.objects[arguments[1].value], arguments[2]._obj.value, arguments[7]._obj.value)
-        assert (alpha, beta, arguments[8], arguments[9]) == (1, 0, arguments[10], arguments[11])
-        a, b, d = (self._matrix(arguments[at], arguments[at + 1]) for at in (3, 5, 10))
-        product = (a.t() if description.get(TRANSA) == 1 else a).float() @ b.float()
-        if description.get(EPILOGUE) == 4:
-            memory = (ctypes.c_char * (len(product) * d.element_size())).from_address(description[BIAS_POINTER])
-            product += torch.frombuffer(memory, dtype=d.dtype)[:, None]
-        d.copy_(product)
-        return 0
-
-
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[ColumnLibrary]:
-    fake = ColumnLibrary()
-    monkeypatch.setattr(gemm_cublaslt, "_library", lambda: fake)
-    monkeypatch.setattr(gemm_cublaslt, "_handle", lambda device: ctypes.c_void_p(1))
-    monkeypatch.setattr(gemm_cublaslt, "_stream", lambda device: 0)
-    monkeypatch.setattr(gemm_cublaslt, "_available", lambda device: True)
-    gemm_cublaslt._product.cache_clear()
-    yield fake
-    gemm_cublaslt._product.cache_clear()
-    gc.collect()
+from tests.kernels.linear.column_library import ColumnLibrary
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -192,3 +107,14 @@ def test_without_cuda_there_is_no_library() -> None:
     if not torch.cuda.is_available():
         assert gemm_cublaslt._library() is None
         assert not supports(draw(1, 1024), draw(1024, 1024))
+
+
+def test_proposals_are_what_the_library_would_choose_first_and_others(library: ColumnLibrary) -> None:
+    library.algorithms = 5
+    product = gemm_cublaslt.Product(torch.device("cpu"), torch.bfloat16, 3, 24, 40, 40, 40, False)
+    found = product.proposals(3)
+    assert [int.from_bytes(one[:8], "little") for one in found] == [1, 2, 3]
+    assert {len(one) for one in found} == {gemm_cublaslt.ALGORITHM_BYTES}
+    assert library.preferred[3] == 0, "CUBLASLT_REDUCTION_SCHEME_NONE"
+    assert_product(draw(3, 40), draw(24, 40))
+    assert library.multiplied_by == [found[0]]
