@@ -20,6 +20,7 @@ from strata.files.json_object import read_existing_object
 from strata.graph.cost import NodeCost, StepCosts, meta_indices, meta_pages, node_costs
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import Device
+from strata.kernels import tuned
 from strata.kernels.attention.batch_parts import RecordedParts, divide, library_reach
 from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.models.batch import Batch
@@ -169,7 +170,7 @@ def meta_model(
     limits = DeviceLimits(device.product, device.capability, device.shared_bytes)
     with torch.device("meta"):
         model = build(config).to(dtype)
-    graphs = step_graphs(model, implementations_for(limits), deterministic)
+    graphs = step_graphs(model, implementations_for(limits), deterministic, tuned.read(limits.product))
     return MetaModel(config, dtype, limits, graphs, weight_bytes(model, dtype) // dtype.itemsize)
 
 

@@ -33,6 +33,7 @@ from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.step_cost import step_times
 from strata.engine.step_graphs import step_graphs
 from strata.engine.warm_up import warm_up
+from strata.kernels import tuned
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
@@ -157,7 +158,9 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
     with clock.phase("weights"), memory_explained("loading the weights", ledger):
         model, _ = weights.load(asked.model, device, pool_shape.dtype, asked.load_format, max_length, asked.seed or 0)
     with clock.phase("graph"):
-        graphs = step_graphs(model, implementations_for(device), asked.deterministic)
+        kind = implementations_for(device)
+        table = tuned.read(DeviceLimits.of(device).product) if kind == "cuda" else {}
+        graphs = step_graphs(model, kind, asked.deterministic, table)
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool = KVPool(pool_shape, ledger.pages, device)
     windows, mask_ids = frozenset(config.windows), vocabulary(tokenizer, config.vocab_size)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -22,12 +23,18 @@ from strata.graph.fuse_attention import fuse_decode_attention
 from strata.graph.fuse_products import fuse_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
+from strata.graph.product_times import measured_seconds, products_of
+from strata.kernels import tuned
 from strata.kernels.state.gather_tables import gather_tables
 from strata.kernels.state.newest_tokens import newest_tokens
 
-# Up to so many rows, products that take up norms, gating and residuals are faster than the library's with kernels
-# between them: as whole steps of the 0.6B and the 8B shape show on an H200 (docs/log.md).
-MAX_FUSED_ROWS = 128
+# Up to so many rows, products that take up norms, gating and residuals were faster than the library's with kernels
+# between them in whole steps of the 0.6B and the 8B shape on an H200; beyond, that depends on the weights.
+_ALWAYS_FUSED_ROWS = 64
+# And up to so many where no table tells.
+_FUSED_ROWS = 128
+# Fused products of 64 to 256 rows took 4 (8B) to 11 % (0.6B) longer in layers than alone, the library's 0 to 4 %.
+_FUSED_IN_LAYERS = 1.07
 
 
 @dataclass(frozen=True)
@@ -37,11 +44,12 @@ class StepGraphs:
     hidden: Batch to hidden [tokens, hidden]; head: hidden [rows, hidden] to logits [rows, vocabulary].
     logits: Batch and rows [rows] int32 to the logits of these tokens alone; for any step.
     decode_small_batch, decode_large_batch: for batches in which every sequence has one new token, Batch to logits
-        [tokens, vocabulary]; the first for up to MAX_FUSED_ROWS of them. None where no steps are recorded.
+        [tokens, vocabulary]; products of the first take up norms and gating. None where no steps are recorded.
     recorded_inputs, mixed_inputs, prompt_inputs: StepInputs to tokens and block tables: of recorded steps; of others in
         which ids are missing that only the device knows; and in which none are.
     draw, draw_filtered: DrawStep to ids [rows] int32, which are also written where later steps read them.
     captured: how many nodes of each operation the model and its head had before the passes.
+    table: what was measured of the device's products.
     """
 
     hidden: fx.GraphModule
@@ -55,10 +63,18 @@ class StepGraphs:
     draw: fx.GraphModule
     draw_filtered: fx.GraphModule
     captured: Mapping[str, int]
+    table: tuned.Table
 
     def decode(self, sequences: int) -> fx.GraphModule | None:
-        """The graph for decode steps of so many sequences; None where none are recorded."""
-        return self.decode_small_batch if sequences <= MAX_FUSED_ROWS else self.decode_large_batch
+        """The graph for decode steps of so many sequences, the faster by the table; None where none are recorded."""
+        small, large = self.decode_small_batch, self.decode_large_batch
+        if small is None or large is None:
+            return None
+        if sequences <= _ALWAYS_FUSED_ROWS:
+            return small
+        fused, apart = (measured_seconds(products_of(graph), sequences, self.table) for graph in (small, large))
+        is_fused = sequences <= _FUSED_ROWS if fused is None or apart is None else fused * _FUSED_IN_LAYERS <= apart
+        return small if is_fused else large
 
 
 class StepInputs(NamedTuple):
@@ -109,8 +125,10 @@ class _Draw(nn.Module):
         return ids, step.newest.index_put_((step.slots,), ids)
 
 
-def step_graphs(model: nn.Module, kind: str, deterministic: bool) -> StepGraphs:
-    """Capture a model, run the passes, and bind for `kind` (see `Operation.bind`).
+def step_graphs(
+    model: nn.Module, kind: str, deterministic: bool, table: tuned.Table = MappingProxyType({})
+) -> StepGraphs:
+    """Capture a model, run the passes, and bind for `kind` (see `Operation.bind`). table: of the device, if it has one.
 
     Raises NotImplementedError if an operation has no implementation there. Only on CUDA, and not in deterministic mode,
     are there implementations for which the passes pay that look at the number of rows.
@@ -143,4 +161,5 @@ def step_graphs(model: nn.Module, kind: str, deterministic: bool) -> StepGraphs:
         draw=bound(capture(_Draw(filtered=False))),
         draw_filtered=bound(capture(_Draw(filtered=True))),
         captured=counts,
+        table=table,
     )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import strata
 from strata.bench.costing import MetaModel, find_config, meta_model
+from strata.engine.step_graphs import StepGraphs
 from strata.graph.cost import total
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
+from strata.kernels.tuned import Table
 
 pytest.importorskip("triton")
 
@@ -111,6 +114,31 @@ def test_gate_and_up_of_long_prompts_are_one_kernel(model: MetaModel) -> None:
     assert long.count("linear_silu_mul_kernel") == LAYERS - 1  # the last layer has one row
     assert short.count("linear_silu_mul_kernel") == 0
     assert short.count("silu_mul_kernel") == LAYERS
+
+
+@pytest.mark.parametrize("sequences", [8, 64, 80, 128, 176, 256])
+def test_the_table_decides_whether_products_are_fused(sequences: int, model: MetaModel) -> None:
+    graphs = model.graphs
+
+    def with_table(table: Table) -> StepGraphs:
+        return replace(graphs, table=table)
+
+    slow, fast = (
+        {
+            key: replace(
+                choice, seconds=1.0 if ("add" in key.operation or "scaled" in key.operation) == fused else 1e-9
+            )
+            for key, choice in graphs.table.items()
+        }
+        for fused in (True, False)
+    )
+    assert with_table(slow).decode(sequences) is (
+        graphs.decode_small_batch if sequences <= 64 else graphs.decode_large_batch
+    )
+    assert with_table(fast).decode(sequences) is graphs.decode_small_batch
+    assert with_table({}).decode(sequences) is (
+        graphs.decode_small_batch if sequences <= 128 else graphs.decode_large_batch
+    )
 
 
 def test_a_device_without_a_table_runs_what_should_do() -> None:

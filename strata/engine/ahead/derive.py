@@ -29,6 +29,7 @@ from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.step_graphs import StepGraphs, step_graphs
 from strata.engine.warm_up import warm_up
 from strata.graph.cudagraph import Recordings
+from strata.kernels import tuned
 from strata.kernels.compiling.noting import noting
 from strata.kernels.compiling.variant import Variant
 from strata.kernels.device_limits import DeviceLimits, implementations_for, meta_means
@@ -100,7 +101,8 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes) -> DryE
     """All that an engine does before its warm-up."""
     with META:
         model = build(config, sizes.max_length).to(sizes.pool.dtype)
-    graphs = step_graphs(model, implementations_for(META), asked.deterministic)
+    table = tuned.read(DeviceLimits.of(META).product)
+    graphs = step_graphs(model, implementations_for(META), asked.deterministic, table)
     pages = PageAllocator(asked.num_pages or _PAGES, asked.page_size)
     runner_config = RunnerConfig(
         asked.max_num_seqs, sizes.max_tokens, sizes.max_length, frozenset(config.windows), config.vocab_size
