@@ -12,16 +12,18 @@ from torch import fx
 from strata.cache.pool import PoolShape
 from strata.cache.tables import BufferShape
 from strata.engine.engine_config import EngineConfig
+from strata.engine.prompt_attention import library_limit
 from strata.engine.recorded_steps import decode_buckets, max_mixed_tokens, mixed_buckets, smallest_mixed
 from strata.engine.sampler import DrawInputs
 from strata.engine.step_cost import least_costs
-from strata.engine.step_graphs import DrawStep, StepGraphs, StepInputs, step_graphs
+from strata.engine.step_graphs import DivisionInputs, DrawStep, StepGraphs, StepInputs, step_graphs
 from strata.files.json_object import read_existing_object
 from strata.graph.cost import NodeCost, StepCosts, meta_indices, meta_pages, node_costs
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import Device
 from strata.kernels import tuned
 from strata.kernels.attention.batch_parts import RecordedParts, divide, library_reach
+from strata.kernels.attention.virtual_sequences import MOST_TOKENS, Rows, VirtualSequences
 from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict, read_config
@@ -69,16 +71,17 @@ class StepNodes:
 @dataclass(frozen=True)
 class MetaModel:
     """A model without weights, of which it would have so many `parameters` in `dtype`: the graphs of its steps on a
-    device that need not be here."""
+    device that need not be here. library: cuDNN attends for prompts of recorded steps there."""
 
     config: ModelConfig
     dtype: torch.dtype
     limits: DeviceLimits
     graphs: StepGraphs
     parameters: int
+    library: bool
 
-    def _batch(self, workload: Workload, recorded: bool) -> Batch:
-        """What the graphs are called with in a step of that workload, one-token sequences first."""
+    def _batch(self, workload: Workload, size: BufferShape | None) -> Batch:
+        """What the graphs are called with in a step of that workload, one-token sequences first; size: recorded."""
         config = self.config
         pages = meta_pages(
             workload,
@@ -88,8 +91,9 @@ class MetaModel:
             dtype=self.dtype,
             page_size=_PAGE_SIZE,
         )
-        if max(workload.new) > 1 and recorded:
-            pages = replace(pages, parts=RecordedParts(pages.lengths, pages.lengths, meta_indices(2)))
+        if max(workload.new) > 1 and size is not None:
+            virtual = VirtualSequences(meta_indices(3, 1), meta_indices(2, 1), self._rows) if size.prompts else None
+            pages = replace(pages, parts=RecordedParts(pages.lengths, pages.lengths, meta_indices(2), virtual))
         elif max(workload.new) > 1 and workload.tokens < 1 << 31:  # as many as the device can count
             reach = library_reach(self.dtype, config.head_dim, config.windows, config.longest, self.limits.capability)
             cached = [total - new for new, total in zip(workload.new, workload.total, strict=True)]
@@ -108,14 +112,14 @@ class MetaModel:
         if size is None:
             inputs, draw = graphs.mixed_inputs if 1 in workload.new else graphs.prompt_inputs, graphs.draw
         else:
-            inputs, draw = graphs.recorded_inputs, graphs.draw_filtered
+            inputs = graphs.recorded_inputs if size.prompts is None else graphs.divided_inputs
+            draw = graphs.draw_filtered
             if max(workload.new) == 1:
                 model = graphs.decode(size.sequences) or model
-        is_recorded = size is not None
-        arguments = [(self._arguments(workload, count, is_recorded), workload)]
+        arguments = [(self._arguments(workload, count, size), workload)]
         if size is not None:
             filled = _padded(workload, size)
-            arguments.append((self._arguments(filled, size.draws, is_recorded), filled))
+            arguments.append((self._arguments(filled, size.draws, size), filled))
 
         def nodes(graph: fx.GraphModule, part: int) -> list[NodeCost]:
             costed, *padded = (node_costs(graph, given[part], work, self.limits) for given, work in arguments)
@@ -136,12 +140,18 @@ class MetaModel:
         if max(workload.new) == 1:
             rows = next((rows for rows in decode_buckets(_MAX_SEQUENCES) if rows >= count), None)
             return None if rows is None else BufferShape(rows, rows, rows)
-        sizes = mixed_buckets(_MAX_SEQUENCES, max_mixed_tokens(self.parameters))
-        return smallest_mixed(sizes, workload.tokens, count, count)
+        most = min(EngineConfig.max_num_batched_tokens or MOST_TOKENS, max_mixed_tokens(self.parameters, self.library))
+        prompts = count - next(at for at, new in enumerate(workload.new) if new > 1)
+        return smallest_mixed(mixed_buckets(_MAX_SEQUENCES, most, self.library), workload.tokens, count, count, prompts)
 
-    def _arguments(self, workload: Workload, draws: int, recorded: bool) -> tuple[Any, ...]:
+    @property
+    def _rows(self) -> Rows:
+        config = self.config
+        return Rows((config.num_heads + config.num_kv_heads) * config.head_dim, config.num_heads * config.head_dim)
+
+    def _arguments(self, workload: Workload, draws: int, size: BufferShape | None) -> tuple[Any, ...]:
         """What the graphs of a step are called with: inputs; decode; logits, of so many rows; draw."""
-        batch, rows = self._batch(workload, recorded), meta_indices(draws)
+        batch, rows = self._batch(workload, size), meta_indices(draws)
         assert batch.pages is not None
         tables = StepInputs(
             batch.pages.tables, meta_indices(len(workload.new)), batch.offsets, batch.pages.lengths,
@@ -150,7 +160,12 @@ class MetaModel:
         floats = rows.new_empty(rows.shape, dtype=torch.float32)
         sampled = DrawInputs(floats, rows.new_empty(rows.shape, dtype=torch.int64), rows, rows, floats, floats)
         logits = torch.empty(draws, self.config.vocab_size, dtype=self.dtype, device="meta")
-        return tables, batch, (batch, rows), DrawStep(logits, sampled, rows, rows)
+        inputs: StepInputs | DivisionInputs = tables
+        if size is not None and size.prompts is not None:
+            pool = batch.pages.keys[0]
+            pools = pool.new_empty((self.config.num_layers, *pool.shape))
+            inputs = DivisionInputs(tables, meta_indices(2), pools, pools, self._rows)
+        return inputs, batch, (batch, rows), DrawStep(logits, sampled, rows, rows)
 
     def step_costs(self) -> StepCosts:
         """The least that steps of this model cost."""
@@ -171,7 +186,8 @@ def meta_model(
     with torch.device("meta"):
         model = build(config).to(dtype)
     graphs = step_graphs(model, implementations_for(limits), deterministic, tuned.read(limits.product))
-    return MetaModel(config, dtype, limits, graphs, weight_bytes(model, dtype) // dtype.itemsize)
+    library = not deterministic and library_limit(limits, config, dtype, _PAGE_SIZE) is None
+    return MetaModel(config, dtype, limits, graphs, weight_bytes(model, dtype) // dtype.itemsize, library)
 
 
 def _padded(workload: Workload, size: BufferShape) -> Workload:

@@ -9,9 +9,16 @@ import torch
 from numpy.typing import NDArray
 
 from strata.cache.staging import Staging
+from strata.kernels.attention.virtual_sequences import KEY_BLOCK
 
 # Entries that travel to the device at once.
 MAX_CHANGES = 4096
+
+
+def table_pages(max_length: int, page_size: int) -> int:
+    """Entries of a sequence's table: as many pages as it can have, in whole blocks of keys, as the library reads."""
+    pages, block = -(-max_length // page_size), max(1, KEY_BLOCK // page_size)
+    return -(-pages // block) * block
 
 
 class BlockTables:

@@ -25,14 +25,18 @@ class PoolShape:
 
 
 class KVPool:
-    """Keys and values of each layer, [pages, page_size, kv_heads, head_dim], zeroed so that unused rows are finite."""
+    """Keys and values of each layer, [pages, page_size, kv_heads, head_dim], zeroed so that unused rows are finite.
+
+    all_keys, all_values: those of all layers, [layers, pages, ...].
+    """
 
     def __init__(self, shape: PoolShape, pages: int, device: torch.device) -> None:
         self.shape = shape
         self.pages = pages
-        one = (pages, shape.page_size, shape.kv_heads, shape.head_dim)
-        self.keys = tuple(torch.zeros(one, dtype=shape.dtype, device=device) for _ in range(shape.layers))
-        self.values = tuple(torch.zeros(one, dtype=shape.dtype, device=device) for _ in range(shape.layers))
+        size = (shape.layers, pages, shape.page_size, shape.kv_heads, shape.head_dim)
+        self.all_keys, self.all_values = (torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(2))
+        self.keys = tuple(self.all_keys[layer] for layer in range(shape.layers))
+        self.values = tuple(self.all_values[layer] for layer in range(shape.layers))
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages (source, destination) in every layer, for copy-on-write."""

@@ -23,11 +23,15 @@ Int32Array = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class BufferShape:
-    """How many of each a step buffer holds. `draws`: rows that are sampled."""
+    """How many of each a step buffer holds. `draws`: rows that are sampled.
+
+    prompts: of a recorded step, most sequences that are no decodes, for which cuDNN attends; None: any number.
+    """
 
     tokens: int
     sequences: int
     draws: int
+    prompts: int | None = None
 
     def sizes(self) -> dict[str, int]:
         """Elements of each field in the order of the buffer."""
@@ -140,7 +144,8 @@ class StepBuffer:
         host["decode_lengths"][:decodes] = host["lengths"][:decodes]
         host["decode_lengths"][decodes:] = 0
         host["bounds"][:] = decodes, min(len(counts) + 1, self.shape.sequences)
-        return RecordedParts(*(self.tensors[name] for name in ("decode_lengths", "starts", "bounds")))
+        decode_lengths, starts, bounds = (self.tensors[name] for name in ("decode_lengths", "starts", "bounds"))
+        return RecordedParts(decode_lengths, starts, bounds)
 
     def pad_draws(self, draws: int, slot: int) -> None:
         """Beyond the first `draws`, padding rows draw greedily, without filters, from row 0 into `slot`."""

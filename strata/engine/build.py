@@ -24,6 +24,7 @@ from strata.engine.faults import memory_explained
 from strata.engine.grammars.grammar import vocabulary
 from strata.engine.ledger import Ledger, plan_memory
 from strata.engine.loop import EngineLoop
+from strata.engine.prompt_attention import library_limit, library_plans, without_library
 from strata.engine.recorded_steps import REASONS, RecordedSteps
 from strata.engine.runner import Runner, RunnerConfig
 from strata.engine.sampling_params import SamplingParams
@@ -129,13 +130,17 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
     fast = device.type == "cuda" and limit is None
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    sizes = EngineSizes.of(asked, config, device, fast)
+    sizes = EngineSizes.of(asked, config, device, DeviceLimits.of(device) if fast else None)
     kernels = None
     if fast:
         from strata.engine.ahead.ahead import KernelsAhead  # needs Triton
 
         kernels = beside.enter_context(KernelsAhead(asked, device, log).under_way())
     pool_shape, max_length = sizes.pool, sizes.max_length
+    if fast and not asked.deterministic:
+        without = library_limit(DeviceLimits.of(device), config, pool_shape.dtype, asked.page_size)
+        if without is not None:
+            log(without_library(without))
     ledger = plan_memory(
         config,
         pool_shape,
@@ -165,7 +170,8 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
         pool = KVPool(pool_shape, ledger.pages, device)
     windows, mask_ids = frozenset(config.windows), vocabulary(tokenizer, config.vocab_size)
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
-    runner_config = RunnerConfig(asked.max_num_seqs, sizes.max_tokens, max_length, windows, mask_ids)
+    heads = config.num_heads
+    runner_config = RunnerConfig(asked.max_num_seqs, sizes.max_tokens, max_length, windows, heads, mask_ids)
     runner = Runner(graphs, pool, runner_config, device)
     kernels_are_ready = False
     if kernels is not None:
@@ -173,6 +179,8 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
             kernels_are_ready = kernels.finish(show=show_progress)
     recorded = None
     with clock.phase("CUDA graphs"):
+        if sizes.library and not library_plans(config, pool_shape, ledger.pages, max_length, device, log):
+            sizes = sizes.without_library(asked.max_num_seqs)
         if sizes.recorded:
             recorded = runner.record(sizes.recorded)
             shortage = recorded.shortage(ledger.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 
 from strata.cache.pool import PoolShape
 from strata.cache.tables import BufferShape
+from strata.engine.prompt_attention import library_limit
 from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.sampling_params import RANGES, check_integer
+from strata.kernels.device_limits import DeviceLimits
 from strata.models import weights
 from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import build
@@ -110,7 +112,8 @@ class EngineConfig:
 class EngineSizes:
     """max_length: tokens of one sequence; max_tokens: of one step. pool: of the KV pages, with the weights' dtype.
 
-    recorded: the steps that get a CUDA graph; weight_bytes: of the whole model.
+    recorded: the steps that get a CUDA graph; library: cuDNN attends for prompts in them. weight_bytes: of the whole
+    model.
     """
 
     max_length: int
@@ -118,6 +121,7 @@ class EngineSizes:
     pool: PoolShape
     weight_bytes: int
     recorded: tuple[BufferShape, ...]
+    library: bool
 
     @property
     def recorded_tokens(self) -> int:
@@ -125,17 +129,28 @@ class EngineSizes:
         return max((size.tokens for size in self.recorded), default=0)
 
     @staticmethod
-    def of(asked: EngineConfig, config: ModelConfig, device: torch.device, fast: bool) -> EngineSizes:
-        """fast: on a CUDA device that runs the own kernels, which need not be here. Raises ValueError for a length that
-        the model cannot have."""
+    def of(
+        asked: EngineConfig, config: ModelConfig, device: torch.device, limits: DeviceLimits | None
+    ) -> EngineSizes:
+        """limits: of a CUDA device that runs the own kernels, which need not be here; None: of no such device. Raises
+        ValueError for a length that the model cannot have."""
         max_length = _max_length(asked, config)
-        max_tokens = asked.max_num_batched_tokens or (8192 if fast else 2048)
+        max_tokens = asked.max_num_batched_tokens or (8192 if limits is not None else 2048)
         dtype = weights.resolve_dtype(asked.dtype, config, device)
         pool = PoolShape(config.num_layers, asked.page_size, config.num_kv_heads, config.head_dim, dtype)
         with torch.device("meta"):
             weight_bytes = weights.weight_bytes(build(config, max_length), dtype)
-        recorded = recorded_sizes(asked.max_num_seqs, max_tokens, weight_bytes // dtype.itemsize) if fast else ()
-        return EngineSizes(max_length, max_tokens, pool, weight_bytes, tuple(recorded))
+        library, recorded = False, []
+        if limits is not None:
+            library = not asked.deterministic and library_limit(limits, config, dtype, asked.page_size) is None
+            recorded = recorded_sizes(asked.max_num_seqs, max_tokens, weight_bytes // dtype.itemsize, library)
+        return EngineSizes(max_length, max_tokens, pool, weight_bytes, tuple(recorded), library)
+
+    def without_library(self, max_sequences: int) -> EngineSizes:
+        """The same where cuDNN cannot attend after all."""
+        parameters = self.weight_bytes // self.pool.dtype.itemsize
+        recorded = recorded_sizes(max_sequences, self.max_tokens, parameters, library=False)
+        return replace(self, recorded=tuple(recorded), library=False)
 
 
 def _max_length(asked: EngineConfig, config: ModelConfig) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -21,8 +21,10 @@ from strata.cache.staging import Staging
 from strata.cache.tables import BufferShape, StepBuffer
 from strata.engine.faults import is_lack_of_memory
 from strata.engine.sampler import DrawInputs
-from strata.engine.step_graphs import DrawStep, StepGraphs, StepInputs
+from strata.engine.step_graphs import DivisionInputs, DrawStep, StepGraphs, StepInputs
 from strata.graph.cudagraph import Recordings
+from strata.kernels.attention.batch_parts import RecordedParts
+from strata.kernels.attention.virtual_sequences import MOST_PROMPTS, MOST_TOKENS, Rows, as_virtual_sequences
 
 
 def step_inputs(buffer: StepBuffer, tables: Tensor, page_size: int, newest: Tensor) -> StepInputs:
@@ -41,27 +43,31 @@ def draw_inputs(buffer: StepBuffer, draws: int) -> DrawInputs:
     return DrawInputs(temperatures, seeds, tensors["steps"][:draws], tensors["top_k"][:draws], top_p, min_p)
 
 
-# Launched kernel by kernel, steps with prompts keep the host busy for 15 to 43 ms. They are recorded as long as their
-# products are shorter, 10 ms on a Hopper, and up to so many tokens for any model. Past that launches hide behind the
-# device's work, and prompts are long enough that cuDNN attends faster than a kernel over pages.
+# Launched kernel by kernel, steps with prompts keep the host busy for 15 to 43 ms. Without cuDNN they are recorded as
+# long as their products are shorter, 10 ms on a Hopper, and up to so many tokens for any model. Past that launches hide
+# behind the device's work, and prompts are long enough that torch's cuDNN attends faster than a kernel over pages.
 _RECORDED_FLOPS = 7e12
 _ALWAYS_RECORDED = 2048
 # Numbers of sequences that recordings of such steps hold: splits of decode attention and sampled rows follow them.
 _MIXED_SEQUENCES = (16, 64, 256, 1024)
 # A step with more tokens has time for programs without work, so one size less for each number of them.
-_FEW_SEQUENCES_TOKENS = 1024
+_FEW_SEQUENCES_TOKENS = 640
+# From so many on, cuDNN attends faster than the kernel over pages, if there are few prompts.
+_LIBRARY_TOKENS = 448
+# Where it does, sizes for any number of prompts, which are short then: each is at most a half more than the one before.
+_MANY_PROMPTS_TOKENS = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
-def recorded_sizes(max_sequences: int, max_tokens: int, parameters: int) -> list[BufferShape]:
-    """All sizes of steps of a model that get a CUDA graph."""
+def recorded_sizes(max_sequences: int, max_tokens: int, parameters: int, library: bool) -> list[BufferShape]:
+    """All sizes of steps of a model that get a CUDA graph. library: cuDNN can attend for prompts in them."""
     most = min(max_sequences, max_tokens)  # each sequence of a step has a token
     decode = (BufferShape(count, count, count) for count in decode_buckets(most))
-    return [*decode, *mixed_buckets(most, min(max_tokens, max_mixed_tokens(parameters)))]
+    return [*decode, *mixed_buckets(most, min(max_tokens, max_mixed_tokens(parameters, library)), library)]
 
 
-def max_mixed_tokens(parameters: int) -> int:
+def max_mixed_tokens(parameters: int, library: bool) -> int:
     """Tokens of the largest steps with prompts that are recorded of a model with so many weights."""
-    return max(_ALWAYS_RECORDED, int(_RECORDED_FLOPS / (2 * parameters)) // 512 * 512)
+    return max(MOST_TOKENS if library else _ALWAYS_RECORDED, int(_RECORDED_FLOPS / (2 * parameters)) // 512 * 512)
 
 
 def decode_buckets(most: int) -> list[int]:
@@ -70,22 +76,27 @@ def decode_buckets(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-def mixed_buckets(max_sequences: int, max_tokens: int) -> list[BufferShape]:
-    """Sizes of steps with prompts that get a CUDA graph, ascending; padding is at most a quarter beyond 256 tokens, and
-    the largest step has a size of its own.
+def mixed_buckets(max_sequences: int, max_tokens: int, library: bool) -> list[BufferShape]:
+    """Sizes of steps with prompts that get a CUDA graph, ascending; padding is at most a quarter beyond 256 tokens, or
+    a half where cuDNN can attend but there are too many prompts for it, and the largest step has a size of its own.
 
     One sequence more than a step may have, so that padding tokens always find one to belong to.
     """
-    tokens = [32, 64, 96, *range(128, 512, 64), *range(512, 640, 32), *range(640, 1024, 64)]
-    tokens += [*range(1024, 2048, 256), *range(2048, 4096, 512), *range(4096, 8193, 1024)]
-    tokens = [*(size for size in tokens if size < max_tokens), *(max_tokens,) * (max_tokens <= tokens[-1])]
+    # Close to each other where steps with decodes end up; then as the tiles of products.
+    tokens = [32, 64, 96, *range(128, 512, 64), *range(512, 576, 32), 576, 640, 704, 768, 896]
+    tokens += [*range(1024, 2048, 256), *range(2048, 4096, 512), *range(4096, MOST_TOKENS + 1, 1024)]
+    largest = (max_tokens,) * (max_tokens <= tokens[-1])
+    tokens = [*(size for size in tokens if size < max_tokens), *largest]
     sequences = [*(count for count in _MIXED_SEQUENCES if count < max_sequences), max_sequences]
-    return [
-        BufferShape(size, count + 1, count)
-        for size in tokens
-        for count in (sequences if size <= _FEW_SEQUENCES_TOKENS else sequences[-2:])
-        if count + 1 < size
-    ]
+    sizes = []
+    for size in tokens:
+        divided = library and size >= _LIBRARY_TOKENS
+        fitting = [count for count in sequences if count + 1 < size]
+        for count in fitting if size <= _FEW_SEQUENCES_TOKENS else fitting[-2:]:
+            sizes.append(BufferShape(size, count + 1, count, min(count, MOST_PROMPTS) if divided else None))
+        if divided and fitting[-1] > MOST_PROMPTS and (size in _MANY_PROMPTS_TOKENS or size in largest):
+            sizes.append(BufferShape(size, fitting[-1] + 1, fitting[-1]))
+    return sizes
 
 
 Reason = Literal["too_large", "prompt_logprobs", "out_of_memory"]
@@ -119,8 +130,13 @@ class RecordedSteps:
         newest: Tensor,
         staging: list[Staging],
         recordings: Recordings,
+        heads: int,
     ) -> None:
+        """heads: of the model's queries."""
         self._graphs, self._pool, self._tables = graphs, pool, tables
+        # As `qk_rope_kv_write` leaves queries, in front of keys.
+        width = pool.shape.head_dim
+        self._rows = Rows((heads + pool.shape.kv_heads) * width, heads * width)
         self._newest, self._staging = newest, staging
         self._recordings = recordings
         self._outputs: dict[BufferShape, Recorded] = {}
@@ -129,7 +145,7 @@ class RecordedSteps:
         self.sizes: list[BufferShape] = []
         self.lacking: list[BufferShape] = []
         self.unrecorded: dict[Reason, int] = dict.fromkeys(REASONS, 0)
-        self._warm: set[tuple[str, bool, int]] = set()
+        self._warm: set[tuple[str, bool, int | None]] = set()
         self._buffers: dict[BufferShape, dict[Staging, StepBuffer]] = {}
 
     @property
@@ -141,18 +157,18 @@ class RecordedSteps:
         """The smallest recorded size that holds so many sequences of one token; None if all are smaller."""
         return next((shape for shape in self._decode if shape.sequences >= sequences), None)
 
-    def mixed_bucket(self, tokens: int, sequences: int, draws: int) -> BufferShape | None:
-        """The smallest recorded size that holds a step with prompts; None if all are smaller."""
-        return smallest_mixed(self._mixed, tokens, sequences, draws)
+    def mixed_bucket(self, tokens: int, sequences: int, draws: int, prompts: int) -> BufferShape | None:
+        """The smallest recorded size that holds a step with so many prompts; None if all are smaller."""
+        return smallest_mixed(self._mixed, tokens, sequences, draws, prompts)
 
-    def count_unrecorded(self, tokens: int, sequences: int, draws: int, scored: bool) -> None:
+    def count_unrecorded(self, tokens: int, sequences: int, draws: int, prompts: int, scored: bool) -> None:
         """A step is launched eagerly. scored: because the prompts of some are."""
         decodes = tokens == sequences == draws  # for all of which there are sizes
         mixed = (size for size in self.lacking if not _is_decode(size))
         reason: Reason = "too_large"
         if scored:
             reason = "prompt_logprobs"
-        elif decodes or smallest_mixed(mixed, tokens, sequences, draws) is not None:
+        elif decodes or smallest_mixed(mixed, tokens, sequences, draws, prompts) is not None:
             reason = "out_of_memory"
         self.unrecorded[reason] += 1
 
@@ -196,6 +212,12 @@ class RecordedSteps:
         self._recordings.discard([(shape, "run"), (shape, "draw")])
         insort(self.lacking, shape, key=_size)  # in which the smallest is looked for
 
+    def _divide(self, inputs: StepInputs, parts: RecordedParts) -> tuple[Tensor, Tensor, RecordedParts]:
+        """Tokens, block tables and parts of a step in which cuDNN attends for prompts."""
+        given = DivisionInputs(inputs, parts.bounds, self._pool.all_keys, self._pool.all_values, self._rows)
+        tokens, tables, division = self._graphs.divided_inputs.forward(given)
+        return tokens, tables, replace(parts, virtual=as_virtual_sequences(division, self._rows))
+
     def _record(self, shape: BufferShape) -> None:
         device = self._staging[0].target(shape.size)
         self._buffers[shape] = {staging: StepBuffer(shape, staging, device) for staging in self._staging}
@@ -213,8 +235,12 @@ class RecordedSteps:
         made = Recorded(newest, newest)
 
         def run() -> None:
-            tokens, tables = graphs.recorded_inputs.forward(inputs)
-            batch = buffer.batch(self._pool, tables, tokens, longest, (), parts)
+            if parts is None or shape.prompts is None:
+                divided = parts
+                tokens, tables = graphs.recorded_inputs.forward(inputs)
+            else:
+                tokens, tables, divided = self._divide(inputs, parts)
+            batch = buffer.batch(self._pool, tables, tokens, longest, (), divided)
             if decode is not None:
                 made.logits = decode.forward(batch)
             else:
@@ -225,7 +251,8 @@ class RecordedSteps:
             made.ids = graphs.draw_filtered.forward(step)[0]
 
         # What compiles or is chosen when it first runs follows from the graph and tokens or sequences alone.
-        sizes = {("tokens", is_decode, shape.tokens), ("sequences", is_decode, shape.sequences)}
+        sizes: set[tuple[str, bool, int | None]] = {("prompts", is_decode, shape.prompts)}
+        sizes |= {("tokens", is_decode, shape.tokens), ("sequences", is_decode, shape.sequences)}
         warm = sizes <= self._warm
         self._recordings.record((shape, "run"), run, warm=warm)
         self._recordings.record((shape, "draw"), draw, warm=warm)
@@ -236,10 +263,19 @@ class RecordedSteps:
         insort(self._decode if is_decode else self._mixed, shape, key=_size)
 
 
-def smallest_mixed(shapes: Iterable[BufferShape], tokens: int, sequences: int, draws: int) -> BufferShape | None:
-    """The first of these ascending sizes that holds a step with prompts; None if all are smaller."""
+def smallest_mixed(
+    shapes: Iterable[BufferShape], tokens: int, sequences: int, draws: int, prompts: int
+) -> BufferShape | None:
+    """The first of these ascending sizes that holds a step with so many prompts; None if all are smaller."""
     return next(
-        (shape for shape in shapes if shape.tokens >= tokens and shape.sequences > sequences and shape.draws >= draws),
+        (
+            shape
+            for shape in shapes
+            if shape.tokens >= tokens
+            and shape.sequences > sequences
+            and shape.draws >= draws
+            and (shape.prompts is None or shape.prompts >= prompts)
+        ),
         None,
     )
 
@@ -248,5 +284,5 @@ def _is_decode(shape: BufferShape) -> bool:
     return shape.tokens == shape.sequences
 
 
-def _size(shape: BufferShape) -> tuple[int, int]:
-    return shape.tokens, shape.sequences
+def _size(shape: BufferShape) -> tuple[int, int, bool]:
+    return shape.tokens, shape.sequences, shape.prompts is None

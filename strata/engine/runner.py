@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 from torch import Tensor
 
-from strata.cache.block_tables import BlockTables
+from strata.cache.block_tables import BlockTables, table_pages
 from strata.cache.pool import KVPool
 from strata.cache.staging import Staging
 from strata.cache.tables import BufferShape, StepBuffer
@@ -33,12 +33,13 @@ from strata.kernels.sampling.sampling import likeliest, logprobs
 @dataclass(frozen=True)
 class RunnerConfig:
     """max_sequences: slots; max_tokens: tokens of one step; max_length: tokens of one sequence; windows: the different
-    ones of the model's attention layers; mask_ids: how many ids a mask of a grammar tells of."""
+    ones of the model's attention layers; heads: of its queries; mask_ids: how many ids a mask of a grammar tells of."""
 
     max_sequences: int
     max_tokens: int
     max_length: int
     windows: frozenset[int | None]
+    heads: int
     mask_ids: int
 
 
@@ -98,6 +99,12 @@ class PlanArrays:
             self.draw_slots = np.array(self.drawn, dtype=np.int32)
             self.draw_lengths = np.repeat(self.ends, draws)
             self.draw_rows = np.repeat(self.last_rows, draws)
+
+    @property
+    def prompts(self) -> int:
+        """The chunks from the first on that has more than one token: those before it decode."""
+        more = np.flatnonzero(self.counts != 1)
+        return len(self.counts) - int(more[0]) if len(more) else 0
 
 
 @dataclass(frozen=True)
@@ -188,7 +195,7 @@ class Runner:
         self._config, self._device = config, device
         attended = (pool.shape.dtype, pool.shape.head_dim, config.windows, config.max_length)
         self._reach = library_reach(*attended, DeviceLimits.of(device).capability if device.type == "meta" else None)
-        most_pages = -(-config.max_length // pool.shape.page_size)
+        most_pages = table_pages(config.max_length, pool.shape.page_size)
         self._tables = BlockTables(config.max_sequences, most_pages, device)
         self._slots = SlotState(config.max_sequences)
         self._sampler = Sampler(config.max_sequences, config.max_length, device)
@@ -207,7 +214,7 @@ class Runner:
     def record(self, buckets: Iterable[BufferShape]) -> RecordedSteps:
         """Record CUDA graphs for steps of these sizes, the largest first so that the others fit in its memory."""
         given = (self._graphs, self.pool, self._tables, self._newest, self._staging, self._recordings())
-        recorded = RecordedSteps(*given)
+        recorded = RecordedSteps(*given, self._config.heads)
         for bucket in sorted(buckets, key=lambda shape: shape.size, reverse=True):
             recorded.record(bucket)
         torch.cuda.empty_cache()  # what the first runs left on a stream that nothing else uses
@@ -266,7 +273,7 @@ class Runner:
         """The recorded size that a step takes; None if it is launched eagerly, as prompts that are scored are."""
         if self._recorded is None:
             return None
-        size = plan.tokens, len(plan.chunks), len(arrays.drawn)
+        size = plan.tokens, len(plan.chunks), len(arrays.drawn), arrays.prompts
         scored, lengths = self._slots.scored, self._slots.prompt_lengths
         scores = bool(scored) and any(
             chunk.slot in scored and chunk.start < lengths[chunk.slot] - 1 for chunk in plan.chunks

@@ -25,6 +25,8 @@ from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
 from strata.graph.product_times import measured_seconds, products_of
 from strata.kernels import tuned
+from strata.kernels.attention.virtual_sequences import MOST_PROMPTS, Rows, virtual_sequences
+from strata.kernels.state.clear_page_ends import clear_page_ends
 from strata.kernels.state.gather_tables import gather_tables
 from strata.kernels.state.newest_tokens import newest_tokens
 
@@ -47,6 +49,8 @@ class StepGraphs:
         [tokens, vocabulary]; products of the first take up norms and gating. None where no steps are recorded.
     recorded_inputs, mixed_inputs, prompt_inputs: StepInputs to tokens and block tables: of recorded steps; of others in
         which ids are missing that only the device knows; and in which none are.
+    divided_inputs: DivisionInputs to tokens, block tables and the prompts' division, of recorded steps in which cuDNN
+        attends for them.
     draw, draw_filtered: DrawStep to ids [rows] int32, which are also written where later steps read them.
     captured: how many nodes of each operation the model and its head had before the passes.
     table: what was measured of the device's products.
@@ -60,6 +64,7 @@ class StepGraphs:
     recorded_inputs: fx.GraphModule
     mixed_inputs: fx.GraphModule
     prompt_inputs: fx.GraphModule
+    divided_inputs: fx.GraphModule
     draw: fx.GraphModule
     draw_filtered: fx.GraphModule
     captured: Mapping[str, int]
@@ -91,6 +96,16 @@ class StepInputs(NamedTuple):
     newest: Tensor
 
 
+class DivisionInputs(NamedTuple):
+    """What the prompts of a step are divided by: see `virtual_sequences` and `clear_page_ends`."""
+
+    step: StepInputs
+    bounds: Tensor
+    key_pools: Tensor
+    value_pools: Tensor
+    rows: Rows
+
+
 class DrawStep(NamedTuple):
     """Logits [rows, vocabulary], how they are sampled, and where the ids go: slots [rows] of newest [slots] int32."""
 
@@ -113,6 +128,18 @@ class _Inputs(nn.Module):
             where = (step.rows, step.offsets, step.lengths, step.slot_mapping)
             return tokens, gather_tables(step.tables, *where, step.page_size)
         return tokens, torch.index_select(step.tables, 0, step.rows)
+
+
+class _DividedInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._inputs = _Inputs(recorded=True, missing=True)
+
+    def forward(self, given: DivisionInputs) -> tuple[Tensor, Tensor, Tensor]:
+        step, bounds = given.step, given.bounds
+        tokens, tables = self._inputs(step)
+        tables = clear_page_ends(given.key_pools, given.value_pools, tables, step.lengths, bounds, MOST_PROMPTS)
+        return tokens, tables, virtual_sequences(step.offsets, step.lengths, bounds, tables, given.rows, step.page_size)
 
 
 class _Draw(nn.Module):
@@ -158,6 +185,7 @@ def step_graphs(
         recorded_inputs=bound(capture(_Inputs(recorded=True, missing=True))),
         mixed_inputs=bound(capture(_Inputs(recorded=False, missing=True))),
         prompt_inputs=bound(capture(_Inputs(recorded=False, missing=False))),
+        divided_inputs=bound(capture(_DividedInputs())),
         draw=bound(capture(_Draw(filtered=False))),
         draw_filtered=bound(capture(_Draw(filtered=True))),
         captured=counts,

@@ -66,7 +66,7 @@ class Replayed:
         return tensor
 
 
-SIZES = recorded_sizes(MOST, LONGEST, 10**6)
+SIZES = recorded_sizes(MOST, LONGEST, 10**6, library=False)
 
 
 def recording(folder: Path, monkeypatch: pytest.MonkeyPatch, graphs: Replayed) -> tuple[LLM, RecordedSteps]:
@@ -122,51 +122,109 @@ def test_the_same_ids_as_eagerly(recorded: tuple[LLM, Replayed], folder: Path) -
     assert {key[1] for key in graphs.replayed} == {"run", "draw"}
 
 
+def in_divided_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, Replayed]:
+    """An engine whose steps of up to two prompts divide them for the library."""
+    monkeypatch.setattr(recorded_steps, "_LIBRARY_TOKENS", 32)
+    monkeypatch.setattr(recorded_steps, "MOST_PROMPTS", 2)
+    sizes = recorded_sizes(MOST, LONGEST, 10**6, library=True)
+    assert {size.prompts for size in sizes if size.tokens != size.sequences} == {2, None}
+    monkeypatch.setattr("tests.engine.test_recorded_steps.SIZES", sizes)
+    graphs = Replayed()
+    return recording(folder, monkeypatch, graphs)[0], graphs
+
+
+def test_the_same_ids_where_few_prompts_are_divided(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, graphs = in_divided_steps(folder, monkeypatch)
+    assert ids(llm) == ids(LLM(folder, **OPTIONS))
+    mixed = {key[0] for key in graphs.replayed if key[0].tokens != key[0].sequences}
+    assert {size.prompts for size in mixed} == {2, None}
+
+
+def test_steps_take_a_size_for_as_many_prompts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what a page holds behind a prompt, which attention may read, does not come from whom it was before."""
+    llm, graphs = in_divided_steps(folder, monkeypatch)
+    pool = llm.engine.loop._runner.pool
+    for pools in (pool.all_keys, pool.all_values):
+        pools.fill_(torch.nan)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    for count in (1, 2, 3):
+        graphs.replayed.clear()
+        prompts = [{"prompt_token_ids": [10 * count + number] * 21} for number in range(count)]
+        llm.generate(prompts, params, use_tqdm=False)
+        ran = [key[0] for key in graphs.replayed if key[1] == "run"]
+        assert [size.prompts for size in ran] == [2 if count < 3 else None]
+        assert ran[0].tokens == {1: 32, 2: 64, 3: LONGEST}[count]
+        if count < 3:
+            for kept in (*pool.keys, *pool.values):
+                used = kept.isnan().flatten(1).logical_not().any(1)
+                assert int(used.sum()) >= 2 * count
+                assert not kept[used].isnan().any()
+
+
+@pytest.mark.parametrize("library", [False, True])
 @pytest.mark.parametrize("most", [256, 512, 1024])
-def test_every_size_holds_what_it_promises_and_wastes_little(most: int) -> None:
-    sizes = mixed_buckets(most, 5632)  # of the 0.6B shape
-    assert sizes == sorted(set(sizes), key=lambda size: (size.tokens, size.sequences))
-    assert len(sizes) < (80 if most == 256 else 105)  # each takes memory and start-up time
-    for tokens in (*range(2, 1100), *range(1100, 5632, 7), 5632):
+def test_every_size_holds_what_it_promises_and_wastes_little(most: int, library: bool) -> None:
+    longest = max_mixed_tokens(600 * 10**6, library)  # of the 0.6B shape
+    sizes = mixed_buckets(most, longest, library)
+    assert sizes == sorted(set(sizes), key=lambda size: (size.tokens, size.sequences, size.prompts is None))
+    assert len(sizes) < (75 if most == 256 else 80)  # each takes memory and start-up time
+    for tokens in (*range(2, 1100), *range(1100, longest, 7), longest):
         for sequences in (1, 16, 64, min(256, tokens - 1), min(most, tokens - 1)):
-            size = smallest_mixed(sizes, tokens, sequences, sequences)
+            for prompts in {1, min(16, sequences), min(17, sequences), sequences}:
+                size = smallest_mixed(sizes, tokens, sequences, sequences, prompts)
+                assert size is not None
+                assert size.tokens >= tokens
+                assert size.sequences > sequences  # padding finds a sequence to belong to
+                assert size.sequences < size.tokens  # and no size is taken for one of decodes
+                assert size.prompts is None or prompts <= size.prompts
+                if tokens > max(256, 2 * sequences):
+                    assert size.tokens <= (1.25 if prompts <= 16 or not library else 1.5) * tokens
+                if library and tokens >= 448 and prompts <= 16:
+                    assert size.prompts == 16
+    assert smallest_mixed(sizes, longest + 1, 1, 1, 1) is None
+    assert smallest_mixed(sizes, 600, 100, most + 1, 1) is None
+
+
+def test_steps_are_recorded_while_they_are_short_for_their_model_or_the_library_attends() -> None:
+    models = (10**6, 600 * 10**6, 8 * 10**9)
+    assert [max_mixed_tokens(parameters, False) for parameters in models] == [3_499_520, 5632, 2048]
+    assert [max_mixed_tokens(parameters, True) for parameters in models] == [3_499_520, 8192, 8192]
+    for library, longest in ((False, 2048), (True, 8192)):
+        sizes = recorded_sizes(256, 8192, 8 * 10**9, library)
+        assert max(size.tokens for size in sizes) == longest
+        assert library == any(size.prompts is not None for size in sizes)
+
+
+@pytest.mark.parametrize("library", [False, True])
+@pytest.mark.parametrize("longest", [77, 300, 2000, 2048, 5000])
+def test_the_largest_step_is_recorded(longest: int, library: bool) -> None:
+    for most in (16, 100):
+        sizes = mixed_buckets(min(most, longest - 2), longest, library)
+        for prompts in (1, min(most, longest - 2)):
+            size = smallest_mixed(sizes, longest, most - 30, most - 30, prompts)
             assert size is not None
-            assert size.tokens >= tokens
-            assert size.sequences > sequences  # padding finds a sequence to belong to
-            assert size.sequences < size.tokens  # and no size is taken for one of decodes
-            if tokens > max(256, 2 * sequences):
-                assert size.tokens <= 1.25 * tokens
-    assert smallest_mixed(sizes, 5633, 1, 1) is None
-    assert smallest_mixed(sizes, 600, 100, most + 1) is None
+            assert size.tokens == longest
 
 
-def test_steps_are_recorded_while_they_are_short_for_their_model() -> None:
-    assert [max_mixed_tokens(parameters) for parameters in (10**6, 600 * 10**6, 8 * 10**9)] == [3_499_520, 5632, 2048]
-    sizes = recorded_sizes(256, 8192, 8 * 10**9)
-    assert max(size.tokens for size in sizes) == 2048
-
-
-@pytest.mark.parametrize("longest", [77, 300, 2000, 2048])
-def test_the_largest_step_is_recorded(longest: int) -> None:
-    sizes = mixed_buckets(16, longest)
-    assert smallest_mixed(sizes, longest, 16, 16) == sizes[-1]
-    assert sizes[-1].tokens == longest
-
-
+@pytest.mark.parametrize("library", [False, True])
 @pytest.mark.parametrize("most", [1, 31, 32, 33, 200])
-def test_no_size_is_larger_than_a_step_may_be(most: int) -> None:
-    for size in mixed_buckets(most, 100):
-        assert size.tokens <= 100
-        assert size.draws <= most
+def test_no_size_is_larger_than_a_step_may_be(most: int, library: bool) -> None:
+    for tokens in (100, 700):
+        for size in mixed_buckets(most, tokens, library):
+            assert size.tokens <= tokens
+            assert size.draws <= most
     assert decode_buckets(most)[-1] == most
 
 
-@pytest.mark.parametrize(("sequences", "tokens"), [(8, 4), (64, 16), (256, 128), (256, 255), (4, 1)])
-def test_steps_of_fewer_tokens_than_sequences_fit_into_their_buffers(sequences: int, tokens: int) -> None:
-    sizes = recorded_sizes(sequences, tokens, 10**9)
+@pytest.mark.parametrize("library", [False, True])
+@pytest.mark.parametrize(("sequences", "tokens"), [(8, 4), (64, 16), (256, 128), (256, 255), (4, 1), (256, 8192)])
+def test_steps_of_fewer_tokens_than_sequences_fit_into_their_buffers(
+    sequences: int, tokens: int, library: bool
+) -> None:
+    sizes = recorded_sizes(sequences, tokens, 10**9, library)
     largest = BufferShape(tokens, sequences + 1, sequences).size
     assert max(size.size for size in sizes) <= largest
-    assert max(size.tokens for size in sizes) == tokens
+    assert max(size.tokens for size in sizes) == (tokens if library or tokens < 8192 else 3072)
 
 
 def test_only_the_prompt_of_a_scored_sequence_is_launched_eagerly(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,13 @@ SAMPLING = ["filter_bounds_kernel", "gumbel_blocks_kernel", "gumbel_reduce_kerne
 
 @pytest.fixture(scope="module")
 def model() -> MetaModel:
-    return meta_model(find_config("8B"), device("h200"))
+    """Without the library's front end, whether it is installed here or not."""
+    return replace(meta_model(find_config("8B"), device("h200")), library=False)
+
+
+@pytest.fixture(scope="module")
+def model_with_library(model: MetaModel) -> MetaModel:
+    return replace(model, library=True)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +114,48 @@ def test_recorded_steps_with_prompts_attend_in_two_launches(new: tuple[int, ...]
     found = [list(node.kernels) for node in step.model if node.operation == "attention"]
     assert found == [["decode_attention_kernel", "attention_kernel"]] * LAYERS
     assert step.kernels[-4:] == SAMPLING
+
+
+@pytest.mark.parametrize(
+    ("new", "attention"),
+    [
+        ((1,) * 30 + (8000,), "(cuDNN)"),
+        ((512,) * 16, "(cuDNN)"),
+        ((500,), "(cuDNN)"),
+        ((1, 300), "attention_kernel"),
+        ((440,) * 17, "attention_kernel"),
+    ],
+)
+def test_recorded_steps_of_few_long_prompts_attend_by_the_library(
+    new: tuple[int, ...], attention: str, model_with_library: MetaModel
+) -> None:
+    step = model_with_library.step(Workload(new, tuple(900 if count == 1 else count for count in new)))
+    inputs = ["newest_tokens_kernel", "gather_tables_kernel"]
+    divided = ["clear_page_ends_kernel", "virtual_sequences_kernel"] * (attention == "(cuDNN)")
+    assert [kernel for node in step.inputs for kernel in node.kernels] == inputs + divided
+    found = [list(node.kernels) for node in step.model if node.operation == "attention"]
+    assert found == [["decode_attention_kernel", attention]] * LAYERS
+
+
+def test_layers_with_windows_attend_without_the_library() -> None:
+    config = find_config("8B")
+    windows = (None, 4096) * (LAYERS // 2)
+    mixed = replace(meta_model(replace(config, windows=windows), device("h200")), library=True)
+    found = [node.kernels[1] for node in mixed.step(Workload((2048,), (2048,))).model if node.operation == "attention"]
+    assert found == ["(cuDNN)", "attention_kernel"] * (LAYERS // 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "deterministic", "expected"),
+    [("h200", "8B", False, True), ("h200", "8B", True, False), ("a100", "8B", False, False)],
+)
+def test_the_library_attends_on_a_hopper_where_its_front_end_is_installed(
+    name: str, shape: str, deterministic: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for installed in (True, False):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, there=installed: object() if there else None)
+        made = meta_model(find_config(shape), device(name), deterministic=deterministic)
+        assert made.library == (expected and installed)
 
 
 def test_gate_and_up_of_long_prompts_are_one_kernel(model: MetaModel) -> None:

@@ -68,7 +68,7 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
     Raises ValueError for whatever the engine would refuse.
     """
     config, _ = weights.resolve(asked.model, asked.load_format)
-    sizes = EngineSizes.of(asked, config, torch.device("cuda"), fast=True)
+    sizes = EngineSizes.of(asked, config, torch.device("cuda"), limits)
     with as_if_launched(limits, note):
         engine = _start(asked, shortened(config), sizes)
         warm_up(engine.loop, engine.pages, config.vocab_size, sizes.recorded_tokens)
@@ -104,9 +104,8 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes) -> DryE
     table = tuned.read(DeviceLimits.of(META).product)
     graphs = step_graphs(model, implementations_for(META), asked.deterministic, table)
     pages = PageAllocator(asked.num_pages or _PAGES, asked.page_size)
-    runner_config = RunnerConfig(
-        asked.max_num_seqs, sizes.max_tokens, sizes.max_length, frozenset(config.windows), config.vocab_size
-    )
+    windows, heads = frozenset(config.windows), config.num_heads
+    runner_config = RunnerConfig(asked.max_num_seqs, sizes.max_tokens, sizes.max_length, windows, heads, config.vocab_size)
     runner = _NotingRunner(graphs, KVPool(sizes.pool, pages.num_pages, META), runner_config, META)
     runner.record(sizes.recorded)
     scheduler_config = SchedulerConfig(asked.max_num_seqs, sizes.max_tokens, sizes.max_length, 0, None)

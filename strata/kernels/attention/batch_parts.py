@@ -14,6 +14,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from strata.kernels.attention.virtual_sequences import VirtualSequences
+
 # Tokens. Smaller blocks leave less to the slower kernel and make more shapes.
 BLOCK = 512
 # Queries of a call: fewer do not fill the device.
@@ -61,13 +63,15 @@ class RecordedParts:
     """The division of a recorded step, which only the device knows: one recording serves batches of any lengths.
 
     decode_lengths: [sequences] int32, the lengths of those that `BatchParts` counts as decodes, 0 of the others.
-    starts: as in `BatchParts`; cuDNN takes nothing. bounds: [2] int32, the first sequence that is no decode, and where
-    the sequences end, the one included to which padding belongs.
+    starts: as in `BatchParts`. bounds: [2] int32, the first sequence that is no decode, and where the sequences end,
+    the one included to which padding belongs. virtual: those that are no decodes, for cuDNN; None: the kernel over
+    pages takes them.
     """
 
     decode_lengths: Tensor
     starts: Tensor
     bounds: Tensor
+    virtual: VirtualSequences | None = None
 
 
 def library_reach(

@@ -1,0 +1,189 @@
+"""The prompts of a step as virtual sequences: so few queries each that one plan of the library holds any batch of them.
+
+A plan of cuDNN is made for a number of sequences of so many queries at most. Where they begin, how many there are and
+how many keys they see is read from device memory, so that one recording serves prompts of any lengths.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.compile_case import CompileCase, by_type
+from strata.kernels.op import operation
+from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+
+# Queries of a virtual sequence. With twice as many the device is left with fewer programs than it can hold.
+QUERIES = 1024
+# Prompts of a step for which virtual sequences pay: a plan also runs the programs of those that are not there.
+MOST_PROMPTS = 16
+MOST_TOKENS = 8192
+# No division of so many tokens among so many prompts has more.
+VIRTUAL = MOST_TOKENS // QUERIES + MOST_PROMPTS
+# Keys that the library reads at once, those past the last one included: it multiplies their values by zero.
+KEY_BLOCK = 128
+# Elements of a row of the division, so that each row begins at a multiple of 256 bytes.
+_WIDTH = -(-(VIRTUAL + 1) // 64) * 64
+
+
+class Rows(NamedTuple):
+    """Elements from one token to the next: of the queries, and of the result."""
+
+    queries: int
+    result: int
+
+
+class VirtualSequences(NamedTuple):
+    """Those of a step, as the library reads them; those past the last have length 0.
+
+    starts: [3, at least VIRTUAL + 1] int32, of each the first element of its queries, of its result, and of its block
+    table. lengths: [2, at least VIRTUAL] int32, its queries, and the keys that the last of them sees; an earlier query
+    sees one less than the one behind it. rows: for which the starts are computed.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    rows: Rows
+
+
+def as_virtual_sequences(division: Tensor, rows: Rows) -> VirtualSequences:
+    """What `virtual_sequences` returned."""
+    return VirtualSequences(division[:3], division[3:], rows)
+
+
+def _cost(
+    offsets: Tensor, lengths: Tensor, bounds: Tensor, tables: Tensor, rows: Rows, page_size: int, *, workload: Workload
+) -> Cost:
+    return Cost(read=offsets.nbytes + lengths.nbytes, written=4 * 5 * _WIDTH)
+
+
+def _meta(offsets: Tensor, lengths: Tensor, bounds: Tensor, tables: Tensor, rows: Rows, page_size: int) -> Tensor:
+    return lengths.new_empty((5, _WIDTH), device="meta")
+
+
+@operation(_cost, meta=_meta, mutates=("tables",))
+def virtual_sequences(
+    offsets: Tensor, lengths: Tensor, bounds: Tensor, tables: Tensor, rows: Rows, page_size: int
+) -> Tensor:
+    """Divide the prompts of a step into `VirtualSequences`: [5, at least VIRTUAL + 1] int32, starts and lengths.
+
+    offsets: [sequences + 1], lengths: [sequences], both int32, as in `Batch` and `PagedKV`; bounds: as in
+    `RecordedParts`. The prompts are the sequences from bounds[0] on whose length is not 0, at most MOST_PROMPTS with at
+    most MOST_TOKENS together. They come in reverse, so that those that see most keys of a prompt are run first.
+    tables: [sequences, most_pages] int32, in which the last page of each prompt is repeated up to a block of the
+    library's keys, which it reads whole.
+    """
+    result = torch.zeros((5, _WIDTH), dtype=torch.int32, device=offsets.device)
+    ends, totals, most_pages = offsets.tolist(), lengths.tolist(), tables.shape[1]
+    found: list[tuple[int, ...]] = []
+    for sequence in range(int(bounds[0]), len(totals)):
+        total, row, new = totals[sequence], ends[sequence], ends[sequence + 1] - ends[sequence]
+        if not total:
+            continue
+        for first in range(0, new, QUERIES):
+            count = min(QUERIES, new - first)
+            begin = row + first
+            starts = begin * rows.queries, begin * rows.result, sequence * most_pages
+            found.append((*starts, count, total - new + first + count))
+        last, block = (total - 1) // page_size, max(1, KEY_BLOCK // page_size)
+        tables[sequence, last + 1 : (last // block + 1) * block] = tables[sequence, last].clone()
+    if found:
+        result[:, : len(found)] = torch.tensor(found[::-1], dtype=torch.int32).T
+    return result
+
+
+virtual_sequences.implement("torch", "cpu", invariant=True)(virtual_sequences.reference)
+
+
+@partial(jit, unspecialized=("offsets", "lengths", "bounds", "sequences", "most_pages"))
+def virtual_sequences_kernel(
+    offsets,
+    lengths,
+    bounds,
+    tables,
+    result,
+    sequences,
+    most_pages,
+    query_row,
+    result_row,
+    WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TABLE_BLOCK: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+):
+    """One program. SEQUENCES, WIDTH: powers of two, at least `sequences` and all virtual ones."""
+    sequence = tl.arange(0, SEQUENCES)
+    held = (sequence >= tl.load(bounds)) & (sequence < sequences)
+    total = tl.load(lengths + sequence, mask=held, other=0)
+    held &= total > 0
+    row = tl.load(offsets + sequence, mask=held, other=0)
+    new = tl.load(offsets + sequence + 1, mask=held, other=0) - row
+    parts = (new + QUERIES - 1) // QUERIES
+    ends = tl.cumsum(parts, 0)
+    count = tl.sum(parts, 0)
+    most = tl.max(parts, 0)
+    part = 0
+    while part < most:
+        mine = held & (part < parts)
+        at = result + count - 1 - (ends - parts + part)
+        first = part * QUERIES
+        queries = tl.minimum(new - first, QUERIES)
+        tl.store(at, (row + first) * query_row, mask=mine)
+        tl.store(at + WIDTH, (row + first) * result_row, mask=mine)
+        tl.store(at + 2 * WIDTH, sequence * most_pages, mask=mine)
+        tl.store(at + 3 * WIDTH, queries, mask=mine)
+        tl.store(at + 4 * WIDTH, total - new + first + queries, mask=mine)
+        part += 1
+    place = tl.arange(0, WIDTH)
+    for field in tl.static_range(5):
+        tl.store(result + field * WIDTH + place, tl.zeros((WIDTH,), tl.int32), mask=place >= count)
+    last = tl.maximum(total - 1, 0) // PAGE_SIZE
+    table = tables + sequence * most_pages
+    page = tl.load(table + last, mask=held, other=0)
+    for more in tl.static_range(1, TABLE_BLOCK):
+        column = last + more
+        within = held & (column < most_pages) & (column // TABLE_BLOCK == last // TABLE_BLOCK)
+        tl.store(table + column, page, mask=within)
+
+
+def _triton(offsets: Tensor, lengths: Tensor, bounds: Tensor, tables: Tensor, rows: Rows, page_size: int) -> Tensor:
+    sequences = len(lengths)
+    result = torch.empty((5, _WIDTH), dtype=torch.int32, device=offsets.device)
+    virtual_sequences_kernel[(1,)](
+        offsets,
+        lengths,
+        bounds,
+        tables,
+        result,
+        sequences,
+        tables.shape[1],
+        rows.queries,
+        rows.result,
+        WIDTH=_WIDTH,
+        QUERIES=QUERIES,
+        PAGE_SIZE=page_size,
+        TABLE_BLOCK=max(1, KEY_BLOCK // page_size),
+        SEQUENCES=triton.next_power_of_2(sequences),
+    )
+    return result
+
+
+if HAS_TRITON:
+    virtual_sequences.implement("triton", "cuda", invariant=True, kernels=(virtual_sequences_kernel,))(_triton)
+
+
+def compile_cases() -> list[CompileCase]:
+    names = {"*i32": "offsets lengths bounds", "*i32:16": "tables result", "i32": "sequences most_pages"}
+    signature = by_type(names | {"i32:16": "query_row result_row"})
+    constants = {"WIDTH": _WIDTH, "QUERIES": QUERIES, "PAGE_SIZE": 16, "TABLE_BLOCK": KEY_BLOCK // 16}
+    return [
+        CompileCase(
+            f"virtual sequences of {most}", virtual_sequences_kernel, signature, {**constants, "SEQUENCES": most}, 4, 3
+        )
+        for most in (32, 512)
+    ]

@@ -1,0 +1,173 @@
+"""cuDNN's attention for prompts of recorded steps: exact for any batch in one recording, whatever pages held before."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from strata.kernels.attention import recorded as attention_recorded
+from strata.kernels.attention.cudnn_plan import plan_for, why_no_plan
+from strata.kernels.attention.virtual_sequences import (
+    MOST_PROMPTS,
+    MOST_TOKENS,
+    Rows,
+    as_virtual_sequences,
+    virtual_sequences,
+)
+from strata.kernels.device_limits import DeviceLimits
+from strata.kernels.state.clear_page_ends import clear_page_ends
+from tests.gpu.kernels.test_attention_parts_gpu import PAGE, STEPS, arguments, exact
+from tests.gpu.kernels.test_attention_recorded_gpu import as_recorded, padded
+from tests.kernels.attention.divisions import Step, random_step, tensors
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned", "_library")]
+
+SHAPES = [(32, 8, 128), (14, 2, 64), (16, 8, 128)]
+# Tokens, sequences, and pages of the longest sequence of the recording that all batches run in.
+TOKENS, SEQUENCES, MOST_PAGES, POOL = 4096, 56, 1024, 3000
+
+
+@pytest.fixture(scope="module")
+def _library() -> None:
+    reason = why_no_plan(DeviceLimits.of(torch.device("cuda", 0)), torch.bfloat16, 128, PAGE)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def divided(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same arguments with virtual sequences, as the inputs of a recorded step make them."""
+    q, k, v, batch, spec = given
+    pages, parts = batch.pages, batch.pages.parts
+    pools = pages.keys[0][None], pages.values[0][None]
+    clear_page_ends(*pools, pages.tables, pages.lengths, parts.bounds, MOST_PROMPTS)
+    rows = Rows(q.stride(0), q.shape[1] * q.shape[2])
+    division = virtual_sequences(batch.offsets, pages.lengths, parts.bounds, pages.tables, rows, PAGE)
+    parts = replace(parts, virtual=as_virtual_sequences(division, rows))
+    return q, k, v, batch._replace(pages=replace(pages, parts=parts)), spec
+
+
+def whole_blocks(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """With tables of whole blocks of keys, as the engine's are, whose other entries are no pages."""
+    *vectors, batch, spec = given
+    tables = torch.full((len(batch.pages.tables), MOST_PAGES), 1 << 30, dtype=torch.int32, device="cuda")
+    for sequence, total in enumerate(batch.pages.lengths.tolist()):
+        used = -(-total // PAGE)
+        tables[sequence, :used] = batch.pages.tables[sequence, :used]
+    return *vectors, batch._replace(pages=replace(batch.pages, tables=tables)), spec
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Every row: weights and results are rounded to bf16."""
+    assert found.isfinite().all()
+    error = (found.double() - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
+    assert float(error.max()) < 8e-3
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
+def test_every_row(step: list[tuple[int, int]], shape: tuple[int, int, int]) -> None:
+    """Pages of nobody, and what lies behind a sequence in its last page, are not finite."""
+    given = whole_blocks(as_recorded(arguments(step, shape)))
+    wanted = exact(given)
+    for more in ((1, 1), (7, 133)):
+        called = divided(padded(given, *more))
+        assert attention_recorded.kernels(*called)[1] == "(cuDNN)"
+        assert_close(attention_recorded.attend(*called)[: len(wanted)], wanted)
+
+
+def test_layers_with_windows_run_the_kernel_over_pages() -> None:
+    given = divided(whole_blocks(as_recorded(arguments(STEPS["everything"], (16, 8, 128), 300))))
+    assert [kernel.__name__ for kernel in attention_recorded.kernels(*given)][1] == "attention_kernel"
+    assert_close(attention_recorded.attend(*given), exact(given))
+
+
+def test_one_recording_serves_any_batches() -> None:
+    """Random steps, one after the other, in the same recording; the pages hold what the steps before left in them."""
+    heads, kv_heads, width = shape = (16, 8, 128)
+    keys, values = torch.full((2, POOL, PAGE, kv_heads, width), torch.nan, dtype=torch.bfloat16, device="cuda")
+    rotated = torch.zeros(TOKENS, heads + kv_heads, width, dtype=torch.bfloat16, device="cuda")
+    whole = torch.zeros(3 * SEQUENCES + 3, dtype=torch.int32, device="cuda")
+    offsets, lengths, decode_lengths, bounds = whole.split([SEQUENCES + 1, SEQUENCES, SEQUENCES, 2])
+    tables = torch.zeros(SEQUENCES, MOST_PAGES, dtype=torch.int32, device="cuda")
+    offsets.fill_(TOKENS)
+    *_, batch, spec = as_recorded(arguments([(0, 5)], shape))
+    parts = replace(batch.pages.parts, decode_lengths=decode_lengths, starts=offsets[:-1], bounds=bounds)
+    pages = replace(batch.pages, keys=(keys,), values=(values,), tables=tables, lengths=lengths, parts=parts)
+    q, k = rotated.split((heads, kv_heads), 1)
+    own = (q, k, k, batch._replace(offsets=offsets, longest=TOKENS, pages=pages), spec)
+    attention_recorded.attend(*divided(own))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attention_recorded.attend(*divided(own))
+    draw = random.Random(torch.initial_seed())
+    for number in range(25):
+        step = random_step(draw, 14, TOKENS) if number else Step((), (), 0)
+        while sum(-(-total // PAGE) for total in step.totals) > POOL:
+            step = random_step(draw, 14, TOKENS)
+        count, rows = len(step.new), sum(step.new)
+        placed = tensors(step, SEQUENCES, TOKENS, MOST_PAGES, PAGE)
+        order = torch.randperm(POOL)
+        slots = []
+        for sequence, total in enumerate(step.totals):
+            used = -(-total // PAGE)
+            pages_of = order[placed["tables"][sequence, :used].long()]
+            placed["tables"][sequence, :used] = pages_of.int()
+            slots.append((pages_of[:, None] * PAGE + torch.arange(PAGE)).flatten()[:total])
+        every = torch.cat([*slots, torch.zeros(0, dtype=torch.long)]).cuda()
+        for pool in (keys, values):
+            pool.flatten(0, 1)[every] = torch.randn(len(every), kv_heads, width, device="cuda").bfloat16()
+        rotated.copy_(torch.randn(rotated.shape, device="cuda"))
+        offsets.copy_(placed["offsets"])
+        lengths.copy_(placed["lengths"])
+        bounds.copy_(placed["bounds"])
+        tables.copy_(placed["tables"])
+        decode_lengths.zero_()[: step.decodes] = lengths[: step.decodes]
+        graph.replay()
+        if not rows:
+            continue
+        part = replace(pages, tables=tables[:count], lengths=lengths[:count])
+        wanted = exact((q[:rows], k, k, own[3]._replace(offsets=offsets[: count + 1], pages=part), spec))
+        assert_close(found[:rows], wanted)
+        keys[order[: POOL // 3].cuda()] = torch.nan  # of sequences that had them before
+        values[order[POOL // 2 :].cuda()] = torch.nan
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_the_division_is_the_reference_s(page_size: int) -> None:
+    draw = random.Random(torch.initial_seed())
+    for _ in range(30):
+        step = random_step(draw, MOST_PROMPTS, MOST_TOKENS)
+        given = tensors(step, len(step.new) + 1, MOST_TOKENS, MOST_PAGES, page_size)
+        there = {name: tensor.cuda() for name, tensor in given.items()}
+        rows = Rows(3072, 2048)
+        wanted = virtual_sequences(*given.values(), rows, page_size)
+        found = virtual_sequences(*there.values(), rows, page_size)
+        assert torch.equal(found.cpu(), wanted)
+        assert torch.equal(there["tables"].cpu(), given["tables"])
+
+
+def test_what_is_cleared_is_what_the_reference_clears() -> None:
+    draw = random.Random(torch.initial_seed())
+    for _ in range(10):
+        step = random_step(draw, MOST_PROMPTS, MOST_TOKENS)
+        given = tensors(step, len(step.new) + 1, MOST_TOKENS, MOST_PAGES, PAGE)
+        most = max(1, sum(-(-total // PAGE) for total in step.totals))
+        pools = [torch.randn(3, most, PAGE, 2, 16) for _ in range(2)]
+        found = [pool.cuda() for pool in pools]
+        there = [given[name].cuda() for name in ("tables", "lengths", "bounds")]
+        clear_page_ends(*pools, given["tables"], given["lengths"], given["bounds"], MOST_PROMPTS)
+        clear_page_ends(*found, *there, MOST_PROMPTS)
+        for one, other in zip(pools, found, strict=True):
+            assert torch.equal(one, other.cpu())
+
+
+def test_layers_share_a_plan() -> None:
+    before = plan_for.cache_info().misses
+    given = divided(whole_blocks(as_recorded(arguments(STEPS["fresh alike"], (16, 8, 128)))))
+    for _ in range(3):
+        attention_recorded.attend(*given)
+    assert plan_for.cache_info().misses <= before + 1

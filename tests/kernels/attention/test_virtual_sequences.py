@@ -1,0 +1,79 @@
+"""Virtual sequences cover each query of each prompt once, with the keys that it sees, and nothing else."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from strata.kernels.attention.virtual_sequences import (
+    KEY_BLOCK,
+    MOST_PROMPTS,
+    MOST_TOKENS,
+    QUERIES,
+    VIRTUAL,
+    Rows,
+    as_virtual_sequences,
+    virtual_sequences,
+)
+from tests.kernels.attention.divisions import Step, random_step, tensors
+
+ROWS = Rows(48 * 128, 32 * 128)
+MOST_PAGES = 1024
+STEPS = [
+    Step((), (), 0),
+    Step((5, 900), (1, 1), 2),
+    Step((0,), (MOST_TOKENS,), 0),
+    Step((0, 0), (1, 1), 0),  # prompts of one token behind a longer one, as far as the division can tell
+    Step((0,) * MOST_PROMPTS, (MOST_TOKENS // MOST_PROMPTS,) * MOST_PROMPTS, 0),
+    Step((3, 100, 0, 4096), (1, 1025, QUERIES, 2 * QUERIES - 1), 1),
+    *(random_step(random.Random(seed), MOST_PROMPTS, MOST_TOKENS) for seed in range(60)),
+]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{len(step.new)} of {sum(step.new)}")
+def test_each_query_once_with_its_keys(step: Step) -> None:
+    given = tensors(step, len(step.new) + 3, MOST_TOKENS, MOST_PAGES, 16)
+    virtual = as_virtual_sequences(virtual_sequences(*given.values(), ROWS, 16), ROWS)
+    wanted, row = set(), 0
+    for sequence, (cached, new) in enumerate(zip(step.cached, step.new, strict=True)):
+        if sequence >= step.decodes:
+            wanted |= {(row + at, sequence, cached + at + 1) for at in range(new)}
+        row += new
+    found = []
+    (query_starts, result_starts, table_starts), (queries, keys) = (part.tolist() for part in (virtual[0], virtual[1]))
+    for at, count in enumerate(queries):
+        assert 0 <= count <= QUERIES
+        if not count:
+            assert (query_starts[at], result_starts[at], table_starts[at], keys[at]) == (0, 0, 0, 0)
+            continue
+        assert at < VIRTUAL
+        first, rest = divmod(query_starts[at], ROWS.queries)
+        assert (rest, result_starts[at]) == (0, first * ROWS.result)
+        sequence, rest = divmod(table_starts[at], MOST_PAGES)
+        assert rest == 0
+        found += [(first + query, sequence, keys[at] - count + query + 1) for query in range(count)]
+    assert len(found) == len(wanted)
+    assert set(found) == wanted
+
+
+def test_the_longest_part_of_a_prompt_comes_first() -> None:
+    given = tensors(Step((0, 0), (3000, 2500), 0), 2, 5500, MOST_PAGES, 16)
+    keys = virtual_sequences(*given.values(), ROWS, 16)[4]
+    assert keys[:7].tolist() == [2500, 2048, 1024, 3000, 2048, 1024, 0]
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+def test_a_block_of_keys_lies_in_pages_of_its_sequence(page_size: int) -> None:
+    """The last page is repeated where a block goes on behind it, for prompts only."""
+    step = Step((0, 50, 0, 127), (1, 200, 128, 1), 1)
+    given = tensors(step, 6, 400, MOST_PAGES, page_size)
+    before = given["tables"].clone()
+    virtual_sequences(*given.values(), ROWS, page_size)
+    for sequence, total in enumerate([*step.totals, 0, 0]):
+        used = -(-total // page_size)
+        read = -(-total // KEY_BLOCK) * KEY_BLOCK // page_size if 1 <= sequence < 4 else used
+        table, own = given["tables"][sequence], before[sequence]
+        assert table[:used].tolist() == own[:used].tolist()
+        assert table[used:read].tolist() == own[used - 1 : used].tolist() * max(0, read - used)
+        assert table[max(used, read) :].tolist() == own[max(used, read) :].tolist()
