@@ -58,7 +58,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: Attenti
     in the pools of `spec.layer`, where k and v were written before, and the last token of sequence s has position
     lengths[s] - 1.
     Returns [tokens, heads, head_dim] in q's dtype; scores and softmax are float32 (float64 for float64 input). Rows of
-    a sequence with length 0 are unspecified but finite.
+    a sequence with length 0 are unspecified.
     """
     pages, layer, window = batch.pages, spec.layer, spec.window
     lengths = None if pages is None else pages.lengths.tolist()
