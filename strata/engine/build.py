@@ -24,7 +24,7 @@ from strata.engine.faults import memory_explained
 from strata.engine.grammars.grammar import vocabulary
 from strata.engine.ledger import Ledger, plan_memory
 from strata.engine.loop import EngineLoop
-from strata.engine.prompt_attention import library_limit, library_plans, without_library
+from strata.engine.prompt_attention import has_library_plan, library_limit, without_library
 from strata.engine.recorded_steps import REASONS, RecordedSteps
 from strata.engine.runner import Runner, RunnerConfig
 from strata.engine.sampling_params import SamplingParams
@@ -179,7 +179,7 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
             kernels_are_ready = kernels.finish(show=show_progress)
     recorded = None
     with clock.phase("CUDA graphs"):
-        if sizes.library and not library_plans(config, pool_shape, ledger.pages, max_length, device, log):
+        if sizes.library and not has_library_plan(config, pool, max_length, log):
             sizes = sizes.without_library(asked.max_num_seqs)
         if sizes.recorded:
             recorded = runner.record(sizes.recorded)

@@ -1,0 +1,66 @@
+"""Where cuDNN cannot attend for prompts, the engine says why in a line and goes on without it."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from strata.cache.pool import KVPool, PoolShape
+from strata.engine.prompt_attention import has_library_plan, library_limit, without_library
+from strata.kernels.device_limits import DeviceLimits
+from strata.models.config import config_from_dict
+from strata.models.shapes import SHAPES
+
+HOPPER = DeviceLimits("NVIDIA H200", (9, 0), 227 * 1024)
+CONFIG = config_from_dict(SHAPES["0.6B"], "0.6B")
+
+
+@pytest.mark.parametrize(
+    ("changed", "dtype", "page_size", "limits", "why"),
+    [
+        ({}, torch.bfloat16, 16, HOPPER, None),
+        ({}, torch.float16, 64, HOPPER, None),
+        ({"windows": (None, 512) * 14}, torch.bfloat16, 16, HOPPER, None),
+        ({"windows": (512,) * 28}, torch.bfloat16, 16, HOPPER, "all layers have windows"),
+        ({"head_dim": 80}, torch.bfloat16, 16, HOPPER, "heads have 80 elements, not 64 or 128"),
+        ({}, torch.float32, 16, HOPPER, "it takes no float32"),
+        ({}, torch.bfloat16, 8, HOPPER, "pages have 8 tokens, fewer than 16"),
+        ({}, torch.bfloat16, 16, replace(HOPPER, product="A100", capability=(8, 0)), "A100 is no Hopper"),
+    ],
+)
+def test_what_it_does_not_take_has_a_reason(
+    changed: dict, dtype: torch.dtype, page_size: int, limits: DeviceLimits, why: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert library_limit(limits, replace(CONFIG, **changed), dtype, page_size) == why
+
+
+def test_a_front_end_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    why = library_limit(HOPPER, CONFIG, torch.bfloat16, 16)
+    assert why == "nvidia-cudnn-frontend is not installed"
+    assert "without cuDNN: nvidia-cudnn-frontend is not installed" in without_library(why)
+
+
+def test_a_plan_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = ModuleType("cudnn")
+    old.backend_version = lambda: 90500  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cudnn", old)
+    pool = KVPool(PoolShape(1, 16, 8, 128, torch.bfloat16), 2, torch.device("cpu"))
+    told: list[str] = []
+    assert not has_library_plan(CONFIG, pool, 4096, told.append)
+    assert len(told) == 1
+    assert "90500" in told[0]
+    assert "\n" not in told[0]
+
+
+def test_nothing_is_imported_before_a_plan_is_made() -> None:
+    program = "import sys, strata.engine.build, strata.bench.costing; sys.exit('cudnn' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
