@@ -34,6 +34,7 @@ from strata.kernels.attention.batch_parts import RecordedParts
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.join import join
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
+from strata.kernels.attention.virtual_sequences import MOST_PROMPTS, Rows, virtual_sequences
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.silu_mul import linear_silu_mul
@@ -53,6 +54,7 @@ from strata.kernels.rotary.rope import rope, rope_angles
 from strata.kernels.sampling.bitmask import WORD, apply_bitmask
 from strata.kernels.sampling.filters import filter_bounds
 from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
+from strata.kernels.state.clear_page_ends import clear_page_ends
 from strata.kernels.state.gather_tables import gather_tables
 from strata.kernels.state.kv_read import kv_read
 from strata.kernels.state.kv_write import kv_write
@@ -170,6 +172,10 @@ def _attention(head_dim: int, window: int | None) -> Iterator[Call]:
     yield own(attention, *drawn(91), step(70, 1, 20, pages=held), spec)  # of 300, 1 and 37 tokens
     yield own(attention, *drawn(91), step(70, 1, 20, pages=None), spec)
     yield f"recorded attention of {head_dim}", lambda: _recorded(*drawn(100), held, spec)
+    offsets, bounds = torch.tensor((0, 1, 2, 30), dtype=torch.int32), torch.tensor((1, 3), dtype=torch.int32)
+    yield own(virtual_sequences, offsets, held.lengths, bounds, held.tables, Rows(6 * head_dim, 4 * head_dim), 16)
+    pools = held.keys[0][None], held.values[0][None]
+    yield own(clear_page_ends, *pools, held.tables, held.lengths, bounds, MOST_PROMPTS)
     ends = torch.tensor(lengths) - 1
     slots = held.tables.gather(1, ends[:, None] // held.page_size)[:, 0] * held.page_size + ends % held.page_size
     written = replace(held, slot_mapping=slots.int())

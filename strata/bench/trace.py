@@ -18,7 +18,20 @@ N = TypeVar("N", int, float)
 # What a kernel does, by the first kind of which its name, in small letters, holds a word. Strata's own kernels, those
 # of cuBLAS and cuDNN, and those of ATen.
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("attention", ("attention", "fixed_decode", "fixed_prefill", "kv_read", "sdpa", "flash", "fmha")),
+    (
+        "attention",
+        (
+            "attention",
+            "fixed_decode",
+            "fixed_prefill",
+            "virtual",
+            "clear_page_ends",
+            "kv_read",
+            "sdpa",
+            "flash",
+            "fmha",
+        ),
+    ),
     ("product", ("gemv", "dot_kernel", "linear", "gemm", "nvjet", "cutlass", "splitk")),
     ("norm", ("norm",)),
     ("rotation and KV write", ("rope", "kv_write", "rotate_heads")),

@@ -129,9 +129,7 @@ class EngineSizes:
         return max((size.tokens for size in self.recorded), default=0)
 
     @staticmethod
-    def of(
-        asked: EngineConfig, config: ModelConfig, device: torch.device, limits: DeviceLimits | None
-    ) -> EngineSizes:
+    def of(asked: EngineConfig, config: ModelConfig, device: torch.device, limits: DeviceLimits | None) -> EngineSizes:
         """limits: of a CUDA device that runs the own kernels, which need not be here; None: of no such device. Raises
         ValueError for a length that the model cannot have."""
         max_length = _max_length(asked, config)

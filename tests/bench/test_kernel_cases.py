@@ -37,7 +37,7 @@ TRAINING = {
     "partial_attention_gradients",
 }
 # No shape of the benchmark has experts; the ids and the tables that a step reads are a few kilobytes.
-APART = {"route", "experts", "combine", "newest_tokens", "gather_tables"}
+APART = {"route", "experts", "combine", "newest_tokens", "gather_tables", "virtual_sequences", "clear_page_ends"}
 
 
 def all_cases(config: ModelConfig) -> list[Case]:

@@ -105,7 +105,9 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes) -> DryE
     graphs = step_graphs(model, implementations_for(META), asked.deterministic, table)
     pages = PageAllocator(asked.num_pages or _PAGES, asked.page_size)
     windows, heads = frozenset(config.windows), config.num_heads
-    runner_config = RunnerConfig(asked.max_num_seqs, sizes.max_tokens, sizes.max_length, windows, heads, config.vocab_size)
+    runner_config = RunnerConfig(
+        asked.max_num_seqs, sizes.max_tokens, sizes.max_length, windows, heads, config.vocab_size
+    )
     runner = _NotingRunner(graphs, KVPool(sizes.pool, pages.num_pages, META), runner_config, META)
     runner.record(sizes.recorded)
     scheduler_config = SchedulerConfig(asked.max_num_seqs, sizes.max_tokens, sizes.max_length, 0, None)
