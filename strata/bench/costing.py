@@ -11,8 +11,7 @@ from torch import fx
 
 from strata.cache.pool import PoolShape
 from strata.cache.tables import BufferShape
-from strata.engine.engine_config import EngineConfig
-from strata.engine.prompt_attention import library_limit
+from strata.engine.engine_config import EngineConfig, library_limit
 from strata.engine.recorded_steps import decode_buckets, max_mixed_tokens, mixed_buckets, smallest_mixed
 from strata.engine.sampler import DrawInputs
 from strata.engine.step_cost import least_costs

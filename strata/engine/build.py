@@ -14,17 +14,17 @@ from pathlib import Path
 
 import torch
 
+from strata.cache.block_tables import table_pages
 from strata.cache.pages import PageAllocator
 from strata.cache.pool import KVPool
 from strata.cache.prefix import PrefixTree
 from strata.engine.compilations import Compilations
 from strata.engine.embeddings.pooling import Pooler
-from strata.engine.engine_config import EngineConfig, EngineSizes
+from strata.engine.engine_config import EngineConfig, EngineSizes, library_limit
 from strata.engine.faults import memory_explained
 from strata.engine.grammars.grammar import vocabulary
 from strata.engine.ledger import Ledger, plan_memory
 from strata.engine.loop import EngineLoop
-from strata.engine.prompt_attention import has_library_plan, library_limit, without_library
 from strata.engine.recorded_steps import REASONS, RecordedSteps
 from strata.engine.runner import Runner, RunnerConfig
 from strata.engine.sampling_params import SamplingParams
@@ -37,6 +37,7 @@ from strata.engine.warm_up import warm_up
 from strata.kernels import tuned
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention import fixed as attention_fixed
+from strata.kernels.attention.cudnn_plan import PlanShape, plan_for
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
 from strata.models import weights
 from strata.models.config import ModelConfig
@@ -140,7 +141,7 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
     if fast and not asked.deterministic:
         without = library_limit(DeviceLimits.of(device), config, pool_shape.dtype, asked.page_size)
         if without is not None:
-            log(without_library(without))
+            log(_without_library(without))
     ledger = plan_memory(
         config,
         pool_shape,
@@ -179,7 +180,7 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
             kernels_are_ready = kernels.finish(show=show_progress)
     recorded = None
     with clock.phase("CUDA graphs"):
-        if sizes.library and not has_library_plan(config, pool, max_length, log):
+        if sizes.library and not _has_library_plan(config, pool, max_length, log):
             sizes = sizes.without_library(asked.max_num_seqs)
         if sizes.recorded:
             recorded = runner.record(sizes.recorded)
@@ -231,6 +232,32 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
         compilations.begin()  # when nothing is left that could fail, and leave it listening
     weakref.finalize(engine, gc.unfreeze)  # at its end, or the interpreter's: from then on its cycles can be collected
     return engine
+
+
+def _has_library_plan(config: ModelConfig, pool: KVPool, max_length: int, log: Log) -> bool:
+    """Make the plan that all layers share, which takes a second. False, once a line has said why, if that fails."""
+    shape = PlanShape(
+        dtype=pool.shape.dtype,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        query_row=(config.num_heads + config.num_kv_heads) * config.head_dim,
+        pages=pool.pages,
+        page_size=pool.shape.page_size,
+        most_pages=table_pages(max_length, pool.shape.page_size),
+        scale=config.head_dim**-0.5,
+    )
+    try:
+        plan_for(shape, pool.keys[0].device)
+    except Exception as error:  # the library's own kinds, and those of a front end that does not fit it
+        log(_without_library(str(error).strip().partition("\n")[0]))
+        return False
+    return True
+
+
+def _without_library(reason: str) -> str:
+    """The line that says that steps run without it."""
+    return f"recorded steps attend for prompts without cuDNN: {reason}"
 
 
 def _scratch_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, rows: int) -> int:

@@ -12,9 +12,9 @@ import torch
 
 from strata.cache.pool import PoolShape
 from strata.cache.tables import BufferShape
-from strata.engine.prompt_attention import library_limit
 from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.sampling_params import RANGES, check_integer
+from strata.kernels.attention.cudnn_plan import why_no_plan
 from strata.kernels.device_limits import DeviceLimits
 from strata.models import weights
 from strata.models.config import DTYPES, ModelConfig
@@ -149,6 +149,13 @@ class EngineSizes:
         parameters = self.weight_bytes // self.pool.dtype.itemsize
         recorded = recorded_sizes(max_sequences, self.max_tokens, parameters, library=False)
         return replace(self, recorded=tuple(recorded), library=False)
+
+
+def library_limit(limits: DeviceLimits, config: ModelConfig, dtype: torch.dtype, page_size: int) -> str | None:
+    """Why cuDNN cannot attend for prompts of recorded steps, in words; None if it should."""
+    if None not in config.windows:
+        return "all layers have windows"
+    return why_no_plan(limits, dtype, config.head_dim, page_size)
 
 
 def _max_length(asked: EngineConfig, config: ModelConfig) -> int:

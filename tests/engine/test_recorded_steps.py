@@ -15,6 +15,7 @@ from torch import Tensor
 from strata import LLM, SamplingParams
 from strata.cache.staging import Staging
 from strata.cache.tables import BufferShape
+from strata.engine import recorded_steps
 from strata.engine.plan import StepPlan
 from strata.engine.process.messages import Step
 from strata.engine.recorded_steps import (

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from strata.cache.pool import KVPool, PoolShape
-from strata.engine.prompt_attention import has_library_plan, library_limit, without_library
+from strata.engine.build import _has_library_plan, _without_library
+from strata.engine.engine_config import library_limit
 from strata.kernels.device_limits import DeviceLimits
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
@@ -46,7 +47,7 @@ def test_a_front_end_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     why = library_limit(HOPPER, CONFIG, torch.bfloat16, 16)
     assert why == "nvidia-cudnn-frontend is not installed"
-    assert "without cuDNN: nvidia-cudnn-frontend is not installed" in without_library(why)
+    assert "without cuDNN: nvidia-cudnn-frontend is not installed" in _without_library(why)
 
 
 def test_a_plan_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,7 @@ def test_a_plan_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "cudnn", old)
     pool = KVPool(PoolShape(1, 16, 8, 128, torch.bfloat16), 2, torch.device("cpu"))
     told: list[str] = []
-    assert not has_library_plan(CONFIG, pool, 4096, told.append)
+    assert not _has_library_plan(CONFIG, pool, 4096, told.append)
     assert len(told) == 1
     assert "90500" in told[0]
     assert "\n" not in told[0]
