@@ -22,7 +22,8 @@ from benchmarks import sanitize
 def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JITFunction, "run", lambda *args, **options: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    properties = SimpleNamespace(multi_processor_count=132, major=9)
+    shared = {"shared_memory_per_block_optin": 227 << 10}
+    properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, major=9, minor=0, **shared)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
 
 
