@@ -181,7 +181,7 @@ def meta_model(
     dtype: the checkpoint's by default, bfloat16 if that says nothing.
     """
     dtype = dtype or config.dtype or torch.bfloat16
-    limits = DeviceLimits(device.product, device.capability, device.shared_bytes)
+    limits = DeviceLimits(device.product, device.capability, device.shared_bytes, device.processors)
     with torch.device("meta"):
         model = build(config).to(dtype)
     graphs = step_graphs(model, implementations_for(limits), deterministic, tuned.read(limits.product))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,6 +19,7 @@ from strata.hardware.specs import recognize
 if TYPE_CHECKING:
     from strata.bench.kernels.cases import Case
     from strata.bench.kernels.products import Product
+    from strata.bench.kernels.published import Sizes
     from strata.bench.kernels.tuning import Finding
     from strata.kernels.tuned import Table
 
@@ -70,11 +72,16 @@ def kernels(
         bool, typer.Option(help="First find the fastest tiles and algorithms and write them to the table.")
     ] = False,
     table: Annotated[Path | None, typer.Option(help="The table of tuned tiles; the package's if left out.")] = None,
+    models: Annotated[
+        str, typer.Option(help="Shapes, checkpoint folders and published models, between commas; or published: all.")
+    ] = ",".join(MODELS),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")] = False,
 ) -> None:
-    """T8: time, floor and implementation of every operation at the 8B and 0.6B shapes.
+    """T8: time, floor and implementation of every operation at the shapes of models; of published ones, the products.
 
-    Example: strata bench kernels --tune --table nvidia_h200.json --json
+    --tune adds to the table what it finds, weight by weight, so one that was interrupted goes on with other models.
+
+    Example: strata bench kernels --tune --models 8B,Qwen3-4B,Llama-3.3-70B/8 --json
     """
     import torch
 
@@ -87,13 +94,12 @@ def kernels(
     from strata.bench.kernels.cases import cases
     from strata.bench.kernels.products import products
     from strata.kernels import tuned
-    from strata.models.config import config_from_dict
-    from strata.models.shapes import SHAPES
+    from strata.models.config import ModelConfig
 
     device = torch.cuda.get_device_name()
     path = table or tuned.path_of(device)
-    configs = {model: config_from_dict(SHAPES[model], model) for model in MODELS}
-    weights = [product for model, config in configs.items() for product in products(model, config)]
+    sizes = sizes_of(models)
+    weights = [product for model, size in sizes.items() for product in products(model, size)]
     if tune:
         _tune(weights, device, path)
     elif table is not None and not table.is_file():
@@ -102,6 +108,7 @@ def kernels(
     if not as_json:
         typer.echo(HEADINGS)
     failed = 0
+    configs = {model: size for model, size in sizes.items() if isinstance(size, ModelConfig)}
     calls = {model: (*cases(config), *attention_cases(config)) for model, config in configs.items()}
     for label, measure in _measurements(weights, measured, device, calls):
         try:
@@ -115,22 +122,49 @@ def kernels(
         raise ValueError(f"{failed} measurements failed; the lines above say why")
 
 
+def sizes_of(models: str) -> dict[str, Sizes]:
+    """The models that are asked for. Raises ValueError, naming what is known, for one that is not."""
+    from strata.bench.costing import find_config
+    from strata.bench.kernels.published import PUBLISHED
+
+    found: dict[str, Sizes] = {}
+    for name in models.split(","):
+        if name == "published":
+            found |= PUBLISHED
+        elif name in PUBLISHED:
+            found[name] = PUBLISHED[name]
+        else:
+            try:
+                config = find_config(name)
+            except ValueError as error:
+                raise ValueError(f"{error}; or of the published models {', '.join(PUBLISHED)}") from None
+            if config.experts is not None:
+                raise ValueError(f"{name} has experts, whose products have no table; give a dense model")
+            found[name] = config
+    return found
+
+
 def _tune(weights: Sequence[Product], device: str, path: Path) -> None:
     from strata.bench.kernels.algorithms import tune_algorithms
     from strata.bench.kernels.tuning import tune
     from strata.kernels import tuned
 
     known: tuned.Table = tuned.read_file(path) if path.is_file() else {}
-    table: dict[tuned.Key, tuned.Choice] = {}
-
-    def findings() -> Iterator[Finding]:
-        yield from tune(weights)
-        yield from tune_algorithms(weights, table, known)
-
-    for found in findings():
-        table[found.key] = found.choice
-        print(_tuned(found), file=sys.stderr)
+    table = dict(known)
+    start = time.perf_counter()
+    for product, tiles in tune(weights):
+        found = {one.key: one.choice for one in tiles}
+        algorithms = list(tune_algorithms([product], found, known))
+        for one in (*tiles, *algorithms):
+            print(_tuned(one), file=sys.stderr)
+        shape = (product.operation, product.out, product.width)
+        table = {key: choice for key, choice in table.items() if (key.operation, key.out, key.width) != shape}
+        table |= found | {one.key: one.choice for one in algorithms}
         tuned.write(path, device, table)  # after each, so that an interrupted run leaves what it found
+        end = time.perf_counter()
+        name = f"{product.operation} {product.model} {product.name} {product.width}->{product.out}"
+        print(f"tuned {name} in {end - start:.1f} s", file=sys.stderr)
+        start = end
 
 
 def _tuned(found: Finding) -> str:
@@ -168,14 +202,15 @@ def _product_row(product: Product, weights: Sequence[Any], rows: int, table: Tab
     from strata.bench.kernels.products import DTYPE, arguments
     from strata.bench.kernels.tuning import LIBRARY
     from strata.hardware.replay import time_replayed
+    from strata.kernels.device_limits import DeviceLimits
     from strata.kernels.linear.skinny import multiply
-    from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, choose_tile, tiles_of, untuned_tile
+    from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, tiles_of
+    from strata.kernels.linear.tile_choice import choose_tile
 
     call, estimate = product.call(rows, weights[0]), product.estimate(rows)
     library = time_replayed([partial(F.linear, call.x, weight) for weight in weights], estimate=estimate).seconds
-    tile = choose_tile(product.operation, rows, product.out, product.width, DTYPE, tiles_of(table))
-    if tile is None and product.operation != "linear":
-        tile = untuned_tile(rows, product.out, product.width, early=torch.cuda.get_device_capability() >= (9, 0))
+    limits = DeviceLimits.of(torch.device("cuda", torch.cuda.current_device()))
+    tile = choose_tile(product.operation, rows, product.out, product.width, DTYPE, tiles_of(table), limits)
     name, seconds = LIBRARY, library
     if tile is not None:
         name = " ".join([IMPLEMENTATION, *(f"{key}={value}" for key, value in asdict(tile).items())])

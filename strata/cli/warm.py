@@ -68,7 +68,7 @@ def _limits(name: str) -> DeviceLimits:
 
     if name in DEVICES:
         known = DEVICES[name]
-        found = DeviceLimits(known.product, known.capability, known.shared_bytes)
+        found = DeviceLimits(known.product, known.capability, known.shared_bytes, known.processors)
     elif name != "auto" and not name.startswith("cuda"):
         raise ValueError(f"device {name!r} is unknown; use auto, cuda, cuda:N, or one of {', '.join(DEVICES)}")
     elif not torch.cuda.is_available():

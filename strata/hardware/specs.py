@@ -38,12 +38,14 @@ class Device:
     """A device and all that is known of it. `key` is its name here, `product` what drivers call it.
 
     capability: its compute capability, (major, minor). shared_bytes: the most shared memory of one thread block.
+    processors: multiprocessors that are enabled.
     """
 
     key: str
     product: str
     capability: tuple[int, int]
     shared_bytes: int
+    processors: int
     figures: tuple[Figure, ...]
 
     def ceiling(self, quantity: str, dtype: str | None = None, *, measured: bool = True) -> Figure:
@@ -65,6 +67,7 @@ def _device(
     product: str,
     capability: tuple[int, int],
     shared_kib: int,
+    processors: int,
     source: str,
     date: str,
     *,
@@ -93,7 +96,7 @@ def _device(
     for dtype, value in (dense | {"float16": dense["bfloat16"]}).items():
         figures.append(Figure("compute", value * TERA, source, date, dtype))
         figures.append(Figure("compute", 2 * value * TERA, source, date, dtype, sparse=True))
-    return Device(key, product, capability, shared_kib * 1024, (*figures, *measured))
+    return Device(key, product, capability, shared_kib * 1024, processors, (*figures, *measured))
 
 
 _HOPPER = {"tf32": 494.7, "bfloat16": 989.4, "float8": 1978.9, "int8": 1978.9}
@@ -112,6 +115,7 @@ DEVICES: dict[str, Device] = {
             "NVIDIA H200",
             (9, 0),
             227,
+            132,
             "NVIDIA H200 Tensor Core GPU datasheet (SXM)",
             "2024-11",
             memory=141,
@@ -133,6 +137,7 @@ DEVICES: dict[str, Device] = {
             "NVIDIA H100 80GB HBM3",
             (9, 0),
             227,
+            132,
             "NVIDIA H100 Tensor Core GPU datasheet (SXM5)",
             "2023-09",
             memory=80,
@@ -147,6 +152,7 @@ DEVICES: dict[str, Device] = {
             "NVIDIA A100-SXM4-80GB",
             (8, 0),
             163,
+            108,
             "NVIDIA A100 Tensor Core GPU datasheet (SXM4 80 GB)",
             "2021-06",
             memory=80,
@@ -161,6 +167,7 @@ DEVICES: dict[str, Device] = {
             "NVIDIA B200",
             (10, 0),
             227,
+            148,
             "NVIDIA Blackwell Architecture Technical Brief (HGX B200, 1000 W); memory: DGX B200 datasheet",
             "2024-03",
             memory=180,
@@ -181,6 +188,7 @@ DEVICES: dict[str, Device] = {
             "NVIDIA L40S",
             (8, 9),
             99,
+            142,
             "NVIDIA L40S datasheet",
             "2023-08",
             memory=48,
@@ -195,6 +203,7 @@ DEVICES: dict[str, Device] = {
             "NVIDIA GeForce RTX 4090",
             (8, 9),
             99,
+            128,
             "NVIDIA Ada GPU Architecture whitepaper, appendix A (accumulation in float32)",
             "2023-03",
             memory=24,

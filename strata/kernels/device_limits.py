@@ -21,11 +21,13 @@ SHARED_BYTES = 227 * 1024
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """product: its name; capability: (major, minor); shared_bytes: the most shared memory that one program may have."""
+    """product: its name; capability: (major, minor); shared_bytes: the most shared memory that one program may have;
+    processors: how many programs of that size run at once."""
 
     product: str
     capability: tuple[int, int]
     shared_bytes: int
+    processors: int
 
     @staticmethod
     def of(device: torch.device | DeviceLimits) -> DeviceLimits:
@@ -58,7 +60,7 @@ def _limits(device: torch.device) -> DeviceLimits:
         return _MEANT_BY_META.get()
     properties = torch.cuda.get_device_properties(device)
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in the stubs
-    return DeviceLimits(properties.name, (properties.major, properties.minor), shared)
+    return DeviceLimits(properties.name, (properties.major, properties.minor), shared, properties.multi_processor_count)
 
 
 class _AsIfOn(Tensor):

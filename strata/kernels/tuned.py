@@ -53,10 +53,16 @@ def row_bucket(rows: int) -> int:
     return 1 << max(0, rows - 1).bit_length()
 
 
-def serving(measured: Mapping[Key, Kind], key: Key) -> Kind | None:
-    """What is listed for a call, or else for the same with the next larger number of rows, up to `row_bucket`."""
+def serving_key(measured: Mapping[Key, object], key: Key) -> Key | None:
+    """The key of what is listed for a call, or else for the same with the next larger rows, up to `row_bucket`."""
     keys = (replace(key, rows=rows) for rows in range(key.rows, row_bucket(key.rows) + 1)) if measured else ()
-    return next((measured[other] for other in keys if other in measured), None)
+    return next((other for other in keys if other in measured), None)
+
+
+def serving(measured: Mapping[Key, Kind], key: Key) -> Kind | None:
+    """What is listed under the `serving_key`."""
+    found = serving_key(measured, key)
+    return None if found is None else measured[found]
 
 
 def path_of(product: str, folder: Path = FOLDER) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from operator import attrgetter
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from strata.bench.costing import find_config, meta_model
 from strata.cli.bench import bench
-from strata.cli.bench_kernels import HEADINGS, Row
+from strata.cli.bench_kernels import HEADINGS, Row, sizes_of
 from strata.graph.capture import operation_of
 from strata.hardware.specs import device
 from strata.kernels.linear.linear import linear
@@ -20,6 +21,7 @@ from strata.kernels.tuned import row_bucket
 pytest.importorskip("triton")
 
 from strata.bench.kernels.products import arguments, products
+from strata.bench.kernels.published import PUBLISHED
 from strata.bench.kernels.tuning import BUCKETS
 
 
@@ -52,6 +54,35 @@ def test_calls_are_what_their_operations_take(rows: int) -> None:
         result = product.operator.meta(*arguments(product.call(rows, weight)))
         first = result[0] if isinstance(result, tuple) else result
         assert first.shape == (rows, product.out // (2 if "silu" in product.operation else 1))
+
+
+def test_models_are_shapes_folders_or_published(tmp_path: Path) -> None:
+    config = find_config("0.6B")
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
+    found = sizes_of(f"8B,Qwen3-4B,{tmp_path}")
+    assert list(found) == ["8B", "Qwen3-4B", str(tmp_path)]
+    assert found[str(tmp_path)] == config
+    assert sizes_of("published") == PUBLISHED
+    with pytest.raises(ValueError, match=r"0\.6B.*Llama-3\.3-70B/8"):
+        sizes_of("8B,Qwen3-5B")
+    with pytest.raises(ValueError, match="30B-A3B has experts"):
+        sizes_of("30B-A3B")
+
+
+def test_a_shard_has_its_part_of_every_weight() -> None:
+    whole, shard = (
+        {product.name: (product.out, product.width) for product in products(name, PUBLISHED[name])}
+        for name in ("Llama-3.3-70B", "Llama-3.3-70B/8")
+    )
+    assert whole == {
+        "qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672),
+        "lm_head": (128256, 8192),
+    }  # fmt: skip
+    assert shard == {
+        "qkv": (1280, 8192), "o": (8192, 1024), "gate_up": (7168, 8192), "down": (8192, 3584), "lm_head": (16032, 8192),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="among 3 ranks"):
+        PUBLISHED["Llama-3.3-70B"].shard(3)
 
 
 def test_every_count_of_rows_up_to_256_has_its_bucket() -> None:

@@ -190,11 +190,12 @@ def test_the_table_decides_whether_products_are_fused(sequences: int, model: Met
     )
 
 
-def test_a_device_without_a_table_runs_what_should_do() -> None:
-    step = meta_model(find_config("1B"), device("h100")).step(decodes(8))
+@pytest.mark.parametrize(("sequences", "alone"), [(8, "dot_kernel"), (64, "dot_kernel"), (100, "(cuBLAS)")])
+def test_a_device_without_a_table_runs_what_should_do(sequences: int, alone: str) -> None:
+    step = meta_model(find_config("1B"), device("h100")).step(decodes(sequences))
     products = {(node.operation, node.kernels) for node in step.model if "linear" in node.operation}
     assert products == {
-        ("linear", ("(cuBLAS)",)),
+        ("linear", (alone,)),
         *((name, ("dot_kernel",)) for name in ("linear_add", "scaled_linear", "scaled_linear_silu_mul")),
     }
 

@@ -8,7 +8,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.linear.skinny import Launch
+
+_POINTERS = {torch.bfloat16: "*bf16:16", torch.float32: "*fp32:16", torch.int32: "*i32:16"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,22 @@ def compile_for(case: CompileCase, capability: int = 90) -> Resources:
     )
     usage = _resource_usage(compiled.asm["cubin"])
     return Resources(usage["REG"], usage["STACK"] + usage["LOCAL"], compiled.metadata.shared, compiled.asm["ptx"])
+
+
+def case_of(planned: Launch) -> CompileCase:
+    """The specialization that a launch of a product with few rows would compile; its tensors may be on any device."""
+    signature: dict[str, str] = {}
+    constants: dict[str, object] = {name: value for name, value in planned.options.items() if name.isupper()}
+    for name, value in zip(planned.kernel.arg_names, planned.args, strict=False):
+        if value is None:
+            constants[name] = None
+        elif isinstance(value, torch.Tensor):
+            signature[name] = _POINTERS[value.dtype]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if name == "rows" or value % 16 else "i32:16"
+    return CompileCase(str(planned.options), planned.kernel, signature, constants, planned.options["num_warps"], 2)
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:

@@ -17,21 +17,21 @@ from strata.graph.merge import merge
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
 from strata.kernels.op import OPERATIONS
 
-H200 = DeviceLimits("NVIDIA H200", (9, 0), 232448)
+H200 = DeviceLimits("NVIDIA H200", (9, 0), 232448, 132)
 
 
 @pytest.mark.parametrize(
     ("limits", "has_triton", "words"),
     [
         (H200, True, None),
-        (DeviceLimits("NVIDIA B200", (10, 0), 232448), True, None),
+        (DeviceLimits("NVIDIA B200", (10, 0), 232448, 132), True, None),
         (H200, False, "Triton is not installed"),
         (
-            DeviceLimits("Tesla T4", (7, 5), 65536),
+            DeviceLimits("Tesla T4", (7, 5), 65536, 40),
             True,
             "T4 has compute capability 7.5, and the kernels need 8.0",
         ),
-        (DeviceLimits("NVIDIA L40S", (8, 9), 101376), True, "99 KiB of shared memory for a program.* need 227"),
+        (DeviceLimits("NVIDIA L40S", (8, 9), 101376, 142), True, "99 KiB of shared memory for a program.* need 227"),
     ],
     ids=lambda value: value.product if isinstance(value, DeviceLimits) else "",
 )

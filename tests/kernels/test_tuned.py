@@ -12,13 +12,7 @@ import torch
 
 from strata.kernels import tuned
 from strata.kernels.linear.skinny_candidates import candidates, variants
-from strata.kernels.linear.skinny_tiles import (
-    SkinnyTile,
-    aligned,
-    choose_tile,
-    tiles_of,
-    untuned_tile,
-)
+from strata.kernels.linear.skinny_tiles import SkinnyTile, aligned, tiles_of
 from strata.kernels.tuned import Choice, Key, row_bucket
 
 TILE = {"kernel": "dot", "columns": 64, "width": 128, "warps": 4, "stages": 4, "splits": 2, "early": False}
@@ -55,7 +49,6 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 def test_a_device_without_a_table_has_no_tiles(tmp_path: Path) -> None:
     assert tuned.read("Unheard-of GPU", tmp_path) == {}
     assert tiles_of(tuned.read("Unheard-of GPU", tmp_path)) == {}
-    assert choose_tile("linear", 1, 4096, 4096, torch.bfloat16, {}) is None
 
 
 def test_a_table_cannot_be_changed(tmp_path: Path) -> None:
@@ -78,6 +71,12 @@ def test_a_table_cannot_be_changed(tmp_path: Path) -> None:
 def test_a_bad_entry_is_named(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=rf"entry 1 of .*{said}"):
         tuned.read_file(table(tmp_path, ENTRY, ENTRY | change))
+
+
+def test_where_something_else_was_faster_is_listed_too(tmp_path: Path) -> None:
+    tiles = tiles_of(tuned.read_file(table(tmp_path, ENTRY, ENTRY | {"rows": 16, "implementation": "library"})))
+    key = Key("linear", "bfloat16", 6144, 4096, 8)
+    assert tiles == {key: SkinnyTile("dot", 64, 128, 4, 4, 2), replace(key, rows=16): None}
 
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:
@@ -109,24 +108,6 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
 def test_a_tile_that_cannot_run_is_refused(tmp_path: Path, tile: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"[Tt]ile|gemv"):
         tiles_of(tuned.read_file(table(tmp_path, ENTRY | {"parameters": tile})))
-
-
-def test_a_tile_serves_its_rows_its_shape_and_its_dtype(tmp_path: Path) -> None:
-    tiles = tiles_of(tuned.read_file(table(tmp_path, ENTRY, ENTRY | {"rows": 16, "implementation": "library"})))
-    found = {rows: choose_tile("linear", rows, 6144, 4096, torch.bfloat16, tiles) for rows in range(70)}
-    assert {rows for rows, tile in found.items() if tile is not None} == {5, 6, 7, 8}
-    assert found[5] == SkinnyTile("dot", 64, 128, 4, 4, 2)
-    assert choose_tile("linear_add", 8, 6144, 4096, torch.bfloat16, tiles) is None
-    assert choose_tile("linear", 8, 4096, 6144, torch.bfloat16, tiles) is None
-    assert choose_tile("linear", 8, 6144, 4096, torch.float16, tiles) is None
-
-
-def test_the_next_larger_number_of_rows_that_was_measured_serves(tmp_path: Path) -> None:
-    tiles = tiles_of(
-        tuned.read_file(table(tmp_path, ENTRY | {"rows": 128}, ENTRY | {"rows": 96, "implementation": "library"}))
-    )
-    found = [choose_tile("linear", rows, 6144, 4096, torch.bfloat16, tiles) for rows in (64, 65, 96, 97, 128, 129)]
-    assert [tile is not None for tile in found] == [False, False, False, True, True, False]
 
 
 def test_row_buckets() -> None:
@@ -163,17 +144,6 @@ def test_splits_of_k_fill_a_gpu() -> None:
     for tile in candidates("linear_add", 16, 1024, 2048):
         assert 90 <= tile.splits * 1024 // tile.columns <= 540
     assert {tile.splits for tile in candidates("linear", 16, 151936, 1024)} == {1}
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_a_shape_that_was_not_measured_has_a_tile_if_any_fits(early: bool) -> None:
-    for out, width in [*SHAPES, (1, 64), (999, 192), (151936, 1024), (5000, 896)]:
-        for rows in range(1, 257):
-            tile = untuned_tile(rows, out, width, early)
-            assert tile is not None
-            assert tile.fits(rows, out, width)
-            assert tile.early == early
-    assert untuned_tile(1, 100, 48, early) is None
 
 
 def test_operands_that_cannot_be_loaded_16_bytes_at_a_time_are_refused() -> None:

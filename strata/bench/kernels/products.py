@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strata.bench.kernels.published import Sizes
 from strata.hardware.replay import copies_beyond_l2
 from strata.kernels.linear.prenorm import linear_add, scaled_linear_silu_mul
 from strata.kernels.linear.skinny import SkinnyProduct
 from strata.kernels.op import OPERATIONS, Operation
-from strata.models.config import ModelConfig
 
 DTYPE = torch.bfloat16
 _EPS = 1e-6
@@ -76,16 +76,16 @@ def arguments(call: SkinnyProduct) -> tuple[Any, ...]:
     return call.x, call.weight, call.bias
 
 
-def products(model: str, config: ModelConfig) -> Iterator[Product]:
+def products(model: str, sizes: Sizes) -> Iterator[Product]:
     """The weights of a layer as they are merged, and the head: alone, and fused with what stands around them."""
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    heads = config.num_heads * dim
+    hidden, inner, dim = sizes.hidden_size, sizes.intermediate_size, sizes.head_dim
+    heads = sizes.num_heads * dim
     for name, fused, out, width in (
-        ("qkv", "scaled_linear", heads + 2 * config.num_kv_heads * dim, hidden),
+        ("qkv", "scaled_linear", heads + 2 * sizes.num_kv_heads * dim, hidden),
         ("o", "linear_add", hidden, heads),
         ("gate_up", "scaled_linear_silu_mul", 2 * inner, hidden),
         ("down", "linear_add", hidden, inner),
-        ("lm_head", "scaled_linear", config.vocab_size, hidden),
+        ("lm_head", "scaled_linear", sizes.vocab_size, hidden),
     ):
         for operation in ("linear", fused):
             yield Product(model, name, operation, out, width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -42,37 +42,37 @@ class Finding:
     choice: Choice
 
 
-def tune(products: Sequence[Product], buckets: Sequence[int] = BUCKETS) -> Iterator[Finding]:
-    """The fastest of the candidates that are right, for each product and number of rows of the table.
+def tune(products: Iterable[Product], buckets: Sequence[int] = BUCKETS) -> Iterator[tuple[Product, list[Finding]]]:
+    """For each product the fastest of the candidates that are right, for each number of rows of the table.
 
     All candidates run a few times, and the variants of the best of them more often. What either round runs is compiled
-    before it, in processes side by side.
+    before it, in processes side by side, and once for all products that need it.
     """
-    early = torch.cuda.get_device_capability() >= (9, 0)
-    first = {
-        (product, rows): candidates(product.operation, rows, product.out, product.width, early)
-        for product in products
-        for rows in buckets
-    }
     with ProcessPoolExecutor(
         min(_MAX_COMPILERS, os.cpu_count() or 1), multiprocessing.get_context("spawn")
-    ) as compilers:
-        _compile_ahead(compilers, first)
-        last = {}
+    ) as processes:
+        compilers = _Compilers(processes)
         for product in products:
-            bench = _Bench(product)
-            for rows in buckets:
-                best = bench.fastest(rows, first[product, rows], _FIRST_REPEATS)[:_FINALISTS]
-                last[product, rows] = [other for _, tile in best for other in variants(product.operation, tile)]
-        _compile_ahead(compilers, last)
-    for product in products:
-        bench = _Bench(product)
-        for rows in buckets:
-            finals = bench.fastest(rows, last[product, rows], _LAST_REPEATS)
-            choice = _choose(product, finals, bench.library(rows))
-            if choice is not None:
-                key = Key(product.operation, str(DTYPE).removeprefix("torch."), product.out, product.width, rows)
-                yield Finding(product, key, choice)
+            yield product, _tune_one(product, buckets, compilers)
+
+
+def _tune_one(product: Product, buckets: Sequence[int], compilers: _Compilers) -> list[Finding]:
+    early = torch.cuda.get_device_capability() >= (9, 0)
+    first = {rows: candidates(product.operation, rows, product.out, product.width, early) for rows in buckets}
+    compilers.compile(product, first)
+    bench = _Bench(product)
+    last = {}
+    for rows in buckets:
+        best = bench.fastest(rows, first[rows], _FIRST_REPEATS)[:_FINALISTS]
+        last[rows] = [other for _, tile in best for other in variants(product.operation, tile)]
+    compilers.compile(product, last)
+    found = []
+    for rows in buckets:
+        choice = _choose(product, bench.fastest(rows, last[rows], _LAST_REPEATS), bench.library(rows))
+        if choice is not None:
+            key = Key(product.operation, str(DTYPE).removeprefix("torch."), product.out, product.width, rows)
+            found.append(Finding(product, key, choice))
+    return found
 
 
 def _choose(product: Product, finals: Sequence[tuple[float, SkinnyTile]], library: float) -> Choice | None:
@@ -133,19 +133,25 @@ def is_right(result: Tensor, exact: Tensor) -> bool:
     return bool(((result.float() - exact).abs() <= allowed).all())
 
 
-Calls = dict[tuple[Product, int], list[SkinnyTile]]
+class _Compilers:
+    """Fills Triton's cache on disk with kernels, each once as far as the arguments of calls tell them apart."""
 
+    def __init__(self, processes: ProcessPoolExecutor) -> None:
+        self._processes = processes
+        self._compiled: set[tuple[object, ...]] = set()
 
-def _compile_ahead(compilers: ProcessPoolExecutor, calls: Calls) -> None:
-    """Fill Triton's cache on disk with the kernels of these calls, each once as far as their arguments tell."""
-    different = {}
-    for (product, rows), tiles in calls.items():
-        call = product.call(rows, torch.empty(product.out, product.width, dtype=DTYPE, device="meta"))
-        for tile in tiles:
-            planned = launch(call, tile)
-            kinds = tuple(argument is None for argument in planned.args)
-            different[planned.kernel.__name__, kinds, str(planned.options)] = (product, rows, tile)
-    list(compilers.map(_compile, different.values(), chunksize=4))
+    def compile(self, product: Product, tiles: Mapping[int, Sequence[SkinnyTile]]) -> None:
+        """The kernels that multiply by a product's weight, for each number of rows with its tiles."""
+        different = {}
+        for rows, some in tiles.items():
+            call = product.call(rows, torch.empty(product.out, product.width, dtype=DTYPE, device="meta"))
+            for tile in some:
+                planned = launch(call, tile)
+                kinds = tuple(argument is None for argument in planned.args)
+                different[planned.kernel.__name__, kinds, str(planned.options)] = (product, rows, tile)
+        new = {key: call for key, call in different.items() if key not in self._compiled}
+        self._compiled.update(new)
+        list(self._processes.map(_compile, new.values(), chunksize=4))
 
 
 def _compile(what: tuple[Product, int, SkinnyTile]) -> None:

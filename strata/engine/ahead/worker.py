@@ -32,7 +32,7 @@ def main() -> None:
     end_with_parent()
     told = json.loads(sys.argv[1])
     device = told["device"]
-    limits = DeviceLimits(device["product"], tuple(device["capability"]), device["shared_bytes"])
+    limits = DeviceLimits(device["product"], tuple(device["capability"]), device["shared_bytes"], device["processors"])
     # Compilers print to standard output, also those of the forks.
     with os.fdopen(os.dup(1), "w", buffering=1) as tells:
         os.dup2(2, 1)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.linear import cublaslt, fixed, measured_algorithms, skinny, skinny_tiles
+from strata.kernels.linear import cublaslt, fixed, measured_algorithms, skinny, skinny_tiles, tile_choice
 from strata.kernels.op import CUBLAS, operation
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -39,17 +39,17 @@ linear.implement("torch", "cpu", differentiable=True)(F.linear)
 linear.implement("fixed tiles", "cpu", invariant=True)(fixed.buffered_linear)
 
 
-def _tuned(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    return skinny_tiles.tuned_tile(linear.name, x, weight) is not None
+def _has_tile(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    return tile_choice.chosen_tile(linear.name, x, weight) is not None
 
 
 def _kernels(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
-    return skinny.kernels_of(skinny_tiles.tuned_tile(linear.name, x, weight))
+    return skinny.kernels_of(tile_choice.chosen_tile(linear.name, x, weight))
 
 
-@linear.implement(skinny_tiles.IMPLEMENTATION, "cuda", supports=_tuned, kernels=_kernels)
+@linear.implement(skinny_tiles.IMPLEMENTATION, "cuda", supports=_has_tile, kernels=_kernels)
 def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    tile = skinny_tiles.tuned_tile(linear.name, x, weight)
+    tile = tile_choice.chosen_tile(linear.name, x, weight)
     assert tile is not None
     return skinny.skinny_linear(x, weight, bias, tile)
 

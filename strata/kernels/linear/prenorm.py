@@ -18,7 +18,8 @@ from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.fused import Run, fused
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.skinny import SkinnyProduct, kernels_of, multiply
-from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, any_tile
+from strata.kernels.linear.skinny_tiles import IMPLEMENTATION
+from strata.kernels.linear.tile_choice import chosen_tile
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -102,7 +103,7 @@ def scaled_linear_silu_mul(
 
 def _adds(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor) -> bool:
     return (
-        any_tile(linear_add.name, x, weight) is not None
+        chosen_tile(linear_add.name, x, weight) is not None
         and residual.dtype == norm_weight.dtype == x.dtype
         and residual.stride(-1) == 1
     )
@@ -111,7 +112,7 @@ def _adds(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm
 def _adds_skinny(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tile = any_tile(linear_add.name, x, weight)
+    tile = chosen_tile(linear_add.name, x, weight)
     assert tile is not None
     residual_rows = residual.reshape(-1, residual.shape[-1])
     product = SkinnyProduct(x.reshape(-1, x.shape[-1]), weight, bias, residual=residual_rows, norm_weight=norm_weight)
@@ -121,13 +122,13 @@ def _adds_skinny(
 
 def _scales(operation: str, weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> bool:
     fits = squares.shape[-1] <= _MOST_BLOCKS and squares.is_contiguous()
-    return fits and any_tile(operation, weighted, weight) is not None
+    return fits and chosen_tile(operation, weighted, weight) is not None
 
 
 def _scales_skinny(
     operation: str, weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
-    tile = any_tile(operation, weighted, weight)
+    tile = chosen_tile(operation, weighted, weight)
     assert tile is not None
     rows, row_squares = weighted.reshape(-1, weighted.shape[-1]), squares.view(-1, squares.shape[-1])
     gated = operation == scaled_linear_silu_mul.name
@@ -136,11 +137,11 @@ def _scales_skinny(
 
 
 def _add_kernels(x: Tensor, weight: Tensor, *_: Any) -> tuple[Any, ...]:
-    return kernels_of(any_tile(linear_add.name, x, weight))
+    return kernels_of(chosen_tile(linear_add.name, x, weight))
 
 
 def _scale_kernels(operation: str, weighted: Tensor, _: Any, eps: float, weight: Tensor, __: Any) -> tuple[Any, ...]:
-    return kernels_of(any_tile(operation, weighted, weight))
+    return kernels_of(chosen_tile(operation, weighted, weight))
 
 
 if HAS_TRITON:

@@ -98,10 +98,9 @@ def launch(product: SkinnyProduct, tile: SkinnyTile) -> Launch:
         "launch_pdl": tile.early,
     }
     if tile.kernel == "gemv":
-        options |= {"ROWS": next_power_of_2(count), "ONCE": width <= tile.width}
+        options |= {"ROWS": tile.program_rows(count), "ONCE": width <= tile.width}
         return Launch(gemv_kernel, (tiles,), (*tensors, *outputs, *sizes), options, tuple(results))
-    # The least that leaves one kind of instruction to a tile: wgmma to those of 64 columns and more.
-    rows = max(16 if tile.columns >= 64 else 8, min(tile.rows, next_power_of_2(count)))
+    rows = tile.program_rows(count)
     grid = (tiles, tile.splits, ceil_div(count, rows))
     parts = counters = None
     if tile.splits > 1:

@@ -8,19 +8,19 @@ from dataclasses import replace
 from strata.kernels.linear.skinny_tiles import GEMV_ROWS, SkinnyTile
 from strata.kernels.tuned import row_bucket
 
-# columns, width, warps.
+# columns, width, warps; of those that a cost model cannot tell apart, what was faster more often comes first.
 _GEMV = (
-    (2, 4096, 8),
-    (4, 4096, 8),
     (2, 4096, 4),
     (4, 4096, 4),
-    (4, 2048, 8),
+    (4, 4096, 8),
+    (2, 4096, 8),
     (4, 2048, 4),
     (2, 2048, 4),
+    (4, 2048, 8),
     (8, 2048, 8),
+    (8, 1024, 4),
     (4, 1024, 2),
     (4, 1024, 4),
-    (8, 1024, 4),
 )
 # For the most rows of a call: columns, width, warps, stages, and the most rows of a program.
 _DOT = {
@@ -36,7 +36,11 @@ _DOT = {
     128: ((64, 128, 4, 4, 64), (64, 64, 4, 5, 128), (64, 128, 8, 4, 128), (128, 64, 8, 5, 128)),
     256: ((64, 128, 4, 4, 64), (64, 64, 4, 5, 128), (128, 64, 8, 5, 128), (64, 64, 8, 4, 256), (128, 64, 8, 4, 256)),
 }
+# For widths that no other block of k divides.
+_NARROW_DOT = (64, 64, 4, 4, 64)
 _SPLITS = (1, 2, 4, 8, 16)
+# What "gemv" should take at a time, at least, of rows that are longer.
+_LONG_BLOCK = 1024
 # How many programs a split of k should lead to: enough for all multiprocessors, and not many more.
 _FEWEST_PROGRAMS, _MOST_PROGRAMS = 90, 540
 # Registers of a thread that are free for sums: the last program of a tile loads those of all splits at once, and a
@@ -48,14 +52,19 @@ _MOST_BLOCKS = 1024
 
 def candidates(operation: str, rows: int, out: int, width: int, early: bool = True) -> list[SkinnyTile]:
     """The tiles to compare first for so many rows and a weight [out, width]; early: what the device can do (Hopper)."""
-    tiles = [replace(tile, early=early) for tile in (*_gemv(rows, width), *_dot(rows, out, width))]
-    if operation == "linear_add":
-        tiles = [
-            tile
-            for tile in tiles
-            if tile.columns * _MOST_BLOCKS >= out and 2 * _sums(tile.columns, tile.rows, rows, tile.warps) <= _MOST_SUMS
-        ]
-    return [tile for tile in tiles if tile.fits(rows, out, width)]
+    found = [tile for tile in _gemv(rows, width) if _may(tile, operation, rows, out, width)]
+    # One row is for "gemv", unless it would have to take a row in many short blocks.
+    if rows > 1 or all(tile.width < min(width, _LONG_BLOCK) for tile in found):
+        found += [tile for tile in _dot(rows, out, width) if _may(tile, operation, rows, out, width)]
+    return [replace(tile, early=early) for tile in found]
+
+
+def _may(tile: SkinnyTile, operation: str, rows: int, out: int, width: int) -> bool:
+    if operation == "linear_add" and (
+        tile.columns * _MOST_BLOCKS < out or 2 * _sums(tile.columns, tile.rows, rows, tile.warps) > _MOST_SUMS
+    ):
+        return False
+    return tile.fits(rows, out, width)
 
 
 def variants(operation: str, tile: SkinnyTile) -> list[SkinnyTile]:
@@ -81,9 +90,9 @@ def _gemv(rows: int, width: int) -> Iterator[SkinnyTile]:
 
 
 def _dot(rows: int, out: int, width: int) -> Iterator[SkinnyTile]:
-    if rows == 1:
-        return
     shapes = _DOT[next(most for most in _DOT if most >= rows)]
+    if all(width % block for _, block, *_ in shapes):
+        shapes = (_NARROW_DOT,)
     for columns, block, warps, stages, most in shapes:
         programs = -(-out // columns) * -(-rows // most)
         sums = _sums(columns, most, rows, warps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import cache
 from types import MappingProxyType
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from strata.kernels import tuned
 from strata.kernels.device_limits import DeviceLimits
+from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.split_counters import MOST_COUNTERS
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -20,8 +21,6 @@ GEMV_ROWS = 4
 IMPLEMENTATION = "skinny"
 # A prefetch brings in pieces of so many elements of k.
 PREFETCHED = 128
-# Shapes of calls whose tile stays known.
-_MOST_SHAPES = 8192
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,14 @@ class SkinnyTile:
             raise ValueError(f"a tile prefetches a power of two of {PREFETCHED} elements or more, not {asdict(self)}")
         if self.prefetch and not self.early:
             raise ValueError(f"only a tile that is launched early has time to prefetch, not {asdict(self)}")
+
+    def program_rows(self, rows: int) -> int:
+        """Of so many rows of x, how many a program holds sums for, past the last row too."""
+        count = next_power_of_2(rows)
+        if self.kernel == "gemv":
+            return count
+        # The least that leaves one kind of instruction to a tile: wgmma to those of 64 columns and more.
+        return max(16 if self.columns >= 64 else 8, min(self.rows, count))
 
     def fits(self, rows: int, out: int, width: int) -> bool:
         """Whether it can multiply so many rows by a weight [out, width]."""
@@ -104,64 +111,7 @@ def _tile_of(key: tuned.Key, choice: tuned.Choice) -> SkinnyTile | None:
     return tile
 
 
-def choose_tile(operation: str, rows: int, out: int, width: int, dtype: torch.dtype, tiles: Tiles) -> SkinnyTile | None:
-    """The tile that was measured to be fastest, or None: the library was, or nothing was measured."""
-    if not 0 < rows <= MOST_ROWS:
-        return None
-    return tuned.serving(tiles, tuned.Key(operation, str(dtype).removeprefix("torch."), out, width, rows))
-
-
 @cache
 def device_tiles(device: torch.device | DeviceLimits) -> Tiles:
     """The tiles in the package's table for that CUDA device; none without Triton or without a table."""
     return tiles_of(tuned.read(DeviceLimits.of(device).product)) if HAS_TRITON else MappingProxyType({})
-
-
-@lru_cache(_MOST_SHAPES)
-def _device_tile(
-    device: torch.device | DeviceLimits, operation: str, rows: int, out: int, width: int, dtype: torch.dtype
-) -> SkinnyTile | None:
-    return choose_tile(operation, rows, out, width, dtype, device_tiles(device))
-
-
-def tuned_tile(operation: str, x: Tensor, weight: Tensor) -> SkinnyTile | None:
-    """The tile of the device's table for x [..., width] and weight [out, width]; None if it has none for them."""
-    out, width = weight.shape
-    rows = x.numel() // width
-    if rows > MOST_ROWS:  # before anything that takes time: prefill comes this way too
-        return None
-    tile = _device_tile(x.device, operation, rows, out, width, x.dtype)
-    return tile if tile is not None and aligned(x, weight) else None
-
-
-def any_tile(operation: str, x: Tensor, weight: Tensor) -> SkinnyTile | None:
-    """The tuned tile, or else one that should do; None where no tile fits."""
-    found = tuned_tile(operation, x, weight)
-    if found is not None:
-        return found
-    out, width = weight.shape
-    rows = x.numel() // width
-    major, _ = DeviceLimits.of(x.device).capability
-    if not 0 < rows <= MOST_ROWS or major < 8 or not aligned(x, weight):
-        return None
-    return untuned_tile(rows, out, width, early=major >= 9)
-
-
-# Programs that keep the multiprocessors of a large GPU busy.
-_PROGRAMS = 256
-
-
-@cache
-def untuned_tile(rows: int, out: int, width: int, early: bool) -> SkinnyTile | None:
-    """A tile for a shape that was not measured, small enough for any GPU since Ampere; None if width fits none."""
-    if rows <= GEMV_ROWS // 2:
-        for block in (2048, 1024, 512, 256):
-            if width % block == 0:
-                return SkinnyTile("gemv", 4 if out <= 4096 else 8, block, max(1, block // 256), early=early)
-    deep = 128 if rows <= 32 and width % 128 == 0 else 64
-    if width % deep:
-        return None
-    splits = 1
-    while splits < 8 and width % (2 * splits * deep) == 0 and 2 * splits * -(-out // 64) <= _PROGRAMS:
-        splits *= 2
-    return SkinnyTile("dot", 64, deep, 4, 3, splits, early, rows=64)

@@ -24,7 +24,7 @@ WAYS: list[dict[str, Any]] = [
 
 def hopper() -> DeviceLimits:
     known = device("h200")
-    return DeviceLimits(known.product, known.capability, known.shared_bytes)
+    return DeviceLimits(known.product, known.capability, known.shared_bytes, known.processors)
 
 
 def derived(model: str, options: dict[str, Any], whole: bool = False) -> list[str]:

@@ -77,7 +77,7 @@ def test_a_folder_that_cannot_be_made_is_bypassed(folder: Path) -> None:
 
 
 def test_other_kinds_of_starts_have_other_manifests(folder: Path) -> None:
-    other = DeviceLimits("NVIDIA H200", (9, 0), 100)
+    other = DeviceLimits("NVIDIA H200", (9, 0), 100, 132)
     keys = [
         manifest.key_of(asked, limits)
         for asked, limits in ((small(), hopper()), (small(dtype="float16"), hopper()), (small(), other))

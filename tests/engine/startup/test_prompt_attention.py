@@ -18,7 +18,7 @@ from strata.kernels.device_limits import DeviceLimits
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 
-HOPPER = DeviceLimits("NVIDIA H200", (9, 0), 227 * 1024)
+HOPPER = DeviceLimits("NVIDIA H200", (9, 0), 227 * 1024, 132)
 CONFIG = config_from_dict(SHAPES["0.6B"], "0.6B")
 
 

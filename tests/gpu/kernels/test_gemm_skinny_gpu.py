@@ -10,17 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from strata.hardware.replay import time_replayed
+from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.skinny import skinny_linear
 from strata.kernels.linear.skinny_candidates import candidates, variants
-from strata.kernels.linear.skinny_tiles import (
-    IMPLEMENTATION,
-    MOST_ROWS,
-    SkinnyTile,
-    device_tiles,
-    tuned_tile,
-    untuned_tile,
-)
+from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, MOST_ROWS, SkinnyTile, device_tiles
+from strata.kernels.linear.tile_choice import chosen_tile
+from strata.kernels.linear.tile_rule import MOST_LINEAR_ROWS, expected_tile
 from strata.kernels.split_counters import split_counters
 from strata.kernels.tuned import row_bucket
 
@@ -150,11 +146,13 @@ def assert_right_by_linear(x: torch.Tensor, weight: torch.Tensor) -> None:
     torch.testing.assert_close(linear(x, weight).double(), exact, rtol=0.02, atol=0.02 * exact.abs().max().item())
 
 
-@pytest.mark.parametrize(("out", "width"), [(999, 192), (5000, 896), (1024, 2048)])
+@pytest.mark.parametrize(("out", "width"), [(999, 192), (5000, 896), (2560, 9728), (896, 4864), (1024, 2048)])
 def test_tiles_of_shapes_that_were_not_measured(out: int, width: int) -> None:
     weight = draw(out, width)
+    limits = DeviceLimits.of(weight.device)
     for rows in (1, 2, 3, 17, 64, 65, 256):
-        tile, x = untuned_tile(rows, out, width, early=True), draw(rows, width)
+        operation = "linear" if rows <= MOST_LINEAR_ROWS else "scaled_linear"
+        tile, x = expected_tile(operation, rows, out, width, limits), draw(rows, width)
         assert tile is not None
         assert_right(skinny_linear(x, weight, None, tile), x, weight, None)
 
@@ -164,11 +162,13 @@ def test_linear_takes_what_the_table_says() -> None:
     bound = linear.bind("cuda")
     assert bound.choose(draw(1, 48), draw(7, 48), None).name == "cublas"
     for key, tile in found.items():
-        if tile is None or key.operation != "linear" or key.out * key.width > 1 << 27:
+        if key.operation != "linear" or key.out * key.width > 1 << 27:
             continue
         x, weight = draw(key.rows, key.width), draw(key.out, key.width)
+        assert chosen_tile("linear", x, weight) == tile
+        if tile is None:
+            continue
         assert bound.choose(x, weight, None).name == IMPLEMENTATION
-        assert tuned_tile("linear", x, weight) == tile
         assert_right(bound(x, weight, None), x, weight, None)
         assert bound.choose(draw(2 * MOST_ROWS, key.width), weight, None).name != IMPLEMENTATION
 

@@ -131,7 +131,7 @@ def test_it_is_for_inference_that_is_not_deterministic() -> None:
 
 
 def test_of_a_device_that_is_not_here_nothing_is_asked() -> None:
-    limits = DeviceLimits("NVIDIA H200", (9, 0), 227 * 1024)
+    limits = DeviceLimits("NVIDIA H200", (9, 0), 227 * 1024, 132)
     x, weight = (
         as_if_on(limits, torch.empty(shape, device="meta", dtype=torch.bfloat16))
         for shape in ((96, 4096), (4096, 4096))
