@@ -36,10 +36,10 @@ def warm(
 
     Example: strata warm 8B --device h200
     """
-    from strata.engine.ahead.ahead import compiling, shown
+    limits = _limits(on)
+    from strata.engine.ahead.ahead import compiling, shown  # needs Triton, as the limits say
     from strata.engine.engine_config import EngineConfig
 
-    limits = _limits(on)
     found = folder_or_shape(model)
     asked = EngineConfig(
         found,
@@ -64,6 +64,7 @@ def _limits(name: str) -> DeviceLimits:
     """Of a device in the database, or of one that is here. Raises ValueError if the kernels cannot run there."""
     import torch
 
+    from strata.engine.engine_config import EngineConfig
     from strata.kernels.device_limits import DeviceLimits, why_not
 
     if name in DEVICES:
@@ -74,7 +75,7 @@ def _limits(name: str) -> DeviceLimits:
     elif not torch.cuda.is_available():
         raise ValueError(f"no CUDA device is here: name the one to compile for, --device {' or '.join(DEVICES)}")
     else:
-        found = DeviceLimits.of(torch.device("cuda" if name == "auto" else name))
+        found = DeviceLimits.of(EngineConfig("", device=name).resolve_device())
     limit = why_not(found)
     if limit is not None:
         raise ValueError(f"{limit}: there is nothing to compile")

@@ -7,10 +7,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from tempfile import TemporaryFile
-from threading import Thread, Timer
+from threading import Event, Thread, Timer
 from typing import IO, Any
 
 import torch
@@ -29,6 +29,7 @@ Log = Callable[[str], None]
 _MOST_PROCESSES = 32
 # Seconds that a start waits for them: ten times what one core takes for a model.
 _LONGEST = 600
+_NOT_AHEAD = "kernels could not be compiled ahead, so each is when it is first used: {}"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Compiling:
         """said: a file for what it says of errors; compilers may say more than a pipe holds."""
         processes = max(1, min(len(os.sched_getaffinity(0)) - 1, _MOST_PROCESSES))
         told = {"engine": asdict(asked), "device": asdict(limits), "processes": processes}
-        command = [sys.executable, "-m", "strata.engine.ahead.worker", json.dumps(told)]
+        # -P: the current folder must not come first in the import path, its modules may have common names.
+        command = [sys.executable, "-P", "-m", "strata.engine.ahead.worker", json.dumps(told)]
         self._said = said
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": said}
         self._process = subprocess.Popen(command, text=True, **streams)
@@ -107,6 +109,7 @@ class KernelsAhead:
         self._key = manifest.key_of(asked, self._limits)
         self._process: Compiling | None = None
         self._holding: Thread | None = None
+        self._is_over = Event()
         self._are_held = False
 
     @contextmanager
@@ -115,7 +118,11 @@ class KernelsAhead:
         compiles it. Nothing of that outlasts the block."""
         found = manifest.read(self._key)
         if found is None or not found.is_on_disk:
-            with compiling(self._asked, self._limits) as self._process:
+            with ExitStack() as beside:
+                try:
+                    self._process = beside.enter_context(compiling(self._asked, self._limits))
+                except OSError as error:
+                    self._log(_NOT_AHEAD.format(error))
                 yield self
             return
         self._holding = Thread(target=self._hold, args=(found,), name="kernels")
@@ -123,6 +130,7 @@ class KernelsAhead:
         try:
             yield self
         finally:
+            self._is_over.set()
             self._holding.join()
 
     def finish(self, *, show: bool) -> bool:
@@ -139,7 +147,7 @@ class KernelsAhead:
         try:
             last = shown(process.progress(), show=show)
         except ValueError as error:
-            self._log(f"kernels could not be compiled ahead, so each is when it is first used: {error}")
+            self._log(_NOT_AHEAD.format(error))
             return
         finally:
             stopping.cancel()
@@ -157,6 +165,8 @@ class KernelsAhead:
         try:
             with torch.cuda.device(self._device):
                 for variant in found.variants:
+                    if self._is_over.is_set():  # the start has failed, or is broken off
+                        return
                     variant.hold()
             self._are_held = True
         except Exception as error:  # whatever it is, kernels are compiled when they are launched

@@ -49,10 +49,10 @@ def key_of(asked: EngineConfig, limits: DeviceLimits) -> str:
 
 def read(key: str) -> Manifest | None:
     """None if there is none that is whole."""
-    path = CheckedCache(key).get_file(_FILE)
-    if path is None:
+    content = CheckedCache(key).read(_FILE)
+    if content is None:
         return None
-    told = json.loads(Path(path).read_text())
+    told = json.loads(content)
     return Manifest(tuple(map(Variant, told["variants"])), tuple(told["entries"]))
 
 

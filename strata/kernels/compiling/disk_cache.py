@@ -13,6 +13,7 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,8 @@ from triton import knobs
 from triton.runtime.cache import CacheManager, FileCacheManager
 
 _SUM = ".sha256"
+# What Triton puts before the name of a listing.
+_GROUP = "__grp__"
 
 
 class CheckedCache(CacheManager):  # type: ignore[misc]  # triton is untyped
@@ -31,16 +34,16 @@ class CheckedCache(CacheManager):  # type: ignore[misc]  # triton is untyped
         self._key = key
 
     def exists(self) -> bool:
-        """Whether there is anything of the entry."""
-        return any((folder / self._key).is_dir() for folder in (_folder(), _spare_folder()))
+        """Whether there is a group of files of which none is missing; whether they are whole is left to reading."""
+        return any(self._has_group(folder / self._key) for folder in (_folder(), _spare_folder()))
 
     def get_file(self, filename: str) -> str | None:
         """The path of a file that is whole, else None."""
-        for folder in (_folder(), _spare_folder()):
-            path = folder / self._key / filename
-            if _is_whole(path):
-                return str(path)
-        return None
+        return next((str(path) for path, _ in self._whole(filename)), None)
+
+    def read(self, filename: str) -> bytes | None:
+        """What is in a file that is whole, else None."""
+        return next((content for _, content in self._whole(filename)), None)
 
     def put(self, data: bytes | object, filename: str, binary: bool = True) -> str:
         """Write a file in one move, and say where. Raises OSError only if the spare folder takes none either."""
@@ -52,14 +55,29 @@ class CheckedCache(CacheManager):  # type: ignore[misc]  # triton is untyped
 
     def get_group(self, filename: str) -> dict[str, str] | None:
         """The paths of all files of a group by their names; None unless every one is whole."""
-        listing = self.get_file(f"__grp__{filename}")
+        listing = self.read(f"{_GROUP}{filename}")
         if listing is None:
             return None
-        found = {name: self.get_file(name) for name in json.loads(Path(listing).read_text())["child_paths"]}
+        found = {name: self.get_file(name) for name in json.loads(listing)["child_paths"]}
         return {name: path for name, path in found.items() if path} if all(found.values()) else None
 
     def put_group(self, filename: str, group: dict[str, str]) -> str:
-        return self.put(json.dumps({"child_paths": group}), f"__grp__{filename}")
+        return self.put(json.dumps({"child_paths": group}), f"{_GROUP}{filename}")
+
+    def _whole(self, filename: str) -> Iterator[tuple[Path, bytes]]:
+        for folder in (_folder(), _spare_folder()):
+            path = folder / self._key / filename
+            content = _read_whole(path)
+            if content is not None:
+                yield path, content
+
+    def _has_group(self, folder: Path) -> bool:
+        try:
+            names = set(os.listdir(folder))
+        except OSError:  # also where nobody may look
+            return False
+        listings = (self.read(name) for name in names if name.startswith(_GROUP) and not name.endswith(_SUM))
+        return any(listing is not None and names.issuperset(json.loads(listing)["child_paths"]) for listing in listings)
 
 
 def checked_cache(key: str, override: bool = False, dump: bool = False) -> Any:
@@ -89,11 +107,12 @@ def _spare_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="strata-kernels-"))
 
 
-def _is_whole(path: Path) -> bool:
+def _read_whole(path: Path) -> bytes | None:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest() == Path(f"{path}{_SUM}").read_text()
+        content = path.read_bytes()
+        return content if hashlib.sha256(content).hexdigest() == Path(f"{path}{_SUM}").read_text() else None
     except (OSError, ValueError):
-        return False
+        return None
 
 
 def _write(folder: Path, name: str, content: bytes) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("triton")
 
+import strata
 from strata.cli.main import app
 from strata.engine.ahead import ahead, manifest
 from strata.engine.ahead.ahead import Compiling, KernelsAhead, Progress, compiling, shown
@@ -129,6 +132,74 @@ def test_variants_that_cannot_be_held_fail_nothing(folder: Path, monkeypatch: py
     with KernelsAhead(small(), torch.device("cuda"), said.append).under_way() as kernels:
         assert kernels.finish(show=False) is False
     assert said == ["kernels could not be brought to the device ahead: RuntimeError: device kernel image is invalid"]
+
+
+def test_modules_of_the_current_folder_stay_out_of_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever starts an engine may have files of common names beside them."""
+    (tmp_path / "triton.py").write_text("raise ValueError('not the library')")
+    monkeypatch.setenv("PYTHONPATH", str(Path(strata.__file__).parents[1]))
+    monkeypatch.chdir(tmp_path)
+    assert compiled(small(max_num_seqs=1)).faults == ()
+
+
+def unstartable(*_: Any, **__: Any) -> Any:
+    raise OSError(11, "Resource temporarily unavailable")
+
+
+@pytest.mark.parametrize("target", ["subprocess.Popen", "strata.engine.ahead.ahead.TemporaryFile"])
+def test_a_process_that_cannot_be_started_fails_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    monkeypatch.setattr(target, unstartable)
+    monkeypatch.setattr(DeviceLimits, "of", lambda _: hopper())
+    said: list[str] = []
+    with KernelsAhead(small(), torch.device("cuda"), said.append).under_way() as kernels:
+        assert kernels.finish(show=False) is False
+    (line,) = said
+    assert line.startswith("kernels could not be compiled ahead, so each is when it is first used: [Errno 11]")
+
+
+def test_a_start_that_fails_waits_for_one_kernel_at_most(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[Variant] = []
+    begun, ended = threading.Event(), threading.Event()
+
+    def hold(variant: Variant) -> None:
+        held.append(variant)
+        begun.set()
+        ended.wait(60)
+
+    monkeypatch.setattr(Variant, "hold", hold)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: threading.Lock())
+    monkeypatch.setattr(DeviceLimits, "of", lambda _: hopper())
+    manifest.write(manifest.key_of(small(), hopper()), [Variant(f'{{"name": "a.{one}"}}') for one in range(3)], [])
+    kernels = KernelsAhead(small(), torch.device("cuda"), print)
+
+    def start() -> None:
+        with kernels.under_way():
+            begun.wait(60)
+            threading.Timer(0.2, ended.set).start()
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        start()
+    assert len(held) == 1
+
+
+@pytest.mark.parametrize("name", ["cuda:9", "cudax"])
+def test_warm_names_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    result = CliRunner().invoke(app, ["warm", "8B", "--device", name])
+    assert isinstance(result.exception, ValueError)
+    assert repr(name) in str(result.exception)
+
+
+def test_warm_without_triton_says_so() -> None:
+    code = "import sys; sys.modules['triton'] = None; from strata.cli.warm import warm; warm('8B', 'h200')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.stderr.strip().endswith("ValueError: Triton is not installed: there is nothing to compile")
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,35 @@ def test_what_somebody_else_wrote_is_not_believed(folder: Path) -> None:
     assert CheckedCache(KEY).get_group("a.json") is None
 
 
+def test_an_entry_that_lacks_a_file_is_not_there(folder: Path) -> None:
+    """As what clears old files leaves it: folders without all that was in them."""
+    checked = CheckedCache(KEY)
+    assert not checked.exists()
+    path = Path(checked.put(b"kernel", "a.cubin"))
+    assert not checked.exists()
+    checked.put_group("a.json", {"a.cubin": str(path)})
+    assert checked.exists()
+    path.unlink()
+    assert not checked.exists()
+
+
+def test_a_folder_that_nobody_may_look_into_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as another user's, which HOME or TRITON_CACHE_DIR still names."""
+    checked = CheckedCache(KEY)
+    checked.put(b"kernel", "a.cubin")
+
+    def refuse(path: Any, *_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    for name in ("stat", "listdir"):
+        monkeypatch.setattr(os, name, refuse)
+    assert not checked.exists()
+    for name in ("open", "read_bytes"):
+        monkeypatch.setattr(Path, name, refuse)
+    assert checked.get_file("a.cubin") is None
+    assert checked.get_group("a.json") is None
+
+
 def test_other_programs_can_read_what_is_written(folder: Path) -> None:
     checked = CheckedCache(KEY)
     checked.put_group("a.json", {"a.cubin": checked.put(b"kernel", "a.cubin")})
