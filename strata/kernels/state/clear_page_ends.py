@@ -51,7 +51,7 @@ clear_page_ends.implement("torch", "cpu", invariant=True)(clear_page_ends.refere
 _BLOCK = 1024
 
 
-@partial(jit, unspecialized=("lengths", "bounds", "sequences", "most_pages"))
+@partial(jit, unspecialized=("lengths", "bounds", "sequences", "most_pages", "pages"))
 def clear_page_ends_kernel(
     keys,
     values,
@@ -60,19 +60,19 @@ def clear_page_ends_kernel(
     bounds,
     sequences,
     most_pages,
-    layer_elements,
+    pages,
     row,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs [layers, prompts]. row: elements of a token. layer_elements: of a pool, more than int32 holds."""
+    """Programs [layers, prompts]. pages: of a layer's pool. row: elements of a token."""
     sequence = tl.load(bounds) + tl.program_id(1)
     length = tl.load(lengths + sequence, mask=sequence < sequences, other=0)
     used = length % PAGE_SIZE
     if used == 0:
         return
     page = tl.load(tables + sequence.to(tl.int64) * most_pages + length // PAGE_SIZE).to(tl.int64)
-    first = tl.program_id(0).to(tl.int64) * layer_elements + (page * PAGE_SIZE + used) * row
+    first = ((tl.program_id(0).to(tl.int64) * pages + page) * PAGE_SIZE + used) * row
     elements = (PAGE_SIZE - used) * row
     start = 0
     while start < elements:
@@ -84,7 +84,7 @@ def clear_page_ends_kernel(
 
 
 def _triton(keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, bounds: Tensor, most: int) -> Tensor:
-    layers, _, page_size, kv_heads, head_dim = keys.shape
+    layers, pages, page_size, kv_heads, head_dim = keys.shape
     clear_page_ends_kernel[(layers, most)](
         keys,
         values,
@@ -93,7 +93,7 @@ def _triton(keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, bound
         bounds,
         len(lengths),
         tables.shape[1],
-        keys.stride(0),
+        pages,
         kv_heads * head_dim,
         PAGE_SIZE=page_size,
         BLOCK=_BLOCK,
@@ -112,7 +112,12 @@ if HAS_TRITON:
 
 
 def compile_cases() -> list[CompileCase]:
-    names = {"*bf16:16": "keys values", "*i32:16": "tables", "*i32": "lengths bounds", "i32": "sequences most_pages"}
-    signature = by_type(names | {"i64:16": "layer_elements", "i32:16": "row"})
+    names = {
+        "*bf16:16": "keys values",
+        "*i32:16": "tables",
+        "*i32": "lengths bounds",
+        "i32": "sequences most_pages pages",
+    }
+    signature = by_type(names | {"i32:16": "row"})
     constants = {"PAGE_SIZE": 16, "BLOCK": _BLOCK}
     return [CompileCase("clear page ends", clear_page_ends_kernel, signature, constants, 4, 3)]
