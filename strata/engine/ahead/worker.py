@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,7 +31,7 @@ from strata.kernels.device_limits import DeviceLimits
 
 def main() -> None:
     """Compile what `sys.argv` asks for."""
-    end_with_parent()
+    end_with_parent(signal.SIGKILL)
     told = json.loads(sys.argv[1])
     device = told["device"]
     limits = DeviceLimits(device["product"], tuple(device["capability"]), device["shared_bytes"], device["processors"])
@@ -44,14 +46,15 @@ def main() -> None:
 
 def compile_ahead(asked: EngineConfig, limits: DeviceLimits, processes: int, tells: IO[str]) -> None:
     """Compile all variants of a start while they are being found out, and write its manifest."""
+    # Before the lock is taken, so that no fork holds it.
+    workers = Workers(target_of(limits), processes, partial(end_with_parent, signal.SIGKILL))
+    variants: list[Variant] = []
+
+    def note(variant: Variant) -> None:
+        variants.append(variant)
+        workers.add(variant)
+
     with _alone():
-        workers = Workers(target_of(limits), processes, end_with_parent)
-        variants: list[Variant] = []
-
-        def note(variant: Variant) -> None:
-            variants.append(variant)
-            workers.add(variant)
-
         try:
             note_variants(asked, limits, note)
             outcomes: list[Outcome] = []

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import selectors
+import signal
+import struct
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -17,6 +23,9 @@ from triton.backends.nvidia.driver import CudaLauncher, CudaUtils, libcuda_dirs
 from triton.runtime.cache import triton_key
 
 from strata.kernels.compiling.variant import Variant
+
+# Where a variant's text lies in the file that all share, and how long it is. No length: what loads kernels is compiled.
+_JOB = struct.Struct("qq")
 
 
 @dataclass(frozen=True)
@@ -38,26 +47,114 @@ class Workers:
     """Processes that compile into the cache on the disk while this one finds out what else is to be compiled.
 
     They are forks, so that none has to import anything: the process that makes this has no CUDA context and runs no
-    threads. `initialize` runs first in each.
+    threads. They hold what it has open then. `initialize` runs first in each: to end it with its parent. Each takes the
+    next variant whenever it is done with one, and tells of it in a line of JSON.
     """
 
     def __init__(self, target: GPUTarget, count: int, initialize: Callable[[], None]) -> None:
-        self._target = target
         triton_key()  # reads the whole of Triton's library: once, and not in each fork
-        self._pool = ProcessPoolExecutor(count, get_context("fork"), initialize)
-        self._pool.submit(_compile_driver)  # with the first job all forks are made, before there are other threads
-        self._futures: list[Future[Outcome]] = []
+        # What is to be compiled waits in a file, which takes any number; a pipe would hold up who writes into it.
+        self._texts, self._end = os.memfd_create("variants"), 0
+        self._taking, self._giving = os.pipe()
+        self._telling: dict[int, int] = {}  # of each process by where it is heard
+        for _ in range(count):
+            self._start(target, initialize)
+        os.close(self._taking)
+        self._give(b"")
+
+    @property
+    def processes(self) -> list[int]:
+        """Their numbers."""
+        return list(self._telling.values())
 
     def add(self, variant: Variant) -> None:
-        self._futures.append(self._pool.submit(_compile, variant, self._target))
+        self._give(variant.text.encode())
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Of each variant once it has been tried. Raises BrokenProcessPool if a process was killed."""
-        return (future.result() for future in as_completed(self._futures))
+        """Of each variant once it has been tried; nothing more can be added. Raises RuntimeError if a process died."""
+        os.close(self._giving)
+        self._giving = -1
+        heard = dict.fromkeys(self._telling, b"")
+        with selectors.DefaultSelector() as selector:
+            for descriptor in heard:
+                selector.register(descriptor, selectors.EVENT_READ)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    content = os.read(key.fd, 1 << 16)
+                    *lines, heard[key.fd] = (heard[key.fd] + content).split(b"\n")
+                    yield from map(_outcome, lines)
+                    if not content:
+                        selector.unregister(key.fd)
+                        self._join(key.fd)
 
     def close(self) -> None:
-        """Begin with nothing more."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """End all of them, whatever they are at."""
+        if self._giving >= 0:
+            os.close(self._giving)
+            self._giving = -1
+        for process in self._telling.values():
+            os.kill(process, signal.SIGKILL)
+        for descriptor in list(self._telling):
+            with suppress(RuntimeError):
+                self._join(descriptor)
+        os.close(self._texts)
+
+    def _start(self, target: GPUTarget, initialize: Callable[[], None]) -> None:
+        heard, telling = os.pipe()
+        process = os.fork()
+        if not process:
+            for descriptor in (self._giving, heard, *self._telling):
+                os.close(descriptor)
+            _run(target, initialize, self._texts, self._taking, telling)
+        os.close(telling)
+        self._telling[heard] = process
+
+    def _give(self, text: bytes) -> None:
+        os.pwrite(self._texts, text, self._end)
+        # So few bytes go into a pipe, and come out of it, all at once.
+        os.write(self._giving, _JOB.pack(self._end, len(text)))
+        self._end += len(text)
+
+    def _join(self, heard: int) -> None:
+        """Wait for the end of one that tells nothing more. Raises RuntimeError if it died."""
+        process = self._telling.pop(heard)
+        os.close(heard)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        if code:
+            how = f"with exit code {code}" if code > 0 else f"by signal {-code}"
+            raise RuntimeError(f"a process that compiles ended {how}")
+
+
+def _run(target: GPUTarget, initialize: Callable[[], None], texts: int, taking: int, telling: int) -> NoReturn:
+    """The whole life of a fork, of which no caller of its parent may hear."""
+    code = 1
+    try:
+        initialize()
+        while job := os.read(taking, _JOB.size):
+            start, length = _JOB.unpack(job)
+            if length:
+                _tell(telling, _compile(Variant(os.pread(texts, length, start).decode()), target))
+            else:
+                _compile_driver()
+        code = 0
+    except SystemExit as asked:
+        code = asked.code if isinstance(asked.code, int) else 1
+    except BaseException:  # it is printed here, as the interpreter does
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _tell(telling: int, outcome: Outcome) -> None:
+    with os.fdopen(os.dup(telling), "w") as stream:
+        told = {"entry": outcome.entry, "seconds": outcome.seconds, "found": outcome.found, "fault": outcome.fault}
+        print(json.dumps({"variant": outcome.variant.text} | told), file=stream)
+
+
+def _outcome(line: bytes) -> Outcome:
+    told = json.loads(line)
+    return Outcome(Variant(told.pop("variant")), **told)
 
 
 def _compile(variant: Variant, target: GPUTarget) -> Outcome:

@@ -1,0 +1,127 @@
+"""Processes that compile: what they tell, that each takes what the others left, and what ends them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget
+
+from strata.kernels.compiling import workers as module
+from strata.kernels.compiling.variant import Variant
+from strata.kernels.compiling.workers import Outcome, Workers
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+def named(name: str) -> Variant:
+    return Variant(json.dumps({"name": f"a.{name}"}))
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a variant is called decides what becomes of it."""
+
+    def compile_one(variant: Variant, _: Any) -> Outcome:
+        name = variant.name.partition(".")[2]
+        if name == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if name == "left":
+            raise SystemExit(3)
+        if name == "slow":
+            time.sleep(1)
+        if name == "hung":
+            time.sleep(60)
+        fault = "x" * 300_000 if name == "faulty" else None
+        return Outcome(variant, str(os.getpid()), 0.5, found=name == "found", fault=fault)
+
+    monkeypatch.setattr(module, "_compile", compile_one)
+    monkeypatch.setattr(module, "_compile_driver", lambda: None)
+
+
+def tried(names: list[str], count: int) -> list[Outcome]:
+    workers = Workers(TARGET, count, lambda: None)
+    try:
+        for name in names:
+            workers.add(named(name))
+        return list(workers.outcomes())
+    finally:
+        workers.close()
+
+
+def is_running(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.usefixtures("compiled")
+class TestOutcomes:
+    def test_each_variant_has_one_whoever_tried_it(self) -> None:
+        names = [f"k{number}" for number in range(500)] + ["found"]
+        outcomes = tried(names, 7)
+        assert sorted(outcome.variant.name for outcome in outcomes) == sorted(f"a.{name}" for name in names)
+        assert [outcome.variant.name for outcome in outcomes if outcome.found] == ["a.found"]
+        assert all(outcome.fault is None and outcome.seconds == 0.5 for outcome in outcomes)
+
+    def test_who_is_busy_takes_no_more(self) -> None:
+        outcomes = tried(["slow", *(f"k{number}" for number in range(50))], 2)
+        busy = next(outcome.entry for outcome in outcomes if outcome.variant.name == "a.slow")
+        assert sum(outcome.entry == busy for outcome in outcomes) < 5
+
+    def test_faults_may_be_longer_than_a_pipe_holds(self) -> None:
+        assert [len(outcome.fault or "") for outcome in tried(["faulty"] * 4, 2)] == [300_000] * 4
+
+    def test_nothing_to_do_ends_at_once(self) -> None:
+        assert tried([], 3) == []
+
+    @pytest.mark.parametrize(("name", "message"), [("killed", "by signal 9"), ("left", "with exit code 3")])
+    def test_one_that_dies_is_an_error(self, name: str, message: str) -> None:
+        with pytest.raises(RuntimeError, match=f"a process that compiles ended {message}"):
+            tried(["k1", name, "k2"], 2)
+
+    def test_none_outlasts_closing(self) -> None:
+        workers = Workers(TARGET, 3, lambda: None)
+        workers.add(named("hung"))
+        processes = workers.processes
+        assert all(map(is_running, processes))
+        workers.close()
+        assert not any(map(is_running, processes))
+
+
+def test_a_stopped_one_ends_with_its_parent() -> None:
+    """Which is killed, so that it can end nothing itself."""
+    code = (
+        "import os, signal, time; from triton.backends.compiler import GPUTarget; "
+        "from strata.engine.lifeline import end_with_parent; "
+        "from strata.kernels.compiling.workers import Workers; "
+        "reading, writing = os.pipe(); "
+        "initialize = lambda: (end_with_parent(signal.SIGKILL), os.write(writing, b'.')); "
+        "workers = Workers(GPUTarget('cuda', 90, 32), 2, initialize); "
+        "os.read(reading, 1), os.read(reading, 1); "
+        "print(*workers.processes, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        processes = [int(word) for word in parent.stdout.readline().split()]
+        assert len(processes) == 2
+        os.kill(processes[0], signal.SIGSTOP)
+        parent.kill()
+        parent.wait()
+    for _ in range(100):
+        if not any(map(is_running, processes)):
+            return
+        time.sleep(0.05)
+    raise AssertionError("a fork is left")
