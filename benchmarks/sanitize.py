@@ -28,11 +28,10 @@ from strata.bench.kernels.cases import EPS, angles, full_pages, randn
 from strata.bench.kernels.products import Product
 from strata.kernels.activation import silu_mul_grad  # noqa: F401  registers what is run
 from strata.kernels.activation.silu_mul import silu_mul
-from strata.kernels.attention import recorded as attention_recorded
+from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention.attention import attention
-from strata.kernels.attention.batch_parts import RecordedParts
+from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.decode import decode_attention
-from strata.kernels.attention.join import join
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.attention.virtual_sequences import MOST_PROMPTS, Rows, virtual_sequences
 from strata.kernels.linear.embedding import embedding
@@ -56,7 +55,6 @@ from strata.kernels.sampling.filters import filter_bounds
 from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
 from strata.kernels.state.clear_page_ends import clear_page_ends
 from strata.kernels.state.gather_tables import gather_tables
-from strata.kernels.state.kv_read import kv_read
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.newest_tokens import newest_tokens
 from strata.kernels.state.paged import PagedKV
@@ -184,23 +182,16 @@ def _attention(head_dim: int, window: int | None) -> Iterator[Call]:
         heads = HeadsSpec(0, HEADS, KV_HEADS, EPS)
         decodes = step(1, 1, 1, pages=written)
         yield own(decode_attention, product, *weights, *angles(3, head_dim), decodes, heads, spec)
-    yield f"kv_read of {head_dim}", lambda: kv_read(held, 0, 0, 16, 300)
-    yield f"attention_join of {head_dim}", lambda: _joined(held, drawn(37)[0])
 
 
 def _recorded(q: Tensor, k: Tensor, v: Tensor, held: PagedKV, spec: AttentionSpec) -> Tensor:
     """A decode, prompts of 7 and 20 tokens, and padding for the rest."""
     tables, lengths = held.tables[[0, 1, 2, 0]], torch.tensor((300, 7, 37, 0), dtype=torch.int32)
     decode_lengths, starts = torch.tensor(((300, 0, 0, 0), (1, 1, 8, 28)), dtype=torch.int32)
-    parts = RecordedParts(decode_lengths, starts, torch.tensor((1, 4), dtype=torch.int32))
+    parts = BatchParts(decode_lengths, starts, torch.tensor((1, 4), dtype=torch.int32))
     offsets = torch.tensor((0, 1, 8, 28, len(q)), dtype=torch.int32)
     pages = replace(held, tables=tables, lengths=lengths, parts=parts)
-    return attention_recorded.attend(q, k, v, Sequences(offsets, len(q), pages), spec)
-
-
-def _joined(held: PagedKV, one: Tensor) -> Tensor:
-    one_sums, other_sums = torch.randn(2, one.shape[1], one.shape[0])
-    return join(torch.empty_like(one), one, torch.randn_like(one), one_sums, other_sums)
+    return attention_mixed.attend(q, k, v, Sequences(offsets, len(q), pages), spec)
 
 
 def _sampling(rows: int) -> Iterator[Call]:

@@ -12,7 +12,13 @@ from torch import fx
 from strata.cache.pool import PoolShape
 from strata.cache.tables import BufferShape
 from strata.engine.engine_config import EngineConfig, library_limit
-from strata.engine.recorded_steps import decode_buckets, max_mixed_tokens, mixed_buckets, smallest_mixed
+from strata.engine.recorded_steps import (
+    decode_buckets,
+    has_few_long_prompts,
+    max_mixed_tokens,
+    mixed_buckets,
+    smallest_mixed,
+)
 from strata.engine.sampler import DrawInputs
 from strata.engine.step_cost import least_costs
 from strata.engine.step_graphs import DivisionInputs, DrawStep, StepGraphs, StepInputs, step_graphs
@@ -21,7 +27,7 @@ from strata.graph.cost import NodeCost, StepCosts, meta_indices, meta_pages, nod
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import Device
 from strata.kernels import tuned
-from strata.kernels.attention.batch_parts import RecordedParts, divide, library_reach
+from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.virtual_sequences import MOST_TOKENS, Rows, VirtualSequences
 from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.models.batch import Batch
@@ -70,7 +76,7 @@ class StepNodes:
 @dataclass(frozen=True)
 class MetaModel:
     """A model without weights, of which it would have so many `parameters` in `dtype`: the graphs of its steps on a
-    device that need not be here. library: cuDNN attends for prompts of recorded steps there."""
+    device that need not be here. library: cuDNN attends for prompts there."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -90,13 +96,12 @@ class MetaModel:
             dtype=self.dtype,
             page_size=_PAGE_SIZE,
         )
-        if max(workload.new) > 1 and size is not None:
-            virtual = VirtualSequences(meta_indices(3, 1), meta_indices(2, 1), self._rows) if size.prompts else None
-            pages = replace(pages, parts=RecordedParts(pages.lengths, pages.lengths, meta_indices(2), virtual))
-        elif max(workload.new) > 1 and workload.tokens < 1 << 31:  # as many as the device can count
-            reach = library_reach(self.dtype, config.head_dim, config.windows, config.longest, self.limits.capability)
-            cached = [total - new for new, total in zip(workload.new, workload.total, strict=True)]
-            pages = replace(pages, parts=divide(cached, workload.new, reach))
+        if max(workload.new) > 1 and workload.tokens < 1 << 31:  # as many as the device can count
+            divided = self._is_divided(workload, size)
+            virtual = VirtualSequences(meta_indices(3, 1), meta_indices(2, 1), self._rows) if divided else None
+            decodes = _decodes(workload) if size is None else None
+            parts = BatchParts(pages.lengths, pages.lengths, meta_indices(2), decodes, virtual)
+            pages = replace(pages, parts=parts)
         tokens = meta_indices(workload.tokens)
         return Batch(tokens, tokens, meta_indices(len(workload.new) + 1), max(workload.new), pages)
 
@@ -111,10 +116,12 @@ class MetaModel:
         if size is None:
             inputs, draw = graphs.mixed_inputs if 1 in workload.new else graphs.prompt_inputs, graphs.draw
         else:
-            inputs = graphs.recorded_inputs if size.prompts is None else graphs.divided_inputs
+            inputs = graphs.recorded_inputs
             draw = graphs.draw_filtered
             if max(workload.new) == 1:
                 model = graphs.decode(size.sequences) or model
+        if self._is_divided(workload, size):
+            inputs = graphs.divided_inputs
         arguments = [(self._arguments(workload, count, size), workload)]
         if size is not None:
             filled = _padded(workload, size)
@@ -140,8 +147,15 @@ class MetaModel:
             rows = next((rows for rows in decode_buckets(_MAX_SEQUENCES) if rows >= count), None)
             return None if rows is None else BufferShape(rows, rows, rows)
         most = min(EngineConfig.max_num_batched_tokens or MOST_TOKENS, max_mixed_tokens(self.parameters, self.library))
-        prompts = count - next(at for at, new in enumerate(workload.new) if new > 1)
+        prompts = count - _decodes(workload)
         return smallest_mixed(mixed_buckets(_MAX_SEQUENCES, most, self.library), workload.tokens, count, count, prompts)
+
+    def _is_divided(self, workload: Workload, size: BufferShape | None) -> bool:
+        """Whether cuDNN attends for the prompts of a step. size: as it is recorded; None: launched eagerly."""
+        if size is not None:
+            return size.prompts is not None
+        few = has_few_long_prompts(workload.tokens, len(workload.new) - _decodes(workload))
+        return self.library and max(workload.new) > 1 and few
 
     @property
     def _rows(self) -> Rows:
@@ -160,7 +174,7 @@ class MetaModel:
         sampled = DrawInputs(floats, rows.new_empty(rows.shape, dtype=torch.int64), rows, rows, floats, floats)
         logits = torch.empty(draws, self.config.vocab_size, dtype=self.dtype, device="meta")
         inputs: StepInputs | DivisionInputs = tables
-        if size is not None and size.prompts is not None:
+        if self._is_divided(workload, size):
             pool = batch.pages.keys[0]
             pools = pool.new_empty((self.config.num_layers, *pool.shape))
             inputs = DivisionInputs(tables, meta_indices(2), pools, pools, self._rows)
@@ -187,6 +201,11 @@ def meta_model(
     graphs = step_graphs(model, implementations_for(limits), deterministic, tuned.read(limits.product))
     library = not deterministic and library_limit(limits, config, dtype, _PAGE_SIZE) is None
     return MetaModel(config, dtype, limits, graphs, weight_bytes(model, dtype) // dtype.itemsize, library)
+
+
+def _decodes(workload: Workload) -> int:
+    """The sequences of one token that come first."""
+    return next((at for at, new in enumerate(workload.new) if new > 1), len(workload.new))
 
 
 def _padded(workload: Workload, size: BufferShape) -> Workload:

@@ -26,7 +26,6 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "fixed_prefill",
             "virtual",
             "clear_page_ends",
-            "kv_read",
             "sdpa",
             "flash",
             "fmha",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from strata.cache.block_tables import BlockTables
 from strata.cache.pool import KVPool
 from strata.cache.staging import Staging
-from strata.kernels.attention.batch_parts import BatchParts, RecordedParts, divide
+from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.cpu import planned
 from strata.kernels.state.paged import PagedKV
 from strata.models.batch import Batch
@@ -68,7 +68,7 @@ class StepBuffer:
     sources: [tokens] slot whose newest id, which only the device knows, stands in for the token; -1 for none.
     positions, slot_mapping, offsets, lengths: see `Batch` and `PagedKV`.
     table_rows: [sequences] which rows of the block tables are theirs.
-    starts, decode_lengths, bounds: see `BatchParts` and `RecordedParts`; only `divide` and `divide_recorded` fill them.
+    starts, decode_lengths, bounds: see `BatchParts`; only `divide` fills them.
     rows: [draws] row of the hidden states that is sampled.
     draw_slots: [draws] slot that receives the id.
     temperatures, top_p, min_p: [draws] the bits of a float32 each. top_k: [draws], 0 for no limit.
@@ -128,14 +128,11 @@ class StepBuffer:
         for name in ("slot_mapping", "sources"):
             host[name][tokens:] = -1
 
-    def divide(self, cached: Sequence[int], new: Sequence[int], reach: int) -> BatchParts:
-        """The parts of a step, as `batch_parts.divide` finds them, with `starts` of this buffer."""
-        parts = divide(cached, new, reach)
-        self.host["starts"][: len(new)] = parts.starts.numpy()
-        return replace(parts, starts=self.tensors["starts"])
+    def divide(self, counts: Int32Array, *, recorded: bool) -> BatchParts:
+        """Which of the sequences placed decode: those of one token that come first. counts: tokens of each.
 
-    def divide_recorded(self, counts: Int32Array) -> RecordedParts:
-        """Which of the sequences placed decode: those of one token that come first. counts: tokens of each."""
+        recorded: for a recorded step, whose grids hold any number of decodes.
+        """
         more = np.flatnonzero(counts != 1)
         decodes = int(more[0]) if len(more) else len(counts)
         host = self.host
@@ -145,7 +142,7 @@ class StepBuffer:
         host["decode_lengths"][decodes:] = 0
         host["bounds"][:] = decodes, min(len(counts) + 1, self.shape.sequences)
         decode_lengths, starts, bounds = (self.tensors[name] for name in ("decode_lengths", "starts", "bounds"))
-        return RecordedParts(decode_lengths, starts, bounds)
+        return BatchParts(decode_lengths, starts, bounds, None if recorded else decodes)
 
     def pad_draws(self, draws: int, slot: int) -> None:
         """Beyond the first `draws`, padding rows draw greedily, without filters, from row 0 into `slot`."""
@@ -166,7 +163,7 @@ class StepBuffer:
         tokens: Tensor,
         longest: int,
         windows: Iterable[int | None],
-        parts: BatchParts | RecordedParts | None = None,
+        parts: BatchParts | None = None,
     ) -> Batch:
         """The device's side as a model's argument.
 

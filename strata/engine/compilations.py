@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from strata.kernels.compiled import KINDS, Compiled, Kind, listen
 
-_DONE: dict[Kind, str] = {"kernel": "compiled", "cached kernel": "read from the disk", "plan": "planned"}
+_DONE: dict[Kind, str] = {"kernel": "compiled", "cached kernel": "read from the disk"}
 
 
 class Compilations:
-    """Counts what the process compiles, reads from the disk and plans, by kind, between `begin` and `end`.
+    """Counts what the process compiles and reads from the disk, by kind, between `begin` and `end`.
 
     The process is one: if it has several engines that are ready, each counts what any of them brings about.
 

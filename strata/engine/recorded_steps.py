@@ -23,7 +23,7 @@ from strata.engine.faults import is_lack_of_memory
 from strata.engine.sampler import DrawInputs
 from strata.engine.step_graphs import DivisionInputs, DrawStep, StepGraphs, StepInputs
 from strata.graph.cudagraph import Recordings
-from strata.kernels.attention.batch_parts import RecordedParts
+from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.virtual_sequences import MOST_PROMPTS, MOST_TOKENS, Rows, as_virtual_sequences
 
 
@@ -45,7 +45,7 @@ def draw_inputs(buffer: StepBuffer, draws: int) -> DrawInputs:
 
 # Launched kernel by kernel, steps with prompts keep the host busy for 15 to 43 ms. Without cuDNN they are recorded as
 # long as their products are shorter, 10 ms on a Hopper, and up to so many tokens for any model. Past that launches hide
-# behind the device's work, and prompts are long enough that torch's cuDNN attends faster than a kernel over pages.
+# behind the device's work.
 _RECORDED_FLOPS = 7e12
 _ALWAYS_RECORDED = 2048
 # Numbers of sequences that recordings of such steps hold: splits of decode attention and sampled rows follow them.
@@ -137,6 +137,7 @@ class RecordedSteps:
         # As `qk_rope_kv_write` leaves queries, in front of keys.
         width = pool.shape.head_dim
         self._rows = Rows((heads + pool.shape.kv_heads) * width, heads * width)
+        self._library = False
         self._newest, self._staging = newest, staging
         self._recordings = recordings
         self._outputs: dict[BufferShape, Recorded] = {}
@@ -198,9 +199,23 @@ class RecordedSteps:
         self._recordings.replay((bucket, "draw"))
         return self._outputs[bucket].ids
 
+    def library_takes(self, tokens: int, prompts: int) -> bool:
+        """Whether cuDNN attends for the prompts of such a step if it is launched eagerly."""
+        return self._library and has_few_long_prompts(tokens, prompts)
+
+    def divide(self, inputs: StepInputs, parts: BatchParts) -> tuple[Tensor, Tensor, BatchParts]:
+        """Tokens, block tables and parts of a step in which cuDNN attends for prompts.
+
+        inputs: with tables of as many pages as a sequence can have, since the plan is made for those.
+        """
+        given = DivisionInputs(inputs, parts.bounds, self._pool.all_keys, self._pool.all_values, self._rows)
+        tokens, tables, division = self._graphs.divided_inputs.forward(given)
+        return tokens, tables, replace(parts, virtual=as_virtual_sequences(division, self._rows))
+
     def record(self, shape: BufferShape) -> None:
         """Record the steps of one size, the largest before smaller ones, so that these fit in its memory. A size that
         the memory does not suffice for is `lacking`, and holds nothing."""
+        self._library |= shape.prompts is not None
         try:
             self._record(shape)
             return
@@ -212,12 +227,6 @@ class RecordedSteps:
         self._recordings.discard([(shape, "run"), (shape, "draw")])
         insort(self.lacking, shape, key=_size)  # in which the smallest is looked for
 
-    def _divide(self, inputs: StepInputs, parts: RecordedParts) -> tuple[Tensor, Tensor, RecordedParts]:
-        """Tokens, block tables and parts of a step in which cuDNN attends for prompts."""
-        given = DivisionInputs(inputs, parts.bounds, self._pool.all_keys, self._pool.all_values, self._rows)
-        tokens, tables, division = self._graphs.divided_inputs.forward(given)
-        return tokens, tables, replace(parts, virtual=as_virtual_sequences(division, self._rows))
-
     def _record(self, shape: BufferShape) -> None:
         device = self._staging[0].target(shape.size)
         self._buffers[shape] = {staging: StepBuffer(shape, staging, device) for staging in self._staging}
@@ -226,7 +235,7 @@ class RecordedSteps:
         buffer.place(self._tables, self._pool.shape.page_size, nothing, nothing, nothing)
         buffer.pad_draws(0, len(self._newest) - 1)
         is_decode = _is_decode(shape)
-        parts = None if is_decode else buffer.divide_recorded(nothing)
+        parts = None if is_decode else buffer.divide(nothing, recorded=True)
         buffer.send()
         graphs, newest = self._graphs, self._newest
         decode = graphs.decode(shape.sequences) if parts is None else None
@@ -239,7 +248,7 @@ class RecordedSteps:
                 divided = parts
                 tokens, tables = graphs.recorded_inputs.forward(inputs)
             else:
-                tokens, tables, divided = self._divide(inputs, parts)
+                tokens, tables, divided = self.divide(inputs, parts)
             batch = buffer.batch(self._pool, tables, tokens, longest, (), divided)
             if decode is not None:
                 made.logits = decode.forward(batch)
@@ -278,6 +287,11 @@ def smallest_mixed(
         ),
         None,
     )
+
+
+def has_few_long_prompts(tokens: int, prompts: int) -> bool:
+    """Whether cuDNN, where it can attend, does so for the prompts of a step."""
+    return _LIBRARY_TOKENS <= tokens <= MOST_TOKENS and prompts <= MOST_PROMPTS
 
 
 def _is_decode(shape: BufferShape) -> bool:

@@ -24,8 +24,6 @@ from strata.engine.sampler import DrawRow, LogprobTensors, Sampler, filters, is_
 from strata.engine.step_graphs import DrawStep, StepGraphs
 from strata.engine.transfer import send
 from strata.graph.cudagraph import CudaGraphs, Recordings
-from strata.kernels.attention.batch_parts import library_reach
-from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.sampling.bitmask import apply_bitmask
 from strata.kernels.sampling.sampling import likeliest, logprobs
 
@@ -193,8 +191,6 @@ class Runner:
         self.pool = pool
         self._graphs = graphs
         self._config, self._device = config, device
-        attended = (pool.shape.dtype, pool.shape.head_dim, config.windows, config.max_length)
-        self._reach = library_reach(*attended, DeviceLimits.of(device).capability if device.type == "meta" else None)
         most_pages = table_pages(config.max_length, pool.shape.page_size)
         self._tables = BlockTables(config.max_sequences, most_pages, device)
         self._slots = SlotState(config.max_sequences)
@@ -292,7 +288,7 @@ class Runner:
         buffer = self._recorded.buffer(bucket, self._staging[0])
         self._fill(buffer, plan, arrays)
         if not arrays.are_decodes:
-            buffer.divide_recorded(arrays.counts)
+            buffer.divide(arrays.counts, recorded=True)
         self._send(buffer, plan)
         logits = self._recorded.run(bucket)
         draws = len(arrays.drawn)
@@ -307,15 +303,18 @@ class Runner:
         shape = BufferShape(plan.tokens, len(plan.chunks), draws)
         buffer = StepBuffer(shape, self._staging[0], self._staging[0].target(shape.size))
         missing = self._fill(buffer, plan, arrays)
-        parts = None
-        if self._device.type != "cpu":
-            parts = buffer.divide(arrays.starts.tolist(), arrays.counts.tolist(), self._reach)
-        self._send(buffer, plan)
-        inputs = self._graphs.mixed_inputs if missing else self._graphs.prompt_inputs
-        page_size = self.pool.shape.page_size
-        columns = self._tables.on_device[:, : -(-int(arrays.ends.max()) // page_size)]
-        tokens, tables = inputs.forward(step_inputs(buffer, columns, page_size, self._newest))
         longest = 1 if arrays.are_decodes else int(arrays.counts.max())
+        parts = buffer.divide(arrays.counts, recorded=False) if self._device.type != "cpu" and longest > 1 else None
+        self._send(buffer, plan)
+        page_size, tables = self.pool.shape.page_size, self._tables.on_device
+        recorded = self._recorded
+        if parts is not None and recorded is not None and recorded.library_takes(plan.tokens, arrays.prompts):
+            given = step_inputs(buffer, tables, page_size, self._newest)
+            tokens, tables, parts = recorded.divide(given, parts)
+        else:
+            inputs = self._graphs.mixed_inputs if missing else self._graphs.prompt_inputs
+            columns = tables[:, : -(-int(arrays.ends.max()) // page_size)]
+            tokens, tables = inputs.forward(step_inputs(buffer, columns, page_size, self._newest))
         batch = buffer.batch(self.pool, tables, tokens, longest, self._config.windows, parts)
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
         if meets(self._slots.scored, arrays.slots.tolist()):

@@ -1,4 +1,4 @@
-"""Tells of each kernel that Triton compiles or reads from the disk, and of each plan that PyTorch builds for cuDNN."""
+"""Tells of each kernel that Triton compiles or reads from the disk."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from strata.kernels.attention.library_plans import library_plans
 from strata.kernels.triton_import import HAS_TRITON, triton
 
-Kind = Literal["kernel", "cached kernel", "plan"]
-KINDS: tuple[Kind, ...] = ("kernel", "cached kernel", "plan")
+Kind = Literal["kernel", "cached kernel"]
+KINDS: tuple[Kind, ...] = ("kernel", "cached kernel")
 
 
 @dataclass(frozen=True)
 class Compiled:
     """Something that the process did not have ready when it was wanted.
 
-    kind: a kernel that was compiled (hundreds of milliseconds), one that was read from the cache on disk (a few), or a
-        library's plan for one shape (some tens).
-    name: of the kernel's function, or of what is planned. variant: the constants or the shape that it is for.
+    kind: a kernel that was compiled (hundreds of milliseconds), or one that was read from the cache on disk (a few).
+    name: of the kernel's function. variant: the constants that it is for.
     """
 
     kind: Kind
@@ -28,7 +26,7 @@ class Compiled:
 
 
 def listen(listener: Callable[[Compiled], None]) -> Callable[[], None]:
-    """Tell `listener` of all that the process compiles and plans, whoever asks for it; calling the result ends that.
+    """Tell `listener` of all that the process compiles, whoever asks for it; calling the result ends that.
 
     Triton tells one listener only. What stands there is kept and goes on hearing.
     """
@@ -36,28 +34,17 @@ def listen(listener: Callable[[Compiled], None]) -> Callable[[], None]:
     def on_triton(*, src: Any, cache_hit: bool, **_: Any) -> None:
         listener(Compiled("cached kernel" if cache_hit else "kernel", src.name, _variant(src)))
 
-    def on_plan(shape: str) -> None:
-        listener(Compiled("plan", "cuDNN attention", shape))
-
-    ends = [_join(library_plans(), "listeners", on_plan)]
-    if HAS_TRITON:
-        ends.append(_join(_triton_hooks(), "calls", on_triton))
-
-    def end() -> None:
-        for leave in ends:
-            leave()
-
-    return end
+    return _join(_triton_hooks(), on_triton) if HAS_TRITON else lambda: None
 
 
-def _join(chain: Any, name: str, told: Callable[..., None]) -> Callable[[], None]:
-    """Add to a chain's listeners, its attribute of that name; calling the result takes out again. Each time the chain
-    gets a new list: the one before may just be gone through, and nobody in it is to be left out.
+def _join(hooks: Any, told: Callable[..., None]) -> Callable[[], None]:
+    """Add to a chain of hooks; calling the result takes out again. Each time the chain gets a new list: the one before
+    may just be gone through, and nobody in it is to be left out.
     """
-    setattr(chain, name, [*getattr(chain, name), told])
+    hooks.calls = [*hooks.calls, told]
 
     def leave() -> None:
-        setattr(chain, name, [one for one in getattr(chain, name) if one is not told])
+        hooks.calls = [one for one in hooks.calls if one is not told]
 
     return leave
 

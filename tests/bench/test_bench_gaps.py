@@ -129,7 +129,6 @@ KIND_OF_FILE = {
     "decode_attention": "attention",
     "embedding": "lookup",
     "gemm": "product",
-    "kv_read": "attention",
     "kv_write": "rotation and KV write",
     "linear": "product",
     "moe": "experts",

@@ -42,12 +42,18 @@ def test_places_follow_from_slots_starts_and_counts() -> None:
 
 
 def test_parts_of_a_step_have_their_starts_in_the_buffer() -> None:
-    made = buffer(1531, 2, 2)
-    parts = made.divide([6, 0], [1, 1530], reach=2048)
-    assert (parts.decodes, parts.left) == (1, 1530 - 1024)
-    assert [(call.row, call.rows) for call in parts.library] == [(1, 1024)]
-    assert parts.starts.tolist() == [1, 1 + 1024]
-    assert parts.starts.data_ptr() == made.tensors["starts"].data_ptr()
+    """Decodes, whose rows begin where they end, and prompts, of which one has a single token; then padding."""
+    counts, held = np.array([1, 1, 5, 1], np.int32), tables()
+    for size, recorded, bounds in ((4, False, [2, 4]), (6, True, [2, 5])):
+        made = buffer(8 if size == 4 else 20, size, 2)
+        made.place(held, PAGE, np.array([2, 0, 1, 0], np.int32), np.array([6, 3, 0, 2], np.int32), counts)
+        parts = made.divide(counts, recorded=recorded)
+        assert (parts.decodes, parts.virtual) == (None if recorded else 2, None)
+        made.send()
+        assert parts.decode_lengths.tolist() == [7, 4, 0, 0, 0, 0][:size]
+        assert parts.starts.tolist() == [1, 2, 2, 7, 8, 20][:size]
+        assert parts.bounds.tolist() == bounds
+        assert parts.starts.data_ptr() == made.tensors["starts"].data_ptr()
 
 
 def test_what_a_bucket_holds_beyond_the_batch_is_padding() -> None:

@@ -82,19 +82,18 @@ def test_large_decode_steps_run_what_was_fastest_for_each_product(model: MetaMod
 
 
 @pytest.mark.parametrize(
-    ("workload", "attention"),
+    ("new", "attention"),
     [
-        (Workload((4096,), (4096,)), ["(cuDNN)"]),
-        (Workload((2100,), (2100,)), ["(cuDNN)", "attention_kernel"]),
-        (Workload((1, 1, *(300,) * 7), (900, 7, *(300,) * 7)), ["decode_attention_kernel", "attention_kernel"]),
-        # 1024 cached keys and the new ones fill blocks of cuDNN, which sees the cached ones apart.
-        (Workload((2560,), (3584,)), ["(cuDNN)", "kv_read_kernel", "(cuDNN)", "attention_join_kernel"]),
+        ((4096,), ["attention_kernel"]),
+        ((1, 1, *(300,) * 7), ["decode_attention_kernel", "attention_kernel"]),
     ],
 )
-def test_attention_of_steps_with_prompts(workload: Workload, attention: list[str], model: MetaModel) -> None:
-    step = model.step(workload)
+def test_attention_of_steps_that_are_launched_eagerly(
+    new: tuple[int, ...], attention: list[str], model: MetaModel
+) -> None:
+    step = model.step(Workload(new, tuple(900 if count == 1 else count + 100 for count in new)))
     assert step.graph == "logits"
-    inputs = ["newest_tokens_kernel"] * (1 in workload.new) + ["(ATen)"]
+    inputs = ["newest_tokens_kernel"] * (1 in new) + ["(ATen)"]
     assert [kernel for node in step.inputs for kernel in node.kernels] == inputs
     found = [list(node.kernels) for node in step.model if node.operation == "attention"]
     assert found == [attention] * LAYERS
@@ -135,6 +134,29 @@ def test_recorded_steps_of_few_long_prompts_attend_by_the_library(
     assert [kernel for node in step.inputs for kernel in node.kernels] == inputs + divided
     found = [list(node.kernels) for node in step.model if node.operation == "attention"]
     assert found == [["decode_attention_kernel", attention]] * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("new", "attention"),
+    [
+        ((8000,), ["(cuDNN)"]),
+        ((1, 1, 500), ["decode_attention_kernel", "(cuDNN)"]),
+        ((1, 400), ["decode_attention_kernel", "attention_kernel"]),
+        ((440,) * 17, ["attention_kernel"]),
+        ((9000,), ["attention_kernel"]),
+    ],
+)
+def test_steps_launched_eagerly_attend_as_recorded_ones(
+    new: tuple[int, ...], attention: list[str], model_with_library: MetaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MetaModel, "_recorded_size", lambda self, workload: None)
+    step = model_with_library.step(Workload(new, tuple(900 if count == 1 else count for count in new)))
+    found = [list(node.kernels) for node in step.model if node.operation == "attention"]
+    assert found == [attention] * LAYERS
+    inputs = ["newest_tokens_kernel"] * (1 in new) + ["(ATen)"]
+    if "(cuDNN)" in attention:
+        inputs = ["newest_tokens_kernel", "gather_tables_kernel", "clear_page_ends_kernel", "virtual_sequences_kernel"]
+    assert [kernel for node in step.inputs for kernel in node.kernels] == inputs
 
 
 def test_layers_with_windows_attend_without_the_library() -> None:

@@ -12,12 +12,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from strata.bench.kernels.cases import EPS, Case, angles, full_pages, head_weights, randn
+from strata.bench.kernels.cases import EPS, PAGE_SIZE, Case, angles, full_pages, head_weights, randn
 from strata.hardware.roofline import Workload
 from strata.kernels.attention.attention import attention
-from strata.kernels.attention.batch_parts import divide, library_reach
+from strata.kernels.attention.batch_parts import BatchParts
+from strata.kernels.attention.cudnn_plan import why_no_plan
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
+from strata.kernels.attention.virtual_sequences import Rows, as_virtual_sequences, virtual_sequences
+from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
 from strata.models.config import ModelConfig
@@ -82,13 +85,22 @@ def _prefill(config: ModelConfig, cached: int, new: int) -> Case:
         q, k, v = randn(new, heads, dim), randn(new, kv_heads, dim), randn(new, kv_heads, dim)
         offsets = torch.tensor([0, new], dtype=torch.int32)
         pages = full_pages(kv_heads, dim, (cached + new,))
-        parts = divide((cached,), (new,), library_reach(q.dtype, dim, (), cached + new))
-        pages = replace(pages, slot_mapping=pages.slot_mapping[cached:], parts=parts)
+        pages = replace(pages, slot_mapping=pages.slot_mapping[cached:], parts=_parts(q, offsets, pages))
         return q, *kv_write(k, v, pages, 0), Sequences(offsets, new, pages), AttentionSpec(0, dim**-0.5)
 
     past = f" after {cached}" if cached else ""
     shape = f"prefill {heads}/{kv_heads}x{dim}{past}"
     return Case(attention, shape, new, make, Workload((new,), (cached + new,)), "bfloat16", LIBRARIES)
+
+
+def _parts(q: Tensor, offsets: Tensor, pages: PagedKV) -> BatchParts:
+    """One prompt, divided for cuDNN where the engine would."""
+    bounds, virtual = torch.tensor([0, 1], dtype=torch.int32), None
+    if q.is_cuda and why_no_plan(DeviceLimits.of(q.device), q.dtype, q.shape[2], PAGE_SIZE) is None:
+        rows = Rows(q.stride(0), q.stride(0))
+        division = virtual_sequences(offsets, pages.lengths, bounds, pages.tables, rows, PAGE_SIZE)
+        virtual = as_virtual_sequences(division, rows)
+    return BatchParts(torch.zeros_like(pages.lengths), offsets[:1], bounds, 0, virtual)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, step: Sequences, spec: AttentionSpec) -> Tensor:

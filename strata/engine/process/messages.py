@@ -134,7 +134,7 @@ class Statistics(msgspec.Struct, array_like=True, frozen=True):
     """The engine as it stands; counts are since its start.
 
     kv_usage: share of the pages in use, in [0, 1].
-    compiled_kernels, cached_kernels, plans: met after it was ready (`strata.kernels.compiled`).
+    compiled_kernels, cached_kernels: met after it was ready (`strata.kernels.compiled`).
     recorded_sizes: sizes of steps that replay CUDA graphs. too_large, scored, not_recorded: steps that replayed none,
     by why (`strata.engine.recorded_steps.Reason`); nothing counts where none is to.
     """
@@ -149,7 +149,6 @@ class Statistics(msgspec.Struct, array_like=True, frozen=True):
     failed: int = 0
     compiled_kernels: int = 0
     cached_kernels: int = 0
-    plans: int = 0
     recorded_sizes: int = 0
     too_large: int = 0
     scored: int = 0

@@ -136,7 +136,6 @@ class Service:
             failed=self._failed,
             compiled_kernels=compiled["kernel"],
             cached_kernels=compiled["cached kernel"],
-            plans=compiled["plan"],
             recorded_sizes=len(recorded.sizes) if recorded is not None else 0,
             too_large=unrecorded["too_large"],
             scored=unrecorded["prompt_logprobs"],

@@ -16,8 +16,7 @@ from strata.kernels.attention import cpu as attention_cpu
 from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import exact as attention_exact
 from strata.kernels.attention import fixed as attention_fixed
-from strata.kernels.attention import parts as attention_parts
-from strata.kernels.attention import recorded as attention_recorded
+from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention import train as attention_train
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.op import operation
@@ -100,11 +99,8 @@ attention.implement("tiled", "cpu", supports=_in_pools)(attention_cpu.paged)
 attention.implement("packed", "cpu", differentiable=True, supports=_packed)(attention_train.packed)
 attention.implement("fixed tiles", "cpu", invariant=True)(attention_exact.attend_exact)
 if HAS_TRITON:
-    attention.implement("parts", "cuda", supports=attention_parts.supports, kernels=attention_parts.kernels)(
-        attention_parts.attend
-    )
-    attention.implement("recorded", "cuda", supports=attention_recorded.supports, kernels=attention_recorded.kernels)(
-        attention_recorded.attend
+    attention.implement("mixed", "cuda", supports=attention_mixed.supports, kernels=attention_mixed.kernels)(
+        attention_mixed.attend
     )
     attention.implement("triton", "cuda", supports=attention_cuda.supports, kernels=attention_cuda.kernels)(
         attention_cuda.attend

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from strata.kernels.attention import cuda as attention_cuda
-from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.fixed_triton import (
     PART_KEYS,
     PARTS,
@@ -58,7 +57,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionS
 
 def _decodes(sequences: int, longest: int, pages: PagedKV, kv_heads: int) -> int:
     """How many sequences at the start of the batch are known to have one token each, and get programs for each part."""
-    known = sequences if longest == 1 else pages.parts.decodes if isinstance(pages.parts, BatchParts) else 0
+    known = sequences if longest == 1 else (pages.parts.decodes or 0) if pages.parts is not None else 0
     return known if known * kv_heads <= MOST_COUNTERS else 0
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 # Queries of a virtual sequence. With twice as many the device is left with fewer programs than it can hold.
 QUERIES = 1024
@@ -72,7 +72,7 @@ def virtual_sequences(
     """Divide the prompts of a step into `VirtualSequences`: [5, at least VIRTUAL + 1] int32, starts and lengths.
 
     offsets: [sequences + 1], lengths: [sequences], both int32, as in `Batch` and `PagedKV`; bounds: as in
-    `RecordedParts`. The prompts are the sequences from bounds[0] on whose length is not 0, at most MOST_PROMPTS with at
+    `BatchParts`. The prompts are the sequences from bounds[0] on whose length is not 0, at most MOST_PROMPTS with at
     most MOST_TOKENS together. They come in reverse, so that those that see most keys of a prompt are run first.
     tables: [sequences, most_pages] int32, in which the last page of each prompt is repeated up to a block of the
     library's keys, which it reads whole.
@@ -151,6 +151,14 @@ def virtual_sequences_kernel(
         tl.store(table + column, page, mask=within)
 
 
+def _at_least(sequences: int) -> int:
+    """Far apart, so that steps of any number run what those that are recorded do: sizes of 17, 65, 257 and more."""
+    least = 32
+    while least < sequences:
+        least *= 4
+    return least
+
+
 def _triton(offsets: Tensor, lengths: Tensor, bounds: Tensor, tables: Tensor, rows: Rows, page_size: int) -> Tensor:
     sequences = len(lengths)
     result = torch.empty((5, _WIDTH), dtype=torch.int32, device=offsets.device)
@@ -168,7 +176,7 @@ def _triton(offsets: Tensor, lengths: Tensor, bounds: Tensor, tables: Tensor, ro
         QUERIES=QUERIES,
         PAGE_SIZE=page_size,
         TABLE_BLOCK=max(1, KEY_BLOCK // page_size),
-        SEQUENCES=triton.next_power_of_2(sequences),
+        SEQUENCES=_at_least(sequences),
     )
     return result
 

@@ -33,7 +33,7 @@ def clear_page_ends(keys: Tensor, values: Tensor, tables: Tensor, lengths: Tenso
     """Write zeros behind the last token of each prompt, up to the end of its page; returns `tables`.
 
     keys, values: [layers, pages, page_size, kv_heads, head_dim], the pools of all layers. tables, lengths: as in
-    `PagedKV`. bounds: as in `RecordedParts`; the prompts are the sequences from bounds[0] on, at most `most` of them,
+    `PagedKV`. bounds: as in `BatchParts`; the prompts are the sequences from bounds[0] on, at most `most` of them,
     whose length is not 0.
     """
     page_size = keys.shape[2]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from strata.kernels.attention.batch_parts import BatchParts, RecordedParts
+from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.cpu_plan import AttentionPlan
 
 
@@ -33,7 +33,7 @@ class PagedKV:
     slot_mapping: Tensor
     plan: AttentionPlan | None = None
     index: Tensor | None = None
-    parts: BatchParts | RecordedParts | None = None
+    parts: BatchParts | None = None
 
     @property
     def page_size(self) -> int:

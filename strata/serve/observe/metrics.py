@@ -35,12 +35,11 @@ _ENGINE_COUNTERS: dict[str, tuple[str, str | None, dict[str, Callable[[Statistic
     "corrupted_requests": ("Requests whose logits were no distribution.", None, {"": lambda s: s.failed}),
     "engine_steps": ("Steps of the engine.", None, {"": lambda s: s.steps}),
     "compilations_after_ready": (
-        "Kernels compiled or read from the disk, and plans of libraries built, while requests waited.",
+        "Kernels compiled or read from the disk while requests waited.",
         "kind",
         {
             "kernel": lambda s: s.compiled_kernels,
             "cached kernel": lambda s: s.cached_kernels,
-            "plan": lambda s: s.plans,
         },
     ),
     "unrecorded_steps": (

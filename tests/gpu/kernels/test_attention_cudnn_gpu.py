@@ -1,4 +1,4 @@
-"""cuDNN's attention for prompts of recorded steps: exact for any batch in one recording, whatever pages held before."""
+"""cuDNN's attention for prompts: exact, eagerly and for any batch in one recording, whatever pages held before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from strata.kernels.attention import recorded as attention_recorded
+from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention.cudnn_plan import plan_for, why_no_plan
 from strata.kernels.attention.virtual_sequences import (
     MOST_PROMPTS,
@@ -20,8 +20,7 @@ from strata.kernels.attention.virtual_sequences import (
 )
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.state.clear_page_ends import clear_page_ends
-from tests.gpu.kernels.test_attention_parts_gpu import PAGE, STEPS, arguments, exact
-from tests.gpu.kernels.test_attention_recorded_gpu import as_recorded, padded
+from tests.gpu.kernels.test_attention_mixed_gpu import PAGE, STEPS, arguments, as_recorded, assert_close, exact, padded
 from tests.kernels.attention.divisions import Step, random_step, tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned", "_library")]
@@ -60,29 +59,28 @@ def whole_blocks(given: tuple[Any, ...]) -> tuple[Any, ...]:
     return *vectors, batch._replace(pages=replace(batch.pages, tables=tables)), spec
 
 
-def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Every row: weights and results are rounded to bf16."""
-    assert found.isfinite().all()
-    error = (found.double() - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
-    assert float(error.max()) < 8e-3
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
 def test_every_row(step: list[tuple[int, int]], shape: tuple[int, int, int]) -> None:
     """Pages of nobody, and what lies behind a sequence in its last page, are not finite."""
-    given = whole_blocks(as_recorded(arguments(step, shape)))
+    eager = whole_blocks(arguments(step, shape))
+    given = as_recorded(eager)
     wanted = exact(given)
+    called = divided(eager)
+    decodes = eager[3].pages.parts.decodes
+    assert attention_mixed.kernels(*called)[-1] == "(cuDNN)"
+    assert len(attention_mixed.kernels(*called)) == 1 + (decodes > 0)
+    assert_close(attention_mixed.attend(*called), wanted)
     for more in ((1, 1), (7, 133)):
         called = divided(padded(given, *more))
-        assert attention_recorded.kernels(*called)[1] == "(cuDNN)"
-        assert_close(attention_recorded.attend(*called)[: len(wanted)], wanted)
+        assert attention_mixed.kernels(*called)[1] == "(cuDNN)"
+        assert_close(attention_mixed.attend(*called)[: len(wanted)], wanted)
 
 
 def test_layers_with_windows_run_the_kernel_over_pages() -> None:
     given = divided(whole_blocks(as_recorded(arguments(STEPS["everything"], (16, 8, 128), 300))))
-    assert [kernel.__name__ for kernel in attention_recorded.kernels(*given)][1] == "attention_kernel"
-    assert_close(attention_recorded.attend(*given), exact(given))
+    assert [kernel.__name__ for kernel in attention_mixed.kernels(*given)][1] == "attention_kernel"
+    assert_close(attention_mixed.attend(*given), exact(given))
 
 
 def test_one_recording_serves_any_batches() -> None:
@@ -99,10 +97,10 @@ def test_one_recording_serves_any_batches() -> None:
     pages = replace(batch.pages, keys=(keys,), values=(values,), tables=tables, lengths=lengths, parts=parts)
     q, k = rotated.split((heads, kv_heads), 1)
     own = (q, k, k, batch._replace(offsets=offsets, longest=TOKENS, pages=pages), spec)
-    attention_recorded.attend(*divided(own))
+    attention_mixed.attend(*divided(own))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = attention_recorded.attend(*divided(own))
+        found = attention_mixed.attend(*divided(own))
     draw = random.Random(torch.initial_seed())
     for number in range(25):
         step = random_step(draw, 14, TOKENS) if number else Step((), (), 0)
@@ -169,5 +167,5 @@ def test_layers_share_a_plan() -> None:
     before = plan_for.cache_info().misses
     given = divided(whole_blocks(as_recorded(arguments(STEPS["fresh alike"], (16, 8, 128)))))
     for _ in range(3):
-        attention_recorded.attend(*given)
+        attention_mixed.attend(*given)
     assert plan_for.cache_info().misses <= before + 1

@@ -79,7 +79,7 @@ def test_a_mixed_step_has_the_bits_of_its_sequences_alone(heads, kv_heads, head_
     )
     for decodes in (None, 4, 2):
         *queries, batch = arguments
-        parts = None if decodes is None else BatchParts(decodes, (), 0, batch.offsets)
+        parts = None if decodes is None else BatchParts(batch.pages.lengths, batch.offsets, batch.offsets[:2], decodes)
         known = (*queries, batch._replace(pages=replace(batch.pages, parts=parts)))
         for s, rows in enumerate(attend(known, case.spec(window)).split(new)):
             assert_same(rows, whole[s][-new[s] :], f"sequence {s}, {decodes} known to decode")

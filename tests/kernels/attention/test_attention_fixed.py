@@ -62,7 +62,8 @@ def test_sequences_with_one_token_decode() -> None:
         return attention_fixed._decodes(sequences, longest, pages, kv_heads)
 
     assert decodes(5, 1, None) == 5
-    assert decodes(5, 9, BatchParts(3, (), 16, index)) == 3
+    assert decodes(5, 9, BatchParts(index, index, index, decodes=3)) == 3
+    assert decodes(5, 9, BatchParts(index, index, index)) == 0, "in a recording nobody knows"
     assert decodes(5, 9, None) == 0
     most = MOST_COUNTERS // 8
     assert decodes(most, 1, None) == most

@@ -1,8 +1,9 @@
-"""Attention of a recorded step with prompts on CUDA: launches whose grids hold any batch of the recorded size.
+"""Attention of a step with prompts on CUDA: launches whose grids hold any batch of its size.
 
-Which sequence decodes is read from device memory (`RecordedParts`). First each gets the programs of a decode, of which
-those for prompts find no keys; then the prompts' rows are computed, by cuDNN or in tiles of the kernel over pages,
-which also write what the first launch left in them. cuDNN leaves rows of padding as they are.
+The sequences that decode split their keys; then the prompts' rows are computed, by cuDNN or in tiles of the kernel over
+pages. In a recorded step only the device knows which sequences decode (`BatchParts`): there each gets the programs of a
+decode, of which those for prompts find no keys, and what they leave in the prompts' rows is overwritten. cuDNN leaves
+rows of padding as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from torch import Tensor
 from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import cudnn_paged
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
-from strata.kernels.attention.batch_parts import RecordedParts
 from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.attention.varlen_triton import attention_kernel
@@ -29,7 +29,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: Attentio
     pages = batch.pages
     return (
         pages is not None
-        and isinstance(pages.parts, RecordedParts)
+        and pages.parts is not None
         and pages.tables.shape[0] <= q.shape[0]
         and attention_cuda.supports(q, k, v, batch, spec)
         and decode_attention_cuda.fits(pages, q.shape[1], k.shape[1], q.shape[2])
@@ -38,12 +38,20 @@ def supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: Attentio
 
 def kernels(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> tuple[Any, ...]:
     assert batch.pages is not None
-    return (decode_attention_kernel, attention_kernel if _virtual(batch.pages, spec) is None else CUDNN)
+    prompts = attention_kernel if _virtual(batch.pages, spec) is None else CUDNN
+    return (*[decode_attention_kernel] * (_may_decode(batch.pages) > 0), prompts)
+
+
+def _may_decode(pages: PagedKV) -> int:
+    """How many sequences, the first of the batch, get the programs of a decode."""
+    assert pages.parts is not None
+    known = pages.parts.decodes
+    return pages.tables.shape[0] if known is None else known
 
 
 def _virtual(pages: PagedKV, spec: AttentionSpec) -> VirtualSequences | None:
     """The prompts as cuDNN attends for them; None if the kernel over pages does."""
-    assert isinstance(pages.parts, RecordedParts)
+    assert pages.parts is not None
     return pages.parts.virtual if cudnn_paged.takes(pages, spec) else None
 
 
@@ -51,10 +59,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionS
     pages = batch.pages
     assert pages is not None
     parts = pages.parts
-    assert isinstance(parts, RecordedParts)
+    assert parts is not None
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    decodes, rows = replace(pages, lengths=parts.decode_lengths), slice(0, pages.tables.shape[0])
-    decode_attention_cuda.decode(q[rows].flatten(1), q.shape[1], q.shape[2], decodes, spec, out=out[rows])
+    count = _may_decode(pages)
+    if count:
+        rows = slice(0, count)
+        decodes = replace(pages, tables=pages.tables[rows], lengths=parts.decode_lengths[rows])
+        decode_attention_cuda.decode(q[rows].flatten(1), q.shape[1], q.shape[2], decodes, spec, out=out[rows])
     virtual = _virtual(pages, spec)
     if virtual is None or virtual.rows.queries != q.stride(0):
         attention_cuda.prefill(out, q, k, v, parts.starts, batch, spec, parts.bounds)
