@@ -257,7 +257,7 @@ def _has_library_plan(config: ModelConfig, pool: KVPool, max_length: int, log: L
 
 def _without_library(reason: str) -> str:
     """The line that says that steps run without it."""
-    return f"recorded steps attend for prompts without cuDNN: {reason}"
+    return f"steps attend for prompts without cuDNN: {reason}"
 
 
 def _scratch_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, rows: int) -> int:

@@ -152,7 +152,7 @@ class EngineSizes:
 
 
 def library_limit(limits: DeviceLimits, config: ModelConfig, dtype: torch.dtype, page_size: int) -> str | None:
-    """Why cuDNN cannot attend for prompts of recorded steps, in words; None if it should."""
+    """Why cuDNN cannot attend for prompts, in words; None if it should."""
     if None not in config.windows:
         return "all layers have windows"
     return why_no_plan(limits, dtype, config.head_dim, page_size)

@@ -49,7 +49,7 @@ class StepGraphs:
         [tokens, vocabulary]; products of the first take up norms and gating. None where no steps are recorded.
     recorded_inputs, mixed_inputs, prompt_inputs: StepInputs to tokens and block tables: of recorded steps; of others in
         which ids are missing that only the device knows; and in which none are.
-    divided_inputs: DivisionInputs to tokens, block tables and the prompts' division, of recorded steps in which cuDNN
+    divided_inputs: DivisionInputs to tokens, block tables and the prompts' division, of all steps in which cuDNN
         attends for them.
     draw, draw_filtered: DrawStep to ids [rows] int32, which are also written where later steps read them.
     captured: how many nodes of each operation the model and its head had before the passes.

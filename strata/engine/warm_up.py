@@ -13,8 +13,8 @@ from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.scheduler import Statistics
 
-# Lengths of prompts that fill a step and more, of which the library's attention takes some and our own the others; and
-# of prompts that sum up to no round number, for which kernels are compiled apart.
+# Lengths of prompts that fill a step and more, and of prompts that sum up to no round number, for which kernels are
+# compiled apart.
 _PROMPTS: tuple[tuple[int, ...], ...] = ((1024, 512, *(700,) * 10), (*(700,) * 7, 101))
 # How many sequences decode beside a prompt that no recorded step holds: kernels have tiles for numbers of rows.
 _DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 256)

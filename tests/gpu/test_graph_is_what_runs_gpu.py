@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from strata.bench.costing import find_config, meta_model
+from strata.bench.costing import MetaModel, find_config, meta_model
+from strata.cache.tables import BufferShape
 from strata.engine.build import Engine, build_engine
 from strata.engine.engine_config import EngineConfig
 from strata.engine.plan import StepPlan
@@ -51,7 +52,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     config = SHAPES[request.param] | {"num_hidden_layers": LAYERS[request.param]}
     (folder / "config.json").write_text(json.dumps(config))
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 4096, "num_pages": 3000}
-    options |= {"enable_prefix_caching": False, "device": "cuda"}
+    options |= {"enable_prefix_caching": False, "device": "cuda", "max_num_batched_tokens": 16384}
     return folder, build_engine(EngineConfig.from_options(folder, options), log=lambda _: None)
 
 
@@ -118,13 +119,35 @@ def traced_steps(engine: Engine, arrivals: Sequence[Sequence[int]]) -> Iterator[
         [(20,) * 70, (513, 40)],
         [(2048,)],
         [(700, 90)],
-        [(2100,)],  # of 8B the first that is launched eagerly
+        [(2100,)],
         [(20,) * 8, (2048,)],
         [(4000, 4000)],
+        [(20,) * 8, (4000, 4000, 1500)],  # more than is recorded
     ],
     ids=str,
 )
 def test_a_profiler_sees_what_the_graph_tells(subject: tuple[Path, Engine], arrivals: list[tuple[int, ...]]) -> None:
+    compare(subject, arrivals)
+
+
+@pytest.mark.parametrize(
+    "arrivals", [[(300,)], [(20,) * 8, (700, 90)], [(4000, 4000)], [(20,) * 8, (40,) * 17]], ids=str
+)
+def test_so_it_does_where_no_size_with_prompts_is_recorded(
+    subject: tuple[Path, Engine], arrivals: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded_size = MetaModel._recorded_size
+
+    def of_decodes(model: MetaModel, workload: Workload) -> BufferShape | None:
+        return recorded_size(model, workload) if max(workload.new) == 1 else None
+
+    monkeypatch.setattr(subject[1].recorded, "_mixed", [])
+    monkeypatch.setattr(MetaModel, "_recorded_size", of_decodes)
+    compare(subject, arrivals)
+
+
+def compare(subject: tuple[Path, Engine], arrivals: list[tuple[int, ...]]) -> None:
+    """Kernels told and seen in each step of a run, one by one."""
     folder, engine = subject
     device = recognize(torch.cuda.get_device_name())
     if device is None:
