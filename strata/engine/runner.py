@@ -304,7 +304,7 @@ class Runner:
         buffer = StepBuffer(shape, self._staging[0], self._staging[0].target(shape.size))
         missing = self._fill(buffer, plan, arrays)
         longest = 1 if arrays.are_decodes else int(arrays.counts.max())
-        parts = buffer.divide(arrays.counts, recorded=False) if self._device.type != "cpu" and longest > 1 else None
+        parts = buffer.divide(arrays.counts, recorded=False) if longest > 1 else None
         self._send(buffer, plan)
         page_size, tables = self.pool.shape.page_size, self._tables.on_device
         recorded = self._recorded

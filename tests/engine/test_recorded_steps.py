@@ -27,6 +27,7 @@ from strata.engine.recorded_steps import (
     smallest_mixed,
 )
 from strata.engine.runner import Runner
+from strata.models.batch import Batch
 from strata.serve.observe.metrics import Metrics
 from tests.engine.process.test_service import A, Desk
 from tests.serve.observe.test_metrics import samples
@@ -123,14 +124,16 @@ def test_the_same_ids_as_eagerly(recorded: tuple[LLM, Replayed], folder: Path) -
     assert {key[1] for key in graphs.replayed} == {"run", "draw"}
 
 
-def in_divided_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, Replayed]:
+def in_divided_steps(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, graphs: Replayed | None = None
+) -> tuple[LLM, Replayed]:
     """An engine whose steps of up to two prompts divide them for the library."""
     monkeypatch.setattr(recorded_steps, "_LIBRARY_TOKENS", 32)
     monkeypatch.setattr(recorded_steps, "MOST_PROMPTS", 2)
     sizes = recorded_sizes(MOST, LONGEST, 10**6, library=True)
     assert {size.prompts for size in sizes if size.tokens != size.sequences} == {2, None}
     monkeypatch.setattr("tests.engine.test_recorded_steps.SIZES", sizes)
-    graphs = Replayed()
+    graphs = graphs or Replayed()
     return recording(folder, monkeypatch, graphs)[0], graphs
 
 
@@ -274,6 +277,35 @@ def test_sizes_that_memory_does_not_suffice_for_are_launched_eagerly(
     assert found.unrecorded["too_large"] == found.unrecorded["prompt_logprobs"] == 0
     assert bool(replayed.replayed) == (least > 1)
     assert all(key[0].tokens < least for key in replayed.replayed if isinstance(key, tuple))
+
+
+def test_steps_that_are_launched_eagerly_divide_few_prompts_as_recorded_ones_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By tables of all columns, for which alone there is a plan."""
+    llm, graphs = in_divided_steps(folder, monkeypatch, short_of_memory("run", 9))
+    runner: Any = llm.engine.loop._runner
+    given: list[tuple[int, int, bool]] = []
+    logits = runner._graphs.logits.forward
+
+    def noted(batch: Batch, rows: Tensor) -> Tensor:
+        parts, columns = batch.pages.parts, batch.pages.tables.shape[1]
+        if parts is not None:
+            prompts = int(parts.bounds[1] - parts.bounds[0])
+            given.append((len(batch.tokens), prompts, parts.virtual is not None))
+            assert parts.decodes == int(parts.bounds[0]) == int((parts.decode_lengths > 0).sum())
+            if parts.virtual is not None:
+                assert columns == runner._tables.rows.shape[1]
+                rows_of_prompts = len(batch.tokens) - parts.decodes
+                assert int(parts.virtual.lengths[0].sum()) == rows_of_prompts
+        return logits(batch, rows)
+
+    monkeypatch.setattr(runner._graphs.logits, "forward", noted)
+    assert ids(llm) == ids(LLM(folder, **OPTIONS))
+    assert not any(key[0].tokens > 8 for key in graphs.replayed if isinstance(key, tuple))
+    assert {virtual for _, _, virtual in given} == {True, False}
+    for tokens, prompts, virtual in given:
+        assert virtual == (tokens >= 32 and prompts <= 2)
 
 
 def test_what_a_broken_off_recording_should_have_warmed_is_warmed_by_the_next(
