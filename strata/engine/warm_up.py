@@ -16,12 +16,14 @@ from strata.engine.scheduling.scheduler import Statistics
 # Lengths of prompts that fill a step and more, and of prompts that sum up to no round number, for which kernels are
 # compiled apart.
 _PROMPTS: tuple[tuple[int, ...], ...] = ((1024, 512, *(700,) * 10), (*(700,) * 7, 101))
-# How many sequences decode beside a prompt that no recorded step holds: kernels have tiles for numbers of rows.
+# How many sequences decode beside a prompt that no recorded step holds, for its length or because it is scored: kernels
+# have tiles for numbers of rows.
 _DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SHORT = 8
 _OUTPUTS = 4
 # Filters draw by other kernels, and log-probabilities from logits of another dtype.
 _FILTERED: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
+_SCORED: dict[str, Any] = {"prompt_logprobs": 1}
 _SAMPLING: tuple[dict[str, Any], ...] = ({}, _FILTERED, {"logprobs": 1}, {"logprobs": 1, **_FILTERED})
 
 
@@ -70,11 +72,12 @@ def warm_up(
             add(lengths, **sampling)
             drain()
     for count in () if kernels_are_ready else _DECODING:
-        if count < config.max_sequences:
-            add((_SHORT,) * count)
-            loop.step()
-            loop.step()
-            add(unrecorded)
-            drain()
+        for lengths, sampling in ((unrecorded, {}), ((_SHORT,), _SCORED)):
+            if count < config.max_sequences:
+                add((_SHORT,) * count)
+                loop.step()
+                loop.step()
+                add(lengths, **sampling)
+                drain()
     scheduler.reset()
     scheduler.config, scheduler.statistics = config, Statistics()
