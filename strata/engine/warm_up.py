@@ -71,8 +71,11 @@ def warm_up(
         for lengths in ((_SHORT,), unrecorded):
             add(lengths, **sampling)
             drain()
+    eager: list[tuple[tuple[int, ...], dict[str, Any]]] = [((_SHORT,), _SCORED)]
+    if max_recorded_tokens < config.max_tokens:
+        eager.append((unrecorded, {}))
     for count in () if kernels_are_ready else _DECODING:
-        for lengths, sampling in ((unrecorded, {}), ((_SHORT,), _SCORED)):
+        for lengths, sampling in eager:
             if count < config.max_sequences:
                 add((_SHORT,) * count)
                 loop.step()
