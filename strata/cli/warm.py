@@ -51,7 +51,7 @@ def warm(
         deterministic=deterministic,
     )
     with compiling(asked, limits) as process:
-        last = shown(process.progress(), show=True)
+        last = shown(process.progress(), lambda line: typer.echo(line, err=True), show=True)
     for fault in last.faults:
         typer.echo(f"strata: error: could not be compiled: {fault}", err=True)
     compiled = last.done - last.found - len(last.faults)

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import fcntl
-from contextlib import suppress
+import time
 from typing import IO, Any
 
+_PAUSE = 0.05
 
-def wait_for(stream: IO[Any]) -> None:
-    """Lock an open file until it is closed, once no other process holds it. A file system without locks lets all in."""
-    with suppress(OSError):
-        fcntl.flock(stream, fcntl.LOCK_EX)
+
+def wait_for(stream: IO[Any], seconds: float) -> bool:
+    """Lock an open file until it is closed, once no other process holds it; False if one still does after so long.
+
+    A file system without locks lets all in.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_PAUSE)
+        except OSError:
+            return True
+        else:
+            return True
 
 
 def lock(stream: IO[Any], refusal: str) -> None:

@@ -29,6 +29,8 @@ Log = Callable[[str], None]
 _MOST_PROCESSES = 32
 # Seconds that a start waits for them: ten times what one core takes for a model.
 _LONGEST = 600
+# Seconds that it waits for another process that compiles; then it compiles beside it.
+_LONGEST_WAIT = 120
 _NOT_AHEAD = "kernels could not be compiled ahead, so each is when it is first used: {}"
 
 
@@ -36,7 +38,8 @@ _NOT_AHEAD = "kernels could not be compiled ahead, so each is when it is first u
 class Progress:
     """Of the variants noted so far, how many have been tried, and how many of these lay on the disk.
 
-    faults: a line for each that could not be compiled. ended: no more are noted.
+    faults: a line for each that could not be compiled. ended: no more are noted. waits_for: whose
+    end it waits for before it begins, if anybody's.
     """
 
     noted: int = 0
@@ -44,6 +47,7 @@ class Progress:
     found: int = 0
     faults: tuple[str, ...] = ()
     ended: bool = False
+    waits_for: str = ""
 
 
 class Compiling:
@@ -53,6 +57,7 @@ class Compiling:
         """said: a file for what it says of errors; compilers may say more than a pipe holds."""
         processes = max(1, min(len(os.sched_getaffinity(0)) - 1, _MOST_PROCESSES))
         told = {"engine": asdict(asked), "device": asdict(limits), "processes": processes}
+        told["longest_wait"] = _LONGEST_WAIT
         # -P: the current folder must not come first in the import path, its modules may have common names.
         command = [sys.executable, "-P", "-m", "strata.engine.ahead.worker", json.dumps(told)]
         self._said = said
@@ -87,8 +92,8 @@ def compiling(asked: EngineConfig, limits: DeviceLimits) -> Iterator[Compiling]:
             process.stop()
 
 
-def shown(progress: Iterable[Progress], *, show: bool) -> Progress:
-    """The last, after a bar on standard error has shown each, where that is a terminal."""
+def shown(progress: Iterable[Progress], log: Log, *, show: bool) -> Progress:
+    """The last, after a bar on standard error has shown each, where that is a terminal. log: is told of waiting."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     last = Progress()
@@ -96,6 +101,8 @@ def shown(progress: Iterable[Progress], *, show: bool) -> Progress:
         task = bar.add_task("compiling kernels", total=None)
         for one in progress:
             last = one
+            if one.waits_for:
+                log(f"kernels: waiting for {one.waits_for}, which compiles already, for {_LONGEST_WAIT} s at most")
             bar.update(task, completed=one.done, total=one.noted)
     return last
 
@@ -145,7 +152,7 @@ class KernelsAhead:
         stopping = Timer(_LONGEST, process.stop)
         stopping.start()
         try:
-            last = shown(process.progress(), show=show)
+            last = shown(process.progress(), self._log, show=show)
         except ValueError as error:
             self._log(_NOT_AHEAD.format(error))
             return

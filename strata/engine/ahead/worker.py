@@ -2,7 +2,8 @@
 
 It prints a line of JSON whenever something is done: {"noted": variants so far, "done": how many of them are compiled,
 "found": how many of these lay on the disk}; at the end `"ended": true` and `"faults"`, of each kernel that could not be
-compiled a line; and leaves the manifest. It ends with its parent. Errors are a line on standard error and exit code 1.
+compiled a line; and leaves the manifest. While it waits for another that compiles, `"waits_for"` says for whom. It ends
+with its parent. Errors are a line on standard error and exit code 1.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -39,13 +40,18 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w", buffering=1) as tells:
         os.dup2(2, 1)
         try:
-            compile_ahead(EngineConfig(**told["engine"]), limits, told["processes"], tells)
+            compile_ahead(EngineConfig(**told["engine"]), limits, told["processes"], told["longest_wait"], tells)
         except ValueError as error:
             sys.exit(str(error))
 
 
-def compile_ahead(asked: EngineConfig, limits: DeviceLimits, processes: int, tells: IO[str]) -> None:
-    """Compile all variants of a start while they are being found out, and write its manifest."""
+def compile_ahead(
+    asked: EngineConfig, limits: DeviceLimits, processes: int, longest_wait: float, tells: IO[str]
+) -> None:
+    """Compile all variants of a start while they are being found out, and write its manifest.
+
+    longest_wait: seconds, for another process that compiles.
+    """
     # Before the lock is taken, so that no fork holds it.
     workers = Workers(target_of(limits), processes, partial(end_with_parent, signal.SIGKILL))
     variants: list[Variant] = []
@@ -54,7 +60,7 @@ def compile_ahead(asked: EngineConfig, limits: DeviceLimits, processes: int, tel
         variants.append(variant)
         workers.add(variant)
 
-    with _alone():
+    with _alone(longest_wait, lambda other: _tell(tells, 0, [], waits_for=other)):
         try:
             note_variants(asked, limits, note)
             outcomes: list[Outcome] = []
@@ -79,19 +85,41 @@ def _tell(tells: IO[str], noted: int, outcomes: list[Outcome], **more: Any) -> N
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """One process of a machine compiles at a time: the next finds what it left."""
+def _alone(seconds: float, tell: Callable[[str], None]) -> Iterator[None]:
+    """One process of a machine compiles at a time: the next finds what it left.
+
+    seconds: to wait at most; two that compile the same do no harm. tell: is told for whom this one waits.
+    """
     folder = Path(knobs.cache.dir)
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     try:
-        stream = (folder / "strata.lock").open("a")
+        stream = (folder / "strata.lock").open("a+")
     except OSError:  # where nothing can be written, each is by itself
         yield
         return
     with stream:
-        wait_for(stream)
+        is_mine = wait_for(stream, 0)
+        if not is_mine:
+            tell(_holder(stream))
+            is_mine = wait_for(stream, seconds)
+        if is_mine:
+            _sign(stream)
         yield
+
+
+def _holder(stream: IO[str]) -> str:
+    """Who holds the lock, as far as it says so."""
+    stream.seek(0)
+    number = stream.read(20).strip()
+    return f"process {number}" if number.isdecimal() else "another process"
+
+
+def _sign(stream: IO[str]) -> None:
+    with suppress(OSError):  # nobody needs it
+        stream.truncate(0)
+        stream.write(str(os.getpid()))
+        stream.flush()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ def small(**options: Any) -> EngineConfig:
     return EngineConfig.from_options(None, SMALL | options)
 
 
-def compiled(asked: EngineConfig) -> Progress:
+def compiled(asked: EngineConfig, log: Callable[[str], None] = print) -> Progress:
     with compiling(asked, hopper()) as process:
-        return shown(process.progress(), show=False)
+        return shown(process.progress(), log, show=False)
 
 
 @pytest.fixture
@@ -72,6 +73,63 @@ def test_what_is_compiled_is_found_by_the_next(folder: Path) -> None:
     assert manifest.read(key) == found
 
 
+@pytest.fixture
+def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock for kernels, as one that compiles does."""
+    folder.mkdir()
+    code = (
+        "import sys, time; from strata.engine.ahead.worker import _alone\n"
+        "with _alone(0, print): print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_start_waits_for_who_compiles_already(folder: Path, holder: subprocess.Popen[str]) -> None:
+    said: list[str] = []
+
+    def log(line: str) -> None:
+        said.append(line)
+        holder.kill()
+
+    assert compiled(small(max_num_seqs=1), log).ended
+    assert said == [f"kernels: waiting for process {holder.pid}, which compiles already, for 120 s at most"]
+
+
+def test_no_fork_holds_the_lock(folder: Path) -> None:
+    """A killed process frees it, whatever its forks are at."""
+    with compiling(small(max_num_seqs=1), hopper()) as process:
+        next(iter(process.progress()))
+        number = process._process.pid
+        forks = Path(f"/proc/{number}/task/{number}/children").read_text().split()
+        opened = {one: [os.readlink(path) for path in Path(f"/proc/{one}/fd").iterdir()] for one in (number, *forks)}
+    held = {one for one, names in opened.items() if any(name.endswith("strata.lock") for name in names)}
+    assert len(opened) > 1
+    assert held == {number}
+
+
+def test_warm_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [Progress(waits_for="process 17"), Progress(3, 3, 3, (), True)]
+    monkeypatch.setattr(Compiling, "progress", lambda _: iter(told))
+    result = CliRunner().invoke(app, ["warm", "builtin", "--device", "h200"])
+    assert "kernels: waiting for process 17, which compiles already, for 120 s at most" in result.output
+
+
+def test_a_start_waits_for_nobody_for_long(
+    folder: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "_LONGEST_WAIT", 0.3)
+    said: list[str] = []
+    with compiling(small(max_num_seqs=1), hopper()) as process:
+        Unstarted(process, said.append).finish(show=False)
+    assert holder.poll() is None
+    assert said[0].startswith(f"kernels: waiting for process {holder.pid}")
+    assert said[1].endswith(" compiled, 0 found on the disk")
+
+
 def test_a_folder_that_cannot_be_made_is_bypassed(folder: Path) -> None:
     folder.write_text("a file")
     first = compiled(small(max_num_seqs=1))
@@ -98,7 +156,7 @@ class Unstarted(KernelsAhead):
     """Without a device, what there is to tell of."""
 
     def __init__(self, process: Compiling, log: Any) -> None:
-        self._process, self._log, self._are_held = process, log, False
+        self._process, self._log, self._are_held, self._key = process, log, False, "none"
 
 
 def test_a_process_that_dies_fails_nothing(folder: Path) -> None:
