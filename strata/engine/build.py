@@ -42,6 +42,7 @@ from strata.kernels.device_limits import DeviceLimits, implementations_for, why_
 from strata.models import weights
 from strata.models.config import ModelConfig
 from strata.models.generation_config import GenerationDefaults, read_generation_config
+from strata.models.layers import Attention
 from strata.text.tokenizer import Tokenizer
 
 Log = Callable[[str], None]
@@ -180,7 +181,7 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
             kernels_are_ready = kernels.finish(show=show_progress)
     recorded = None
     with clock.phase("CUDA graphs"):
-        if sizes.library and not _has_library_plan(config, pool, max_length, log):
+        if sizes.library and not _has_library_plan(config, library_scales(model), pool, max_length, log):
             sizes = sizes.without_library(asked.max_num_seqs)
         if sizes.recorded:
             recorded = runner.record(sizes.recorded)
@@ -234,8 +235,15 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
     return engine
 
 
-def _has_library_plan(config: ModelConfig, pool: KVPool, max_length: int, log: Log) -> bool:
-    """Make the plan that all layers share, which takes a second. False, once a line has said why, if that fails."""
+def library_scales(model: torch.nn.Module) -> set[float]:
+    """What the layers that cuDNN can attend for multiply their scores by: a plan is made for each, mostly one."""
+    specs = (module.spec for module in model.modules() if isinstance(module, Attention))
+    return {spec.scale for spec in specs if spec.window is None}
+
+
+def _has_library_plan(config: ModelConfig, scales: set[float], pool: KVPool, max_length: int, log: Log) -> bool:
+    """Make the plans that layers share, of which the first takes a second. False, once a line has said why, if that
+    fails."""
     shape = PlanShape(
         dtype=pool.shape.dtype,
         heads=config.num_heads,
@@ -245,10 +253,11 @@ def _has_library_plan(config: ModelConfig, pool: KVPool, max_length: int, log: L
         pages=pool.pages,
         page_size=pool.shape.page_size,
         most_pages=table_pages(max_length, pool.shape.page_size),
-        scale=config.head_dim**-0.5,
+        scale=0.0,
     )
     try:
-        plan_for(shape, pool.keys[0].device)
+        for scale in sorted(scales):
+            plan_for(shape._replace(scale=scale), pool.keys[0].device)
     except Exception as error:  # the library's own kinds, and those of a front end that does not fit it
         log(_without_library(str(error).strip().partition("\n")[0]))
         return False

@@ -32,9 +32,16 @@ def why_no_plan(limits: DeviceLimits, dtype: torch.dtype, head_dim: int, page_si
         return f"heads have {head_dim} elements, not {' or '.join(map(str, HEAD_DIMS))}"
     if page_size < LEAST_PAGE_SIZE:
         return f"pages have {page_size} tokens, fewer than {LEAST_PAGE_SIZE}"
-    if importlib.util.find_spec("cudnn") is None:
+    if not _is_installed():
         return "nvidia-cudnn-frontend is not installed"
     return None
+
+
+def _is_installed() -> bool:
+    try:
+        return importlib.util.find_spec("cudnn") is not None
+    except ValueError:  # another module stands in its place
+        return False
 
 
 class PlanShape(NamedTuple):

@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from strata.cache.pool import KVPool, PoolShape
-from strata.engine.build import _has_library_plan, _without_library
+from strata.engine.build import _has_library_plan, _without_library, library_scales
 from strata.engine.engine_config import library_limit
+from strata.kernels.attention.cudnn_plan import PlanShape
 from strata.kernels.device_limits import DeviceLimits
 from strata.models.config import config_from_dict
+from strata.models.families import build
+from strata.models.layers import Attention
 from strata.models.shapes import SHAPES
 
 HOPPER = DeviceLimits("NVIDIA H200", (9, 0), 227 * 1024, 132)
@@ -56,7 +59,7 @@ def test_a_plan_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "cudnn", old)
     pool = KVPool(PoolShape(1, 16, 8, 128, torch.bfloat16), 2, torch.device("cpu"))
     told: list[str] = []
-    assert not _has_library_plan(CONFIG, pool, 4096, told.append)
+    assert not _has_library_plan(CONFIG, {0.1}, pool, 4096, told.append)
     assert len(told) == 1
     assert "90500" in told[0]
     assert "\n" not in told[0]
@@ -65,3 +68,33 @@ def test_a_plan_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 def test_nothing_is_imported_before_a_plan_is_made() -> None:
     program = "import sys, strata.engine.build, strata.bench.costing; sys.exit('cudnn' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_front_end_that_has_no_origin_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some put an empty module in its place."""
+    monkeypatch.setitem(sys.modules, "cudnn", ModuleType("cudnn"))
+    assert library_limit(HOPPER, CONFIG, torch.bfloat16, 16) == "nvidia-cudnn-frontend is not installed"
+
+
+def test_plans_are_made_for_the_scales_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers without a window; those of others attend otherwise."""
+    with torch.device("meta"):
+        model = build(replace(CONFIG, num_layers=3, windows=(None, 512, None)), 4096)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.spec = module.spec._replace(scale=0.25 * (1 + module.spec.layer))
+    scales = library_scales(model)
+    assert scales == {0.25, 0.75}
+    made: list[float] = []
+
+    def plan(shape: PlanShape, _: torch.device) -> None:
+        made.append(shape.scale)
+        if len(made) == 2:
+            raise RuntimeError("no such plan\nin detail")
+
+    monkeypatch.setattr("strata.engine.build.plan_for", plan)
+    pool = KVPool(PoolShape(1, 16, 8, 128, torch.bfloat16), 2, torch.device("cpu"))
+    told: list[str] = []
+    assert not _has_library_plan(CONFIG, scales, pool, 4096, told.append)
+    assert made == [0.25, 0.75]
+    assert told == ["recorded steps attend for prompts without cuDNN: no such plan"]
