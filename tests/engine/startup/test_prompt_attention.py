@@ -97,4 +97,4 @@ def test_plans_are_made_for_the_scales_of_the_model(monkeypatch: pytest.MonkeyPa
     told: list[str] = []
     assert not _has_library_plan(CONFIG, scales, pool, 4096, told.append)
     assert made == [0.25, 0.75]
-    assert told == ["recorded steps attend for prompts without cuDNN: no such plan"]
+    assert told == ["steps attend for prompts without cuDNN: no such plan"]
