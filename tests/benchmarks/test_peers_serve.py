@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,9 @@ def test_a_signal_stops_the_server(engines: MakeEngines, tmp_path: Path, number:
     made = engines(strata="never ready")
     command = [sys.executable, "-m", "benchmarks.peers.serve_in_turns", *made.options]
     command += ["--models", "0.6B", "--save", str(tmp_path / "results.jsonl")]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+    # Under nohup, from which these tests may run, SIGHUP is ignored, and so by every process that they start.
+    heard = partial(signal.signal, number, signal.SIG_DFL)
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, preexec_fn=heard) as process:
         wait_for(made.servers)
         assert len(made.alive()) == 2
         process.send_signal(number)
