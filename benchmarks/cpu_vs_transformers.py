@@ -36,7 +36,7 @@ from strata.models.folder import BUILTIN_FOLDER
 from strata.train.tasks.mixture import TASKS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MOST_TOKENS = 400
+MAX_TOKENS = 400
 PREFILL_TOKENS = 2048
 
 Prompts = Sequence[list[int]]
@@ -94,7 +94,7 @@ class Transformers:
         own = self._model.generation_config
         self._pad, self._eos = own.pad_token_id, own.eos_token_id
         self._config = GenerationConfig(  # type: ignore[no-untyped-call]
-            do_sample=False, max_new_tokens=MOST_TOKENS, pad_token_id=self._pad, eos_token_id=self._eos
+            do_sample=False, max_new_tokens=MAX_TOKENS, pad_token_id=self._pad, eos_token_id=self._eos
         )
 
     def padded(self, size: int, *, by_length: bool = False) -> Generate:
@@ -141,7 +141,7 @@ class Transformers:
 
 def strata(llm: LLM) -> Generate:
     """Strata's offline interface, from ids to ids and text."""
-    params = SamplingParams(temperature=0, max_tokens=MOST_TOKENS)
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 
     def generate(prompts: Prompts) -> list[list[int]]:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)

@@ -33,7 +33,7 @@ from strata.kernels.attention.attention import attention
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
-from strata.kernels.attention.virtual_sequences import MOST_PROMPTS, Rows, virtual_sequences
+from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.silu_mul import linear_silu_mul
@@ -173,7 +173,7 @@ def _attention(head_dim: int, window: int | None) -> Iterator[Call]:
     offsets, bounds = torch.tensor((0, 1, 2, 30), dtype=torch.int32), torch.tensor((1, 3), dtype=torch.int32)
     yield own(virtual_sequences, offsets, held.lengths, bounds, held.tables, Rows(6 * head_dim, 4 * head_dim), 16)
     pools = held.keys[0][None], held.values[0][None]
-    yield own(clear_page_ends, *pools, held.tables, held.lengths, bounds, MOST_PROMPTS)
+    yield own(clear_page_ends, *pools, held.tables, held.lengths, bounds, MAX_PROMPTS)
     ends = torch.tensor(lengths) - 1
     slots = held.tables.gather(1, ends[:, None] // held.page_size)[:, 0] * held.page_size + ends % held.page_size
     written = replace(held, slot_mapping=slots.int())

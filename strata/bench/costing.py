@@ -28,7 +28,7 @@ from strata.hardware.roofline import Workload
 from strata.hardware.specs import Device
 from strata.kernels import tuned
 from strata.kernels.attention.batch_parts import BatchParts
-from strata.kernels.attention.virtual_sequences import MOST_TOKENS, Rows, VirtualSequences
+from strata.kernels.attention.virtual_sequences import MAX_TOKENS, Rows, VirtualSequences
 from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict, read_config
@@ -146,7 +146,7 @@ class MetaModel:
         if max(workload.new) == 1:
             rows = next((rows for rows in decode_buckets(_MAX_SEQUENCES) if rows >= count), None)
             return None if rows is None else BufferShape(rows, rows, rows)
-        most = min(EngineConfig.max_num_batched_tokens or MOST_TOKENS, max_mixed_tokens(self.parameters, self.library))
+        most = min(EngineConfig.max_num_batched_tokens or MAX_TOKENS, max_mixed_tokens(self.parameters, self.library))
         prompts = count - _decodes(workload)
         return smallest_mixed(mixed_buckets(_MAX_SEQUENCES, most, self.library), workload.tokens, count, count, prompts)
 

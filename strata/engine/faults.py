@@ -22,8 +22,8 @@ def is_lack_of_memory(error: BaseException) -> bool:
     """Whether an error, or one that it hides, is a lack of memory."""
     cause: BaseException | None = error
     while cause is not None:
-        told = f"{type(cause).__name__}: {cause}"
-        if isinstance(cause, MemoryError) or any(phrase in told for phrase in _PHRASES):
+        text = f"{type(cause).__name__}: {cause}"
+        if isinstance(cause, MemoryError) or any(phrase in text for phrase in _PHRASES):
             return True
         cause = cause.__cause__ or cause.__context__
     return False

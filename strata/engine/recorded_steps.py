@@ -24,7 +24,7 @@ from strata.engine.sampler import DrawInputs
 from strata.engine.step_graphs import DivisionInputs, DrawStep, StepGraphs, StepInputs
 from strata.graph.cudagraph import Recordings
 from strata.kernels.attention.batch_parts import BatchParts
-from strata.kernels.attention.virtual_sequences import MOST_PROMPTS, MOST_TOKENS, Rows, as_virtual_sequences
+from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, MAX_TOKENS, Rows, as_virtual_sequences
 
 
 def step_inputs(buffer: StepBuffer, tables: Tensor, page_size: int, newest: Tensor) -> StepInputs:
@@ -67,7 +67,7 @@ def recorded_sizes(max_sequences: int, max_tokens: int, parameters: int, library
 
 def max_mixed_tokens(parameters: int, library: bool) -> int:
     """Tokens of the largest steps with prompts that are recorded of a model with so many weights."""
-    return max(MOST_TOKENS if library else _ALWAYS_RECORDED, int(_RECORDED_FLOPS / (2 * parameters)) // 512 * 512)
+    return max(MAX_TOKENS if library else _ALWAYS_RECORDED, int(_RECORDED_FLOPS / (2 * parameters)) // 512 * 512)
 
 
 def decode_buckets(most: int) -> list[int]:
@@ -84,7 +84,7 @@ def mixed_buckets(max_sequences: int, max_tokens: int, library: bool) -> list[Bu
     """
     # Close to each other where steps with decodes end up; then as the tiles of products.
     tokens = [32, 64, 96, *range(128, 512, 64), *range(512, 576, 32), 576, 640, 704, 768, 896]
-    tokens += [*range(1024, 2048, 256), *range(2048, 4096, 512), *range(4096, MOST_TOKENS + 1, 1024)]
+    tokens += [*range(1024, 2048, 256), *range(2048, 4096, 512), *range(4096, MAX_TOKENS + 1, 1024)]
     largest = (max_tokens,) * (max_tokens <= tokens[-1])
     tokens = [*(size for size in tokens if size < max_tokens), *largest]
     sequences = [*(count for count in _MIXED_SEQUENCES if count < max_sequences), max_sequences]
@@ -93,8 +93,8 @@ def mixed_buckets(max_sequences: int, max_tokens: int, library: bool) -> list[Bu
         divided = library and size >= _LIBRARY_TOKENS
         fitting = [count for count in sequences if count + 1 < size]
         for count in fitting if size <= _FEW_SEQUENCES_TOKENS else fitting[-2:]:
-            sizes.append(BufferShape(size, count + 1, count, min(count, MOST_PROMPTS) if divided else None))
-        if divided and fitting[-1] > MOST_PROMPTS and (size in _MANY_PROMPTS_TOKENS or size in largest):
+            sizes.append(BufferShape(size, count + 1, count, min(count, MAX_PROMPTS) if divided else None))
+        if divided and fitting[-1] > MAX_PROMPTS and (size in _MANY_PROMPTS_TOKENS or size in largest):
             sizes.append(BufferShape(size, fitting[-1] + 1, fitting[-1]))
     return sizes
 
@@ -291,7 +291,7 @@ def smallest_mixed(
 
 def has_few_long_prompts(tokens: int, prompts: int) -> bool:
     """Whether cuDNN, where it can attend, does so for the prompts of a step."""
-    return _LIBRARY_TOKENS <= tokens <= MOST_TOKENS and prompts <= MOST_PROMPTS
+    return _LIBRARY_TOKENS <= tokens <= MAX_TOKENS and prompts <= MAX_PROMPTS
 
 
 def _is_decode(shape: BufferShape) -> bool:

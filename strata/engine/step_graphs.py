@@ -25,7 +25,7 @@ from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
 from strata.graph.product_times import measured_seconds, products_of
 from strata.kernels import tuned
-from strata.kernels.attention.virtual_sequences import MOST_PROMPTS, Rows, virtual_sequences
+from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
 from strata.kernels.state.clear_page_ends import clear_page_ends
 from strata.kernels.state.gather_tables import gather_tables
 from strata.kernels.state.newest_tokens import newest_tokens
@@ -138,7 +138,7 @@ class _DividedInputs(nn.Module):
     def forward(self, given: DivisionInputs) -> tuple[Tensor, Tensor, Tensor]:
         step, bounds = given.step, given.bounds
         tokens, tables = self._inputs(step)
-        tables = clear_page_ends(given.key_pools, given.value_pools, tables, step.lengths, bounds, MOST_PROMPTS)
+        tables = clear_page_ends(given.key_pools, given.value_pools, tables, step.lengths, bounds, MAX_PROMPTS)
         return tokens, tables, virtual_sequences(step.offsets, step.lengths, bounds, tables, given.rows, step.page_size)
 
 

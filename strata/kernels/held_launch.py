@@ -129,9 +129,8 @@ class HeldKernel(JITFunction):  # type: ignore[misc]
             return
         launcher, at_run_time, at_end = kernel.run, self.params[:arguments], self.params[arguments:]
         by_position = not any(one.is_constexpr or one.name in constants for one in at_run_time)
-        if by_position and all(one.is_constexpr for one in at_end) and not launcher.global_scratch_size:
-            if launcher.profile_scratch_size:
-                return
+        has_scratch = launcher.global_scratch_size or launcher.profile_scratch_size
+        if by_position and all(one.is_constexpr for one in at_end) and not has_scratch:
             self._binaries[key] = _Binary(
                 kernel,
                 launcher.launch,

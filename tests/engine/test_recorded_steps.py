@@ -129,7 +129,7 @@ def in_divided_steps(
 ) -> tuple[LLM, Replayed]:
     """An engine whose steps of up to two prompts divide them for the library."""
     monkeypatch.setattr(recorded_steps, "_LIBRARY_TOKENS", 32)
-    monkeypatch.setattr(recorded_steps, "MOST_PROMPTS", 2)
+    monkeypatch.setattr(recorded_steps, "MAX_PROMPTS", 2)
     sizes = recorded_sizes(MOST, LONGEST, 10**6, library=True)
     assert {size.prompts for size in sizes if size.tokens != size.sequences} == {2, None}
     monkeypatch.setattr("tests.engine.test_recorded_steps.SIZES", sizes)

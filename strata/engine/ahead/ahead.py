@@ -26,7 +26,7 @@ from strata.kernels.device_limits import DeviceLimits
 Log = Callable[[str], None]
 
 # With more there would be no more than three variants for each.
-_MOST_PROCESSES = 32
+_MAX_PROCESSES = 32
 # Seconds that a start waits for them: ten times what one core takes for a model.
 _LONGEST = 600
 # Seconds that it waits for another process that compiles; then it compiles beside it.
@@ -55,11 +55,11 @@ class Compiling:
 
     def __init__(self, asked: EngineConfig, limits: DeviceLimits, said: IO[str]) -> None:
         """said: a file for what it says of errors; compilers may say more than a pipe holds."""
-        processes = max(1, min(len(os.sched_getaffinity(0)) - 1, _MOST_PROCESSES))
-        told = {"engine": asdict(asked), "device": asdict(limits), "processes": processes}
-        told["longest_wait"] = _LONGEST_WAIT
+        processes = max(1, min(len(os.sched_getaffinity(0)) - 1, _MAX_PROCESSES))
+        job = {"engine": asdict(asked), "device": asdict(limits), "processes": processes}
+        job["longest_wait"] = _LONGEST_WAIT
         # -P: the current folder must not come first in the import path, its modules may have common names.
-        command = [sys.executable, "-P", "-m", "strata.engine.ahead.worker", json.dumps(told)]
+        command = [sys.executable, "-P", "-m", "strata.engine.ahead.worker", json.dumps(job)]
         self._said = said
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": said}
         self._process = subprocess.Popen(command, text=True, **streams)
@@ -68,8 +68,8 @@ class Compiling:
         """Whenever there is some, until the end. Raises ValueError, with the process's own words, if it fails."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            told = json.loads(line)
-            yield Progress(**told | {"faults": tuple(told["faults"])})
+            fields = json.loads(line)
+            yield Progress(**fields | {"faults": tuple(fields["faults"])})
         if self._process.wait() != 0:
             self._said.seek(0)
             words = self._said.read().strip().splitlines()

@@ -52,13 +52,13 @@ def read(key: str) -> Manifest | None:
     content = CheckedCache(key).read(_FILE)
     if content is None:
         return None
-    told = json.loads(content)
-    return Manifest(tuple(map(Variant, told["variants"])), tuple(told["entries"]))
+    fields = json.loads(content)
+    return Manifest(tuple(map(Variant, fields["variants"])), tuple(fields["entries"]))
 
 
 def write(key: str, variants: Iterable[Variant], entries: Iterable[str]) -> None:
-    told = {"variants": sorted(variant.text for variant in variants), "entries": sorted(set(entries))}
-    CheckedCache(key).put(json.dumps(told).encode(), _FILE)
+    fields = {"variants": sorted(variant.text for variant in variants), "entries": sorted(set(entries))}
+    CheckedCache(key).put(json.dumps(fields).encode(), _FILE)
 
 
 @cache

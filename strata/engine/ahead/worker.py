@@ -33,14 +33,14 @@ from strata.kernels.device_limits import DeviceLimits
 def main() -> None:
     """Compile what `sys.argv` asks for."""
     end_with_parent(signal.SIGKILL)
-    told = json.loads(sys.argv[1])
-    device = told["device"]
+    job = json.loads(sys.argv[1])
+    device = job["device"]
     limits = DeviceLimits(device["product"], tuple(device["capability"]), device["shared_bytes"], device["processors"])
     # Compilers print to standard output, also those of the forks.
     with os.fdopen(os.dup(1), "w", buffering=1) as tells:
         os.dup2(2, 1)
         try:
-            compile_ahead(EngineConfig(**told["engine"]), limits, told["processes"], told["longest_wait"], tells)
+            compile_ahead(EngineConfig(**job["engine"]), limits, job["processes"], job["longest_wait"], tells)
         except ValueError as error:
             sys.exit(str(error))
 

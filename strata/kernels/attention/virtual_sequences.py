@@ -20,10 +20,10 @@ from strata.kernels.triton_import import HAS_TRITON, jit, tl
 # Queries of a virtual sequence. With twice as many the device is left with fewer programs than it can hold.
 QUERIES = 1024
 # Prompts of a step for which virtual sequences pay: a plan also runs the programs of those that are not there.
-MOST_PROMPTS = 16
-MOST_TOKENS = 8192
+MAX_PROMPTS = 16
+MAX_TOKENS = 8192
 # No division of so many tokens among so many prompts has more.
-VIRTUAL = MOST_TOKENS // QUERIES + MOST_PROMPTS
+VIRTUAL = MAX_TOKENS // QUERIES + MAX_PROMPTS
 # Keys that the library reads at once, those past the last one included: it multiplies their values by zero.
 KEY_BLOCK = 128
 # Elements of a row of the division, so that each row begins at a multiple of 256 bytes.
@@ -72,8 +72,8 @@ def virtual_sequences(
     """Divide the prompts of a step into `VirtualSequences`: [5, at least VIRTUAL + 1] int32, starts and lengths.
 
     offsets: [sequences + 1], lengths: [sequences], both int32, as in `Batch` and `PagedKV`; bounds: as in
-    `BatchParts`. The prompts are the sequences from bounds[0] on whose length is not 0, at most MOST_PROMPTS with at
-    most MOST_TOKENS together. They come in reverse, so that those that see most keys of a prompt are run first.
+    `BatchParts`. The prompts are the sequences from bounds[0] on whose length is not 0, at most MAX_PROMPTS with at
+    most MAX_TOKENS together. They come in reverse, so that those that see most keys of a prompt are run first.
     tables: [sequences, most_pages] int32, in which the last page of each prompt is repeated up to a block of the
     library's keys, which it reads whole.
     """

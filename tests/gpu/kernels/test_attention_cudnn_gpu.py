@@ -12,8 +12,8 @@ import torch
 from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention.cudnn_plan import plan_for, why_no_plan
 from strata.kernels.attention.virtual_sequences import (
-    MOST_PROMPTS,
-    MOST_TOKENS,
+    MAX_PROMPTS,
+    MAX_TOKENS,
     Rows,
     as_virtual_sequences,
     virtual_sequences,
@@ -42,7 +42,7 @@ def divided(given: tuple[Any, ...]) -> tuple[Any, ...]:
     q, k, v, batch, spec = given
     pages, parts = batch.pages, batch.pages.parts
     pools = pages.keys[0][None], pages.values[0][None]
-    clear_page_ends(*pools, pages.tables, pages.lengths, parts.bounds, MOST_PROMPTS)
+    clear_page_ends(*pools, pages.tables, pages.lengths, parts.bounds, MAX_PROMPTS)
     rows = Rows(q.stride(0), q.shape[1] * q.shape[2])
     division = virtual_sequences(batch.offsets, pages.lengths, parts.bounds, pages.tables, rows, PAGE)
     parts = replace(parts, virtual=as_virtual_sequences(division, rows))
@@ -138,8 +138,8 @@ def test_one_recording_serves_any_batches() -> None:
 def test_the_division_is_the_reference_s(page_size: int) -> None:
     draw = random.Random(torch.initial_seed())
     for _ in range(30):
-        step = random_step(draw, MOST_PROMPTS, MOST_TOKENS)
-        given = tensors(step, len(step.new) + 1, MOST_TOKENS, MOST_PAGES, page_size)
+        step = random_step(draw, MAX_PROMPTS, MAX_TOKENS)
+        given = tensors(step, len(step.new) + 1, MAX_TOKENS, MOST_PAGES, page_size)
         there = {name: tensor.cuda() for name, tensor in given.items()}
         rows = Rows(3072, 2048)
         wanted = virtual_sequences(*given.values(), rows, page_size)
@@ -151,14 +151,14 @@ def test_the_division_is_the_reference_s(page_size: int) -> None:
 def test_what_is_cleared_is_what_the_reference_clears() -> None:
     draw = random.Random(torch.initial_seed())
     for _ in range(10):
-        step = random_step(draw, MOST_PROMPTS, MOST_TOKENS)
-        given = tensors(step, len(step.new) + 1, MOST_TOKENS, MOST_PAGES, PAGE)
+        step = random_step(draw, MAX_PROMPTS, MAX_TOKENS)
+        given = tensors(step, len(step.new) + 1, MAX_TOKENS, MOST_PAGES, PAGE)
         most = max(1, sum(-(-total // PAGE) for total in step.totals))
         pools = [torch.randn(3, most, PAGE, 2, 16) for _ in range(2)]
         found = [pool.cuda() for pool in pools]
         there = [given[name].cuda() for name in ("tables", "lengths", "bounds")]
-        clear_page_ends(*pools, given["tables"], given["lengths"], given["bounds"], MOST_PROMPTS)
-        clear_page_ends(*found, *there, MOST_PROMPTS)
+        clear_page_ends(*pools, given["tables"], given["lengths"], given["bounds"], MAX_PROMPTS)
+        clear_page_ends(*found, *there, MAX_PROMPTS)
         for one, other in zip(pools, found, strict=True):
             assert torch.equal(one, other.cpu())
 

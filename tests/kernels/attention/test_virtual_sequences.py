@@ -8,8 +8,8 @@ import pytest
 
 from strata.kernels.attention.virtual_sequences import (
     KEY_BLOCK,
-    MOST_PROMPTS,
-    MOST_TOKENS,
+    MAX_PROMPTS,
+    MAX_TOKENS,
     QUERIES,
     VIRTUAL,
     Rows,
@@ -23,17 +23,17 @@ MOST_PAGES = 1024
 STEPS = [
     Step((), (), 0),
     Step((5, 900), (1, 1), 2),
-    Step((0,), (MOST_TOKENS,), 0),
+    Step((0,), (MAX_TOKENS,), 0),
     Step((0, 0), (1, 1), 0),  # prompts of one token behind a longer one, as far as the division can tell
-    Step((0,) * MOST_PROMPTS, (MOST_TOKENS // MOST_PROMPTS,) * MOST_PROMPTS, 0),
+    Step((0,) * MAX_PROMPTS, (MAX_TOKENS // MAX_PROMPTS,) * MAX_PROMPTS, 0),
     Step((3, 100, 0, 4096), (1, 1025, QUERIES, 2 * QUERIES - 1), 1),
-    *(random_step(random.Random(seed), MOST_PROMPTS, MOST_TOKENS) for seed in range(60)),
+    *(random_step(random.Random(seed), MAX_PROMPTS, MAX_TOKENS) for seed in range(60)),
 ]
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{len(step.new)} of {sum(step.new)}")
 def test_each_query_once_with_its_keys(step: Step) -> None:
-    given = tensors(step, len(step.new) + 3, MOST_TOKENS, MOST_PAGES, 16)
+    given = tensors(step, len(step.new) + 3, MAX_TOKENS, MOST_PAGES, 16)
     virtual = as_virtual_sequences(virtual_sequences(*given.values(), ROWS, 16), ROWS)
     wanted, row = set(), 0
     for sequence, (cached, new) in enumerate(zip(step.cached, step.new, strict=True)):
