@@ -194,10 +194,9 @@ def test_strata_bench_serve_takes_each_load(load: Load) -> None:
         done = CliRunner().invoke(app, command, catch_exceptions=False)
     result = json.loads(done.stdout)
     assert result["completed"] == 3
-    assert result["max_concurrency"] == {"single": 1, "rates": None}.get(
-        load.kind, 256 if "flight" in load.name else None
-    )
-    assert result["data"].split()[0] == {"shared": "shared-prefix", "lognormal": "lognormal"}.get(load.kind, "random")
+    assert result["max_concurrency"] == (1 if "one at" in load.name else 256 if "flight" in load.name else None)
+    sets = {"shared": "shared-prefix", "cached": "shared-prefix", "lognormal": "lognormal"}
+    assert result["data"].split()[0] == sets.get(load.kind, "random")
 
 
 def test_the_tokenizer_knows_words_and_every_id_has_a_text(tmp_path: Path) -> None:

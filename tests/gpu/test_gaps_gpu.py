@@ -67,28 +67,6 @@ def test_nothing_is_observed_afterwards(llm: LLM) -> None:
     assert trace(llm, TEST).steps == before
 
 
-def test_a_served_load_is_timed_and_traced() -> None:
-    from strata.bench.load.request_sets import EvenLengths
-    from strata.bench.served.measure import ServedTest, served_gaps
-
-    setup = Setup(str(BUILTIN_FOLDER), None, "bfloat16", "cuda", False)
-    for found in served_gaps(setup, ServedTest([100.0, math.inf], 60, 0, EvenLengths(64, 20))):
-        assert found.trace is not None
-        assert 0 < found.trace.steps <= 200
-        assert found.trace.kernels_per_step > 10
-        assert found.idle + found.split.wall == pytest.approx(found.wall)
-        steps = sum(kind.seconds for kind in found.steps.values())
-        assert steps + found.split.host == pytest.approx(found.split.wall, rel=1e-3)
-        assert found.split.busy == pytest.approx(sum(kind.busy for kind in found.steps.values()))
-        assert 0 < found.split.busy < 1.5 * steps
-        assert found.tpot is not None
-        for latency in (found.ttft, found.tpot):
-            assert 0 < latency.p50 <= latency.p99 < 1e3
-        # The clocks of host and device agree: nothing runs before it is launched, nor is delivered before it has run.
-        parts = [found.ttft.parts[name]["mean"] for name in ("behind earlier steps", "delivery")]
-        assert min(parts) > -0.05
-
-
 def test_a_served_host_that_sleeps_is_found_between_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from strata.bench.load.request_sets import EvenLengths
     from strata.bench.served.client import ServedEngine, random_load
