@@ -39,7 +39,9 @@ def warm(
     limits = _limits(on)
     from strata.engine.ahead.ahead import compiling, shown  # needs Triton, as the limits say
     from strata.engine.engine_config import EngineConfig
+    from strata.kernels.compiling.disk_cache import require_writable
 
+    require_writable()
     found = folder_or_shape(model)
     asked = EngineConfig(
         found,

@@ -149,12 +149,18 @@ class KernelsAhead:
         return self._are_held
 
     def _compile(self, process: Compiling, show: bool) -> None:
-        stopping = Timer(_LONGEST, process.stop)
+        is_late = Event()
+
+        def stop() -> None:
+            is_late.set()
+            process.stop()
+
+        stopping = Timer(_LONGEST, stop)
         stopping.start()
         try:
             last = shown(process.progress(), self._log, show=show)
         except ValueError as error:
-            self._log(_NOT_AHEAD.format(error))
+            self._log(_NOT_AHEAD.format(f"it was not done after {_LONGEST} s" if is_late.is_set() else error))
             return
         finally:
             stopping.cancel()

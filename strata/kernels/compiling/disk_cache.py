@@ -13,7 +13,6 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -35,23 +34,28 @@ class CheckedCache(CacheManager):  # type: ignore[misc]  # triton is untyped
 
     def exists(self) -> bool:
         """Whether there is a group of files of which none is missing; whether they are whole is left to reading."""
-        return any(self._has_group(folder / self._key) for folder in (_folder(), _spare_folder()))
+        return any(self._has_group(folder / self._key) for folder in _folders())
 
     def get_file(self, filename: str) -> str | None:
         """The path of a file that is whole, else None."""
-        return next((str(path) for path, _ in self._whole(filename)), None)
+        found = self._whole(filename)
+        return None if found is None else str(found[0])
 
     def read(self, filename: str) -> bytes | None:
         """What is in a file that is whole, else None."""
-        return next((content for _, content in self._whole(filename)), None)
+        found = self._whole(filename)
+        return None if found is None else found[1]
 
     def put(self, data: bytes | object, filename: str, binary: bool = True) -> str:
         """Write a file in one move, and say where. Raises OSError only if the spare folder takes none either."""
         content = data if isinstance(data, bytes) else str(data).encode()
+        folder, *spare = _folders()
         try:
-            return _write(_folder() / self._key, filename, content)
+            return _write(folder / self._key, filename, content)
         except OSError:  # not writable, or full
-            return _write(_spare_folder() / self._key, filename, content)
+            if not spare:
+                raise
+            return _write(spare[0] / self._key, filename, content)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
         """The paths of all files of a group by their names; None unless every one is whole."""
@@ -64,12 +68,18 @@ class CheckedCache(CacheManager):  # type: ignore[misc]  # triton is untyped
     def put_group(self, filename: str, group: dict[str, str]) -> str:
         return self.put(json.dumps({"child_paths": group}), f"{_GROUP}{filename}")
 
-    def _whole(self, filename: str) -> Iterator[tuple[Path, bytes]]:
-        for folder in (_folder(), _spare_folder()):
-            path = folder / self._key / filename
+    def _whole(self, filename: str) -> tuple[Path, bytes] | None:
+        """What the cache's folder did not take once goes there now if it can, since that is what is kept and shared."""
+        paths = [folder / self._key / filename for folder in _folders()]
+        for path in paths:
             content = _read_whole(path)
-            if content is not None:
-                yield path, content
+            if content is None:
+                continue
+            if path is not paths[0]:
+                with suppress(OSError):
+                    return Path(_write(paths[0].parent, filename, content)), content
+            return path, content
+        return None
 
     def _has_group(self, folder: Path) -> bool:
         try:
@@ -91,20 +101,37 @@ def use_checked_cache() -> None:
         knobs.cache.manager_class = checked_cache
 
 
-def _folder() -> Path:
-    return Path(knobs.cache.dir)  # TRITON_CACHE_DIR, or ~/.triton/cache
+def require_writable() -> None:
+    """Raises ValueError, with the system's reason, if the cache's own folder takes no files."""
+    folder = Path(knobs.cache.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(
+            f"kernels cannot be kept in {folder}: {error.strerror}; set TRITON_CACHE_DIR to a folder that takes files"
+        ) from None
+
+
+def _folders() -> list[Path]:
+    """The cache's, TRITON_CACHE_DIR or ~/.triton/cache, and the spare one if there can be any."""
+    spare = _spare_folder()
+    return [Path(knobs.cache.dir), *([] if spare is None else [spare])]
 
 
 @cache
-def _spare_folder() -> Path:
-    """For what the cache's folder does not take: one that is this user's alone, which all their processes share."""
-    shared = Path(tempfile.gettempdir(), f"strata-kernels-{os.getuid()}")
+def _spare_folder() -> Path | None:
+    """For what the cache's folder does not take: one that is this user's alone, which all their processes share. None
+    where there is no folder for temporary files."""
     with suppress(OSError):
+        shared = Path(tempfile.gettempdir(), f"strata-kernels-{os.getuid()}")
         shared.mkdir(mode=0o700, exist_ok=True)
         found = shared.lstat()
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
             return shared
-    return Path(tempfile.mkdtemp(prefix="strata-kernels-"))
+    with suppress(OSError):
+        return Path(tempfile.mkdtemp(prefix="strata-kernels-"))
+    return None
 
 
 def _read_whole(path: Path) -> bytes | None:

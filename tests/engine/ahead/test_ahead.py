@@ -174,7 +174,7 @@ def test_a_process_that_hangs_is_ended(folder: Path, monkeypatch: pytest.MonkeyP
     with compiling(small(), hopper()) as process:
         os.kill(process._process.pid, signal.SIGSTOP)
         assert Unstarted(process, said.append).finish(show=False) is False
-    assert said[0].endswith("exit code -9")
+    assert said[0].endswith("it was not done after 0.2 s")
 
 
 def test_variants_that_cannot_be_held_fail_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,6 +286,15 @@ def test_warm_compiles_for_a_device_that_is_not_here(folder: Path) -> None:
     assert " 0 compiled" in again.output
     found = manifest.read(manifest.key_of(small(), hopper()))
     assert found is not None
+
+
+def test_warm_does_not_compile_for_a_folder_that_takes_nothing(folder: Path) -> None:
+    """Where an engine would keep kernels elsewhere: who fills a folder for others learns that nothing is in it."""
+    folder.write_text("a file")
+    result = CliRunner().invoke(app, ["warm", "builtin", "--device", "h200"])
+    assert isinstance(result.exception, ValueError)
+    assert f"kernels cannot be kept in {folder}: File exists" in str(result.exception)
+    assert "TRITON_CACHE_DIR" in str(result.exception)
 
 
 def test_warm_fails_if_a_kernel_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

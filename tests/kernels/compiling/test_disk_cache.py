@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -138,8 +139,37 @@ def test_the_spare_folder_is_its_users_alone(folder: Path, tmp_path: Path) -> No
     others.mkdir(mode=0o777)
     others.chmod(0o777)
     found = disk_cache._spare_folder()
+    assert found is not None
     assert found != others
     assert found.stat().st_mode & 0o077 == 0
+
+
+def test_what_only_the_spare_folder_has_comes_into_the_caches(folder: Path) -> None:
+    """Which did not take it once: a folder for an image has all that was found, whatever else this machine holds."""
+    folder.write_text("a file")
+    compile_doubled()
+    folder.unlink()
+    assert compile_doubled()[1]
+    spare = disk_cache._spare_folder()
+    assert spare is not None
+    shutil.rmtree(spare)
+    assert compile_doubled()[1]
+
+
+def test_without_any_folder_for_temporary_files_the_cache_serves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may be able to write into the cache alone, or nowhere."""
+    compile_doubled()
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", refuse)
+    disk_cache._spare_folder.cache_clear()
+    assert compile_doubled()[1]
+    assert not CheckedCache(KEY).exists()
+    monkeypatch.setattr(disk_cache, "_write", refuse)
+    with pytest.raises(FileNotFoundError):
+        CheckedCache(KEY).put(b"kernel", "a.cubin")
 
 
 def test_processes_that_compile_the_same_at_once(folder: Path) -> None:
