@@ -44,7 +44,7 @@ def find_config(model: str) -> ModelConfig:
     if model in SHAPES:
         return config_from_dict(SHAPES[model], model)
     path = Path(model)
-    if path.is_dir():
+    if model and path.is_dir():  # no name is no folder
         return read_config(path)
     if not path.is_file():
         raise ValueError(

@@ -150,7 +150,7 @@ def _tune(weights: Sequence[Product], device: str, path: Path) -> None:
     from strata.kernels import tuned
 
     known: tuned.Table = tuned.read_file(path) if path.is_file() else {}
-    table = dict(known)
+    tuned.write(path, device, known)  # whether it can be written is seen before minutes are spent
     start = time.perf_counter()
     for product, tiles in tune(weights):
         found = {one.key: one.choice for one in tiles}
@@ -158,9 +158,10 @@ def _tune(weights: Sequence[Product], device: str, path: Path) -> None:
         for one in (*tiles, *algorithms):
             print(_tuned(one), file=sys.stderr)
         shape = (product.operation, product.out, product.width)
-        table = {key: choice for key, choice in table.items() if (key.operation, key.out, key.width) != shape}
-        table |= found | {one.key: one.choice for one in algorithms}
-        tuned.write(path, device, table)  # after each, so that an interrupted run leaves what it found
+        # After each, so that an interrupted run leaves what it found; beside what others have written meanwhile.
+        before = tuned.read_file(path).items()
+        table = {key: choice for key, choice in before if (key.operation, key.out, key.width) != shape}
+        tuned.write(path, device, table | found | {one.key: one.choice for one in algorithms})
         end = time.perf_counter()
         name = f"{product.operation} {product.model} {product.name} {product.width}->{product.out}"
         print(f"tuned {name} in {end - start:.1f} s", file=sys.stderr)

@@ -7,6 +7,7 @@ table, and a shape without an entry, get what they would get without tables.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -85,6 +86,8 @@ def read_file(path: Path) -> Table:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(content, dict) or content.keys() != {"device", "entries"}:
         raise ValueError(f"{path} is no table of tuned kernels: it must have the keys device and entries alone")
+    if not isinstance(content["entries"], list):
+        raise ValueError(f"{path} is no table of tuned kernels: its entries must be a list")
     table: dict[Key, Choice] = {}
     for number, entry in enumerate(content["entries"]):
         key, choice = _parse(entry, f"entry {number} of {path}")
@@ -106,11 +109,16 @@ def _parse(entry: Any, where: str) -> tuple[Key, Choice]:
 
 
 def write(path: Path, product: str, table: Table) -> None:
-    """Write a table, an entry a line."""
+    """Write a table, an entry a line, in one move."""
     entries = [asdict(key) | _as_dict(choice) for key, choice in table.items()]
     lines = ",\n  ".join(json.dumps(entry) for entry in entries)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{{"device": {json.dumps(product)}, "entries": [\n  {lines}\n]}}\n', encoding="utf-8")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(f'{{"device": {json.dumps(product)}, "entries": [\n  {lines}\n]}}\n', encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _as_dict(choice: Choice) -> dict[str, Any]:

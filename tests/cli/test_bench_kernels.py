@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
@@ -11,18 +12,21 @@ import torch
 from typer.testing import CliRunner
 
 from strata.bench.costing import find_config, meta_model
+from strata.cli import bench_kernels
 from strata.cli.bench import bench
 from strata.cli.bench_kernels import HEADINGS, Row, sizes_of
 from strata.graph.capture import operation_of
 from strata.hardware.specs import device
+from strata.kernels import tuned
 from strata.kernels.linear.linear import linear
-from strata.kernels.tuned import row_bucket
+from strata.kernels.tuned import Choice, Key, row_bucket
 
 pytest.importorskip("triton")
 
-from strata.bench.kernels.products import arguments, products
+from strata.bench.kernels import algorithms, tuning
+from strata.bench.kernels.products import Product, arguments, products
 from strata.bench.kernels.published import PUBLISHED
-from strata.bench.kernels.tuning import BUCKETS
+from strata.bench.kernels.tuning import BUCKETS, Finding
 
 
 @pytest.mark.parametrize("model", ["8B", "0.6B"])
@@ -67,6 +71,56 @@ def test_models_are_shapes_folders_or_published(tmp_path: Path) -> None:
         sizes_of("8B,Qwen3-5B")
     with pytest.raises(ValueError, match="30B-A3B has experts"):
         sizes_of("30B-A3B")
+    with pytest.raises(ValueError, match="'' is neither a folder"):
+        sizes_of("8B,")
+
+
+class TestTuning:
+    """The table that is written, of findings that are given."""
+
+    @staticmethod
+    def finding(out: int, seconds: float) -> Finding:
+        product = Product("tiny", "o", "linear", out, 32)
+        return Finding(product, Key("linear", "bfloat16", out, 32, 1), Choice("cublas", {}, seconds, seconds))
+
+    @pytest.fixture
+    def tune(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Iterable[Finding]], None]:
+        monkeypatch.setattr(algorithms, "tune_algorithms", lambda *_: iter(()))
+
+        def run(path: Path, findings: Iterable[Finding]) -> None:
+            monkeypatch.setattr(tuning, "tune", lambda _: ((one.product, [one]) for one in findings))
+            bench_kernels._tune([], "NVIDIA Test 1", path)
+
+        return run
+
+    def test_a_weight_takes_the_place_of_its_entries_alone(
+        self, tmp_path: Path, tune: Callable[[Path, Iterable[Finding]], None]
+    ) -> None:
+        path = tmp_path / "table.json"
+        old, other, new = self.finding(16, 1.0), self.finding(48, 2.0), self.finding(16, 3.0)
+        tune(path, [old, other])
+        tune(path, [new])
+        assert tuned.read_file(path) == {other.key: other.choice, new.key: new.choice}
+
+    def test_what_another_process_found_meanwhile_stays(
+        self, tmp_path: Path, tune: Callable[[Path, Iterable[Finding]], None]
+    ) -> None:
+        path = tmp_path / "table.json"
+        first, others = self.finding(16, 1.0), self.finding(48, 2.0)
+
+        def findings() -> Iterator[Finding]:
+            tuned.write(path, "NVIDIA Test 1", {others.key: others.choice})
+            yield first
+
+        tune(path, findings())
+        assert tuned.read_file(path) == {others.key: others.choice, first.key: first.choice}
+
+    def test_a_table_that_cannot_be_written_ends_it_before_anything_is_measured(
+        self, tmp_path: Path, tune: Callable[[Path, Iterable[Finding]], None]
+    ) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(OSError, match="file"):
+            tune(tmp_path / "file" / "table.json", iter(lambda: pytest.fail("measured"), None))
 
 
 def test_a_shard_has_its_part_of_every_weight() -> None:

@@ -46,6 +46,23 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert tuned.read("NVIDIA Test 1", tmp_path / "new") == wanted
 
 
+def test_a_write_that_is_interrupted_leaves_the_table_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = table(tmp_path, ENTRY)
+    before, write_text = tuned.read_file(path), Path.write_text
+
+    def interrupted(file: Path, text: str, **options: Any) -> int:
+        write_text(file, text[: len(text) // 2], **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tuned.write(path, "NVIDIA Test 1", {})
+    assert tuned.read_file(path) == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_device_without_a_table_has_no_tiles(tmp_path: Path) -> None:
     assert tuned.read("Unheard-of GPU", tmp_path) == {}
     assert tiles_of(tuned.read("Unheard-of GPU", tmp_path)) == {}
@@ -81,7 +98,7 @@ def test_where_something_else_was_faster_is_listed_too(tmp_path: Path) -> None:
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "nvidia_test_1.json"
-    for text in ("{", "[]", '{"device": "x"}'):
+    for text in ("{", "[]", '{"device": "x"}', '{"device": "x", "entries": null}'):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(ValueError, match=r"nvidia_test_1\.json"):
             tuned.read_file(path)
