@@ -32,7 +32,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.stub_engine import StubConfig
-from strata.bench.load.arrivals import arrivals
+from strata.bench.load.arrivals import arrival_times
 from strata.bench.load.connection import Client
 from strata.bench.load.measures import Distribution, figures
 from strata.bench.load.request_sets import Ask, encode
@@ -173,7 +173,7 @@ def measure_streaming(endpoint: str, streams: int, pace: float, seconds: float) 
 def measure_first_token(endpoint: str, prompt_tokens: int, rate: float | None) -> FirstToken:
     """Requests for one token at low load."""
     asks = _asks(endpoint, FIRST_TOKENS, prompt_tokens, output_tokens=1)
-    due = [0.0] * len(asks) if rate is None else arrivals(len(asks), rate, 1.0, seed=0)
+    due = [0.0] * len(asks) if rate is None else arrival_times(len(asks), rate, 1.0, seed=0)
     with processes(interval=0.01) as running:
         _send(running.url, asks[:WARMUP], due[:WARMUP], max_concurrency=1)
         before = _cpu_seconds(running.api)

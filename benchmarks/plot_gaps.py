@@ -9,6 +9,7 @@ T5 line of each model and rate from results/h200_gaps.jsonl; without any, the se
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +123,7 @@ def draw_served(lines: list[dict[str, Any]], picture: Path) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     draw(bars(HERE / "results" / "h200.jsonl", HERE / "results" / "h200_vllm.jsonl"), PICTURE)
     if lines := served(HERE / "results" / "h200_gaps.jsonl"):
         draw_served(lines, SERVED_PICTURE)
