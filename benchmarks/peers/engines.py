@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import shutil
 import string
@@ -44,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             help=f"the Python that {NAMES[engine]} is installed for",
         )
     parser.add_argument("--models", type=shapes, default=["0.6B", "8B"], help="shapes between commas [0.6B,8B]")
-    parser.add_argument("--turns", type=int, default=3, help="of each engine; the first one alternates [3]")
+    parser.add_argument("--turns", type=count, default=3, help="of each engine; the first one alternates [3]")
     add_save(parser)
 
 
@@ -52,6 +53,24 @@ def add_save(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--save", type=results_file, required=True, metavar="FILE", help="append results here, one a line"
     )
+
+
+def count(text: str) -> int:
+    """How often something is done."""
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"give a whole number from 1 on, not {text}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """How long to wait for something."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not found > 0:
+        raise argparse.ArgumentTypeError(f"give seconds over 0, not {text}")
+    return found
 
 
 def results_file(text: str) -> Path:

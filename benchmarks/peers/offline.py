@@ -17,10 +17,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.engines import ENGINES, SETUP, add_save, append, device_name, now, shapes, write_config
+from benchmarks.peers.engines import ENGINES, SETUP, add_save, append, count, device_name, now, write_config
 from strata.bench import workloads
 from strata.bench.result import Result, make_result
 from strata.bench.run import WARMUP_TOKENS
+from strata.models.shapes import SHAPES
 
 TESTS = ("T1", "T2", "T3-b8", "T3-b32", "T3-b128", "T4")
 
@@ -70,20 +71,19 @@ def test_names(text: str) -> list[str]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Those of a comparison, too."""
     parser.add_argument("--tests", type=test_names, default=list(TESTS), help=f"between commas [{','.join(TESTS)}]")
-    parser.add_argument("--repeat", type=int, default=3, help="timed calls of each test [3]")
+    parser.add_argument("--repeat", type=count, default=3, help="timed calls of each test [3]")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=ENGINES, required=True)
-    parser.add_argument("--model", type=shapes, default=["0.6B"], help="a shape [0.6B]")
+    parser.add_argument("--model", choices=SHAPES, default="0.6B", help="a shape [0.6B]")
     add_options(parser)
     add_save(parser)
     parser.add_argument("--run", default=now(), help="what the run is told by that the lines belong to [the time]")
     parser.add_argument("--turn", type=int, default=0, help="which turn of that run this is [0]")
     asked = parser.parse_args()
     engine = importlib.import_module(asked.engine)
-    (model,) = asked.model
     origin = {
         "engine": asked.engine,
         "version": engine.__version__,
@@ -91,7 +91,7 @@ def main() -> None:
         "turn": asked.turn,
         "command": shlex.join(["python", "-m", "benchmarks.peers.offline", *sys.argv[1:]]),
     }
-    for result in results(engine, model, [workloads.named(name) for name in asked.tests], asked.repeat):
+    for result in results(engine, asked.model, [workloads.named(name) for name in asked.tests], asked.repeat):
         append(asked.save, result.values() | origin)
         print(f"{asked.engine} {result.text()}", flush=True)
 

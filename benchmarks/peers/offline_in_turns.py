@@ -39,16 +39,17 @@ def run_turns(asked: argparse.Namespace) -> None:
 
 
 def saved_tests(file: Path, run: str, turn: int, engine: str) -> set[str]:
-    """Names of the tests of which a turn of an engine has saved results."""
+    """Names of the tests of which a turn of an engine has saved results, into a file that others save to as well."""
     lines = (json.loads(text) for text in file.read_text(encoding="utf-8").splitlines())
-    return {line["test"] for line in lines if (line["run"], line["turn"], line["engine"]) == (run, turn, engine)}
+    mine = {"run": run, "turn": turn, "engine": engine}
+    return {line["test"] for line in lines if mine.items() <= line.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     engines.add_options(parser)
     offline.add_options(parser)
-    parser.add_argument("--turn-timeout", type=float, default=3600.0, help="seconds in which a turn is done [3600]")
+    parser.add_argument("--turn-timeout", type=engines.seconds, default=3600.0, help="in which a turn is done [3600]")
     end_on_signals()
     try:
         run_turns(parser.parse_args())

@@ -135,7 +135,9 @@ def main() -> None:
     engines.add_options(parser)
     kinds = engines.some_of(KINDS, "kind of load")
     parser.add_argument("--loads", type=kinds, default=list(KINDS), help=f"between commas [{','.join(KINDS)}]")
-    parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds in which a server is ready [300]")
+    parser.add_argument(
+        "--start-timeout", type=engines.seconds, default=300.0, help="seconds in which a server is ready [300]"
+    )
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep the models and the servers' logs here")
     asked = parser.parse_args()
     without = [model for model in asked.models if model not in RATES]

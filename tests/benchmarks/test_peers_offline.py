@@ -97,6 +97,16 @@ def test_stratas_own_llm_takes_all_of_it(tmp_path: Path, monkeypatch: pytest.Mon
     assert line["command"].startswith("python -m benchmarks.peers.offline --engine strata")
 
 
+def test_one_turn_is_of_one_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--engine", "strata", "--model", "0.6B,8B", "--save", str(tmp_path / "results.jsonl")]
+    monkeypatch.setattr(sys, "argv", ["offline.py", *options])
+    with pytest.raises(SystemExit):
+        offline.main()
+    assert "argument --model: invalid choice: '0.6B,8B'" in capsys.readouterr().err
+
+
 def in_turns(monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
     monkeypatch.setattr(offline_in_turns, "end_on_signals", lambda: None)
     monkeypatch.setattr(sys, "argv", ["offline_in_turns.py", *options])
@@ -136,7 +146,8 @@ def test_a_process_that_ends_early_does_not_pass_for_one_that_measured_all(
     engines: Callable[..., FakeEngines], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, saved = engines(vllm="skips a test"), tmp_path / "results.jsonl"
-    saved.write_text(json.dumps({"engine": "vllm", "turn": 0, "run": "an older one", "test": "T1"}) + "\n")
+    older = {"engine": "vllm", "turn": 0, "run": "an older one", "test": "T1"}
+    saved.write_text(json.dumps(older) + "\n" + json.dumps({"test": "T1"}) + "\n")  # the second is of `strata bench`
     with pytest.raises(SystemExit, match=re.escape("vLLM ended without results of T1; its output stands above")):
         in_turns(monkeypatch, *made.options, "--models", "0.6B", "--tests", "T1,T2", "--save", str(saved))
     assert [call["engine"] for call in made.calls()] == ["strata", "vllm"]
@@ -159,6 +170,9 @@ def test_a_process_that_does_not_end_is_stopped(
         (["--tests", "T1,T9"], "test 'T9' is unknown"),
         (["--vllm-python", "/nowhere/python"], "/nowhere/python cannot be run"),
         (["--save", "/nowhere/results.jsonl"], "/nowhere/results.jsonl cannot be written"),
+        (["--turns", "0"], "argument --turns: give a whole number from 1 on, not 0"),
+        (["--repeat", "two"], "argument --repeat: give a whole number from 1 on, not two"),
+        (["--turn-timeout", "nan"], "argument --turn-timeout: give seconds over 0, not nan"),
     ],
 )
 def test_bad_options_are_refused_before_anything_runs(

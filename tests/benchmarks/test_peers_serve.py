@@ -165,15 +165,16 @@ def test_who_ignores_a_closed_terminal_goes_on(engines: MakeEngines, tmp_path: P
         assert "Strata's server was not ready within 3 s" in process.communicate(timeout=60)[1]
 
 
-def test_a_model_without_loads_is_refused(
+def test_what_cannot_be_measured_is_refused(
     engines: MakeEngines, compare: Callable[..., list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for options in (["--models", "1B"], ["--loads", "none"]):
+    for options in (["--models", "1B"], ["--loads", "none"], ["--start-timeout", "nan"]):
         with pytest.raises(SystemExit):
             compare(engines(), *options)
     shown = capsys.readouterr().err
     assert "there are no loads for 1B" in shown
     assert "'none' is no kind of load: give some of single, rates" in shown
+    assert "argument --start-timeout: give seconds over 0, not nan" in shown
 
 
 @pytest.mark.parametrize("model", RATES)
