@@ -59,7 +59,7 @@ def _served(
     from strata.bench.load.arrivals import parse_rates
     from strata.bench.served.measure import RATE, REQUESTS, ServedTest, served_gaps
 
-    rates = parse_rates(request_rate or RATE)
+    rates = parse_rates(RATE if request_rate is None else request_rate)
     if any(rate.of_saturation for rate in rates):
         raise ValueError(
             f"--request-rate of `strata bench gaps` takes requests a second (55) or inf, got {request_rate!r}: "

@@ -249,6 +249,7 @@ def refused(*options: str) -> str:
 def test_what_cannot_be_measured_is_refused() -> None:
     assert "requests a second (55) or inf, got '50%'" in refused("T5", "--request-rate", "50%")
     assert "got '-3'" in refused("T5", "--request-rate", "4,-3")
+    assert "got ''" in refused("T5", "--request-rate", "", "--model", "nowhere")
     for option in ("--request-rate", "--num-prompts", "--seed"):
         assert "are of T5" in refused("T1", option, "3")
     assert "T5, a served load" in refused("T9")
