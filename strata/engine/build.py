@@ -117,6 +117,8 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
     """beside: takes what has to end with the start."""
     clock = StartupClock()
     device = asked.resolve_device()
+    if device.index is not None:
+        torch.cuda.set_device(device)  # kernels, events and graphs are of the current one, whatever they are given
     with clock.phase("config"):
         config, folder = weights.resolve(asked.model, asked.load_format)
         tokenizer = None if asked.skip_tokenizer_init else Tokenizer.load(Path(asked.model))
