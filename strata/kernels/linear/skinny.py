@@ -107,7 +107,8 @@ def launch(product: SkinnyProduct, tile: SkinnyTile) -> Launch:
         parts = torch.empty((math.prod(grid), tile.columns, rows), dtype=torch.float32, device=x.device)
         counters = split_counters(x.device)
     prefetch = min(tile.prefetch, 1 << (width // tile.splits).bit_length() - 1)
-    options |= {"BLOCK_M": rows, "STAGES": tile.stages, "SPLITS": tile.splits, "PIECES": prefetch // PREFETCHED}
+    options |= {"BLOCK_M": rows, "FULL": count % rows == 0, "STAGES": tile.stages, "SPLITS": tile.splits}
+    options["PIECES"] = prefetch // PREFETCHED
     return Launch(dot_kernel, grid, (*tensors, *outputs, parts, counters, *sizes), options, tuple(results))
 
 

@@ -221,15 +221,16 @@ def dot_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    FULL: tl.constexpr,
     STAGES: tl.constexpr,
     SPLITS: tl.constexpr,
     PIECES: tl.constexpr,
 ):
     """Programs [tiles of columns, SPLITS, tiles of rows]; `weight_rows` says which columns a tile has.
 
-    part: elements of k of a program. With splits, each program leaves its sums in parts [tiles of rows, tiles of
-    columns, SPLITS, BLOCK_N, BLOCK_M] float32, and the last to arrive at its tile's counter adds them up, always in the
-    order of k.
+    FULL: all rows of all tiles are there. part: elements of k of a program. With splits, each program leaves its sums
+    in parts [tiles of rows, tiles of columns, SPLITS, BLOCK_N, BLOCK_M] float32, and the last to arrive at its tile's
+    counter adds them up, always in the order of k.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
     weight_row, column = weight_rows(tile, out, BLOCK_N, GATED)
@@ -259,7 +260,7 @@ def dot_kernel(
     held = (row < rows)[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for _ in tl.range(0, part, BLOCK_K, num_stages=STAGES):
-        x_part = tl.load(x_tile, mask=held, other=0.0)
+        x_part = tl.load(x_tile) if FULL else tl.load(x_tile, mask=held, other=0.0)
         total = tl.dot(tl.load(weight_tile, eviction_policy="evict_first"), x_part, total)
         weight_tile += BLOCK_K
         x_tile += BLOCK_K
@@ -326,7 +327,7 @@ def compile_cases() -> list[CompileCase]:
         ):
             split = ("parts", "counters") if splits > 1 else ()
             signature, constants = _arguments(epilogue, gated, columns, block, ("part", *split))
-            constants |= {"BLOCK_M": rows, "STAGES": stages, "SPLITS": splits, "PIECES": 4}
+            constants |= {"BLOCK_M": rows, "FULL": rows < 64, "STAGES": stages, "SPLITS": splits, "PIECES": 4}
             constants |= {} if split else {"parts": None, "counters": None}
             must = (product, "cp.async.cg.shared.global", "cp.async.bulk.prefetch.L2", *["atom"] * (splits > 1))
             title = f"dot {name} {rows}x{columns}x{block}/{splits}"

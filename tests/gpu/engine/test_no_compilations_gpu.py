@@ -20,6 +20,8 @@ Requests = tuple[list[list[int]], list[SamplingParams]]
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0}, {"temperature": 1.0}, {"top_k": 50}, {"top_p": 0.9, "min_p": 0.02}, {"logprobs": 3},
     {"logprobs": 0, "top_k": 5}, {"repetition_penalty": 1.2}, {"seed": 7, "presence_penalty": 0.5, "top_p": 0.5},
+    {"logit_bias": {5: 3.0, 9: -100.0}}, {"min_tokens": 3, "stop_token_ids": [11]}, {"n": 3, "top_p": 0.9},
+    {"prompt_logprobs": 2},
 ]  # fmt: skip
 
 
@@ -31,12 +33,12 @@ def t1_shortened() -> Requests:
 
 
 def random_mix() -> Requests:
-    """200 short and long ones, sampled in many ways, some of which begin alike."""
+    """2,000 short and long ones, sampled in many ways, some of which begin alike."""
     rng = random.Random(1)
     shared = [rng.randint(0, LARGEST_ID) for _ in range(300)]
     prompts, params = [], []
-    for _ in range(200):
-        length = rng.choice([1, 7, 40, 200, rng.randint(1, 700)])
+    for number in range(2000):
+        length = rng.choice([1, 7, 40, 200, rng.randint(1, 700)]) if number % 50 else rng.randint(1000, 3500)
         prompts.append(shared[: rng.choice([0, 100, 300])] + [rng.randint(0, LARGEST_ID) for _ in range(length)])
         params.append(SamplingParams(ignore_eos=True, max_tokens=rng.randint(1, 60), **rng.choice(WAYS)))
     return prompts, params
