@@ -28,7 +28,8 @@ from strata.hardware.roofline import Workload
 from strata.hardware.specs import Device
 from strata.kernels import tuned
 from strata.kernels.attention.batch_parts import BatchParts
-from strata.kernels.attention.virtual_sequences import MAX_TOKENS, Rows, VirtualSequences
+from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart
+from strata.kernels.attention.virtual_sequences import MAX_TOKENS, Rows, VirtualSequences, fresh_rows
 from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict, read_config
@@ -98,8 +99,8 @@ class MetaModel:
         )
         if max(workload.new) > 1 and workload.tokens < 1 << 31:  # as many as the device can count
             divided = self._is_divided(workload, size)
-            virtual = VirtualSequences(meta_indices(3, 1), meta_indices(2, 1), self._rows) if divided else None
-            decodes = _decodes(workload) if size is None else None
+            virtual = VirtualSequences(meta_indices(4, 1), meta_indices(2, 1), self._rows(size)) if divided else None
+            decodes = _decodes(workload) if size is None else (0 if size.fresh else None)
             parts = BatchParts(pages.lengths, pages.lengths, meta_indices(2), decodes, virtual)
             pages = replace(pages, parts=parts)
         tokens = meta_indices(workload.tokens)
@@ -121,7 +122,7 @@ class MetaModel:
             if max(workload.new) == 1:
                 model = graphs.decode(size.sequences) or model
         if self._is_divided(workload, size):
-            inputs = graphs.divided_inputs
+            inputs = graphs.fresh_inputs if size is not None and size.fresh else graphs.divided_inputs
         arguments = [(self._arguments(workload, count, size), workload)]
         if size is not None:
             filled = _padded(workload, size)
@@ -148,7 +149,9 @@ class MetaModel:
             return None if rows is None else BufferShape(rows, rows, rows)
         most = min(EngineConfig.max_num_batched_tokens or MAX_TOKENS, max_mixed_tokens(self.parameters, self.library))
         prompts = count - _decodes(workload)
-        return smallest_mixed(mixed_buckets(_MAX_SEQUENCES, most, self.library), workload.tokens, count, count, prompts)
+        sizes = mixed_buckets(_MAX_SEQUENCES, most, self.library, self.library and keeps_neighbours_apart(self.dtype))
+        fresh = fresh_rows(workload.new) if workload.new == workload.total else None
+        return smallest_mixed(sizes, workload.tokens, count, count, prompts, fresh)
 
     def _is_divided(self, workload: Workload, size: BufferShape | None) -> bool:
         """Whether cuDNN attends for the prompts of a step. size: as it is recorded; None: launched eagerly."""
@@ -157,10 +160,10 @@ class MetaModel:
         few = has_few_long_prompts(workload.tokens, len(workload.new) - _decodes(workload))
         return self.library and max(workload.new) > 1 and few
 
-    @property
-    def _rows(self) -> Rows:
-        config = self.config
-        return Rows((config.num_heads + config.num_kv_heads) * config.head_dim, config.num_heads * config.head_dim)
+    def _rows(self, size: BufferShape | None) -> Rows:
+        heads, kv_heads, width = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        values = (heads + 2 * kv_heads) * width if size is not None and size.fresh else None
+        return Rows((heads + kv_heads) * width, heads * width, values)
 
     def _arguments(self, workload: Workload, draws: int, size: BufferShape | None) -> tuple[Any, ...]:
         """What the graphs of a step are called with: inputs; decode; logits, of so many rows; draw."""
@@ -177,7 +180,7 @@ class MetaModel:
         if self._is_divided(workload, size):
             pool = batch.pages.keys[0]
             pools = pool.new_empty((self.config.num_layers, *pool.shape))
-            inputs = DivisionInputs(tables, meta_indices(2), pools, pools, self._rows)
+            inputs = DivisionInputs(tables, meta_indices(2), pools, pools, self._rows(size))
         return inputs, batch, (batch, rows), DrawStep(logits, sampled, rows, rows)
 
     def step_costs(self) -> StepCosts:

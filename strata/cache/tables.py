@@ -25,13 +25,15 @@ Int32Array = NDArray[np.int32]
 class BufferShape:
     """How many of each a step buffer holds. `draws`: rows that are sampled.
 
-    prompts: of a recorded step, most sequences that are no decodes, for which cuDNN attends; None: any number.
+    prompts: of a recorded step, most sequences that are no decodes, for which cuDNN attends; None: any number. fresh:
+    of one, all are prompts without tokens from before it, so cuDNN reads its own keys and values instead of pages.
     """
 
     tokens: int
     sequences: int
     draws: int
     prompts: int | None = None
+    fresh: bool = False
 
     def sizes(self) -> dict[str, int]:
         """Elements of each field in the order of the buffer."""
@@ -129,12 +131,15 @@ class StepBuffer:
             host[name][tokens:] = -1
 
     def divide(self, counts: Int32Array, *, recorded: bool) -> BatchParts:
-        """Which of the sequences placed decode: those of one token that come first. counts: tokens of each.
+        """Which of the sequences placed decode: those of one token that come first, none in a fresh step. counts:
+        tokens of each.
 
         recorded: for a recorded step, whose grids hold any number of decodes.
         """
         more = np.flatnonzero(counts != 1)
         decodes = int(more[0]) if len(more) else len(counts)
+        if self.shape.fresh:
+            decodes, recorded = 0, False
         host = self.host
         host["starts"][:] = host["offsets"][:-1]
         host["starts"][:decodes] = host["offsets"][1 : decodes + 1]

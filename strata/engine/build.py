@@ -37,7 +37,7 @@ from strata.engine.warm_up import warm_up
 from strata.kernels import tuned
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention import fixed as attention_fixed
-from strata.kernels.attention.cudnn_plan import PlanShape, plan_for
+from strata.kernels.attention.cudnn_plan import Packed, Pages, PlanShape, plan_for
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
 from strata.models import weights
 from strata.models.config import ModelConfig
@@ -183,7 +183,8 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
             kernels_are_ready = kernels.finish(show=show_progress)
     recorded = None
     with clock.phase("CUDA graphs"):
-        if sizes.library and not _has_library_plan(config, library_scales(model), pool, max_length, log):
+        fresh, scales = any(size.fresh for size in sizes.recorded), library_scales(model)
+        if sizes.library and not _has_library_plan(config, scales, pool, max_length, fresh, log):
             sizes = sizes.without_library(asked.max_num_seqs)
         if sizes.recorded:
             recorded = runner.record(sizes.recorded)
@@ -243,23 +244,21 @@ def library_scales(model: torch.nn.Module) -> set[float]:
     return {spec.scale for spec in specs if spec.window is None}
 
 
-def _has_library_plan(config: ModelConfig, scales: set[float], pool: KVPool, max_length: int, log: Log) -> bool:
-    """Make the plans that layers share, of which the first takes a second. False, once a line has said why, if that
-    fails."""
-    shape = PlanShape(
-        dtype=pool.shape.dtype,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        query_row=(config.num_heads + config.num_kv_heads) * config.head_dim,
-        pages=pool.pages,
-        page_size=pool.shape.page_size,
-        most_pages=table_pages(max_length, pool.shape.page_size),
-        scale=0.0,
-    )
+def _has_library_plan(
+    config: ModelConfig, scales: set[float], pool: KVPool, max_length: int, fresh: bool, log: Log
+) -> bool:
+    """Make the plans that layers share, of which the first takes a second; fresh: also for steps over their own keys.
+    False, once a line has said why, if that fails."""
+    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+    row, page_size = (heads + kv_heads) * width, pool.shape.page_size
+    sources: list[Pages | Packed] = [Pages(pool.pages, page_size, table_pages(max_length, page_size))]
+    if fresh:
+        sources.append(Packed(row, row + kv_heads * width))
     try:
         for scale in sorted(scales):
-            plan_for(shape._replace(scale=scale), pool.keys[0].device)
+            for source in sources:
+                shape = PlanShape(pool.shape.dtype, heads, kv_heads, width, row, scale, source)
+                plan_for(shape, pool.keys[0].device)
     except Exception as error:  # the library's own kinds, and those of a front end that does not fit it
         log(_without_library(str(error).strip().partition("\n")[0]))
         return False

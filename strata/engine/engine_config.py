@@ -14,7 +14,7 @@ from strata.cache.pool import PoolShape
 from strata.cache.tables import BufferShape
 from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.sampling_params import RANGES, check_integer
-from strata.kernels.attention.cudnn_plan import why_no_plan
+from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart, why_no_plan
 from strata.kernels.device_limits import DeviceLimits
 from strata.models import weights
 from strata.models.config import DTYPES, ModelConfig
@@ -141,7 +141,8 @@ class EngineSizes:
         library, recorded = False, []
         if limits is not None:
             library = not asked.deterministic and library_limit(limits, config, dtype, asked.page_size) is None
-            recorded = recorded_sizes(asked.max_num_seqs, max_tokens, weight_bytes // dtype.itemsize, library)
+            fresh = library and keeps_neighbours_apart(dtype)
+            recorded = recorded_sizes(asked.max_num_seqs, max_tokens, weight_bytes // dtype.itemsize, library, fresh)
         return EngineSizes(max_length, max_tokens, pool, weight_bytes, tuple(recorded), library)
 
     def without_library(self, max_sequences: int) -> EngineSizes:

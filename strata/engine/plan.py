@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 
 class Sampling(NamedTuple):
@@ -104,6 +105,39 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     def draws(self) -> list[Draw]:
         """All draws, in the order in which `Scheduler.complete` takes their ids."""
         return [draw for chunk in self.chunks for draw in chunk.draws]
+
+
+class PlanArrays:
+    """A plan's chunks as arrays: slot, first token and tokens of each, tokens of its sequence and rows of the step up
+    to its last; and of each draw the slot, the tokens before it, and the row of the step that it samples."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        chunks = plan.chunks
+        slots = [chunk.slot for chunk in chunks]
+        draws = [len(chunk.draws) for chunk in chunks]
+        self.slots = np.array(slots, dtype=np.int32)
+        self.starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
+        self.are_decodes = plan.tokens == len(chunks) == draws.count(1)
+        if self.are_decodes:
+            self.counts = np.ones(len(chunks), dtype=np.int32)
+            self.ends = self.starts + self.counts
+            self.last_rows = np.arange(len(chunks), dtype=np.int32)
+            self.drawn, self.draw_slots = slots, self.slots
+            self.draw_lengths, self.draw_rows = self.ends, self.last_rows
+        else:
+            self.counts = np.array([chunk.count for chunk in chunks], dtype=np.int32)
+            self.ends = self.starts + self.counts
+            self.last_rows = np.cumsum(self.counts, dtype=np.int32) - 1
+            self.drawn = [draw.slot for draw in plan.draws]
+            self.draw_slots = np.array(self.drawn, dtype=np.int32)
+            self.draw_lengths = np.repeat(self.ends, draws)
+            self.draw_rows = np.repeat(self.last_rows, draws)
+
+    @property
+    def prompts(self) -> int:
+        """The chunks from the first on that has more than one token: those before it decode."""
+        more = np.flatnonzero(self.counts != 1)
+        return len(self.counts) - int(more[0]) if len(more) else 0
 
 
 @dataclass(frozen=True)

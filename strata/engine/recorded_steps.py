@@ -54,15 +54,20 @@ _MIXED_SEQUENCES = (16, 64, 256, 1024)
 _FEW_SEQUENCES_TOKENS = 640
 # From so many on, cuDNN attends faster than the kernel over pages, if there are few prompts.
 _LIBRARY_TOKENS = 448
+# And from so many on it attends faster over a step's own keys than over pages by enough for recordings of their own.
+_FRESH_TOKENS = 2048
 # Where it does, sizes for any number of prompts, which are short then: each is at most a half more than the one before.
 _MANY_PROMPTS_TOKENS = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
-def recorded_sizes(max_sequences: int, max_tokens: int, parameters: int, library: bool) -> list[BufferShape]:
-    """All sizes of steps of a model that get a CUDA graph. library: cuDNN can attend for prompts in them."""
+def recorded_sizes(
+    max_sequences: int, max_tokens: int, parameters: int, library: bool, fresh: bool = False
+) -> list[BufferShape]:
+    """All sizes of steps of a model that get a CUDA graph. library: cuDNN can attend for prompts in them; fresh: also
+    over keys that are in no pages."""
     most = min(max_sequences, max_tokens)  # each sequence of a step has a token
     decode = (BufferShape(count, count, count) for count in decode_buckets(most))
-    return [*decode, *mixed_buckets(most, min(max_tokens, max_mixed_tokens(parameters, library)), library)]
+    return [*decode, *mixed_buckets(most, min(max_tokens, max_mixed_tokens(parameters, library)), library, fresh)]
 
 
 def max_mixed_tokens(parameters: int, library: bool) -> int:
@@ -76,11 +81,12 @@ def decode_buckets(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-def mixed_buckets(max_sequences: int, max_tokens: int, library: bool) -> list[BufferShape]:
+def mixed_buckets(max_sequences: int, max_tokens: int, library: bool, fresh: bool = False) -> list[BufferShape]:
     """Sizes of steps with prompts that get a CUDA graph, ascending; padding is at most a quarter beyond 256 tokens, or
     a half where cuDNN can attend but there are too many prompts for it, and the largest step has a size of its own.
 
-    One sequence more than a step may have, so that padding tokens always find one to belong to.
+    One sequence more than a step may have, so that padding tokens always find one to belong to. fresh: see
+    `recorded_sizes`; of such sizes a step that fits none runs another, so there are few.
     """
     # Close to each other where steps with decodes end up; then as the tiles of products.
     tokens = [32, 64, 96, *range(128, 512, 64), *range(512, 576, 32), 576, 640, 704, 768, 896]
@@ -92,6 +98,9 @@ def mixed_buckets(max_sequences: int, max_tokens: int, library: bool) -> list[Bu
     for size in tokens:
         divided = library and size >= _LIBRARY_TOKENS
         fitting = [count for count in sequences if count + 1 < size]
+        if divided and fresh and size >= _FRESH_TOKENS:
+            count = min(max_sequences, MAX_PROMPTS)
+            sizes.append(BufferShape(size, count + 1, count, count, fresh=True))
         for count in fitting if size <= _FEW_SEQUENCES_TOKENS else fitting[-2:]:
             sizes.append(BufferShape(size, count + 1, count, min(count, MAX_PROMPTS) if divided else None))
         if divided and fitting[-1] > MAX_PROMPTS and (size in _MANY_PROMPTS_TOKENS or size in largest):
@@ -134,9 +143,10 @@ class RecordedSteps:
     ) -> None:
         """heads: of the model's queries."""
         self._graphs, self._pool, self._tables = graphs, pool, tables
-        # As `qk_rope_kv_write` leaves queries, in front of keys.
+        # As `qk_rope_kv_write` leaves queries, in front of keys, and values behind both as they were.
         width = pool.shape.head_dim
         self._rows = Rows((heads + pool.shape.kv_heads) * width, heads * width)
+        self._fresh_rows = self._rows._replace(values=(heads + 2 * pool.shape.kv_heads) * width)
         self._library = False
         self._newest, self._staging = newest, staging
         self._recordings = recordings
@@ -158,9 +168,12 @@ class RecordedSteps:
         """The smallest recorded size that holds so many sequences of one token; None if all are smaller."""
         return next((shape for shape in self._decode if shape.sequences >= sequences), None)
 
-    def mixed_bucket(self, tokens: int, sequences: int, draws: int, prompts: int) -> BufferShape | None:
-        """The smallest recorded size that holds a step with so many prompts; None if all are smaller."""
-        return smallest_mixed(self._mixed, tokens, sequences, draws, prompts)
+    def mixed_bucket(
+        self, tokens: int, sequences: int, draws: int, prompts: int, fresh: int | None
+    ) -> BufferShape | None:
+        """The smallest recorded size that holds a step with so many prompts; None if all are smaller. fresh: see
+        `smallest_mixed`."""
+        return smallest_mixed(self._mixed, tokens, sequences, draws, prompts, fresh)
 
     def count_unrecorded(self, tokens: int, sequences: int, draws: int, prompts: int, scored: bool) -> None:
         """A step is launched eagerly. scored: because the prompts of some are."""
@@ -203,14 +216,20 @@ class RecordedSteps:
         """Whether cuDNN attends for the prompts of such a step if it is launched eagerly."""
         return self._library and has_few_long_prompts(tokens, prompts)
 
-    def divide(self, inputs: StepInputs, parts: BatchParts) -> tuple[Tensor, Tensor, BatchParts]:
+    def divide(
+        self, inputs: StepInputs, parts: BatchParts, *, fresh: bool = False
+    ) -> tuple[Tensor, Tensor, BatchParts]:
         """Tokens, block tables and parts of a step in which cuDNN attends for prompts.
 
-        inputs: with tables of as many pages as a sequence can have, since the plan is made for those.
+        inputs: with tables of as many pages as a sequence can have, since the plan is made for those. fresh: it reads
+        none of them.
         """
-        given = DivisionInputs(inputs, parts.bounds, self._pool.all_keys, self._pool.all_values, self._rows)
-        tokens, tables, division = self._graphs.divided_inputs.forward(given)
-        return tokens, tables, replace(parts, virtual=as_virtual_sequences(division, self._rows))
+        graph, rows = self._graphs.divided_inputs, self._rows
+        if fresh:
+            graph, rows = self._graphs.fresh_inputs, self._fresh_rows
+        given = DivisionInputs(inputs, parts.bounds, self._pool.all_keys, self._pool.all_values, rows)
+        tokens, tables, division = graph.forward(given)
+        return tokens, tables, replace(parts, virtual=as_virtual_sequences(division, rows))
 
     def record(self, shape: BufferShape) -> None:
         """Record the steps of one size, the largest before smaller ones, so that these fit in its memory. A size that
@@ -248,7 +267,7 @@ class RecordedSteps:
                 divided = parts
                 tokens, tables = graphs.recorded_inputs.forward(inputs)
             else:
-                tokens, tables, divided = self.divide(inputs, parts)
+                tokens, tables, divided = self.divide(inputs, parts, fresh=shape.fresh)
             batch = buffer.batch(self._pool, tables, tokens, longest, (), divided)
             if decode is not None:
                 made.logits = decode.forward(batch)
@@ -261,6 +280,7 @@ class RecordedSteps:
 
         # What compiles or is chosen when it first runs follows from the graph and tokens or sequences alone.
         sizes: set[tuple[str, bool, int | None]] = {("prompts", is_decode, shape.prompts)}
+        sizes |= {("fresh", is_decode, shape.fresh)}
         sizes |= {("tokens", is_decode, shape.tokens), ("sequences", is_decode, shape.sequences)}
         warm = sizes <= self._warm
         self._recordings.record((shape, "run"), run, warm=warm)
@@ -273,9 +293,10 @@ class RecordedSteps:
 
 
 def smallest_mixed(
-    shapes: Iterable[BufferShape], tokens: int, sequences: int, draws: int, prompts: int
+    shapes: Iterable[BufferShape], tokens: int, sequences: int, draws: int, prompts: int, fresh: int | None = None
 ) -> BufferShape | None:
-    """The first of these ascending sizes that holds a step with so many prompts; None if all are smaller."""
+    """The first of these ascending sizes that holds a step with so many prompts; None if all are smaller. fresh: its
+    `fresh_rows` if all its sequences begin in it."""
     return next(
         (
             shape
@@ -284,6 +305,7 @@ def smallest_mixed(
             and shape.sequences > sequences
             and shape.draws >= draws
             and (shape.prompts is None or shape.prompts >= prompts)
+            and (not shape.fresh or (fresh is not None and shape.tokens >= fresh))
         ),
         None,
     )
@@ -298,5 +320,5 @@ def _is_decode(shape: BufferShape) -> bool:
     return shape.tokens == shape.sequences
 
 
-def _size(shape: BufferShape) -> tuple[int, int, bool]:
-    return shape.tokens, shape.sequences, shape.prompts is None
+def _size(shape: BufferShape) -> tuple[int, int, bool, bool]:
+    return shape.tokens, shape.sequences, shape.prompts is None, not shape.fresh

@@ -18,12 +18,13 @@ from strata.cache.staging import Staging
 from strata.cache.tables import BufferShape, StepBuffer
 from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS
-from strata.engine.plan import NewSequence, StepPlan, UndrawnStep
+from strata.engine.plan import NewSequence, PlanArrays, StepPlan, UndrawnStep
 from strata.engine.recorded_steps import RecordedSteps, draw_inputs, step_inputs
 from strata.engine.sampler import DrawRow, LogprobTensors, Sampler, filters, is_special
 from strata.engine.step_graphs import DrawStep, StepGraphs
 from strata.engine.transfer import send
 from strata.graph.cudagraph import CudaGraphs, Recordings
+from strata.kernels.attention.virtual_sequences import fresh_rows
 from strata.kernels.sampling.bitmask import apply_bitmask
 from strata.kernels.sampling.sampling import likeliest, logprobs
 
@@ -70,39 +71,6 @@ class Launched:
             self.done.synchronize()
         ids: list[int] = self.ids.tolist()
         return ids
-
-
-class PlanArrays:
-    """A plan's chunks as arrays: slot, first token and tokens of each, tokens of its sequence and rows of the step up
-    to its last; and of each draw the slot, the tokens before it, and the row of the step that it samples."""
-
-    def __init__(self, plan: StepPlan) -> None:
-        chunks = plan.chunks
-        slots = [chunk.slot for chunk in chunks]
-        draws = [len(chunk.draws) for chunk in chunks]
-        self.slots = np.array(slots, dtype=np.int32)
-        self.starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
-        self.are_decodes = plan.tokens == len(chunks) == draws.count(1)
-        if self.are_decodes:
-            self.counts = np.ones(len(chunks), dtype=np.int32)
-            self.ends = self.starts + self.counts
-            self.last_rows = np.arange(len(chunks), dtype=np.int32)
-            self.drawn, self.draw_slots = slots, self.slots
-            self.draw_lengths, self.draw_rows = self.ends, self.last_rows
-        else:
-            self.counts = np.array([chunk.count for chunk in chunks], dtype=np.int32)
-            self.ends = self.starts + self.counts
-            self.last_rows = np.cumsum(self.counts, dtype=np.int32) - 1
-            self.drawn = [draw.slot for draw in plan.draws]
-            self.draw_slots = np.array(self.drawn, dtype=np.int32)
-            self.draw_lengths = np.repeat(self.ends, draws)
-            self.draw_rows = np.repeat(self.last_rows, draws)
-
-    @property
-    def prompts(self) -> int:
-        """The chunks from the first on that has more than one token: those before it decode."""
-        more = np.flatnonzero(self.counts != 1)
-        return len(self.counts) - int(more[0]) if len(more) else 0
 
 
 @dataclass(frozen=True)
@@ -278,7 +246,8 @@ class Runner:
         if arrays.are_decodes:
             bucket = self._recorded.decode_bucket(len(plan.chunks))
         elif not scores:
-            bucket = self._recorded.mixed_bucket(*size)
+            fresh = None if arrays.starts.any() else fresh_rows(arrays.counts.tolist())
+            bucket = self._recorded.mixed_bucket(*size, fresh)
         if bucket is None:
             self._recorded.count_unrecorded(*size, scores)
         return bucket

@@ -49,8 +49,8 @@ class StepGraphs:
         [tokens, vocabulary]; products of the first take up norms and gating. None where no steps are recorded.
     recorded_inputs, mixed_inputs, prompt_inputs: StepInputs to tokens and block tables: of recorded steps; of others in
         which ids are missing that only the device knows; and in which none are.
-    divided_inputs: DivisionInputs to tokens, block tables and the prompts' division, of all steps in which cuDNN
-        attends for them.
+    divided_inputs, fresh_inputs: DivisionInputs to tokens, block tables and the prompts' division, of all steps in
+        which cuDNN attends for them: over pages, whose ends are cleared; and over the step's own keys.
     draw, draw_filtered: DrawStep to ids [rows] int32, which are also written where later steps read them.
     captured: how many nodes of each operation the model and its head had before the passes.
     table: what was measured of the device's products.
@@ -65,6 +65,7 @@ class StepGraphs:
     mixed_inputs: fx.GraphModule
     prompt_inputs: fx.GraphModule
     divided_inputs: fx.GraphModule
+    fresh_inputs: fx.GraphModule
     draw: fx.GraphModule
     draw_filtered: fx.GraphModule
     captured: Mapping[str, int]
@@ -131,14 +132,15 @@ class _Inputs(nn.Module):
 
 
 class _DividedInputs(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, fresh: bool) -> None:
         super().__init__()
-        self._inputs = _Inputs(recorded=True, missing=True)
+        self._inputs, self._fresh = _Inputs(recorded=True, missing=True), fresh
 
     def forward(self, given: DivisionInputs) -> tuple[Tensor, Tensor, Tensor]:
         step, bounds = given.step, given.bounds
         tokens, tables = self._inputs(step)
-        tables = clear_page_ends(given.key_pools, given.value_pools, tables, step.lengths, bounds, MAX_PROMPTS)
+        if not self._fresh:
+            tables = clear_page_ends(given.key_pools, given.value_pools, tables, step.lengths, bounds, MAX_PROMPTS)
         return tokens, tables, virtual_sequences(step.offsets, step.lengths, bounds, tables, given.rows, step.page_size)
 
 
@@ -185,7 +187,8 @@ def step_graphs(
         recorded_inputs=bound(capture(_Inputs(recorded=True, missing=True))),
         mixed_inputs=bound(capture(_Inputs(recorded=False, missing=True))),
         prompt_inputs=bound(capture(_Inputs(recorded=False, missing=False))),
-        divided_inputs=bound(capture(_DividedInputs())),
+        divided_inputs=bound(capture(_DividedInputs(fresh=False))),
+        fresh_inputs=bound(capture(_DividedInputs(fresh=True))),
         draw=bound(capture(_Draw(filtered=False))),
         draw_filtered=bound(capture(_Draw(filtered=True))),
         captured=counts,

@@ -56,6 +56,20 @@ def test_parts_of_a_step_have_their_starts_in_the_buffer() -> None:
         assert parts.starts.data_ptr() == made.tensors["starts"].data_ptr()
 
 
+def test_a_fresh_step_has_prompts_alone() -> None:
+    """Also those of one token that come first."""
+    shape = BufferShape(20, 4, 2, 3, fresh=True)
+    staging = Staging(shape.size, torch.device("cpu"))
+    made, counts = StepBuffer(shape, staging, staging.target(shape.size)), np.array([1, 5], np.int32)
+    made.place(tables(), PAGE, np.array([2, 0], np.int32), np.array([0, 0], np.int32), counts)
+    parts = made.divide(counts, recorded=True)
+    made.send()
+    assert parts.decodes == 0
+    assert parts.decode_lengths.tolist() == [0, 0, 0, 0]
+    assert parts.starts.tolist() == [0, 1, 6, 20]
+    assert parts.bounds.tolist() == [0, 3]
+
+
 def test_what_a_bucket_holds_beyond_the_batch_is_padding() -> None:
     made, held = buffer(4, 4, 4), tables()
     made.place(held, PAGE, np.array([0], np.int32), np.array([3], np.int32), np.array([1], np.int32))

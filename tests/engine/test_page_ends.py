@@ -7,8 +7,8 @@ import random
 import pytest
 
 from strata.engine.llm import LLM
-from strata.engine.plan import StepPlan
-from strata.engine.runner import PlanArrays, Runner
+from strata.engine.plan import PlanArrays, StepPlan
+from strata.engine.runner import Runner
 from strata.engine.sampling_params import SamplingParams
 
 

@@ -27,6 +27,8 @@ from strata.engine.recorded_steps import (
     smallest_mixed,
 )
 from strata.engine.runner import Runner
+from strata.kernels.attention import virtual_sequences
+from strata.kernels.attention.virtual_sequences import fresh_rows
 from strata.models.batch import Batch
 from strata.serve.observe.metrics import Metrics
 from tests.engine.process.test_service import A, Desk
@@ -144,6 +146,86 @@ def test_the_same_ids_where_few_prompts_are_divided(folder: Path, monkeypatch: p
     assert {size.prompts for size in mixed} == {2, None}
 
 
+@pytest.fixture
+def fresh_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes for fresh steps of up to two prompts, whose last is continued to a whole block of 16 keys."""
+    for name, value in (("_LIBRARY_TOKENS", 32), ("_FRESH_TOKENS", 32), ("MAX_PROMPTS", 2)):
+        monkeypatch.setattr(recorded_steps, name, value)
+    monkeypatch.setattr(virtual_sequences, "KEY_BLOCK", 16)
+    sizes = recorded_sizes(MOST, LONGEST, 10**6, library=True, fresh=True)
+    assert [size for size in sizes if size.fresh] == [
+        BufferShape(tokens, 3, 2, 2, fresh=True) for tokens in (32, 64, LONGEST)
+    ]
+    monkeypatch.setattr("tests.engine.test_recorded_steps.SIZES", sizes)
+
+
+@pytest.mark.usefixtures("fresh_sizes")
+def test_the_same_ids_where_prompts_are_fresh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request alone, and then all, which share steps with decodes."""
+    graphs = Replayed()
+    llm, _ = recording(folder, monkeypatch, graphs)
+    other = LLM(folder, **OPTIONS)
+    for prompt, params in zip(*requests(), strict=True):
+        one, wanted = (each.generate(prompt, params, use_tqdm=False)[0] for each in (llm, other))
+        assert [sample.token_ids for sample in one.outputs] == [sample.token_ids for sample in wanted.outputs]
+    assert ids(llm) == ids(other)
+    mixed = {key[0] for key in graphs.replayed if key[0].tokens != key[0].sequences}
+    assert {(size.prompts, size.fresh) for size in mixed} == {(2, True), (2, False), (None, False)}
+
+
+@pytest.mark.usefixtures("fresh_sizes")
+def test_fresh_steps_take_a_size_of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are divided by their rows, and read nothing of pages."""
+    graphs = Replayed()
+    llm, _ = recording(folder, monkeypatch, graphs)
+    runner: Any = llm.engine.loop._runner
+    given: list[tuple[bool, int | None]] = []
+    logits = runner._graphs.logits.forward
+
+    def noted(batch: Batch, rows: Tensor) -> Tensor:
+        parts = batch.pages.parts
+        if parts.virtual is not None:
+            given.append((parts.virtual.rows.values is not None, parts.decodes))
+        return logits(batch, rows)
+
+    monkeypatch.setattr(runner._graphs.logits, "forward", noted)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    first = 0
+    for lengths, size in (
+        ((32,), BufferShape(32, 3, 2, 2, fresh=True)),
+        ((30,), BufferShape(32, 3, 2, 2, fresh=True)),
+        ((1, 31), BufferShape(32, MOST + 1, MOST, 2)),  # the last block of keys would end behind the last row
+        ((21, 32), BufferShape(64, 3, 2, 2, fresh=True)),
+        ((90, 6), BufferShape(LONGEST, MOST + 1, MOST, 2)),
+        ((80, 16), BufferShape(LONGEST, 3, 2, 2, fresh=True)),
+        ((20, 20, 20), BufferShape(LONGEST, MOST + 1, MOST)),
+        ((90, 102), BufferShape(LONGEST, MOST + 1, MOST, 2)),
+    ):
+        graphs.replayed.clear()
+        given.clear()
+        prompts = []
+        for length in lengths:
+            prompts.append({"prompt_token_ids": [first + number for number in range(length)]})
+            first = (first + 7) % 100
+        llm.generate(prompts, params, use_tqdm=False)
+        ran = [key[0] for key in graphs.replayed if key[1] == "run"]
+        assert ran[0] == size, lengths
+        if size.prompts is not None:
+            assert given[0] == (size.fresh, 0 if size.fresh else None)
+        assert not any(one.fresh for one in ran[1:])  # the rest of a prompt has keys in pages
+
+
+@pytest.mark.usefixtures("fresh_sizes")
+def test_a_fresh_size_that_memory_does_not_suffice_for_is_not_needed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed = Replayed(lambda key: torch.OutOfMemoryError("CUDA out of memory.") if key[0].fresh else None)
+    llm, found = recording(folder, monkeypatch, replayed)
+    assert len(found.lacking) == 3
+    assert ids(llm) == ids(LLM(folder, **OPTIONS))
+    assert found.unrecorded["out_of_memory"] == 0
+
+
 def test_steps_take_a_size_for_as_many_prompts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what a page holds behind a prompt, which attention may read, does not come from whom it was before."""
     llm, graphs = in_divided_steps(folder, monkeypatch)
@@ -187,6 +269,26 @@ def test_every_size_holds_what_it_promises_and_wastes_little(most: int, library:
                     assert size.prompts == 16
     assert smallest_mixed(sizes, longest + 1, 1, 1, 1) is None
     assert smallest_mixed(sizes, 600, 100, most + 1, 1) is None
+
+
+def test_fresh_steps_have_few_sizes_beside_those_of_others() -> None:
+    others, sizes = (mixed_buckets(256, 8192, True, fresh) for fresh in (False, True))
+    assert [size for size in sizes if not size.fresh] == others
+    own = [size for size in sizes if size.fresh]
+    assert len(own) == 9
+    assert {(size.sequences, size.draws, size.prompts) for size in own} == {(17, 16, 16)}
+    assert sizes == sorted(sizes, key=lambda size: (size.tokens, size.sequences, size.prompts is None))
+    for new in ((8192,), (2048,) * 4, (512,) * 16, (1, 3900), (300, 5000), (2000,)):
+        wanted = smallest_mixed(others, sum(new), len(new), len(new), len(new))
+        found = smallest_mixed(sizes, sum(new), len(new), len(new), len(new), fresh_rows(new))
+        assert found is not None
+        assert wanted is not None
+        assert found.fresh
+        assert found.tokens == wanted.tokens
+        assert smallest_mixed(sizes, sum(new), len(new), len(new), len(new)) == wanted
+    assert not smallest_mixed(sizes, 8192, 2, 2, 2, fresh_rows((8191, 1))).fresh
+    assert not smallest_mixed(sizes, 4000, 17, 17, 17, fresh_rows((234,) * 17)).fresh
+    assert not any(size.fresh for size in recorded_sizes(256, 8192, 10**9, library=False, fresh=False))
 
 
 def test_steps_are_recorded_while_they_are_short_for_their_model_or_the_library_attends() -> None:

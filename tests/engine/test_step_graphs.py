@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import strata
 from strata.bench.costing import MetaModel, find_config, meta_model
@@ -119,8 +120,9 @@ def test_recorded_steps_with_prompts_attend_in_two_launches(new: tuple[int, ...]
     ("new", "attention"),
     [
         ((1,) * 30 + (8000,), "(cuDNN)"),
-        ((512,) * 16, "(cuDNN)"),
+        ((1, 2000), "(cuDNN)"),
         ((500,), "(cuDNN)"),
+        ((1024, 700), "(cuDNN)"),
         ((1, 300), "attention_kernel"),
         ((440,) * 17, "attention_kernel"),
     ],
@@ -134,6 +136,37 @@ def test_recorded_steps_of_few_long_prompts_attend_by_the_library(
     assert [kernel for node in step.inputs for kernel in node.kernels] == inputs + divided
     found = [list(node.kernels) for node in step.model if node.operation == "attention"]
     assert found == [["decode_attention_kernel", attention]] * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("new", "cached", "fresh"),
+    [
+        ((8192,), 0, True),
+        ((2000,), 0, True),
+        ((512,) * 16, 0, True),
+        ((1, 1900), 0, True),
+        ((512,) * 16, 1, False),
+        ((8000, 150), 0, False),  # no room for the last block of keys
+    ],
+)
+def test_fresh_prompts_attend_over_their_own_keys(
+    new: tuple[int, ...], cached: int, fresh: bool, model_with_library: MetaModel
+) -> None:
+    """Nothing is launched for decodes, nor for what pages hold behind prompts."""
+    step = model_with_library.step(Workload(new, tuple(count + cached for count in new)))
+    inputs = ["newest_tokens_kernel", "gather_tables_kernel", "clear_page_ends_kernel", "virtual_sequences_kernel"]
+    if fresh:
+        inputs.remove("clear_page_ends_kernel")
+    assert [kernel for node in step.inputs for kernel in node.kernels] == inputs
+    found = [list(node.kernels) for node in step.model if node.operation == "attention"]
+    assert found == [["decode_attention_kernel"] * (not fresh) + ["(cuDNN)"]] * LAYERS
+
+
+def test_float16_prompts_attend_over_pages() -> None:
+    """There a prompt can have values that are not finite, and the next one would begin in the same block of keys."""
+    made = replace(meta_model(find_config("8B"), device("h200"), torch.float16), library=True)
+    inputs = made.step(Workload((2048, 2048), (2048, 2048))).inputs
+    assert "clear_page_ends" in {node.operation for node in inputs}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +196,7 @@ def test_layers_with_windows_attend_without_the_library() -> None:
     config = find_config("8B")
     windows = (None, 4096) * (LAYERS // 2)
     mixed = replace(meta_model(replace(config, windows=windows), device("h200")), library=True)
-    found = [node.kernels[1] for node in mixed.step(Workload((2048,), (2048,))).model if node.operation == "attention"]
+    found = [node.kernels[1] for node in mixed.step(Workload((2048,), (2049,))).model if node.operation == "attention"]
     assert found == ["(cuDNN)", "attention_kernel"] * (LAYERS // 2)
 
 

@@ -1,4 +1,4 @@
-"""Plans of cuDNN's attention for virtual sequences over pages, made with its own front end (nvidia-cudnn-frontend).
+"""Plans of cuDNN's attention for virtual sequences, made with its own front end (nvidia-cudnn-frontend).
 
 One plan serves all lengths: what PyTorch offers of cuDNN takes a plan for each shape, which holds up the host.
 """
@@ -6,13 +6,14 @@ One plan serves all lengths: what PyTorch offers of cuDNN takes a plan for each 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from strata.kernels.attention.virtual_sequences import QUERIES, VIRTUAL
+from strata.kernels.attention.virtual_sequences import MAX_TOKENS, QUERIES, VIRTUAL
 from strata.kernels.device_limits import DeviceLimits
 
 # Block tables packed one behind the other, on Hopper as in what was measured.
@@ -44,24 +45,44 @@ def _is_installed() -> bool:
         return False
 
 
+def keeps_neighbours_apart(dtype: torch.dtype) -> bool:
+    """Whether sequences of a step may have their values side by side, where a block of keys that begins in one ends in
+    the next, whose values are multiplied by zero. One that is not finite would stay so. In float16 a prompt alone can
+    bring that about; bfloat16 reaches as far as float32, and there the weights have to be broken."""
+    return dtype == torch.bfloat16
+
+
+class Pages(NamedTuple):
+    """Keys and values in pages of page_size tokens: how many a pool has, and a sequence at most."""
+
+    of_pool: int
+    page_size: int
+    of_sequence: int
+
+
+class Packed(NamedTuple):
+    """Keys and values of the step's own tokens: elements from those of one token to those of the next."""
+
+    key_row: int
+    value_row: int
+
+
 class PlanShape(NamedTuple):
-    """What a plan is made for. query_row: elements from the queries of one token to those of the next; pages, of
-    page_size tokens: of a pool; most_pages: of a sequence."""
+    """What a plan is made for. query_row: elements from the queries of one token to those of the next; source: of keys
+    and values."""
 
     dtype: torch.dtype
     heads: int
     kv_heads: int
     head_dim: int
     query_row: int
-    pages: int
-    page_size: int
-    most_pages: int
     scale: float
+    source: Pages | Packed
 
 
 # The numbers by which tensors are known to a plan when it runs.
 QUERY, KEY, VALUE, RESULT, QUERY_LENGTHS, KEY_LENGTHS, QUERY_STARTS, RESULT_STARTS = range(1, 9)
-KEY_TABLE, VALUE_TABLE, KEY_TABLE_STARTS, VALUE_TABLE_STARTS = range(9, 13)
+KEY_TABLE, VALUE_TABLE, KEY_STARTS, VALUE_STARTS = range(9, 13)
 
 
 class Plan:
@@ -119,8 +140,7 @@ def _graph(shape: PlanShape, handle: Any) -> Any:
     def starts(number: int) -> Any:
         return integers(number, VIRTUAL + 1)
 
-    heads, kv_heads, width, row = shape.heads, shape.kv_heads, shape.head_dim, shape.query_row
-    token = kv_heads * width
+    heads, width, row = shape.heads, shape.head_dim, shape.query_row
     queries = graph.tensor(
         dim=[VIRTUAL, heads, QUERIES, width],
         stride=[QUERIES * row, width, row, 1],
@@ -129,34 +149,13 @@ def _graph(shape: PlanShape, handle: Any) -> Any:
         name="queries",
         ragged_offset=starts(QUERY_STARTS),
     )
-    pools = [
-        graph.tensor(
-            dim=[shape.pages, kv_heads, shape.page_size, width],
-            stride=[shape.page_size * token, width, token, 1],
-            data_type=vectors,
-            uid=number,
-            name=f"pool {number}",
-        )
-        for number in (KEY, VALUE)
-    ]
-    tables = [
-        graph.tensor(
-            dim=[VIRTUAL, 1, shape.most_pages, 1],
-            stride=[shape.most_pages, shape.most_pages, 1, 1],
-            data_type=whole,
-            uid=number,
-            name=f"tables {number}",
-            ragged_offset=starts(table_starts),
-        )
-        for number, table_starts in ((KEY_TABLE, KEY_TABLE_STARTS), (VALUE_TABLE, VALUE_TABLE_STARTS))
-    ]
+    if isinstance(shape.source, Pages):
+        given = _paged(graph, shape, shape.source, vectors, starts)
+    else:
+        given = _packed(graph, shape, shape.source, vectors, starts)
     result, _ = graph.sdpa(
         q=queries,
-        k=pools[0],
-        v=pools[1],
-        paged_attention_k_table=tables[0],
-        paged_attention_v_table=tables[1],
-        paged_attention_max_seq_len_kv=shape.most_pages * shape.page_size,
+        **given,
         use_padding_mask=True,
         seq_len_q=integers(QUERY_LENGTHS, VIRTUAL),
         seq_len_kv=integers(KEY_LENGTHS, VIRTUAL),
@@ -175,3 +174,56 @@ def _graph(shape: PlanShape, handle: Any) -> Any:
     graph.check_support()
     graph.build_plans()
     return graph
+
+
+def _packed(graph: Any, shape: PlanShape, rows: Packed, vectors: Any, starts: Callable[[int], Any]) -> dict[str, Any]:
+    """Keys and values of the step's tokens as arguments of attention."""
+    heads, width = shape.kv_heads, shape.head_dim
+    keys, values = (
+        graph.tensor(
+            dim=[VIRTUAL, heads, MAX_TOKENS, width],
+            stride=[MAX_TOKENS * row, width, row, 1],
+            data_type=vectors,
+            uid=number,
+            name=f"packed {number}",
+            ragged_offset=starts(first),
+        )
+        for number, row, first in ((KEY, rows.key_row, KEY_STARTS), (VALUE, rows.value_row, VALUE_STARTS))
+    )
+    return {"k": keys, "v": values}
+
+
+def _paged(graph: Any, shape: PlanShape, pages: Pages, vectors: Any, starts: Callable[[int], Any]) -> dict[str, Any]:
+    """Pools and block tables as arguments of attention."""
+    import cudnn
+
+    heads, width = shape.kv_heads, shape.head_dim
+    token = heads * width
+    keys, values = (
+        graph.tensor(
+            dim=[pages.of_pool, heads, pages.page_size, width],
+            stride=[pages.page_size * token, width, token, 1],
+            data_type=vectors,
+            uid=number,
+            name=f"pool {number}",
+        )
+        for number in (KEY, VALUE)
+    )
+    key_table, value_table = (
+        graph.tensor(
+            dim=[VIRTUAL, 1, pages.of_sequence, 1],
+            stride=[pages.of_sequence, pages.of_sequence, 1, 1],
+            data_type=cudnn.data_type.INT32,
+            uid=number,
+            name=f"tables {number}",
+            ragged_offset=starts(first),
+        )
+        for number, first in ((KEY_TABLE, KEY_STARTS), (VALUE_TABLE, VALUE_STARTS))
+    )
+    return {
+        "k": keys,
+        "v": values,
+        "paged_attention_k_table": key_table,
+        "paged_attention_v_table": value_table,
+        "paged_attention_max_seq_len_kv": pages.of_sequence * pages.page_size,
+    }

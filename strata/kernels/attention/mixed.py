@@ -2,8 +2,8 @@
 
 The sequences that decode split their keys; then the prompts' rows are computed, by cuDNN or in tiles of the kernel over
 pages. In a recorded step only the device knows which sequences decode (`BatchParts`): there each gets the programs of a
-decode, of which those for prompts find no keys, and what they leave in the prompts' rows is overwritten. cuDNN leaves
-rows of padding as they are.
+decode, of which those for prompts find no keys, and what they leave in the prompts' rows is overwritten. A fresh step
+has none. cuDNN leaves rows of padding as they are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from strata.kernels.attention import cuda as attention_cuda
-from strata.kernels.attention import cudnn_paged
+from strata.kernels.attention import cudnn_prompts
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
@@ -52,7 +52,7 @@ def _may_decode(pages: PagedKV) -> int:
 def _virtual(pages: PagedKV, spec: AttentionSpec) -> VirtualSequences | None:
     """The prompts as cuDNN attends for them; None if the kernel over pages does."""
     assert pages.parts is not None
-    return pages.parts.virtual if cudnn_paged.takes(pages, spec) else None
+    return pages.parts.virtual if cudnn_prompts.takes(pages, spec) else None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
@@ -67,8 +67,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionS
         decodes = replace(pages, tables=pages.tables[rows], lengths=parts.decode_lengths[rows])
         decode_attention_cuda.decode(q[rows].flatten(1), q.shape[1], q.shape[2], decodes, spec, out=out[rows])
     virtual = _virtual(pages, spec)
-    if virtual is None or virtual.rows.queries != q.stride(0):
+    if virtual is None or not cudnn_prompts.lie_as_divided(q, k, v, virtual):
         attention_cuda.prefill(out, q, k, v, parts.starts, batch, spec, parts.bounds)
     else:
-        cudnn_paged.attend(out, q, pages, virtual, spec)
+        cudnn_prompts.attend(out, q, k, v, pages, virtual, spec)
     return out

@@ -6,6 +6,7 @@ how many keys they see is read from device memory, so that one recording serves 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -28,21 +29,29 @@ VIRTUAL = MAX_TOKENS // QUERIES + MAX_PROMPTS
 KEY_BLOCK = 128
 # Elements of a row of the division, so that each row begins at a multiple of 256 bytes.
 _WIDTH = -(-(VIRTUAL + 1) // 64) * 64
+# Of starts and lengths.
+_FIELDS = 6
 
 
 class Rows(NamedTuple):
-    """Elements from one token to the next: of the queries, and of the result."""
+    """Elements from one token to the next: of the queries, and of the result.
+
+    values: of a fresh step, the same of the values; its keys lie as the queries do. None: keys and values are read from
+    pages.
+    """
 
     queries: int
     result: int
+    values: int | None = None
 
 
 class VirtualSequences(NamedTuple):
     """Those of a step, as the library reads them; those past the last have length 0.
 
-    starts: [3, at least VIRTUAL + 1] int32, of each the first element of its queries, of its result, and of its block
-    table. lengths: [2, at least VIRTUAL] int32, its queries, and the keys that the last of them sees; an earlier query
-    sees one less than the one behind it. rows: for which the starts are computed.
+    starts: [4, at least VIRTUAL + 1] int32, of each the first element of its queries, of its result, and of its
+    prompt's keys and values in a fresh step, else twice of its block table. lengths: [2, at least VIRTUAL] int32, its
+    queries, and the keys that the last of them sees; an earlier query sees one less than the one behind it. rows: for
+    which the starts are computed.
     """
 
     starts: Tensor
@@ -52,45 +61,61 @@ class VirtualSequences(NamedTuple):
 
 def as_virtual_sequences(division: Tensor, rows: Rows) -> VirtualSequences:
     """What `virtual_sequences` returned."""
-    return VirtualSequences(division[:3], division[3:], rows)
+    return VirtualSequences(division[:4], division[4:], rows)
+
+
+def fresh_rows(new: Sequence[int]) -> int:
+    """Rows that a fresh step of prompts of so many tokens needs: the last is continued to a whole block of keys."""
+    return sum(new) + -new[-1] % KEY_BLOCK
 
 
 def _cost(
     offsets: Tensor, lengths: Tensor, bounds: Tensor, tables: Tensor, rows: Rows, page_size: int, *, workload: Workload
 ) -> Cost:
-    return Cost(read=offsets.nbytes + lengths.nbytes, written=4 * 5 * _WIDTH)
+    return Cost(read=offsets.nbytes + lengths.nbytes, written=4 * _FIELDS * _WIDTH)
 
 
 def _meta(offsets: Tensor, lengths: Tensor, bounds: Tensor, tables: Tensor, rows: Rows, page_size: int) -> Tensor:
-    return lengths.new_empty((5, _WIDTH), device="meta")
+    return lengths.new_empty((_FIELDS, _WIDTH), device="meta")
 
 
 @operation(_cost, meta=_meta, mutates=("tables",))
 def virtual_sequences(
     offsets: Tensor, lengths: Tensor, bounds: Tensor, tables: Tensor, rows: Rows, page_size: int
 ) -> Tensor:
-    """Divide the prompts of a step into `VirtualSequences`: [5, at least VIRTUAL + 1] int32, starts and lengths.
+    """Divide the prompts of a step into `VirtualSequences`: [6, at least VIRTUAL + 1] int32, starts and lengths.
 
     offsets: [sequences + 1], lengths: [sequences], both int32, as in `Batch` and `PagedKV`; bounds: as in
     `BatchParts`. The prompts are the sequences from bounds[0] on whose length is not 0, at most MAX_PROMPTS with at
     most MAX_TOKENS together. They come in reverse, so that those that see most keys of a prompt are run first.
     tables: [sequences, most_pages] int32, in which the last page of each prompt is repeated up to a block of the
     library's keys, which it reads whole.
+
+    With rows.values the step is fresh: prompts have no tokens from before it, tables are left as they are, and the last
+    prompt is continued to a whole block of keys, for which there have to be rows (`fresh_rows`). So no block ends
+    behind the last row, and all that is read is of rows that have a result: what padding holds otherwise may not be
+    finite. Causality hides the rows that are added from those before them.
     """
-    result = torch.zeros((5, _WIDTH), dtype=torch.int32, device=offsets.device)
+    result = torch.zeros((_FIELDS, _WIDTH), dtype=torch.int32, device=offsets.device)
     ends, totals, most_pages = offsets.tolist(), lengths.tolist(), tables.shape[1]
+    prompts = [sequence for sequence in range(int(bounds[0]), len(totals)) if totals[sequence]]
     found: list[tuple[int, ...]] = []
-    for sequence in range(int(bounds[0]), len(totals)):
+    for sequence in prompts:
         total, row, new = totals[sequence], ends[sequence], ends[sequence + 1] - ends[sequence]
-        if not total:
-            continue
+        if rows.values is None:
+            kept = sequence * most_pages, sequence * most_pages
+            last, block = (total - 1) // page_size, max(1, KEY_BLOCK // page_size)
+            tables[sequence, last + 1 : (last // block + 1) * block] = tables[sequence, last].clone()
+        else:
+            kept = row * rows.queries, row * rows.values
+            if sequence == prompts[-1]:
+                new += -new % KEY_BLOCK
+            total = new
         for first in range(0, new, QUERIES):
             count = min(QUERIES, new - first)
             begin = row + first
-            starts = begin * rows.queries, begin * rows.result, sequence * most_pages
+            starts = begin * rows.queries, begin * rows.result, *kept
             found.append((*starts, count, total - new + first + count))
-        last, block = (total - 1) // page_size, max(1, KEY_BLOCK // page_size)
-        tables[sequence, last + 1 : (last // block + 1) * block] = tables[sequence, last].clone()
     if found:
         result[:, : len(found)] = torch.tensor(found[::-1], dtype=torch.int32).T
     return result
@@ -110,19 +135,30 @@ def virtual_sequences_kernel(
     most_pages,
     query_row,
     result_row,
+    value_row,
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    TABLE_BLOCK: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    FRESH: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):
-    """One program. SEQUENCES, WIDTH: powers of two, at least `sequences` and all virtual ones."""
+    """One program. SEQUENCES, WIDTH: powers of two, at least `sequences` and all virtual ones. value_row: if FRESH."""
     sequence = tl.arange(0, SEQUENCES)
     held = (sequence >= tl.load(bounds)) & (sequence < sequences)
     total = tl.load(lengths + sequence, mask=held, other=0)
     held &= total > 0
     row = tl.load(offsets + sequence, mask=held, other=0)
     new = tl.load(offsets + sequence + 1, mask=held, other=0) - row
+    if FRESH:
+        is_last = sequence == tl.max(tl.where(held, sequence, -1), 0)
+        new = tl.where(is_last, (new + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK, new)
+        total = new
+        key_start = row * query_row
+        value_start = row * value_row
+    else:
+        key_start = sequence * most_pages
+        value_start = key_start
     parts = (new + QUERIES - 1) // QUERIES
     ends = tl.cumsum(parts, 0)
     count = tl.sum(parts, 0)
@@ -135,20 +171,23 @@ def virtual_sequences_kernel(
         queries = tl.minimum(new - first, QUERIES)
         tl.store(at, (row + first) * query_row, mask=mine)
         tl.store(at + WIDTH, (row + first) * result_row, mask=mine)
-        tl.store(at + 2 * WIDTH, sequence * most_pages, mask=mine)
-        tl.store(at + 3 * WIDTH, queries, mask=mine)
-        tl.store(at + 4 * WIDTH, total - new + first + queries, mask=mine)
+        tl.store(at + 2 * WIDTH, key_start, mask=mine)
+        tl.store(at + 3 * WIDTH, value_start, mask=mine)
+        tl.store(at + 4 * WIDTH, queries, mask=mine)
+        tl.store(at + 5 * WIDTH, total - new + first + queries, mask=mine)
         part += 1
     place = tl.arange(0, WIDTH)
-    for field in tl.static_range(5):
+    for field in tl.static_range(6):
         tl.store(result + field * WIDTH + place, tl.zeros((WIDTH,), tl.int32), mask=place >= count)
-    last = tl.maximum(total - 1, 0) // PAGE_SIZE
-    table = tables + sequence * most_pages
-    page = tl.load(table + last, mask=held, other=0)
-    for more in tl.static_range(1, TABLE_BLOCK):
-        column = last + more
-        within = held & (column < most_pages) & (column // TABLE_BLOCK == last // TABLE_BLOCK)
-        tl.store(table + column, page, mask=within)
+    if not FRESH and PAGE_SIZE < KEY_BLOCK:
+        TABLE_BLOCK: tl.constexpr = KEY_BLOCK // PAGE_SIZE
+        last = tl.maximum(total - 1, 0) // PAGE_SIZE
+        table = tables + sequence * most_pages
+        page = tl.load(table + last, mask=held, other=0)
+        for more in tl.static_range(1, TABLE_BLOCK):
+            column = last + more
+            within = held & (column < most_pages) & (column // TABLE_BLOCK == last // TABLE_BLOCK)
+            tl.store(table + column, page, mask=within)
 
 
 def _at_least(sequences: int) -> int:
@@ -161,7 +200,7 @@ def _at_least(sequences: int) -> int:
 
 def _triton(offsets: Tensor, lengths: Tensor, bounds: Tensor, tables: Tensor, rows: Rows, page_size: int) -> Tensor:
     sequences = len(lengths)
-    result = torch.empty((5, _WIDTH), dtype=torch.int32, device=offsets.device)
+    result = torch.empty((_FIELDS, _WIDTH), dtype=torch.int32, device=offsets.device)
     virtual_sequences_kernel[(1,)](
         offsets,
         lengths,
@@ -172,10 +211,12 @@ def _triton(offsets: Tensor, lengths: Tensor, bounds: Tensor, tables: Tensor, ro
         tables.shape[1],
         rows.queries,
         rows.result,
+        rows.values or 0,
         WIDTH=_WIDTH,
         QUERIES=QUERIES,
         PAGE_SIZE=page_size,
-        TABLE_BLOCK=max(1, KEY_BLOCK // page_size),
+        KEY_BLOCK=KEY_BLOCK,
+        FRESH=rows.values is not None,
         SEQUENCES=_at_least(sequences),
     )
     return result
@@ -187,11 +228,16 @@ if HAS_TRITON:
 
 def compile_cases() -> list[CompileCase]:
     names = {"*i32": "offsets lengths bounds", "*i32:16": "tables result", "i32": "sequences most_pages"}
-    signature = by_type(names | {"i32:16": "query_row result_row"})
-    constants = {"WIDTH": _WIDTH, "QUERIES": QUERIES, "PAGE_SIZE": 16, "TABLE_BLOCK": KEY_BLOCK // 16}
+    signature = by_type(names | {"i32:16": "query_row result_row value_row"})
+    constants = {"WIDTH": _WIDTH, "QUERIES": QUERIES, "PAGE_SIZE": 16, "KEY_BLOCK": KEY_BLOCK}
     return [
         CompileCase(
-            f"virtual sequences of {most}", virtual_sequences_kernel, signature, {**constants, "SEQUENCES": most}, 4, 3
+            f"virtual sequences of {most}{', fresh' * fresh}",
+            virtual_sequences_kernel,
+            signature,
+            {**constants, "FRESH": fresh, "SEQUENCES": most},
+            4,
+            3,
         )
-        for most in (32, 512)
+        for most, fresh in ((32, False), (512, False), (32, True))
     ]

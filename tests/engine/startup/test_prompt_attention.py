@@ -14,7 +14,7 @@ import torch
 from strata.cache.pool import KVPool, PoolShape
 from strata.engine.build import _has_library_plan, _without_library, library_scales
 from strata.engine.engine_config import library_limit
-from strata.kernels.attention.cudnn_plan import PlanShape
+from strata.kernels.attention.cudnn_plan import Packed, Pages, PlanShape
 from strata.kernels.device_limits import DeviceLimits
 from strata.models.config import config_from_dict
 from strata.models.families import build
@@ -59,7 +59,7 @@ def test_a_plan_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "cudnn", old)
     pool = KVPool(PoolShape(1, 16, 8, 128, torch.bfloat16), 2, torch.device("cpu"))
     told: list[str] = []
-    assert not _has_library_plan(CONFIG, {0.1}, pool, 4096, told.append)
+    assert not _has_library_plan(CONFIG, {0.1}, pool, 4096, True, told.append)
     assert len(told) == 1
     assert "90500" in told[0]
     assert "\n" not in told[0]
@@ -85,16 +85,20 @@ def test_plans_are_made_for_the_scales_of_the_model(monkeypatch: pytest.MonkeyPa
             module.spec = module.spec._replace(scale=0.25 * (1 + module.spec.layer))
     scales = library_scales(model)
     assert scales == {0.25, 0.75}
-    made: list[float] = []
+    made: list[tuple[float, Pages | Packed]] = []
 
     def plan(shape: PlanShape, _: torch.device) -> None:
-        made.append(shape.scale)
-        if len(made) == 2:
+        made.append((shape.scale, shape.source))
+        if len(made) == 4:
             raise RuntimeError("no such plan\nin detail")
 
     monkeypatch.setattr("strata.engine.build.plan_for", plan)
     pool = KVPool(PoolShape(1, 16, 8, 128, torch.bfloat16), 2, torch.device("cpu"))
     told: list[str] = []
-    assert not _has_library_plan(CONFIG, scales, pool, 4096, told.append)
-    assert made == [0.25, 0.75]
+    assert not _has_library_plan(CONFIG, scales, pool, 4096, True, told.append)
+    pages, packed = Pages(2, 16, 256), Packed(24 * 128, 32 * 128)
+    assert made == [(0.25, pages), (0.25, packed), (0.75, pages), (0.75, packed)]
+    made.clear()
+    assert _has_library_plan(CONFIG, scales, pool, 4096, False, told.append)
+    assert made == [(0.25, pages), (0.75, pages)]
     assert told == ["steps attend for prompts without cuDNN: no such plan"]

@@ -10,18 +10,24 @@ import pytest
 import torch
 
 from strata.kernels.attention import mixed as attention_mixed
+from strata.kernels.attention.attention import attention
+from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.cudnn_plan import plan_for, why_no_plan
+from strata.kernels.attention.spec import AttentionSpec, Sequences
 from strata.kernels.attention.virtual_sequences import (
+    KEY_BLOCK,
     MAX_PROMPTS,
     MAX_TOKENS,
     Rows,
     as_virtual_sequences,
+    fresh_rows,
     virtual_sequences,
 )
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.state.clear_page_ends import clear_page_ends
+from strata.kernels.state.paged import PagedKV
 from tests.gpu.kernels.test_attention_mixed_gpu import PAGE, STEPS, arguments, as_recorded, assert_close, exact, padded
-from tests.kernels.attention.divisions import Step, random_step, tensors
+from tests.kernels.attention.divisions import Step, random_fresh, random_step, tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned", "_library")]
 
@@ -134,14 +140,123 @@ def test_one_recording_serves_any_batches() -> None:
         values[order[POOL // 2 :].cuda()] = torch.nan
 
 
+class FreshStep:
+    """What a recording of so many rows holds of steps whose prompts have all their keys in it.
+
+    What is behind the rows of a step's virtual sequences, in all pages, and behind the last row is not finite.
+    """
+
+    def __init__(self, size: int, shape: tuple[int, int, int]) -> None:
+        heads, kv_heads, width = shape
+        behind = size + KEY_BLOCK
+        rotated = torch.full((behind, heads + kv_heads, width), torch.nan, dtype=torch.bfloat16, device="cuda")
+        product = torch.full((behind, heads + 2 * kv_heads, width), torch.nan, dtype=torch.bfloat16, device="cuda")
+        self.size = size
+        self._vectors = rotated[:size], product[:size]
+        self.q, self.k = self._vectors[0].split((heads, kv_heads), 1)
+        self.v = self._vectors[1][:, heads + kv_heads :]
+        self.spec = AttentionSpec(0, width**-0.5)
+        self.rows = Rows(self.q.stride(0), heads * width, self.v.stride(0))
+        self.offsets, self.lengths = torch.full((2, MAX_PROMPTS + 2), size, dtype=torch.int32, device="cuda")
+        self.lengths = self.lengths[:-1].zero_()
+        self._bounds = torch.zeros(2, dtype=torch.int32, device="cuda")
+        pools = torch.full((2, 3, PAGE, kv_heads, width), torch.nan, dtype=torch.bfloat16, device="cuda")
+        tables = torch.full((MAX_PROMPTS + 1, MOST_PAGES), 1 << 30, dtype=torch.int32, device="cuda")
+        self._pages = PagedKV((pools[0],), (pools[1],), tables, self.lengths, self.lengths)
+
+    def place(self, new: tuple[int, ...]) -> None:
+        for vectors in self._vectors:
+            vectors.fill_(torch.nan)[: fresh_rows(new)] = torch.randn(fresh_rows(new), *vectors.shape[1:]).cuda()
+        ends = torch.tensor((0, *new)).cumsum(0)
+        self.offsets.fill_(self.size)[: len(ends)] = ends
+        self.lengths.zero_()[: len(new)] = torch.tensor(new)
+        self._bounds[1] = len(new) + 1
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Those of `attention`, divided as the inputs of a recorded step are."""
+        tables = self._pages.tables
+        division = virtual_sequences(self.offsets, self.lengths, self._bounds, tables, self.rows, PAGE)
+        virtual = as_virtual_sequences(division, self.rows)
+        parts = BatchParts(torch.zeros_like(self.lengths), self.offsets[:-1], self._bounds, 0, virtual)
+        batch = Sequences(self.offsets, self.size, replace(self._pages, parts=parts))
+        return self.q, self.k, self.v, batch, self.spec
+
+    def exact(self, new: tuple[int, ...]) -> torch.Tensor:
+        """The reference in float64 of the rows of prompts."""
+        vectors = (one[: sum(new)].double() for one in (self.q, self.k, self.v))
+        ends = Sequences(self.offsets[: len(new) + 1], max(new))
+        found: torch.Tensor = attention.reference(*vectors, ends, self.spec)
+        return found
+
+    def assert_right(self, found: torch.Tensor, new: tuple[int, ...]) -> None:
+        assert_close(found[: sum(new)], self.exact(new))
+        assert found[: fresh_rows(new)].isfinite().all()  # the values of the next layer follow from them
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "new",
+    [(2048,), (1,), (3001,), (2047, 1), (1, 1, 1300), (900, 1024, 17), (128,) * 16, (255,) * 16, (1025, 127, 129, 640)],
+    ids=str,
+)
+def test_fresh_prompts(new: tuple[int, ...], shape: tuple[int, int, int]) -> None:
+    """With rows left, and with just as many as the last block of keys needs."""
+    for size in (fresh_rows(new), fresh_rows(new) + 300):
+        step = FreshStep(size, shape)
+        step.place(new)
+        given = step.arguments()
+        assert attention_mixed.supports(*given)
+        assert attention_mixed.kernels(*given) == ("(cuDNN)",)
+        step.assert_right(attention_mixed.attend(*given), new)
+
+
+def test_vectors_that_lie_otherwise_are_read_from_pages() -> None:
+    """As those of a model whose keys and values are products of their own; the kernel over pages takes them."""
+    step = [
+        (0, 700),
+        (
+            0,
+            1,
+        ),
+        (0, 900),
+    ]
+    eager = whole_blocks(arguments(step, (16, 8, 128)))
+    q, k, v, batch, spec = eager
+    rows = Rows(q.stride(0), 16 * 128, v.stride(0))
+    pages = batch.pages
+    division = virtual_sequences(batch.offsets, pages.lengths, pages.parts.bounds, pages.tables, rows, PAGE)
+    parts = replace(pages.parts, virtual=as_virtual_sequences(division, rows))
+    given = (q, k, v.contiguous(), batch._replace(pages=replace(pages, parts=parts)), spec)
+    assert_close(attention_mixed.attend(*given), exact(eager))
+
+
+def test_one_recording_serves_any_fresh_prompts() -> None:
+    step = FreshStep(MAX_TOKENS, (16, 8, 128))
+    attention_mixed.attend(*step.arguments())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attention_mixed.attend(*step.arguments())
+    draw = random.Random(torch.initial_seed())
+    for number in range(20):
+        new = random_fresh(draw, MAX_PROMPTS, MAX_TOKENS) if number else (MAX_TOKENS,)
+        step.place(new)
+        found.fill_(torch.nan)
+        graph.replay()
+        step.assert_right(found, new)
+
+
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_the_division_is_the_reference_s(page_size: int) -> None:
+@pytest.mark.parametrize("fresh", [False, True])
+def test_the_division_is_the_reference_s(fresh: bool, page_size: int) -> None:
     draw = random.Random(torch.initial_seed())
     for _ in range(30):
         step = random_step(draw, MAX_PROMPTS, MAX_TOKENS)
+        rows = Rows(3072, 2048)
+        if fresh:
+            new, rows = random_fresh(draw, MAX_PROMPTS, MAX_TOKENS), Rows(3072, 2048, 4096)
+            step = Step((0,) * len(new), new, 0)
         given = tensors(step, len(step.new) + 1, MAX_TOKENS, MOST_PAGES, page_size)
         there = {name: tensor.cuda() for name, tensor in given.items()}
-        rows = Rows(3072, 2048)
         wanted = virtual_sequences(*given.values(), rows, page_size)
         found = virtual_sequences(*there.values(), rows, page_size)
         assert torch.equal(found.cpu(), wanted)

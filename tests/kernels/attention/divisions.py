@@ -33,6 +33,18 @@ def random_step(draw: random.Random, most_prompts: int, most_tokens: int) -> Ste
     return Step(tuple(cached), tuple(new), decodes)
 
 
+def random_fresh(draw: random.Random, most_prompts: int, most_tokens: int) -> tuple[int, ...]:
+    """New tokens of prompts that have no others; the last leaves room for a whole block."""
+    new: list[int] = []
+    left = most_tokens - 127
+    for _ in range(draw.randrange(1, most_prompts + 1)):
+        count = min(left, draw.choice([1, 2, 15, 127, 128, 129, 511, 1023, 1024, 1025, 2048, 3000, 8000]))
+        if count:
+            new.append(count)
+            left -= count
+    return tuple(new)
+
+
 def tensors(step: Step, sequences: int, tokens: int, most_pages: int, page_size: int) -> dict[str, Tensor]:
     """What a recording of a size holds of a step: offsets, lengths, bounds, and tables that are right as far as the
     sequences go, with pages of nobody behind."""

@@ -14,11 +14,13 @@ from strata.kernels.attention.virtual_sequences import (
     VIRTUAL,
     Rows,
     as_virtual_sequences,
+    fresh_rows,
     virtual_sequences,
 )
-from tests.kernels.attention.divisions import Step, random_step, tensors
+from tests.kernels.attention.divisions import Step, random_fresh, random_step, tensors
 
-ROWS = Rows(48 * 128, 32 * 128)
+ROWS = Rows(40 * 128, 32 * 128)
+FRESH = ROWS._replace(values=48 * 128)
 MOST_PAGES = 1024
 STEPS = [
     Step((), (), 0),
@@ -41,7 +43,8 @@ def test_each_query_once_with_its_keys(step: Step) -> None:
             wanted |= {(row + at, sequence, cached + at + 1) for at in range(new)}
         row += new
     found = []
-    (query_starts, result_starts, table_starts), (queries, keys) = (part.tolist() for part in (virtual[0], virtual[1]))
+    (query_starts, result_starts, table_starts, again), (queries, keys) = (part.tolist() for part in virtual[:2])
+    assert again == table_starts
     for at, count in enumerate(queries):
         assert 0 <= count <= QUERIES
         if not count:
@@ -59,7 +62,7 @@ def test_each_query_once_with_its_keys(step: Step) -> None:
 
 def test_the_longest_part_of_a_prompt_comes_first() -> None:
     given = tensors(Step((0, 0), (3000, 2500), 0), 2, 5500, MOST_PAGES, 16)
-    keys = virtual_sequences(*given.values(), ROWS, 16)[4]
+    keys = virtual_sequences(*given.values(), ROWS, 16)[5]
     assert keys[:7].tolist() == [2500, 2048, 1024, 3000, 2048, 1024, 0]
 
 
@@ -77,3 +80,49 @@ def test_a_block_of_keys_lies_in_pages_of_its_sequence(page_size: int) -> None:
         assert table[:used].tolist() == own[:used].tolist()
         assert table[used:read].tolist() == own[used - 1 : used].tolist() * max(0, read - used)
         assert table[max(used, read) :].tolist() == own[max(used, read) :].tolist()
+
+
+FRESH_STEPS = [
+    (MAX_TOKENS,),
+    (MAX_TOKENS // MAX_PROMPTS,) * MAX_PROMPTS,
+    (1,),
+    (1, 1, 2047),
+    (2047, 1),
+    (1025, 1, QUERIES, 2 * QUERIES - 1),
+    *(random_fresh(random.Random(seed), MAX_PROMPTS, MAX_TOKENS) for seed in range(60)),
+]
+
+
+@pytest.mark.parametrize("new", FRESH_STEPS, ids=lambda new: f"{len(new)} of {sum(new)}")
+def test_fresh_prompts_see_their_own_rows(new: tuple[int, ...]) -> None:
+    """Each query once with the keys up to its own; beside them as many as make the last prompt's blocks whole, and no
+    block reads a row that has no result."""
+    size = fresh_rows(new)
+    given = tensors(Step((0,) * len(new), new, 0), len(new) + 1, size, MOST_PAGES, 16)
+    tables = given["tables"].clone()
+    virtual = as_virtual_sequences(virtual_sequences(*given.values(), FRESH, 16), FRESH)
+    assert given["tables"].equal(tables)
+    wanted, row = set(), 0
+    for count in (*new[:-1], new[-1] + size - sum(new)):
+        wanted |= {(row + at, row, at + 1) for at in range(count)}
+        row += count
+    assert row == size
+    found = []
+    for query, result, key, value, queries, keys in zip(
+        *virtual.starts.tolist(), *virtual.lengths.tolist(), strict=True
+    ):
+        assert 0 <= queries <= QUERIES
+        first, begin = query // FRESH.queries, key // FRESH.queries
+        assert (query, result) == (first * FRESH.queries, first * FRESH.result)
+        assert (key, value) == (begin * FRESH.queries, begin * 48 * 128)
+        found += [(first + at, begin, keys - queries + at + 1) for at in range(queries)]
+        assert begin + -(-keys // KEY_BLOCK) * KEY_BLOCK <= size
+    assert len(found) == len(wanted)
+    assert set(found) == wanted
+    assert int((virtual.lengths[0] > 0).sum()) <= VIRTUAL
+    assert 0 <= size - sum(new) < KEY_BLOCK
+
+
+def test_a_fresh_step_without_prompts_has_no_virtual_sequences() -> None:
+    given = tensors(Step((), (), 0), 3, MAX_TOKENS, MOST_PAGES, 16)
+    assert not virtual_sequences(*given.values(), FRESH, 16).any()
