@@ -140,9 +140,13 @@ def processes(interval: float) -> Iterator[Processes]:
         address = engine_address(Path(folder))
         stub = StubConfig(address, interval=interval, tokens=LETTERS)
         settings = ServeSettings(str(MODEL), (NAME,), port=port, max_queue=4096)
-        job = ApiJob(settings, [], str(MODEL), folder, listener=listener.fileno())
-        with _started("benchmarks.stub_engine", stub) as engine, _started(API, job, listener.fileno()) as api:
-            _wait_ready(api)
+        job = ApiJob(settings, [], str(MODEL), folder=folder, listener=listener.fileno())
+        said = Path(folder, "said")
+        with (
+            _started("benchmarks.stub_engine", stub, said) as engine,
+            _started(API, job, said, listener.fileno()) as api,
+        ):
+            _wait_ready(api, said)
             yield Processes(f"http://127.0.0.1:{port}", address, api.pid, engine.pid)
 
 
@@ -232,16 +236,22 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def _started(module: str, job: msgspec.Struct, *passed: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that runs a module and reads its job from standard input; it inherits the descriptors `passed`."""
-    with subprocess.Popen(
-        [sys.executable, "-m", module],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # where the API process writes a line for each request
-        pass_fds=passed,
-        cwd=ROOT,
-    ) as process:
+def _started(module: str, job: msgspec.Struct, said: Path, *passed: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that runs a module and reads its job from standard input; it inherits the descriptors `passed`.
+
+    said: the file that its standard error goes to; the API process writes a line for each request.
+    """
+    with (
+        said.open("ab") as stderr,
+        subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            pass_fds=passed,
+            cwd=ROOT,
+        ) as process,
+    ):
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(job) + b"\n")
         process.stdin.flush()
@@ -251,10 +261,10 @@ def _started(module: str, job: msgspec.Struct, *passed: int) -> Iterator[subproc
             process.kill()
 
 
-def _wait_ready(process: subprocess.Popen[bytes]) -> None:
+def _wait_ready(process: subprocess.Popen[bytes], said: Path) -> None:
     assert process.stdout is not None
     if process.stdout.readline().decode().strip() != READY:
-        raise RuntimeError(f"{process.args} did not start: run it by hand to see why")
+        raise RuntimeError(f"the API process did not start: {said.read_text().strip()}")
 
 
 def _send(url: str, asks: Sequence[Ask], due: Sequence[float], max_concurrency: int | None = None) -> list[Outcome]:
