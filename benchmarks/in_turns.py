@@ -24,42 +24,49 @@ from strata.bench import workloads
 from strata.bench.run import WARMUP_TOKENS, Setup, call, started
 
 llm = None
-for line in sys.stdin:
-    test = workloads.named(line.strip())
-    if llm is None:
-        llm = started(Setup(sys.argv[1], None, "bfloat16", "auto", False), test)
-        call(llm, test, WARMUP_TOKENS)
-    print(json.dumps({"test": test.name, "value": test.value(call(llm, test)), "unit": test.unit}), flush=True)
+try:
+    for test in [workloads.named(line.strip()) for line in sys.stdin]:
+        if llm is None:
+            llm = started(Setup(sys.argv[1], None, "bfloat16", "auto", False), test)
+            call(llm, test, WARMUP_TOKENS)
+        print(json.dumps({"test": test.name, "value": test.value(call(llm, test)), "unit": test.unit}), flush=True)
+except ValueError as error:
+    sys.exit(f"strata: error: {error}")
 """
 
 
 def calls(model: str, tests: list[str], repeat: int, checkout: Path) -> Iterator[dict[str, Any]]:
-    """What each call of a fresh process on a checkout took."""
+    """What each call of a fresh process on a checkout took. Ends the program if that process fails."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")])}
     asked = "".join(f"{test}\n" * repeat for test in tests)
     command = [sys.executable, "-c", RUNS, model]
     # Not in a checkout, which Python would prefer to the one that is asked for.
-    run = subprocess.run(command, input=asked, env=environment, cwd="/", stdout=subprocess.PIPE, text=True, check=True)
+    run = subprocess.run(command, input=asked, env=environment, cwd="/", stdout=subprocess.PIPE, text=True)
     yield from map(json.loads, run.stdout.splitlines())
+    if run.returncode != 0:
+        sys.exit(f"{checkout} failed with exit code {run.returncode}: {','.join(tests)} of {model}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="a shape or a checkpoint folder")
-    parser.add_argument("tests", help="T1 to T4, between commas")
-    parser.add_argument("checkouts", nargs="+", metavar="NAME=FOLDER")
-    parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--calls", type=int, default=3, help="of each test in a turn")
+    parser.add_argument("model", help="a shape, a checkpoint folder or builtin")
+    parser.add_argument("tests", help="T1, T2, T3-bN (N requests) and T4, between commas")
+    parser.add_argument("checkouts", nargs="+", metavar="NAME=FOLDER", help="what to call it, and its root folder")
+    parser.add_argument("--turns", type=int, default=2, help="of each checkout [2]")
+    parser.add_argument("--calls", type=int, default=3, help="of each test in a turn [3]")
     asked = parser.parse_args()
-    checkouts = {name: Path(folder).resolve() for name, _, folder in (one.partition("=") for one in asked.checkouts)}
-    for name, folder in checkouts.items():
-        if not (folder / "strata" / "bench").is_dir():
-            parser.error(f"{name}={folder} is no checkout of Strata; give NAME=FOLDER")
+    checkouts = {}
+    for one in asked.checkouts:
+        name, _, folder = one.partition("=")
+        if not folder or not Path(folder, "strata", "bench").is_dir():
+            parser.error(f"{one} is no checkout of Strata; give NAME=FOLDER")
+        checkouts[name] = Path(folder).resolve()
+    model = str(Path(asked.model).resolve()) if Path(asked.model).is_dir() else asked.model
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     units = {}
     for turn in range(asked.turns):
         for name in list(checkouts)[:: -1 if turn % 2 else 1]:
-            for line in calls(asked.model, asked.tests.split(","), asked.calls, checkouts[name]):
+            for line in calls(model, asked.tests.split(","), asked.calls, checkouts[name]):
                 print(json.dumps(line | {"checkout": name, "turn": turn}), flush=True)
                 found[line["test"]][name].append(line["value"])
                 units[line["test"]] = line["unit"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import shlex
 import sys
 import tempfile
@@ -83,6 +84,9 @@ def main() -> None:
     parser.add_argument("--run", default=now(), help="what the run is told by that the lines belong to [the time]")
     parser.add_argument("--turn", type=int, default=0, help="which turn of that run this is [0]")
     asked = parser.parse_args()
+    if importlib.util.find_spec(asked.engine) is None:
+        where = "give the Python that it is installed for (benchmarks/peers/README.md)"
+        parser.error(f"--engine {asked.engine}: {sys.executable} does not have it: {where}")
     engine = importlib.import_module(asked.engine)
     origin = {
         "engine": asked.engine,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
@@ -161,6 +162,17 @@ def test_a_process_that_does_not_end_is_stopped(
     with pytest.raises(SystemExit, match="vLLM did not end within 2 s; its output stands above"):
         in_turns(monkeypatch, *made.options, *options)
     assert not runs(made.calls()[-1]["pid"])
+
+
+def test_a_python_without_the_engine_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["offline", "--engine", "vllm", "--save", "results.jsonl"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        offline.main()
+    assert ended.value.code == 2
+    assert "--engine vllm: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
