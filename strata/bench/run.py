@@ -63,8 +63,14 @@ class Setup:
 
 
 def started(setup: Setup, test: workloads.InferenceTest) -> LLM:
-    """An engine that has run a short form of the test once."""
-    llm = engine(setup.llm_options())
+    """An engine that has run a short form of the test once. Raises ValueError for a model that reads too little."""
+    llm_options = setup.llm_options()
+    if test.longest > llm_options["max_model_len"]:
+        raise ValueError(
+            f"{test.name} has sequences of up to {test.longest:,} tokens and {setup.model} reads "
+            f"{llm_options['max_model_len']:,}: take another --model, or a test of shorter ones (T2, T3)"
+        )
+    llm = engine(llm_options)
     call(llm, test, WARMUP_TOKENS)
     return llm
 

@@ -33,6 +33,11 @@ class InferenceTest:
     def prompt_lengths(self) -> tuple[int, ...]:
         return tuple(len(prompt) for prompt in self.prompts)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt and output."""
+        return max(prompt + output for prompt, output in zip(self.prompt_lengths, self.outputs, strict=True))
+
     def value(self, seconds: float) -> float:
         """The figure, in `unit`, of a call that took so many seconds."""
         tokens = sum(self.outputs if self.counted == "output" else self.prompt_lengths)

@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from strata.bench import workloads
 from strata.bench.result import HostGap, make_result, report
-from strata.bench.run import Setup, floor_on
+from strata.bench.run import Setup, floor_on, started
 from strata.hardware.roofline import Workload
 
 FLOORS = {
@@ -116,3 +117,15 @@ def test_share_of_the_floor_is_of_speed_for_times_too() -> None:
     assert share(5.0, "ms", 4.0) == pytest.approx(0.8)
     assert share(4.0, "tok/s", 5.0) == pytest.approx(0.8)
     assert share(4.0, "s", None) is None
+
+
+@pytest.mark.parametrize(("name", "longest"), [("T1", "2,011"), ("T3-b8", "768"), ("T4", "2,049")])
+def test_a_model_that_reads_too_little_is_refused_before_it_starts(
+    name: str, longest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the engine would say is of a prompt that the user has not written."""
+    monkeypatch.setattr("strata.bench.run.engine", lambda options: pytest.fail("it was started"))
+    monkeypatch.setattr("strata.bench.costing.find_config", lambda source: SimpleNamespace(longest=512))
+    setup = Setup("builtin", None, "auto", "cpu", False)
+    with pytest.raises(ValueError, match=f"{name} has sequences of up to {longest} tokens and builtin reads 512"):
+        started(setup, workloads.named(name))
