@@ -24,6 +24,7 @@ from strata.cli.bench_train import train
 from strata.cli.help import Command
 
 bench = typer.Typer(
+    add_completion=False,
     no_args_is_help=True,
     help="""Measure inference, training and operations: T0 to T8 of benchmarks/README.md.
 

@@ -88,7 +88,10 @@ def kernels(
     from strata.kernels.triton_import import HAS_TRITON
 
     if not (torch.cuda.is_available() and HAS_TRITON):
-        raise ValueError("strata bench kernels measures a CUDA device through Triton; there is none here")
+        raise ValueError(
+            "strata bench kernels measures a CUDA device through Triton, and there is none here: run it on a machine "
+            "with an NVIDIA GPU, or see a step's kernels and floors with `strata graph MODEL --device h200`"
+        )
 
     from strata.bench.kernels.attention_cases import attention_cases
     from strata.bench.kernels.cases import cases

@@ -116,7 +116,8 @@ def serve(
     step_target_ms: Annotated[
         float | None,
         options.engine_option(
-            help="What a step is to take at most beside those who read along; 0: prompts fill steps without a target."
+            min=0,
+            help="What a step is to take at most beside those who read along; 0: prompts fill steps without a target.",
         ),
     ] = SERVER_TARGET_MS,
     seed: Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,9 +42,8 @@ class LLM:
 
     def __init__(self, model: str | Path | None = None, *, verbose: bool = True, **options: Any) -> None:
         console = Console(stderr=True, highlight=False, quiet=not verbose)
-        self._engine: Engine = build_engine(
-            EngineConfig.from_options(model, options), log=console.print, show_progress=verbose
-        )
+        log = partial(console.print, markup=False, soft_wrap=True)
+        self._engine: Engine = build_engine(EngineConfig.from_options(model, options), log=log, show_progress=verbose)
         self._delivery = Delivery(self._engine.loop)
         self._numbers = itertools.count()
 

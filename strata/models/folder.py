@@ -11,6 +11,7 @@ from strata.files.hub_cache import check_weights, find_snapshot, is_hub_name
 from strata.models.shapes import SHAPES
 
 BUILTIN = "builtin"
+_ACCEPTED = "a model folder, org/model of the Hugging Face cache"
 BUILTIN_FOLDER = Path(__file__).resolve().parent / BUILTIN
 
 
@@ -21,7 +22,7 @@ def model_folder(name: str | None) -> Path:
     """
     if name in SHAPES and not Path(name).is_dir():
         raise ValueError(
-            f"{name!r} is a shape, which has no weights and no tokenizer; give a model folder or {BUILTIN!r}"
+            f"{name!r} is a shape, which has no weights and no tokenizer; give {_ACCEPTED}, or {BUILTIN!r}"
         )
     folder = existing_folder(BUILTIN if name is None else name)
     if name is not None and is_hub_name(name):
@@ -50,7 +51,7 @@ def existing_folder(name: str, asked_as: str = "model folder") -> Path:
     """
     folder = Path(located(name))
     if not folder.is_dir():
-        raise ValueError(f"{why_no_folder(folder, asked_as)}; give a model folder or {BUILTIN!r}")
+        raise ValueError(f"{why_no_folder(folder, asked_as)}; give {_ACCEPTED}, or {BUILTIN!r}")
     return folder
 
 
@@ -67,7 +68,7 @@ def folder_or_shape(name: str | None) -> str:
     if name is None or name == BUILTIN or Path(name).is_dir():
         return str(model_folder(name))
     shapes = ", ".join(SHAPES)
-    raise ValueError(f"{why_no_folder(Path(name))}; give a model folder, {BUILTIN!r}, or a shape ({shapes})")
+    raise ValueError(f"{why_no_folder(Path(name))}; give {_ACCEPTED}, {BUILTIN!r}, or a shape ({shapes})")
 
 
 def folder_shape_or_file(name: str) -> str:

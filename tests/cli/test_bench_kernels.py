@@ -162,3 +162,11 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert isinstance(result.exception, ValueError)
     assert "CUDA" in str(result.exception)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [[], ["--tune", "--models", "published"]])
+def test_without_a_gpu_it_says_what_to_do(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(bench, ["kernels", *options])
+    assert isinstance(result.exception, ValueError)
+    assert "there is none here: run it on a machine with an NVIDIA GPU" in str(result.exception)

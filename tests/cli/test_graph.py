@@ -124,7 +124,10 @@ def test_a_folder_is_its_config(config: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "model folder 'nowhere' does not exist; give a model folder, 'builtin', or a shape"),
+        (
+            ["nowhere"],
+            "model folder 'nowhere' does not exist; give a model folder, org/model",
+        ),
         (["8B", "--device", "abacus"], "device 'abacus' is unknown; known are h200"),
     ],
 )

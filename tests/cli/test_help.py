@@ -88,3 +88,19 @@ def test_options_of_sampling_stand_together(command: str) -> None:
 
 def test_a_flag_that_is_on_says_how_to_turn_it_off() -> None:
     assert "--no-enable-prefix-caching" in help_of(("serve",))
+
+
+def test_only_strata_itself_sets_up_the_shell() -> None:
+    assert "--install-completion" in help_of(())
+    assert [command for command in commands() if "--install-completion" in help_of(command)] == []
+
+
+@pytest.mark.parametrize("command", ["serve", "warm", "graph", "generate", "chat", "run-batch", "bench latency"])
+def test_a_model_may_be_a_download_of_the_hub(command: str) -> None:
+    assert "org/model" in help_of(tuple(command.split()))
+
+
+def test_a_step_takes_no_less_than_no_time() -> None:
+    result = RUNNER.invoke(app, ["serve", "--step-target-ms", "-1"])
+    assert result.exit_code == 2
+    assert "greater than or equal to 0" in re.sub(r"[\s│]+", " ", result.stderr)

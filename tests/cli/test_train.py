@@ -205,7 +205,7 @@ def test_values_are_replaced_however_they_are_written(train: Train, tmp_path: Pa
         (["--model.num_hidden_layerz", "3"], "is num_hidden_layers meant?"),
         (
             ["--start.tokenizer", "nowhere"],
-            "start.tokenizer 'nowhere' does not exist; give a model folder or 'builtin'",
+            "start.tokenizer 'nowhere' does not exist; give a model folder, org/model of the Hugging Face cache, or",
         ),
         (["--estimate", "h900"], "h900"),
         (["--data.tokens_per_pack", "10"], "raise data.tokens_per_pack"),

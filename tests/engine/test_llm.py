@@ -6,12 +6,14 @@ import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from strata import LLM, SamplingParams
+from strata.engine.engine_config import EngineConfig
 
 Engine = Callable[..., LLM]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -282,3 +284,19 @@ def test_bad_options_are_refused(folder: Path, options, words: str) -> None:
 def test_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not exist"):
         LLM(tmp_path / "nothing")
+
+
+def test_what_a_start_says_is_neither_wrapped_nor_read_as_markup(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it goes into a file, a line of the log is a line."""
+    monkeypatch.setenv("COLUMNS", "20")
+    line = "[red] " + 50 * "word "
+
+    def build(config: EngineConfig, *, log: Callable[[str], None], show_progress: bool) -> SimpleNamespace:
+        log(line)
+        return SimpleNamespace(loop=None)
+
+    monkeypatch.setattr("strata.engine.llm.build_engine", build)
+    LLM(folder, device="cpu")
+    assert capsys.readouterr().err.splitlines() == [line]

@@ -277,7 +277,7 @@ def test_a_line_of_the_log_sums_up_its_interval(small: Small, tmp_path: Path) ->
         (
             "style",
             {"start": {"model": "nowhere"}},
-            r"start\.model 'nowhere' does not exist; give a model folder or 'builtin'",
+            r"start\.model 'nowhere' does not exist; give a model folder, org/model of the Hugging Face cache, or",
         ),
         ("style", {"parallel": {"dp": 2}}, r"= 2 ranks, but 1 run; change one of them or the ranks"),
         ("style", {"parallel": {"micro_batches": 2}}, r"micro_batches follows from data\.packs_per_step; remove it"),
