@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Listed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from strata.engine.faults import EngineFault, out_of_memory
 from strata.engine.grammars.matchers import explain, takes_end
 from strata.engine.plan import StepPlan, UndrawnStep
 from strata.engine.request import Request, Sequence, Update
+from strata.engine.scheduling.late_launch import LateLaunch
 from strata.engine.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:  # what a device gives and takes passes through the loop unread
@@ -27,6 +28,7 @@ class LaunchedStep(Protocol):
     """A step that is under way.
 
     logprobs: of the plan's draws, where any sequence reports them. masked: some draws obeyed the masks of grammars.
+    size: of the recording that it replays, None if it is not all recorded. ended: `wait` would not block.
     """
 
     @property
@@ -37,6 +39,10 @@ class LaunchedStep(Protocol):
     def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]: ...
     @property
     def masked(self) -> bool: ...
+    @property
+    def size(self) -> Hashable | None: ...
+    @property
+    def ended(self) -> bool: ...
 
     def wait(self) -> list[int]:
         """The ids in the order of the plan's draws, negative where none could be drawn; blocks until they are known."""
@@ -82,6 +88,8 @@ class EngineLoop:
     What grammars allow in a step follows from the ids of the step before. Such a step is launched like any other and
     drawn last, when the next one has been planned: so its masks are computed beside the device and the host.
 
+    A caller who has requests to wait for asks `launch_late`, and steps once `delay` is over (see `LateLaunch`).
+
     Whatever a call raises while it changes something, Ctrl-C too, all requests end and no page stays cached: half a
     step leaves nothing that a later one could take for a whole. If the device has run out of memory, the error is an
     EngineFault, and from then on `add` raises the same.
@@ -103,6 +111,7 @@ class EngineLoop:
         self._run_ahead = run_ahead
         self._ledger = ledger
         self._outstanding: LaunchedStep | UndrawnStep | None = None
+        self._late: LateLaunch | None = None
         self._fault: str | None = None
         self._is_inconsistent = False
 
@@ -110,6 +119,25 @@ class EngineLoop:
     def idle(self) -> bool:
         """Nothing runs, waits or is under way."""
         return self._outstanding is None and not self.scheduler.has_work
+
+    def launch_late(self) -> None:
+        """Learn from now on when a step has to be launched."""
+        if self._run_ahead:
+            self._late = LateLaunch(self.clock)
+
+    @property
+    def delay(self) -> float:
+        """Seconds for which the next step need not be launched, so that it can have what comes until then; 0 if it is
+        due, or an arrival could not be in it."""
+        late = self._late
+        if late is None or not late.remaining() or self.scheduler.needs_known_ids or not self.scheduler.has_room:
+            return 0.0
+        return late.wait()
+
+    def forget_under_way(self) -> None:
+        """Learn nothing from the steps under way, beside which the device does something else."""
+        if self._late is not None:
+            self._late.forget_under_way()
 
     def observe(self, observer: StepObserver | None) -> None:
         """Tell a benchmark where each step begins and ends on the device, until this is called with None."""
@@ -151,9 +179,12 @@ class EngineLoop:
         before, self._outstanding = self._outstanding, None
         if before is not None and self.scheduler.needs_known_ids:
             return self._complete(self._drawn(before))
+        began = self.clock()
         plan = self.scheduler.schedule()
         drawn = self._drawn(before) if before is not None else None
         after = self._launch(plan) if plan is not None else None
+        if self._late is not None and plan is not None:
+            self._late.launched(plan, _size(after), began, alone=drawn is None)
         if not self._run_ahead and after is not None:
             drawn, after = self._drawn(self._masked(after)), None
         output = self._complete(drawn) if drawn is not None else None
@@ -178,6 +209,7 @@ class EngineLoop:
 
     def _clear(self) -> None:
         self._outstanding = None
+        self.forget_under_way()
         with suppress(Exception):  # the device may have broken down; then the next step says so
             self._runner.settle()
         self.scheduler.reset()
@@ -215,7 +247,10 @@ class EngineLoop:
             raise fault from None
 
     def _complete(self, launched: LaunchedStep) -> StepOutput:
+        in_time = self._late is not None and not launched.ended
         ids, plan = launched.wait(), launched.plan
+        if self._late is not None:
+            self._late.completed(in_time)
         scored = [(self.scheduler.sequence(part.sequence), part) for part in launched.prompt_logprobs]
         failed = self._fail_lost(plan) if launched.masked else []
         updates = failed + self.scheduler.complete(plan, ids)
@@ -246,3 +281,8 @@ class EngineLoop:
             return update
         self.scheduler.finish(sequence, "stop")
         return update._replace(finish_reason="stop")
+
+
+def _size(step: LaunchedStep | UndrawnStep | None) -> Hashable | None:
+    """None of a step whose draw waits for masks, too."""
+    return None if step is None or isinstance(step, UndrawnStep) else step.size

@@ -56,6 +56,7 @@ class Launched:
     """A step that is under way. `wait` blocks until the host has its ids and log-probabilities.
 
     masked: some rows drew under a mask. If a matcher is in its error state, the id of its sequence means nothing.
+    size: of the recording that it replays from ids to ids, None if it does not.
     """
 
     plan: StepPlan
@@ -64,6 +65,12 @@ class Launched:
     logprobs: LogprobTensors | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     masked: bool = False
+    size: BufferShape | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether `wait` would not block."""
+        return self.done is None or self.done.query()
 
     def wait(self) -> list[int]:
         """The new ids in the order of the plan's draws."""
@@ -311,7 +318,8 @@ class Runner:
             apply_bitmask(logits, *masks)
         if step.bucket is not None:
             assert self._recorded is not None
-            return self._finish(plan, self._recorded.draw(step.bucket)[:draws])
+            size = None if masks is not None else step.bucket
+            return self._finish(plan, self._recorded.draw(step.bucket)[:draws], size=size)
         targets = buffer.tensors["draw_slots"][:draws]
         if not special and self._device.type == "cpu" and not meets(self._slots.sampled, slots):
             ids = likeliest(logits)
@@ -347,6 +355,7 @@ class Runner:
         ids: Tensor,
         reported: LogprobTensors | None = None,
         prompt_logprobs: tuple[PromptLogprobs, ...] = (),
+        size: BufferShape | None = None,
     ) -> Launched:
         if self._device.type == "cpu":
             return Launched(plan, ids, None, reported, prompt_logprobs)
@@ -356,7 +365,7 @@ class Runner:
         prompt_logprobs = tuple(replace(part, tensors=part.tensors.fetch()) for part in prompt_logprobs)
         done = torch.cuda.Event()
         done.record()
-        return Launched(plan, host, done, reported, prompt_logprobs)
+        return Launched(plan, host, done, reported, prompt_logprobs, size=size)
 
     def _admit(self, plan: StepPlan) -> None:
         """Bring the slots up to the plan."""

@@ -5,6 +5,7 @@ The "model" is a function of all tokens before, so a stream of ids is right only
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -150,23 +151,44 @@ class SimulatedStep:
     prompt_logprobs: tuple[()] = ()
     masked: bool = False
 
+    @property
+    def size(self) -> tuple[bool, int]:
+        """As if a recording served each 64 tokens."""
+        return self.plan.tokens > len(self.plan.chunks), -(-self.plan.tokens // 64)
+
+    @property
+    def ended(self) -> bool:
+        return self.done <= self.runner.now
+
     def wait(self) -> list[int]:
         self.runner.now = max(self.runner.now, self.done)
         return self.ids
 
 
 class SimulatedRunner:
-    """A device whose steps take a time that follows from their plans; `now` is the host's clock, in seconds."""
+    """A device whose steps take a time that follows from their plans; `now` is the host's clock, in seconds.
 
-    def __init__(self, device: Device | Unchecked, seconds: Callable[[StepPlan], float]) -> None:
-        self.device, self.seconds = device, seconds
+    host: seconds of a launch. steps: all of them, with their begin and end on the device.
+    """
+
+    def __init__(
+        self,
+        device: Device | Unchecked,
+        seconds: Callable[[StepPlan], float],
+        host: Callable[[StepPlan], float] = lambda plan: 0.0,
+    ) -> None:
+        self.device, self.seconds, self.host = device, seconds, host
         self.now = self.busy_until = self.busy = 0.0
+        self.steps: list[tuple[StepPlan, float, float]] = []
         self.observer: Any = None
 
     def launch(self, plan: StepPlan) -> SimulatedStep:
         took = self.seconds(plan)
+        self.now += self.host(plan)
         self.busy += took
-        self.busy_until = max(self.busy_until, self.now) + took
+        begin = max(self.busy_until, self.now)
+        self.busy_until = begin + took
+        self.steps.append((plan, begin, self.busy_until))
         return SimulatedStep(self, plan, self.device.launch(plan), self.busy_until)
 
     def mask(self, step: Any, matchers: Sequence[Any]) -> UndrawnStep:
@@ -201,10 +223,14 @@ def simulate(requests: list[Request], pages: int, run_ahead: bool) -> Simulation
     return drive(scheduler, SimulatedRunner(Device(4), linear), requests, run_ahead)
 
 
-def drive(scheduler: Scheduler, runner: SimulatedRunner, requests: list[Request], run_ahead: bool) -> Simulation:
-    """Run requests, each from its arrival on."""
+def drive(
+    scheduler: Scheduler, runner: SimulatedRunner, requests: list[Request], run_ahead: bool, late: bool = False
+) -> Simulation:
+    """Run requests, each from its arrival on. late: each step is launched as late as the loop allows."""
     ledger: Any = None  # no memory is planned
     loop = EngineLoop(scheduler, runner, run_ahead, ledger, clock=lambda: runner.now)
+    if late:
+        loop.launch_late()
     found = Simulation(scheduler, runner)
     waiting = sorted(requests, key=lambda request: request.arrival)
     while waiting or not loop.idle:
@@ -214,6 +240,11 @@ def drive(scheduler: Scheduler, runner: SimulatedRunner, requests: list[Request]
             added = loop.add(waiting.pop(0))
             found.samples += added
             runner.device.asked.update((sample.id, (sample.index, sample.request.salt)) for sample in added)
+        delay = loop.delay
+        if delay:
+            arrival = waiting[0].arrival if waiting else math.inf
+            runner.now = min(runner.now + delay, max(arrival, runner.now))
+            continue
         output = loop.step()
         for update in output.updates if output is not None else ():
             name = update.sequence.request.id

@@ -76,6 +76,10 @@ class ServedEngine:
             while sent < len(due) and due[sent] <= clock():
                 service.receive(_NAME, frames[sent])
                 sent += 1
+            delay = service.delay
+            if delay:
+                _wait(min(delay, due[sent] - clock()) if sent < len(due) else delay)
+                continue
             service.step()
             service.report()
             if service.patience and sent < len(due):

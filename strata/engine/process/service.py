@@ -44,6 +44,7 @@ class Service:
     def __init__(self, engine: Engine, model: str, send: Send, log: Log, check: bool = False) -> None:
         self._engine = engine
         self._loop = engine.loop
+        self._loop.launch_late()
         self._send_frame = send
         self._clock = engine.loop.clock
         self._log = log
@@ -62,10 +63,15 @@ class Service:
 
     @property
     def patience(self) -> float:
-        """How many seconds may pass until `step` is due: none while anything runs."""
+        """How many seconds may pass until `step` is due, but for `delay`: none while anything runs."""
         if not self._loop.idle or self._embeddings:
             return 0
         return LOOK_EVERY if self._grammars is not None and self._grammars.pending else REPORT_EVERY
+
+    @property
+    def delay(self) -> float:
+        """How many seconds `step` is better put off for, while messages come: nobody waits for it so long."""
+        return 0.0 if self._embeddings else self._loop.delay
 
     def receive(self, name: bytes, frame: bytes) -> None:
         """Take a frame of a client."""
@@ -100,6 +106,8 @@ class Service:
         if output is not None:
             self._steps += 1
             self._send_output(output)
+        if self._embeddings:
+            self._loop.forget_under_way()
         for (name, id), vector in self._embeddings.collect(wait=self._loop.idle):
             self._send_vector(self._clients[name], id, vector)
 

@@ -8,6 +8,7 @@ one message on standard error, with exit code 1; so is a fault of the engine, af
 
 from __future__ import annotations
 
+import select
 import sys
 import traceback
 from collections.abc import Iterator
@@ -64,11 +65,19 @@ class Wire:
             return False
         return True
 
+    def await_frame(self, seconds: float) -> None:
+        """Return when a frame has come, or so many seconds have passed. A poller would count whole milliseconds."""
+        if not self._has_frame():  # the descriptor tells of each change once
+            select.select([self.socket.getsockopt(zmq.FD)], [], [], seconds)
+
     def waiting(self) -> Iterator[tuple[bytes, bytes]]:
         """The frames that have come, each with its client."""
-        while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        while self._has_frame():
             client, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             yield client, frames[0] if len(frames) == 1 else b""
+
+    def _has_frame(self) -> bool:
+        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def close(self) -> None:
         self.socket.close()
@@ -86,6 +95,10 @@ def serve(service: Service, wire: Wire, ending: Ending) -> None:
                 return
         for client, frame in wire.waiting():
             service.receive(client, frame)
+        delay = service.delay
+        if delay:
+            wire.await_frame(delay)
+            continue
         service.step()
         service.report()
 

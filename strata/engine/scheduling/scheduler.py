@@ -79,6 +79,16 @@ class Scheduler:
         """Whether a running sequence must have all its ids on the host before its next step is planned."""
         return any(sequence.long_bad_words for sequence in self._queues.running)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a request that came now could have tokens in the next step, behind those that are in line."""
+        running, waiting = self._queues.running, self._queues.waiting
+        if self._queues.free_slots <= len(waiting):
+            return False
+        in_line = sum([len(sequence.tokens) for sequence in waiting])
+        in_line += sum([max(1, len(sequence.tokens) - sequence.computed) for sequence in running])
+        return in_line < self.config.max_tokens
+
     def sequence(self, id: int) -> Sequence | None:
         """An unfinished sequence; None once it has ended."""
         return self._sequences.get(id)

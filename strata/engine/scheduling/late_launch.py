@@ -1,0 +1,131 @@
+"""When the step ahead is launched: so late that requests that come meanwhile are in it, so early that no device idles."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from strata.engine.plan import StepPlan
+
+# Of each size of a step the last durations are kept, and of each kind of step the host's last times of a launch.
+KEPT = 16
+# Before so many are known, nothing is put off.
+LEAST = 3
+# How much earlier than expected a step may end, in seconds and as a share of its duration.
+MARGIN, MARGIN_SHARE = 0.1e-3, 0.02
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Which work of a step follows from its lengths, not from its size. keys: tokens that its sequences read; pairs: of
+    queries and keys of its prompts."""
+
+    keys: int
+    pairs: float
+
+    @staticmethod
+    def of(plan: StepPlan) -> Reads:
+        keys = sum([chunk.start for chunk in plan.chunks]) + plan.tokens
+        if plan.tokens == len(plan.chunks):
+            return Reads(keys, 0.0)
+        return Reads(keys, sum([chunk.count * (chunk.start + chunk.count / 2) for chunk in plan.chunks]))
+
+    def share_of(self, other: Reads) -> float:
+        """The least share of the time of a step that reads `other` in which one of the same size reads this: 1 if this
+        is not less, since a time grows with what is read, by at most as much as that does."""
+        keys = self.keys / other.keys if other.keys else 1.0
+        pairs = self.pairs / other.pairs if other.pairs else 1.0
+        return min(1.0, keys, pairs)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """begin: on the device, as the host saw it; `is_exact` if it was with the end of the step before."""
+
+    size: Hashable | None
+    reads: Reads
+    begin: float
+    is_exact: bool
+
+
+class LateLaunch:
+    """Learns how long steps and launches take, and says until when the next launch can wait.
+
+    A step runs on the device while the host waits to launch the next one. It is expected to take at least as long as
+    the shortest of the last that had its size: only recorded steps have one. The host begins earlier by the time that
+    it needed lately, the second longest of each kind of step, because an arrival may turn decodes into a step with
+    prompts. A step that ends before the next is launched has been misjudged: what was known of its size is forgotten.
+
+    clock: of the host, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._durations: dict[Hashable, deque[tuple[float, Reads]]] = {}
+        self._launches: dict[bool, deque[float]] = {}  # by whether a step has prompts
+        self._running: _Step | None = None
+        self._next: _Step | None = None
+        self._due = -math.inf
+        self._waited = False
+
+    def remaining(self) -> float:
+        """Seconds for which the next launch can wait; 0 if it is due."""
+        return max(0.0, self._due - self._clock())
+
+    def wait(self) -> float:
+        """What remains, for a caller who will wait: by how much that is late, counts as time of the launch."""
+        self._waited = True
+        return self.remaining()
+
+    def launched(self, plan: StepPlan, size: Hashable | None, began: float, alone: bool) -> None:
+        """A step has just been launched. size: what steps have that do the same work, but for their lengths; None is
+        of no other step. began: when the host began to plan it. alone: no other is under way."""
+        took = self._clock() - (min(self._due, began) if self._waited else began)
+        self._launches.setdefault(plan.tokens > len(plan.chunks), deque(maxlen=KEPT)).append(took)
+        self._next = _Step(size, Reads.of(plan), began, is_exact=False)
+        if alone:
+            self._begin(self._next)
+
+    def completed(self, in_time: bool) -> None:
+        """The ids of the step that ran have just come. in_time: the next was launched, if at all, before it ended."""
+        now, before, after = self._clock(), self._running, self._next
+        if before is not None and before.size is not None:
+            if not in_time:
+                self._durations.pop(before.size, None)
+            elif before.is_exact:
+                known = self._durations.setdefault(before.size, deque(maxlen=KEPT))
+                known.append((now - before.begin, before.reads))
+        if after is not None and in_time:
+            after = _Step(after.size, after.reads, now, is_exact=before is not None)
+        self._begin(after)
+
+    def forget_under_way(self) -> None:
+        """Something else runs on the device, or nothing any more."""
+        self._begin(None)
+
+    def _begin(self, step: _Step | None) -> None:
+        self._running, self._next, self._waited = step, None, False
+        self._due = -math.inf if step is None else self._latest(step)
+
+    def _latest(self, step: _Step) -> float:
+        """When to launch the step behind this one."""
+        expected, lead = self._expected(step), self._lead()
+        if expected is None or lead is None:
+            return -math.inf
+        return step.begin + (1 - MARGIN_SHARE) * expected - MARGIN - lead
+
+    def _expected(self, step: _Step) -> float | None:
+        known = self._durations.get(step.size, ()) if step.size is not None else ()
+        if len(known) < LEAST:
+            return None
+        shares = [(step.reads.share_of(reads), seconds) for seconds, reads in known]
+        whole = [seconds for share, seconds in shares if share == 1.0]
+        return min(whole) if whole else min(share * seconds for share, seconds in shares)
+
+    def _lead(self) -> float | None:
+        """The host's seconds of a launch, whichever step it turns out to be."""
+        if sum(map(len, self._launches.values())) < LEAST:
+            return None
+        return max(sorted(times)[-2:][0] for times in self._launches.values())
