@@ -269,9 +269,8 @@ class Runner:
         logits = self._recorded.run(bucket)
         draws = len(arrays.drawn)
         if not draws:
-            return self._finish_undrawn(plan)
-        by_graph = None if self._special(plan, arrays) else bucket
-        undrawn = Undrawn(plan, arrays, buffer, logits[:draws], by_graph)
+            return self._finish(plan, self._newest[:0])
+        undrawn = Undrawn(plan, arrays, buffer, logits[:draws], None if self._special(plan, arrays) else bucket)
         return undrawn if meets(self._slots.constrained, arrays.drawn) else self._draw(undrawn)
 
     def _launch_eager(self, plan: StepPlan, arrays: PlanArrays) -> Launched | Undrawn:
@@ -282,8 +281,7 @@ class Runner:
         longest = 1 if arrays.are_decodes else int(arrays.counts.max())
         parts = buffer.divide(arrays.counts, recorded=False) if longest > 1 else None
         self._send(buffer, plan)
-        page_size, tables = self.pool.shape.page_size, self._tables.on_device
-        recorded = self._recorded
+        page_size, tables, recorded = self.pool.shape.page_size, self._tables.on_device, self._recorded
         if parts is not None and recorded is not None and recorded.library_takes(plan.tokens, arrays.prompts):
             given = step_inputs(buffer, tables, page_size, self._newest)
             tokens, tables, parts = recorded.divide(given, parts)
@@ -300,7 +298,7 @@ class Runner:
         else:
             logits = self._graphs.logits.forward(batch, buffer.tensors["rows"])
         if not draws:
-            return self._finish_undrawn(plan, prompt_logprobs)
+            return self._finish(plan, self._newest[:0], None, prompt_logprobs)
         undrawn = Undrawn(plan, arrays, buffer, logits, None, prompt_logprobs)
         return undrawn if meets(self._slots.constrained, arrays.drawn) else self._draw(undrawn)
 
@@ -318,8 +316,7 @@ class Runner:
             apply_bitmask(logits, *masks)
         if step.bucket is not None:
             assert self._recorded is not None
-            size = None if masks is not None else step.bucket
-            return self._finish(plan, self._recorded.draw(step.bucket)[:draws], size=size)
+            return replace(self._finish(plan, self._recorded.draw(step.bucket)[:draws]), size=step.bucket)
         targets = buffer.tensors["draw_slots"][:draws]
         if not special and self._device.type == "cpu" and not meets(self._slots.sampled, slots):
             ids = likeliest(logits)
@@ -344,18 +341,12 @@ class Runner:
         drawn = zip(slots, lengths, complete, strict=True)
         return [DrawRow(self._slots[slot], length, banned.get(slot, ()), ends) for slot, length, ends in drawn]
 
-    def _finish_undrawn(self, plan: StepPlan, prompt_logprobs: tuple[PromptLogprobs, ...] = ()) -> Launched:
-        """The end of a step in which no prompt ends."""
-        none = torch.empty(0, dtype=torch.int32, device=self._device)
-        return self._finish(plan, none, None, prompt_logprobs)
-
     def _finish(
         self,
         plan: StepPlan,
         ids: Tensor,
         reported: LogprobTensors | None = None,
         prompt_logprobs: tuple[PromptLogprobs, ...] = (),
-        size: BufferShape | None = None,
     ) -> Launched:
         if self._device.type == "cpu":
             return Launched(plan, ids, None, reported, prompt_logprobs)
@@ -365,7 +356,7 @@ class Runner:
         prompt_logprobs = tuple(replace(part, tensors=part.tensors.fetch()) for part in prompt_logprobs)
         done = torch.cuda.Event()
         done.record()
-        return Launched(plan, host, done, reported, prompt_logprobs, size=size)
+        return Launched(plan, host, done, reported, prompt_logprobs)
 
     def _admit(self, plan: StepPlan) -> None:
         """Bring the slots up to the plan."""

@@ -16,7 +16,6 @@ from triton.backends.compiler import GPUTarget
 
 from strata.cache.pages import PageAllocator
 from strata.cache.pool import KVPool
-from strata.cache.tables import BufferShape
 from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS, Ledger
 from strata.engine.loop import EngineLoop
@@ -131,7 +130,6 @@ class _NotingRunner(Runner):
         ids: Tensor,
         reported: LogprobTensors | None = None,
         prompt_logprobs: tuple[PromptLogprobs, ...] = (),
-        size: BufferShape | None = None,
     ) -> Launched:
         return Launched(plan, torch.zeros(len(ids), dtype=torch.int32, device="cpu"))
 

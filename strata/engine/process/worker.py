@@ -68,7 +68,7 @@ class Wire:
     def await_frame(self, seconds: float) -> None:
         """Return when a frame has come, or so many seconds have passed. A poller would count whole milliseconds."""
         if not self._has_frame():  # the descriptor tells of each change once
-            select.select([self.socket.getsockopt(zmq.FD)], [], [], seconds)
+            select.select([int(self.socket.getsockopt(zmq.FD))], [], [], seconds)
 
     def waiting(self) -> Iterator[tuple[bytes, bytes]]:
         """The frames that have come, each with its client."""

@@ -1,4 +1,4 @@
-"""When the step ahead is launched: so late that requests that come meanwhile are in it, so early that no device idles."""
+"""When the step ahead is launched: so late that it has what comes meanwhile, so early that no device idles."""
 
 from __future__ import annotations
 

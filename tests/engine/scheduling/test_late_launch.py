@@ -11,10 +11,10 @@ from statistics import fmean, median
 import pytest
 
 from strata.cache.pages import PageAllocator
-from strata.engine.plan import StepPlan
+from strata.engine.plan import Chunk, StepPlan
 from strata.engine.request import Request
 from strata.engine.scheduling.config import SchedulerConfig
-from strata.engine.scheduling.late_launch import MARGIN
+from strata.engine.scheduling.late_launch import LEAST, MARGIN, LateLaunch
 from strata.engine.scheduling.room import StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.test_step_times import of
@@ -135,7 +135,9 @@ def test_nothing_waits_where_an_arrival_would_find_no_slot() -> None:
 
 def test_a_longest_sequence_that_ends_leaves_no_gap() -> None:
     requests = [*streams(4, 400), request("long", 15_000, 200)]
-    found = run(requests, late=True, seconds=lambda plan: steady(plan) + 200e-9 * sum(chunk.start for chunk in plan.chunks))
+    found = run(
+        requests, late=True, seconds=lambda plan: steady(plan) + 200e-9 * sum(chunk.start for chunk in plan.chunks)
+    )
     assert max(gaps(found)) < 1e-9
 
 
@@ -154,3 +156,78 @@ def test_at_20_requests_a_second_first_tokens_come_sooner_and_others_no_later(sl
 def pace(found: Simulation) -> list[float]:
     """Seconds of a token after the first, of each request."""
     return [(found.last[name] - found.first[name]) / 127 for name in found.first]
+
+
+class TestLateLaunch:
+    """With a clock of its own: decodes of 10 ms, launched in 1 ms."""
+
+    def setup_method(self) -> None:
+        self.now = 0.0
+        self.late = LateLaunch(lambda: self.now)
+        self.launch(alone=True)
+
+    def launch(self, size: str | None = "recorded", took: float = 1 * MS, alone: bool = False, keys: int = 100) -> None:
+        began, self.now = self.now, self.now + took
+        self.late.launched(decodes(*[keys] * 3), size, began, alone)
+
+    def follow(self, count: int, size: str | None = "recorded", took: float = 10 * MS) -> None:
+        """So many steps end, each with the next one launched at once."""
+        for _ in range(count):
+            end = self.now + took
+            self.launch(size)
+            self.now = end
+            self.late.completed(in_time=True)
+
+    def test_it_waits_once_three_steps_have_been_seen_whole(self) -> None:
+        self.follow(LEAST + 1)  # the begin of the first is not known
+        assert self.late.remaining() == pytest.approx(0.98 * 10 * MS - MARGIN - 1 * MS)
+        assert not self.waits_after(LEAST)
+
+    def waits_after(self, count: int) -> bool:
+        self.setup_method()
+        self.follow(count)
+        return self.late.remaining() > 0
+
+    def test_steps_without_a_size_are_followed_at_once(self) -> None:
+        self.follow(20, size=None)
+        assert self.late.remaining() == 0
+
+    def test_what_ended_too_soon_is_measured_anew(self) -> None:
+        self.follow(20)
+        assert self.late.remaining() > 0
+        self.launch()
+        self.late.completed(in_time=False)
+        assert self.late.remaining() == 0
+        self.follow(LEAST + 1, took=5 * MS)
+        assert 2 * MS < self.late.remaining() < 4 * MS
+
+    def test_fewer_keys_than_ever_seen_make_a_step_shorter_in_proportion(self) -> None:
+        self.follow(20)
+        self.launch(keys=50)
+        self.now += 9 * MS
+        self.late.completed(in_time=True)
+        assert self.late.remaining() == pytest.approx(0.98 * 10 * MS * 153 / 303 - MARGIN - 1 * MS)
+
+    def test_waking_late_counts_as_time_of_the_launch(self) -> None:
+        self.follow(20)
+        for _ in range(3):
+            due = self.now + self.late.wait()
+            end = self.now + 10 * MS
+            self.now = due + 0.4 * MS
+            self.launch()
+            self.now = end
+            self.late.completed(in_time=True)
+        assert self.late.remaining() == pytest.approx(0.98 * 10 * MS - MARGIN - 1.4 * MS)
+
+    def test_what_something_else_ran_beside_is_not_learnt(self) -> None:
+        self.follow(20)
+        for _ in range(20):
+            self.late.forget_under_way()
+            assert self.late.remaining() == 0
+            self.follow(1, took=40 * MS)
+        self.follow(1)
+        assert self.late.remaining() == pytest.approx(0.98 * 10 * MS - MARGIN - 1 * MS)
+
+
+def decodes(*starts: int) -> StepPlan:
+    return StepPlan((), (), tuple(Chunk(i, i, at, 1, (), 0, ()) for i, at in enumerate(starts)), (), len(starts))
