@@ -465,6 +465,21 @@ class TestEmbeddings:
         assert told == {id: output.outputs.embedding for id, output in zip(prompts, want, strict=True)}
         assert desk.ids(B) == generated(llm, [5, 6, 7], GREEDY)[0]
 
+    def test_no_step_is_put_off_beside_one_and_its_time_is_not_learnt(
+        self, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        desk, forgotten = Desk(llm, A), []
+        monkeypatch.setattr(type(llm.engine.loop), "delay", 0.25)
+        monkeypatch.setattr(llm.engine.loop, "forget_under_way", lambda: forgotten.append(True))
+        desk.say(A, Add("a", [5, 6, 7], GREEDY))
+        desk.steps(2)
+        assert (desk.service.delay, forgotten) == (0.25, [])
+        desk.say(A, Embed("b", [1]))
+        assert desk.service.delay == 0
+        desk.steps(1)
+        assert forgotten == [True]
+        desk.run()
+
     def test_an_aborted_one_is_not_told(self, llm: LLM) -> None:
         desk = Desk(llm, A, B)
         desk.say(A, Embed("a", [1]), Embed("b", [2]), Embed("c", [3]), Abort(["b"]))

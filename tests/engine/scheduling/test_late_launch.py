@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from statistics import fmean, median
 
@@ -156,6 +157,13 @@ def test_at_20_requests_a_second_first_tokens_come_sooner_and_others_no_later(sl
 def pace(found: Simulation) -> list[float]:
     """Seconds of a token after the first, of each request."""
     return [(found.last[name] - found.first[name]) / 127 for name in found.first]
+
+
+def test_nothing_waits_where_the_next_step_needs_known_ids() -> None:
+    requests = [*streams(4, 200), *(request(str(number), 64, 50, 0.1 * number) for number in range(8))]
+    requests[0] = replace(requests[0], bad_words=((5, 6),))
+    late, early = (run(requests, late) for late in (True, False))
+    assert late.runner.steps == early.runner.steps
 
 
 class TestLateLaunch:
