@@ -77,7 +77,7 @@ def served_gaps(setup: Setup, test: ServedTest) -> Iterator[ServedGaps]:
 
 
 def _server_options(setup: Setup) -> dict[str, Any]:
-    """What `strata serve` starts its engine with, but without a tokenizer: prompts and answers are ids."""
+    """What `strata serve` starts its engine with, but no tokenizer, and sequences of MAX_MODEL_LEN at most."""
     return setup.llm_options() | {"enable_prefix_caching": True, "step_target_ms": SERVER_TARGET_MS}
 
 

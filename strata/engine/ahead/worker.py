@@ -117,9 +117,8 @@ def _holder(stream: IO[str]) -> str:
 
 def _sign(stream: IO[str]) -> None:
     with suppress(OSError):  # nobody needs it
-        stream.truncate(0)
-        stream.write(str(os.getpid()))
-        stream.flush()
+        os.ftruncate(stream.fileno(), 0)
+        os.write(stream.fileno(), str(os.getpid()).encode())  # at once: closing would fail where the disk is full
 
 
 if __name__ == "__main__":

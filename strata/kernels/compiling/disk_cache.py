@@ -106,7 +106,8 @@ def require_writable() -> None:
     folder = Path(knobs.cache.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        with tempfile.TemporaryFile(dir=folder) as stream:
+            stream.write(b"0")
     except OSError as error:
         raise ValueError(
             f"kernels cannot be kept in {folder}: {error.strerror}; set TRITON_CACHE_DIR to a folder that takes files"

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -128,6 +129,17 @@ def test_a_start_waits_for_nobody_for_long(
     assert holder.poll() is None
     assert said[0].startswith(f"kernels: waiting for process {holder.pid}")
     assert said[1].endswith(" compiled, 0 found on the disk")
+
+
+def test_a_full_disk_fails_no_process_that_compiles(folder: Path) -> None:
+    """Of which the limit of a file's size stands in."""
+    code = (
+        "import resource; from strata.engine.ahead.worker import _alone\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "with _alone(0, print): print('compiled')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("compiled\n", "", 0)
 
 
 def test_a_folder_that_cannot_be_made_is_bypassed(folder: Path) -> None:
@@ -295,6 +307,15 @@ def test_warm_does_not_compile_for_a_folder_that_takes_nothing(folder: Path) -> 
     assert isinstance(result.exception, ValueError)
     assert f"kernels cannot be kept in {folder}: File exists" in str(result.exception)
     assert "TRITON_CACHE_DIR" in str(result.exception)
+
+
+def test_warm_does_not_compile_for_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**options: Any) -> Any:
+        return Path("/dev/full").open("wb")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    result = CliRunner().invoke(app, ["warm", "builtin", "--device", "h200"])
+    assert f"kernels cannot be kept in {folder}: No space left on device" in str(result.exception)
 
 
 def test_warm_fails_if_a_kernel_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
