@@ -266,14 +266,19 @@ class Tokenizer:
     def _template(self, with_tools: bool) -> str:
         if not self._templates:
             raise ValueError(
-                "this model has no chat template: use generate with the prompt as the model expects it, "
-                "or put a chat_template.jinja into the model folder"
+                "this model has no chat template: give it the prompt as a text (generate, /v1/completions), "
+                "or a template (chat_template.jinja in the model folder, strata serve --chat-template)"
             )
         if with_tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
         if "default" not in self._templates:
             raise ValueError(f"no chat template is named 'default' in this model, only {sorted(self._templates)}")
         return self._templates["default"]
+
+
+def has_chat_template(folder: str | Path) -> bool:
+    """Whether a tokenizer's folder brings one, without loading the tokenizer."""
+    return bool(read_templates(Path(folder), read_object(Path(folder) / "tokenizer_config.json")))
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

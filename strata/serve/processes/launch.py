@@ -25,6 +25,7 @@ from strata.serve.observe.logs import configure_logging
 from strata.serve.processes.api_processes import ApiProcesses
 from strata.serve.processes.child import Child, how_it_ended
 from strata.serve.processes.worker import ApiJob, ApiServer, engine_address
+from strata.text.tokenizer import has_chat_template
 
 ENGINE_MODULE = "strata.engine.process.worker"
 # After the engine's death, so that whoever asks for /health sees it before connections are refused.
@@ -179,8 +180,13 @@ def greeting(asked: ApiJob, address: tuple[Any, ...], seconds: float) -> str:
     url = f"http://{host}:{address[1]}"
     name = asked.settings.served_model_names[0]
     key = " -H 'Authorization: Bearer <key>'" if asked.keys else ""
-    question = json.dumps({"model": name, "messages": [{"role": "user", "content": "What is 47 + 38?"}]})
+    prompt: dict[str, Any] = {"prompt": "47 + 38 ="}
+    route = "completions"
+    if asked.settings.chat_template is not None or has_chat_template(asked.tokenizer):
+        prompt = {"messages": [{"role": "user", "content": "What is 47 + 38?"}]}
+        route = "chat/completions"
+    question = json.dumps({"model": name, **prompt})
     return (
         f"Strata serves {name} at {url} (ready in {seconds:.1f} s; Ctrl-C ends it). Try:\n"
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{question}'"
+        f"curl {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{question}'"
     )

@@ -19,7 +19,8 @@ from typer.main import get_command
 
 from strata.cli.serve import command
 from strata.engine.engine_config import EngineConfig
-from strata.serve.processes.launch import bind
+from strata.serve.processes.launch import bind, greeting
+from strata.serve.processes.worker import ApiJob
 from strata.serve.settings import ServeSettings
 from tests.serve.conftest import BUILTIN
 from tests.serve.running import Running, command_line, descendants, is_alive, refusal, running, serve, wait_for
@@ -171,6 +172,17 @@ def test_the_curl_line_of_the_greeting_gets_an_answer(server: Running) -> None:
     header, _, value = words[words.index("-H") + 1].partition(": ")
     answer = httpx.post(words[1], content=words[words.index("-d") + 1], headers={header: value}).json()
     assert "Answer: 85" in answer["choices"][0]["message"]["content"]
+
+
+def test_a_model_without_a_chat_template_is_greeted_with_a_completion(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text((BUILTIN / "tokenizer.json").read_text())
+    settings = ServeSettings(str(tmp_path), ("base",))
+    told = greeting(ApiJob(settings, [], str(tmp_path)), ("127.0.0.1", 8000), 1.0)
+    words = shlex.split(told.splitlines()[1])
+    assert words[1] == "http://127.0.0.1:8000/v1/completions"
+    assert json.loads(words[words.index("-d") + 1]) == {"model": "base", "prompt": "47 + 38 ="}
+    template = dataclasses.replace(settings, chat_template="{{ messages }}")
+    assert "/v1/chat/completions" in greeting(ApiJob(template, [], str(tmp_path)), ("127.0.0.1", 8000), 1.0)
 
 
 def test_only_this_machine_reaches_it_by_its_own_name(server: Running) -> None:
