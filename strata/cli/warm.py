@@ -69,13 +69,17 @@ def _limits(name: str) -> DeviceLimits:
     from strata.engine.engine_config import EngineConfig
     from strata.kernels.device_limits import DeviceLimits, why_not
 
-    if name in DEVICES:
-        known = DEVICES[name]
-        found = DeviceLimits(known.product, known.capability, known.shared_bytes, known.processors)
+    known = {
+        name: DeviceLimits(one.product, one.capability, one.shared_bytes, one.processors)
+        for name, one in DEVICES.items()
+    }
+    if name in known:
+        found = known[name]
     elif name != "auto" and not name.startswith("cuda"):
         raise ValueError(f"device {name!r} is unknown; use auto, cuda, cuda:N, or one of {', '.join(DEVICES)}")
     elif not torch.cuda.is_available():
-        raise ValueError(f"no CUDA device is here: name the one to compile for, --device {' or '.join(DEVICES)}")
+        able = [name for name, limits in known.items() if why_not(limits, has_triton=True) is None]
+        raise ValueError(f"no CUDA device is here: name the one to compile for, --device {' or '.join(able)}")
     else:
         found = DeviceLimits.of(EngineConfig("", device=name).resolve_device())
     limit = why_not(found)
