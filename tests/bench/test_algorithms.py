@@ -46,6 +46,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[ColumnLibrary]:
     monkeypatch.setattr(cublaslt, "_library", lambda: fake)
     monkeypatch.setattr(cublaslt, "_handle", lambda device: ctypes.c_void_p(1))
     monkeypatch.setattr(cublaslt, "_stream", lambda device: 0)
+    monkeypatch.setattr(cublaslt, "supports", lambda x, weight: True)
     monkeypatch.setattr(Product, "weights", lambda self: [torch.randn(OUT, WIDTH).bfloat16() for _ in range(2)])
     cublaslt.product_by.cache_clear()
     yield fake
@@ -100,6 +101,16 @@ def test_what_the_table_has_stays_unless_it_is_slower(monkeypatch: pytest.Monkey
     clock(monkeypatch, library, TIMES)
     tile = Choice("skinny", {}, 8.1, 10.0)
     assert tuned({key(96): tile, key(128): Choice("skinny", {}, 9.0, 10.0)}, {}, (96, 128)).keys() == {128}
+
+
+def test_a_weight_that_no_algorithm_would_serve_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch, library: ColumnLibrary
+) -> None:
+    """A small one, one of odd sizes, or any on another device: an entry would stand in the way of a tile."""
+    timed = clock(monkeypatch, library, TIMES)
+    monkeypatch.setattr(cublaslt, "supports", lambda x, weight: weight.shape != (OUT, WIDTH))
+    assert tuned({key(96): Choice("skinny", {}, 9.0, 10.0)}, {}) == {}
+    assert not timed
 
 
 def test_one_that_is_wrong_is_not_used(

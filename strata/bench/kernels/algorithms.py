@@ -30,7 +30,7 @@ Calls = Sequence[Callable[[], object]]
 def tune_algorithms(
     products: Sequence[Product], table: Table, known: Table, rows: Sequence[int] = ROWS
 ) -> Iterator[Finding]:
-    """An algorithm for each product `linear` and number of rows, or that F.linear was as fast.
+    """An algorithm for each product `linear` that may run by one, and number of rows, or that F.linear was as fast.
 
     Candidates are what the library proposes, what `known` has for the weight, and what was found for fewer rows. Where
     `table` has an entry that is as fast there is no finding.
@@ -43,6 +43,8 @@ def tune_algorithms(
             continue
         torch.cuda.empty_cache()
         weights = product.weights()
+        if not cublaslt.supports(weights[0], weights[0]):
+            continue
         candidates = list(_known(known, product, version))
         for count in rows:
             key = _key(product, count)

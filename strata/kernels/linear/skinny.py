@@ -1,8 +1,8 @@
 """The dense layer for few rows (decoding): the weight streams through once, at the speed of memory.
 
-Two kernels (`gemm_skinny_kernels`): for one to four rows, and for up to 256. Both can apply the scale of a norm to the
+Two kernels (`skinny_kernels`): for one to four rows, and for up to 256. Both can apply the scale of a norm to the
 rows, gate half of the columns by the other half, or add a residual and prepare the next norm (`prenorm`). Which tile
-serves which shape was measured (`strata bench kernels --tune`, `gemm_skinny_tiles`).
+serves which shape was measured (`strata bench kernels --tune`, `skinny_tiles`).
 """
 
 from __future__ import annotations

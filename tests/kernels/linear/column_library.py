@@ -13,7 +13,7 @@ DTYPES = {2: torch.float16, 14: torch.bfloat16}
 
 
 class ColumnLibrary:
-    """The functions of cublasLt.h that `gemm_cublaslt` calls, for addresses in host memory."""
+    """The functions of cublasLt.h that `strata.kernels.linear.cublaslt` calls, for addresses in host memory."""
 
     def __init__(self) -> None:
         self.objects: dict[int, Any] = {}
