@@ -219,11 +219,12 @@ def test_figures_by_hand() -> None:
         Outcome(due=0.0, sent=0.0, times=(0.1, 0.2, 0.4), ended=0.5, prompt_tokens=10, output_tokens=4, fault=None),
         Outcome(due=1.0, sent=1.2, times=(1.5, 1.6), ended=1.7, prompt_tokens=20, output_tokens=2, fault=None),
         Outcome(2.0, 2.0, (2.1,), 4.0, 0, 0, Fault("cut", "", lost=True)),
-        Outcome(3.0, 3.0, (), 3.1, 0, 0, Fault("HTTP 429", "", lost=False)),
+        Outcome(3.0, 3.0, (), 3.1, 0, 0, Fault("HTTP 429", "slower", lost=False)),
     ]
     found = figures(outcomes, {})
     assert (found.requests, found.completed, found.lost) == (4, 2, 1)
     assert found.faults == {"cut": 1, "HTTP 429": 1}
+    assert found.fault_messages == {"cut": "", "HTTP 429": "slower"}
     assert found.seconds == pytest.approx(4.0)
     assert (found.prompt_tokens, found.output_tokens, found.chunks) == (30, 6, 5)
     assert found.requests_per_second == pytest.approx(2 / 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.plot_serve import newest_sweep
 from strata.bench.load import server
+from strata.bench.load.answer import Fault
 from strata.bench.load.connection import Client
 from strata.bench.load.measures import figures
+from strata.bench.load.report import LoadResult, report_console
 from strata.bench.load.request_sets import Ask, encode
 from strata.bench.load.send import Outcome, run, send_all
 from strata.cli.main import app
@@ -63,6 +65,7 @@ def test_every_failure_is_counted_and_every_request_accounted_for(failure: str) 
     assert message in outcomes[1].fault.message  # type: ignore[union-attr]
     found = figures(outcomes, {})
     assert (found.requests, found.completed, found.faults, found.lost) == (5, 3, {kind: 2}, 2 * lost)
+    assert found.fault_messages == {kind: outcomes[1].fault.message}  # type: ignore[union-attr]
 
 
 def test_without_a_server_every_request_is_lost() -> None:
@@ -243,18 +246,16 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_measurement(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_newest_sweep_of_a_results_file_is_drawn(tmp_path: Path) -> None:
-    path = tmp_path / "results.jsonl"
-    lines = [
-        {"started": "A", "request_rate": 1},
-        {"started": "B", "request_rate": 2},
-        {"started": "B", "request_rate": 3},
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert newest_sweep(path) == lines[1:]
-
-
 def test_a_picture_needs_matplotlib_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match="pip install matplotlib"):
         bench(NOBODY, "--request-rate", "500", "--plot", str(tmp_path / "load.svg"))
+
+
+def test_what_failed_is_told_in_the_servers_words(capsys: pytest.CaptureFixture[str]) -> None:
+    """A count of HTTP 503 does not say which limit of the server was reached."""
+    refused = Fault("HTTP 503", "the queue [of 4] is full", lost=False)
+    outcomes = [Outcome(0.0, 0.0, (), 0.1, 0, 0, refused)] * 2
+    result = LoadResult("now", "fake", "a data set", math.inf, None, 1.0, None, 0, figures(outcomes, {}))
+    report_console().print(result.shown())
+    assert "HTTP 503: the queue [of 4] is full\n" in capsys.readouterr().out

@@ -62,16 +62,17 @@ class Goodput:
 class Figures:
     """What one load came to.
 
-    seconds: from the first request sent to the last answer's end. faults: requests that failed, by kind; lost: those
-    of them that ended without a word from the server (cut off, timed out, no connection). chunks: parts that the text
-    came in, fewer than the tokens where several came at once. ttft, tpot, itl, e2e: of the good requests; itl is the
-    time between two chunks. send_lag: how late requests were sent, which is the load generator's own fault or, with
-    bounded concurrency, the server's.
+    seconds: from the first request sent to the last answer's end. faults: requests that failed, by kind;
+    fault_messages: what was said of the first of each kind; lost: those of them that ended without a word from the
+    server (cut off, timed out, no connection). chunks: parts that the text came in, fewer than the tokens where several
+    came at once. ttft, tpot, itl, e2e: of the good requests; itl is the time between two chunks. send_lag: how late
+    requests were sent, which is the load generator's own fault or, with bounded concurrency, the server's.
     """
 
     requests: int
     completed: int
     faults: dict[str, int]
+    fault_messages: dict[str, str]
     lost: int
     seconds: float
     prompt_tokens: int
@@ -92,6 +93,9 @@ def figures(outcomes: Sequence[Outcome], objectives: Mapping[str, float]) -> Fig
     """Of all outcomes of a load. objectives: most milliseconds of "ttft", "tpot", "e2e"; none for no goodput."""
     good = [outcome for outcome in outcomes if outcome.fault is None]
     faults = [outcome.fault for outcome in outcomes if outcome.fault is not None]
+    messages: dict[str, str] = {}
+    for fault in faults:
+        messages.setdefault(fault.kind, fault.message)
     seconds = max(outcome.ended for outcome in outcomes) - min(outcome.sent for outcome in outcomes)
     prompt_tokens = sum(outcome.prompt_tokens for outcome in good)
     output_tokens = sum(outcome.output_tokens for outcome in good)
@@ -100,6 +104,7 @@ def figures(outcomes: Sequence[Outcome], objectives: Mapping[str, float]) -> Fig
         requests=len(outcomes),
         completed=len(good),
         faults=dict(Counter(fault.kind for fault in faults)),
+        fault_messages=messages,
         lost=sum(fault.lost for fault in faults),
         seconds=seconds,
         prompt_tokens=prompt_tokens,

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.table import Table
 
 from strata.bench.load.measures import Distribution, Figures
@@ -73,6 +74,8 @@ class LoadResult:
         faults = ", ".join(f"{count} {kind}" for kind, count in figures.faults.items())
         failed = f"; failed: {faults} ({figures.lost} lost)" if faults else ""
         yield f"{figures.completed:,} of {figures.requests:,} requests completed in {figures.seconds:.1f} s{failed}"
+        for kind, message in figures.fault_messages.items():
+            yield f"{kind}: {escape(message)}"
         requests, output = number(figures.requests_per_second), number(figures.output_tokens_per_second)
         a_chunk = figures.output_tokens / max(1, figures.chunks)
         total = number(figures.total_tokens_per_second)
