@@ -37,9 +37,17 @@ class CheckedCache(CacheManager):  # type: ignore[misc]  # triton is untyped
         return any(self._has_group(folder / self._key) for folder in _folders())
 
     def get_file(self, filename: str) -> str | None:
-        """The path of a file that is whole, else None."""
+        """The path of a file that is whole, else None. What the cache's folder did not take once goes there now if it
+        can, since that is what is kept and shared."""
         found = self._whole(filename)
-        return None if found is None else str(found[0])
+        if found is None:
+            return None
+        path, content = found
+        kept = _folders()[0] / self._key
+        if path.parent != kept:
+            with suppress(OSError):
+                return _write(kept, filename, content)
+        return str(path)
 
     def read(self, filename: str) -> bytes | None:
         """What is in a file that is whole, else None."""
@@ -63,23 +71,18 @@ class CheckedCache(CacheManager):  # type: ignore[misc]  # triton is untyped
         if listing is None:
             return None
         found = {name: self.get_file(name) for name in json.loads(listing)["child_paths"]}
-        return {name: path for name, path in found.items() if path} if all(found.values()) else None
+        if not all(found.values()):
+            return None
+        self.get_file(f"{_GROUP}{filename}")  # after its files: other programs believe it
+        return {name: path for name, path in found.items() if path}
 
     def put_group(self, filename: str, group: dict[str, str]) -> str:
         return self.put(json.dumps({"child_paths": group}), f"{_GROUP}{filename}")
 
     def _whole(self, filename: str) -> tuple[Path, bytes] | None:
-        """What the cache's folder did not take once goes there now if it can, since that is what is kept and shared."""
-        paths = [folder / self._key / filename for folder in _folders()]
-        for path in paths:
-            content = _read_whole(path)
-            if content is None:
-                continue
-            if path is not paths[0]:
-                with suppress(OSError):
-                    return Path(_write(paths[0].parent, filename, content)), content
-            return path, content
-        return None
+        paths = (folder / self._key / filename for folder in _folders())
+        read = ((path, _read_whole(path)) for path in paths)
+        return next(((path, content) for path, content in read if content is not None), None)
 
     def _has_group(self, folder: Path) -> bool:
         try:

@@ -156,6 +156,30 @@ def test_what_only_the_spare_folder_has_comes_into_the_caches(folder: Path) -> N
     assert compile_doubled()[1]
 
 
+def test_it_is_listed_there_after_its_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs believe a list: who is stopped on the way leaves none without its files."""
+    folder.write_text("a file")
+    compile_doubled()
+    folder.unlink()
+    monkeypatch.setattr(os, "replace", real := Replacing())
+    compile_doubled()
+    lists = [at for at, name in enumerate(real.names) if name.startswith("__grp__")]
+    assert len(real.names) > 10
+    assert lists == [len(real.names) - 2, len(real.names) - 1]  # itself, and its sum
+
+
+class Replacing:
+    """`os.replace`, and the names that it made."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._real = os.replace
+
+    def __call__(self, source: Any, target: Any) -> None:
+        self.names.append(Path(target).name)
+        self._real(source, target)
+
+
 def test_without_any_folder_for_temporary_files_the_cache_serves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container may be able to write into the cache alone, or nowhere."""
     compile_doubled()
