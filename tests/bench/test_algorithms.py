@@ -103,6 +103,15 @@ def test_what_the_table_has_stays_unless_it_is_slower(monkeypatch: pytest.Monkey
     assert tuned({key(96): tile, key(128): Choice("skinny", {}, 9.0, 10.0)}, {}, (96, 128)).keys() == {128}
 
 
+def test_a_tile_of_more_rows_stays_where_it_is_as_fast(monkeypatch: pytest.MonkeyPatch, library: ColumnLibrary) -> None:
+    """Fewer rows take it no longer; an entry for them would hide it otherwise."""
+    clock(monkeypatch, library, TIMES)
+    fast, slow, other = Choice("skinny", {}, 8.1, 10.0), Choice("skinny", {}, 9.0, 10.0), Choice("cublas", {}, 8.1, 8.1)
+    assert tuned({key(96): fast}, {}, (80,)) == {80: fast}
+    assert tuned({key(96): slow}, {}, (80,))[80].implementation == "cublaslt"
+    assert tuned({key(96): other}, {}, (80,))[80].implementation == "cublaslt", "the library may choose worse for fewer"
+
+
 def test_a_weight_that_no_algorithm_would_serve_is_not_measured(
     monkeypatch: pytest.MonkeyPatch, library: ColumnLibrary
 ) -> None:

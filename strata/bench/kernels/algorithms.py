@@ -16,6 +16,7 @@ from strata.bench.kernels.tuning import LIBRARY, MIN_GAIN, Finding, is_right
 from strata.hardware.replay import time_replayed
 from strata.kernels.linear import cublaslt
 from strata.kernels.linear.measured_algorithms import IMPLEMENTATION, MOST_ROWS, MeasuredAlgorithm, algorithms_of
+from strata.kernels.linear.skinny_tiles import IMPLEMENTATION as TILE
 from strata.kernels.tuned import Choice, Key, Table, serving
 
 # The sizes of recorded steps, close together where padding would cost most.
@@ -33,7 +34,7 @@ def tune_algorithms(
     """An algorithm for each product `linear` that may run by one, and number of rows, or that F.linear was as fast.
 
     Candidates are what the library proposes, what `known` has for the weight, and what was found for fewer rows. Where
-    `table` has an entry that is as fast there is no finding.
+    `table` has an entry that is as fast there is no finding; where a tile of more rows is, that is found.
     """
     version = cublaslt.version()
     if version is None:
@@ -49,9 +50,13 @@ def tune_algorithms(
         for count in rows:
             key = _key(product, count)
             choice = _fastest(product, weights, count, candidates, version)
-            had = table.get(key)
+            had = serving(table, key)
+            if had is not None and key not in table and had.implementation != TILE:
+                had = None  # of fewer rows the library may make more
             if had is None or had.seconds > MIN_GAIN * choice.seconds:
                 yield Finding(product, key, choice)
+            elif key not in table:
+                yield Finding(product, key, had)
             if choice.implementation == IMPLEMENTATION:
                 candidates = list(dict.fromkeys([*candidates, bytes.fromhex(choice.parameters["algorithm"])]))
 
