@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from typer.main import get_command
 import strata
 from strata.cli.ending import ending
 from strata.cli.help import Command
+from strata.cli.threads import spin_briefly
 
 _MODULES = {
     "serve": "strata.cli.serve:command",
@@ -75,6 +77,8 @@ def start(
 
 def main() -> None:
     """Run the command; how it ends is in `ending`."""
+    if sys.argv[1:2] != ["train"]:  # whose threads sleep at once
+        spin_briefly()
     with ending():
         app()
 

@@ -199,6 +199,10 @@ def test_the_api_process_has_not_loaded_torch(server: Running) -> None:
     assert "libtorch" in Path(f"/proc/{server.engine()}/maps").read_text()
 
 
+def test_the_engines_threads_spin_briefly(server: Running) -> None:
+    assert b"GOMP_SPINCOUNT=10000" in Path(f"/proc/{server.engine()}/environ").read_bytes().split(b"\0")
+
+
 def test_what_the_server_keeps_on_disk_is_its_users_alone(server: Running) -> None:
     assert server.folder.stat().st_mode & 0o777 == 0o700
 
