@@ -44,6 +44,7 @@ def loads(model: str) -> list[Load]:
         Load("lognormal", f"lognormal lengths, {IN_FLIGHT} in flight", (*full, *_LOGNORMAL)),
         Load("cached", "496 of 512 cached, one at a time", (*one, *_CACHED)),
         *(Load("cached", f"496 of 512 cached, {name}", (*options, *_CACHED)) for name, options in rates),
+        Load("cached", f"496 of 512 cached, {IN_FLIGHT} in flight", (*full, *_CACHED)),
     ]
     return [
         Load(load.kind, load.name, (*load.options, "--seed", str(seed))) for seed, load in enumerate(found, start=1)

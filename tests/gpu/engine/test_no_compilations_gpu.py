@@ -40,7 +40,9 @@ def random_mix() -> Requests:
     for number in range(2000):
         length = rng.choice([1, 7, 40, 200, rng.randint(1, 700)]) if number % 50 else rng.randint(1000, 3500)
         prompts.append(shared[: rng.choice([0, 100, 300])] + [rng.randint(0, LARGEST_ID) for _ in range(length)])
-        params.append(SamplingParams(ignore_eos=True, max_tokens=rng.randint(1, 60), **rng.choice(WAYS)))
+        way = rng.choice(WAYS)
+        most = rng.randint(way.get("min_tokens", 1), 60)
+        params.append(SamplingParams(ignore_eos=True, max_tokens=most, **way))
     return prompts, params
 
 

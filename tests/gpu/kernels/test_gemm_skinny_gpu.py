@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -171,16 +170,3 @@ def test_linear_takes_what_the_table_says() -> None:
         assert bound.choose(x, weight, None).name == IMPLEMENTATION
         assert_right(bound(x, weight, None), x, weight, None)
         assert bound.choose(draw(2 * MOST_ROWS, key.width), weight, None).name != IMPLEMENTATION
-
-
-def test_rows_that_do_not_fill_a_tile_take_no_longer_than_rows_that_do() -> None:
-    weights = [draw(4096, 14336) for _ in range(10)]
-    tile = SkinnyTile("dot", 64, 64, 4, 5, 2, True, rows=128)
-
-    def seconds(rows: int) -> float:
-        x = draw(rows, 14336)
-        return time_replayed([partial(skinny_linear, x, weight, None, tile) for weight in weights]).seconds
-
-    seconds(128)
-    filled = seconds(128)
-    assert all(seconds(rows) < 1.1 * filled for rows in (66, 96, 120))
