@@ -15,6 +15,7 @@ class Cost:
     `flops` are floating-point operations (a multiply-add is two). `read` and `written` are the fewest bytes the
     operation must move through device memory: each input read once, each output written once. `weights` is the part of
     `read` that is parameters; `cached` the part of `bytes` that is keys and values of the sequences, each once.
+    `messages` are those that one rank sends to others, one after another, and `sent` their bytes; it receives as much.
     """
 
     flops: int = 0
@@ -22,6 +23,8 @@ class Cost:
     written: int = 0
     weights: int = 0
     cached: int = 0
+    messages: int = 0
+    sent: int = 0
 
     @property
     def bytes(self) -> int:
@@ -29,8 +32,9 @@ class Cost:
 
     @property
     def least(self) -> Cost:
-        """What is left of it in a step whose activations stay on the chip: weights and cached keys and values."""
-        return Cost(self.flops, self.weights + self.cached, 0, self.weights, self.cached)
+        """What is left in a step whose activations stay on the chip: weights, cached keys and values, messages."""
+        read = self.weights + self.cached
+        return Cost(self.flops, read, 0, self.weights, self.cached, self.messages, self.sent)
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -39,10 +43,13 @@ class Cost:
             self.written + other.written,
             self.weights + other.weights,
             self.cached + other.cached,
+            self.messages + other.messages,
+            self.sent + other.sent,
         )
 
     def __sub__(self, other: Cost) -> Cost:
-        return self + Cost(-other.flops, -other.read, -other.written, -other.weights, -other.cached)
+        negated = (-other.flops, -other.read, -other.written, -other.weights, -other.cached)
+        return self + Cost(*negated, -other.messages, -other.sent)
 
 
 @dataclass(frozen=True)

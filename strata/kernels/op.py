@@ -19,7 +19,7 @@ from strata.hardware.roofline import Cost
 from strata.kernels.device_limits import implementations_for
 
 # Instead of the names of a library's kernels, which are for it to choose; one may stand for several in a row.
-ATEN, CUBLAS, CUDNN = "(ATen)", "(cuBLAS)", "(cuDNN)"
+ATEN, CUBLAS, CUDNN, NCCL = "(ATen)", "(cuBLAS)", "(cuDNN)", "(NCCL)"
 Kernels = tuple[Any, ...] | Callable[..., tuple[Any, ...]]  # a kernel of Triton, or the name of a library
 
 
@@ -58,6 +58,7 @@ class Operation:
         [out] or None. gated: of that product the first half of the columns gates the second.
     reads_state: a token's result follows from what its sequence has kept (the keys and values before it), so the work
         depends on how long the sequences are.
+    collective: all ranks of an axis run it together; its second argument is the axis.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Operation:
     product: bool = False
     gated: bool = False
     reads_state: bool = False
+    collective: bool = False
     implementations: list[Implementation] = field(default_factory=list)
     _bound: dict[tuple[str, bool, bool], Bound] = field(default_factory=dict, repr=False)
 
@@ -179,6 +181,7 @@ def operation(
     product: bool = False,
     gated: bool = False,
     reads_state: bool = False,
+    collective: bool = False,
 ) -> Callable[[Callable[..., Any]], Operation]:
     """Make the decorated reference an operation of the same name and list it in `OPERATIONS`.
 
@@ -191,7 +194,7 @@ def operation(
         if reference.__name__ in OPERATIONS:
             raise ValueError(f"operation {reference.__name__!r} is defined twice")
         name = reference.__name__
-        made = Operation(name, reference, cost, meta, mutates, rowwise, product, gated, reads_state)
+        made = Operation(name, reference, cost, meta, mutates, rowwise, product, gated, reads_state, collective)
         made.__doc__ = reference.__doc__
         OPERATIONS[made.name] = made
         return made

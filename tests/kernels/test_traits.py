@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import strata.comm.operations
 import strata.models.families  # noqa: F401  (every operation of a model)
 from strata.graph import fuse_attention, fuse_products  # noqa: F401  (and of its passes)
 from strata.kernels.linear import fp8  # noqa: F401
@@ -41,7 +42,12 @@ ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
 
 
 def test_these_are_all_that_are_said_to_be_rowwise() -> None:
-    assert {name for name, one in OPERATIONS.items() if one.rowwise} == {*ROWWISE, "linear_add"}
+    assert {name for name, one in OPERATIONS.items() if one.rowwise} == {
+        *ROWWISE,
+        "linear_add",
+        "all_reduce",
+        "all_gather",
+    }
 
 
 @pytest.mark.parametrize("name", ROWWISE)
