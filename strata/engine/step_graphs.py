@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from strata.comm.operations import Along
 from strata.engine.sampler import DrawInputs, draw_ids
-from strata.graph.bind import bind
+from strata.graph.bind import NO_AXES, bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
 from strata.graph.cost import operation_counts
@@ -24,11 +25,13 @@ from strata.graph.fuse_products import fuse_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
 from strata.graph.product_times import measured_seconds, products_of
+from strata.graph.shard import shard as shard_graph
 from strata.kernels import tuned
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
 from strata.kernels.state.clear_page_ends import clear_page_ends
 from strata.kernels.state.gather_tables import gather_tables
 from strata.kernels.state.newest_tokens import newest_tokens
+from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 
 # Up to so many rows, products that take up norms, gating and residuals were faster than the library's with kernels
 # between them in whole steps of the 0.6B and the 8B shape on an H200; beyond, that depends on the weights.
@@ -155,22 +158,30 @@ class _Draw(nn.Module):
 
 
 def step_graphs(
-    model: nn.Module, kind: str, deterministic: bool, table: tuned.Table = MappingProxyType({})
+    model: nn.Module,
+    kind: str,
+    deterministic: bool,
+    table: tuned.Table = MappingProxyType({}),
+    shard: RankShard | None = None,
 ) -> StepGraphs:
     """Capture a model, run the passes, and bind for `kind` (see `Operation.bind`). table: of the device, if it has one.
+    shard: of the rank whose model it is, where several share one.
 
     Raises NotImplementedError if an operation has no implementation there. Only on CUDA, and not in deterministic mode,
     are there implementations for which the passes pay that look at the number of rows.
     """
     captured, head = capture(model), capture_head(model)
     counts = operation_counts(captured) + operation_counts(head)
+    if shard is not None:
+        captured, head = (_of_rank(graph, shard) for graph in (captured, head))
+    axes = NO_AXES if shard is None else shard.axes
     by_rows = kind == "cuda" and not deterministic
 
     def whole() -> fx.GraphModule:
         return fuse(merge(compose(captured, head)))
 
     def bound(graph: fx.GraphModule) -> fx.GraphModule:
-        return bind(graph, kind, deterministic)
+        return bind(graph, kind, deterministic, axes)
 
     small = large = None
     if by_rows:
@@ -194,3 +205,8 @@ def step_graphs(
         captured=counts,
         table=table,
     )
+
+
+def _of_rank(graph: fx.GraphModule, shard: RankShard) -> fx.GraphModule:
+    along = Along(TENSOR_AXIS, shard.size)
+    return shard_graph(graph, shard.placements, along, shard.index, shard.whole.vocab_size)

@@ -48,11 +48,16 @@ def randomize(model: CausalLM, seed: int) -> None:
         _fill_dummy(name, parameter, generator)
 
 
-def dummy_values(model: CausalLM, seed: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """What `randomize` gives a float32 model on `device`, parameter by parameter; `model` may be on the meta device."""
+def dummy_values(
+    model: CausalLM, seed: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[str, Tensor]]:
+    """What `randomize` gives a model of `dtype` on `device`, parameter by parameter; `model` may be on the meta device.
+
+    The numbers of one dtype are not those of another.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
-        value = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+        value = torch.empty(parameter.shape, dtype=dtype, device=device)
         _fill_dummy(name, value, generator)
         yield name, value
 

@@ -22,6 +22,7 @@ from strata.models.families import build
 from strata.models.initialize import randomize
 from strata.models.layers import CausalLM
 from strata.models.memory import require_memory
+from strata.models.part import Box, ModelPart, boxes, held, randomize_part, whole
 from strata.models.shapes import SHAPES
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -79,12 +80,14 @@ def load(
     load_format: str = "auto",
     max_length: int | None = None,
     seed: int = 0,
+    part: ModelPart | None = None,
 ) -> tuple[CausalLM, ModelConfig]:
     """The model of a folder (or, with dummy weights, of a named shape) on `device`, and its config.
 
     All headers are checked against the model before memory is allocated or a weight is read. Weights are streamed into
     place in pieces, so the host never holds more than the pages of one file and a piece. `load_format` as in
-    `resolve`, `dtype` as in `resolve_dtype`, `max_length` as in `build`; `seed` is that of dummy weights.
+    `resolve`, `dtype` as in `resolve_dtype`, `max_length` as in `build`; `seed` is that of dummy weights. part: of the
+    model that is wanted, whose boxes alone are read of each tensor; the config is the part's then.
 
     Raises ValueError for a missing or corrupt file; missing, unexpected or misshapen tensors; too little memory.
     """
@@ -92,18 +95,24 @@ def load(
     device = torch.device(device)
     dtype = resolve_dtype(dtype, config, device)
     with torch.device("meta"):
-        made = build(config, max_length)
+        complete = build(config, max_length)
+        made = complete if part is None else build(part.config, max_length)
+    given = config if part is None else part.config
     if folder is None or load_format == "dummy":
         materialize(made, device, dtype)
-        randomize(made, seed)
-        return made, config
+        if part is None:
+            randomize(made, seed)
+        else:
+            randomize_part(made, part, complete, seed)
+        return made, given
     tensors = read_checkpoint(folder)
-    sources = match_tensors(made, tensors, folder)
+    sources = match_tensors(complete, tensors, folder)
+    places = boxes(made, part, {name: stored.shape for name, stored in sources.items()})
     materialize(made, device, dtype)
-    _fill(made, sources)
+    _fill(made, sources, places)
     if config.tied and _HEAD in tensors and _EMBEDDING in tensors:
-        _check_tie(tensors, folder)
-    return made, config
+        _check_tie(tensors, folder, places[_EMBEDDING])
+    return made, given
 
 
 def weight_bytes(model: nn.Module, dtype: torch.dtype) -> int:
@@ -161,40 +170,44 @@ def stored_values(model: CausalLM, folder: Path, wanted: Container[str]) -> Iter
         value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
         for stored, view in stored_views(model, name, value):
             with safe_open(sources[stored].file, framework="pt", device="cpu") as reader:
-                for rows, piece in _pieces(reader, sources[stored]):
+                for rows, piece in _pieces(reader, sources[stored], whole(sources[stored].shape)):
                     view[rows].copy_(piece)
         yield name, value
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, sources: dict[str, StoredTensor]) -> None:
-    """Copy every tensor to its parameter, file by file and in the order of the file."""
+def _fill(model: nn.Module, sources: dict[str, StoredTensor], places: dict[str, Box]) -> None:
+    """Copy of every tensor its box to its parameter, file by file and in the order of the file."""
     parameters = stored_parameters(model)
     order = sorted(sources, key=lambda name: (sources[name].file, sources[name].start))
     for file, names in itertools.groupby(order, key=lambda name: sources[name].file):
         with safe_open(file, framework="pt", device="cpu") as reader:
             for name in names:
-                for rows, piece in _pieces(reader, sources[name]):
-                    parameters[name][rows].copy_(piece)
+                target = held(parameters[name], places[name])
+                for rows, piece in _pieces(reader, sources[name], places[name]):
+                    target[rows].copy_(piece)
 
 
-def _pieces(reader: Any, stored: StoredTensor) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of a stored tensor in pieces of about `_PIECE_BYTES`, each with where it goes."""
-    row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
+def _pieces(reader: Any, stored: StoredTensor, box: Box) -> Iterator[tuple[slice, Tensor]]:
+    """A box of a stored tensor in pieces of about `_PIECE_BYTES`, each with its rows, counted from the box's first."""
+    (first, end), *others = box
+    row_bytes = math.prod(last - start for start, last in others) * stored.dtype.itemsize
     step = max(1, _PIECE_BYTES // max(1, row_bytes))
     tensor = reader.get_slice(stored.name)
-    for start in range(0, stored.shape[0], step):
-        rows = slice(start, min(start + step, stored.shape[0]))
-        yield rows, tensor[rows]
+    columns = [slice(*bounds) for bounds in others]
+    for start in range(first, end, step):
+        last = min(start + step, end)
+        yield slice(start - first, last - first), tensor[(slice(start, last), *columns)]
 
 
-def _check_tie(tensors: dict[str, StoredTensor], folder: Path) -> None:
-    """config.json ties the head to the embedding: a head that is stored all the same must be equal to it."""
+def _check_tie(tensors: dict[str, StoredTensor], folder: Path, box: Box) -> None:
+    """config.json ties the head to the embedding: a head that is stored all the same must be equal to it, in the box
+    that is read."""
     head, embedding = tensors[_HEAD], tensors[_EMBEDDING]
     equal = head.shape == embedding.shape and head.dtype == embedding.dtype
     if equal:
         with safe_open(head.file, framework="pt") as heads, safe_open(embedding.file, framework="pt") as embeddings:
-            pairs = zip(_pieces(heads, head), _pieces(embeddings, embedding), strict=True)
+            pairs = zip(_pieces(heads, head, box), _pieces(embeddings, embedding, box), strict=True)
             equal = all(torch.equal(one, other) for (_, one), (_, other) in pairs)
     if not equal:
         raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import AXES, Axis, Mesh
-from strata.parallel.families import Placement
+from strata.comm.placement import Placement
 from strata.parallel.tensor import TensorSharding
 
 

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from strata.comm.mesh import Axis, Mesh
+from strata.comm.placement import Placement
 from strata.models.layers import DecoderLayer
 from strata.parallel.data_parallel import GradientAxes, ParameterShard, global_norm
-from strata.parallel.families import Placement
 from strata.parallel.tensor import TensorSharding
 
 

@@ -10,10 +10,11 @@ import torch
 
 from strata.comm.launch import World
 from strata.comm.mesh import AXES, Mesh
+from strata.comm.placement import Placement
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.parallel.context import Method, check_heads
-from strata.parallel.families import TABLES, Placement, placements
+from strata.parallel.families import TABLES, placements
 from strata.parallel.schedules import make_schedule
 
 

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from strata.comm.collectives import all_gather, all_reduce, copy_to, reduce_scatter, start_all_reduce
 from strata.comm.mesh import Axis
+from strata.comm.placement import Placement
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
 from strata.models.batch import Batch
 from strata.models.layers import Embedding, Linear
-from strata.parallel.families import Placement, Table, placements, span
+from strata.parallel.families import Table, placements, span
 from strata.parallel.ring_products import products_of_gathered, scattered_product
 
 _DECODER, _LAST_NORM = "model", "model.norm"

@@ -82,7 +82,18 @@ def test_sampled_ids() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["embedding", "rms_norm", "linear", "silu_mul", "rope_angles", "rope", "kv_write", "gumbel_sample"]
+    "name",
+    [
+        "embedding",
+        "vocabulary_embedding",
+        "rms_norm",
+        "linear",
+        "silu_mul",
+        "rope_angles",
+        "rope",
+        "kv_write",
+        "gumbel_sample",
+    ],
 )
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_operation_of_a_model_has_an_invariant_implementation(name: str, device: str) -> None:

@@ -10,6 +10,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
+from strata.kernels.linear.vocabulary_embedding import vocabulary_embedding
 from strata.kernels.norm.norm import rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.rotary.rope import rope, rope_angles
@@ -106,6 +107,17 @@ def test_embedding_picks_rows(way: dict) -> None:
 
 
 @pytest.mark.parametrize("way", [{}, {"deterministic": True}])
+def test_embeddings_by_parts_of_the_table_add_up(way: dict) -> None:
+    weight = torch.randn(11, 6)
+    tokens = torch.tensor([3, 0, 10, 3, 4], dtype=torch.int32)
+    run = vocabulary_embedding.bind("cpu", **way)
+    first, second = run(tokens, weight[:4], 0), run(tokens, weight[4:], 4)
+    assert torch.equal(first + second, weight[tokens])
+    assert torch.equal(second[[0, 1, 3]], torch.zeros(3, 6))
+    assert torch.equal(run(tokens, torch.full((3, 6), torch.nan), 20), torch.zeros(5, 6))
+
+
+@pytest.mark.parametrize("way", [{}, {"deterministic": True}])
 @pytest.mark.parametrize("slots", [[5, 31, 0, 17], [-1, 9, -1, 2], [-1, -1, -1, -1], []])
 def test_kv_write_fills_its_slots_and_nothing_else(slots: list[int], way: dict) -> None:
     pages = pages_of(slots)
@@ -157,6 +169,7 @@ HAND_COUNTS = [
     (embedding, (meta(7, dtype=torch.int32), meta(100, 64)), Cost(0, 7 * 4 + 7 * 128, 7 * 128, 7 * 128)),
     # No more rows are read than there are.
     (embedding, (meta(7, dtype=torch.int32), meta(5, 64)), Cost(0, 7 * 4 + 5 * 128, 7 * 128, 5 * 128)),
+    (vocabulary_embedding, (meta(7, dtype=torch.int32), meta(50, 64), 50), Cost(0, 28 + 7 * 128, 7 * 128, 7 * 128)),
     (rms_norm, (meta(7, 64), meta(64), 1e-5), Cost(7 * 64 * 4, 7 * 128 + 128, 7 * 128, 128)),
     (linear, (meta(7, 64), meta(96, 64), None), Cost(7 * 64 * 96 * 2, 896 + 12288, 7 * 192, 12288)),
     (linear, (meta(7, 64), meta(96, 64), meta(96)), Cost(86016 + 672, 896 + 12288 + 192, 7 * 192, 12288 + 192)),

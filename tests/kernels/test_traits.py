@@ -12,7 +12,7 @@ from torch import Tensor
 import strata.comm.operations
 import strata.models.families  # noqa: F401  (every operation of a model)
 from strata.graph import fuse_attention, fuse_products  # noqa: F401  (and of its passes)
-from strata.kernels.linear import fp8  # noqa: F401
+from strata.kernels.linear import fp8, vocabulary_embedding  # noqa: F401
 from strata.kernels.op import OPERATIONS
 
 ROWS, WIDTH = 9, 16
@@ -27,6 +27,7 @@ CHOSEN = torch.arange(2 * ROWS).view(ROWS, 2) % 4
 # The activations of each operation, of which rows can be left out, and what follows them.
 ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "embedding": ((torch.arange(ROWS),), (some(ROWS, WIDTH),)),
+    "vocabulary_embedding": ((torch.arange(ROWS),), (some(4, WIDTH), 3)),
     "rope_angles": ((torch.arange(ROWS).int(),), (some(ROWS, WIDTH),)),
     "rope": ((some(ROWS, 2, WIDTH), some(ROWS, 1, WIDTH), some(ROWS, 1, WIDTH)), ()),
     "rms_norm": ((X,), (FACTOR, 1e-5)),
@@ -38,7 +39,6 @@ ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "silu_mul": ((X, X + 1), ()),
     "route": ((some(ROWS, 4),), (None, 2, True)),
     "experts": ((X, some(ROWS, 2), CHOSEN), (some(4, 8, WIDTH), some(4, WIDTH, 4))),
-    "held_experts": ((X, some(ROWS, 2), CHOSEN), (some(2, 8, WIDTH), some(2, WIDTH, 4), 1, 4)),
 }
 
 

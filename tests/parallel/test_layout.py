@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from strata.comm.placement import Placement
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import FAMILIES, build
 from strata.models.shapes import SHAPES
-from strata.parallel.families import TABLES, Placement, Rule, placements, span
+from strata.parallel.families import TABLES, Rule, placements, span
 from strata.parallel.layout import Layout, auto_layout
 from tests.models.checkpoints import FAMILY_CONFIGS
 from tests.parallel.models import config_of

@@ -49,10 +49,10 @@ def embedding_kernel(tokens, weight, result, rows, weight_stride, width, ROWS: t
 
 # Elements of a tile and its warps: enough that each thread has several loads under way.
 _TILE_ELEMENTS = 4096
-_WARPS = 4
+WARPS = 4
 
 
-def _tile(width: int) -> dict[str, int]:
+def row_tile(width: int) -> dict[str, int]:
     columns: int = min(next_power_of_2(width), _TILE_ELEMENTS)
     return {"ROWS": _TILE_ELEMENTS // columns, "COLUMNS": columns}
 
@@ -61,20 +61,18 @@ def _triton(tokens: Tensor, weight: Tensor) -> Tensor:
     width = weight.shape[1]
     result = torch.empty((*tokens.shape, width), dtype=weight.dtype, device=weight.device)
     if result.numel():
-        tile = _tile(width)
+        tile = row_tile(width)
         grid = (ceil_div(tokens.numel(), tile["ROWS"]), ceil_div(width, tile["COLUMNS"]))
-        embedding_kernel[grid](
-            tokens, weight, result, tokens.numel(), weight.stride(0), width, **tile, num_warps=_WARPS
-        )
+        embedding_kernel[grid](tokens, weight, result, tokens.numel(), weight.stride(0), width, **tile, num_warps=WARPS)
     return result
 
 
-def _fits(tokens: Tensor, weight: Tensor) -> bool:
+def fits(tokens: Tensor, weight: Tensor) -> bool:
     return tokens.is_contiguous() and weight.stride(1) == 1
 
 
 if HAS_TRITON:
-    embedding.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(embedding_kernel,))(_triton)
+    embedding.implement("triton", "cuda", invariant=True, supports=fits, kernels=(embedding_kernel,))(_triton)
 
 
 @embedding.implement("gather", "cuda", invariant=True)
@@ -87,6 +85,6 @@ def compile_cases() -> list[CompileCase]:
     signature = {"tokens": "*i32", "weight": "*bf16:16", "result": "*bf16:16", "rows": "i32"}
     signature |= {"weight_stride": "i32:16", "width": "i32:16"}
     return [
-        CompileCase(f"embedding of {width}", embedding_kernel, signature, _tile(width), _WARPS, 2)
+        CompileCase(f"embedding of {width}", embedding_kernel, signature, row_tile(width), WARPS, 2)
         for width in (1024, 4096)
     ]

@@ -10,8 +10,8 @@ import torch
 
 from strata.comm.exchange import all_gather_json
 from strata.comm.mesh import Mesh
+from strata.comm.placement import Placement
 from strata.parallel.data_parallel import ParameterShard
-from strata.parallel.families import Placement
 from strata.parallel.tensor import TensorSharding
 from strata.train.optimizer.adamw import AdamW
 from strata.train.optimizer.config import OptimizerConfig

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from strata.comm.placement import Placement
 from strata.hardware.specs import Device
 from strata.kernels.loss.loss import CHUNK_ELEMENTS
 from strata.kernels.loss.loss_grad import CHUNK_BYTES
 from strata.models.config import ModelConfig
 from strata.parallel.buckets import BUCKET_ELEMENTS
-from strata.parallel.families import TABLES, Placement
+from strata.parallel.families import TABLES
 from strata.parallel.layout import Layout
 from strata.parallel.timeline import peak_saved
 from strata.train.config import TrainConfig

@@ -10,9 +10,10 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from strata.comm.placement import Placement
 from strata.models.config import ModelConfig
 from strata.models.families import build
-from strata.parallel.families import TABLES, Placement, placements
+from strata.parallel.families import TABLES, placements
 from strata.parallel.layout import Layout
 from strata.parallel.schedules import PipelineSchedule, make_schedule
 from strata.parallel.stages import layer_spans

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import Mesh
+from strata.comm.placement import Placement
 from strata.comm.to_device import to_device
 from strata.models.layers import CausalLM
 from strata.parallel.data_parallel import all_ranks, gradient_axes
-from strata.parallel.families import Placement
 from strata.parallel.layout import Layout
 from strata.parallel.tensor import TensorSharding
 from strata.parallel.zero import ZeroGradients

@@ -13,6 +13,7 @@ from strata.kernels.linear import fixed as gemm_fixed
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.fixed import Tile
 from strata.kernels.linear.linear import linear
+from strata.kernels.linear.vocabulary_embedding import vocabulary_embedding
 from strata.kernels.loss.loss import linear_cross_entropy
 from strata.kernels.norm.norm import rms_norm
 from strata.kernels.rotary.rope import rope, rope_angles
@@ -133,6 +134,18 @@ def test_embedding(width: int, dtype: torch.dtype) -> None:
             ids = torch.randint(0, 1000, (tokens,), device="cuda", dtype=torch.int32)
             assert torch.equal(run(ids, weight), weight[ids.long()])
             assert torch.equal(run(ids.long(), weight), weight[ids.long()])
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 255, 1024, 5000])
+def test_embeddings_by_parts_of_the_table_add_up(width: int, dtype: torch.dtype) -> None:
+    run = vocabulary_embedding.bind("cuda", deterministic=True)
+    weight = strided(1000, width, dtype)
+    for tokens in (0, 1, 33, 600):
+        ids = torch.randint(0, 1000, (tokens,), device="cuda", dtype=torch.int32)
+        parts = [run(ids, weight[first:end], first) for first, end in ((0, 300), (300, 301), (301, 1000))]
+        assert torch.equal(parts[0] + parts[1] + parts[2], weight[ids.long()])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from strata.comm.launch import World, join_world
 from strata.comm.mesh import Mesh
+from strata.comm.placement import Placement
 from strata.graph.cudagraph import CudaGraphs
 from strata.kernels.optimizer.muon import muon_momentum, muon_update
 from strata.parallel.data_parallel import ParameterShard
-from strata.parallel.families import Placement
 from strata.parallel.layout import Layout
 from strata.parallel.tensor import TensorSharding
 from strata.train.optimizer.adamw import AdamW

@@ -1,1 +1,0 @@
-"""What a start makes, and how long it takes."""

@@ -1,0 +1,116 @@
+"""A captured graph becomes one rank's: where ranks divide the parameters, collectives put the parts together."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from strata.comm.operations import Along, all_gather, all_reduce
+from strata.comm.placement import Placement
+from strata.graph.capture import operation_of
+from strata.kernels.linear.embedding import embedding
+from strata.kernels.linear.vocabulary_embedding import vocabulary_embedding
+from strata.kernels.op import Operation
+
+
+def shard(
+    graph: fx.GraphModule, placements: Mapping[str, Placement], along: Along, index: int, vocabulary: int
+) -> fx.GraphModule:
+    """Put the messages between the ranks along `along` into the graph of rank `index`, in place; returns `graph`.
+
+    graph: captured from the rank's own model and not rewritten by a pass yet. placements: of every parameter that it
+    fetches, by name. vocabulary: ids in all; each rank has as many rows of it, the last ones' beyond it unused.
+
+    - After a product with a ROW weight, and after what EXPERT weights make: an all-reduce. The bias of the product is
+      added to the sum, once.
+    - Rows of a VOCABULARY table: zeros for ids of other ranks, then an all-reduce.
+    - Logits by VOCABULARY rows: an all-gather along the vocabulary.
+
+    What reads other parameters stays: the rank's model holds its own heads and columns. Raises ValueError for a
+    parameter without a placement, and for a divided one that is read by an operation of which it is not known how its
+    parts make the whole.
+    """
+    if along.size == 1:
+        return graph
+    ranks = _Ranks(along, index, vocabulary)
+    for node in list(graph.graph.nodes):
+        operation = operation_of(node)
+        if operation is not None:
+            _shard_node(graph, node, operation, _read(node, placements), ranks)
+    graph.recompile()
+    return graph
+
+
+class _Ranks(NamedTuple):
+    """What the graph has to know of its ranks."""
+
+    along: Along
+    rank: int
+    vocabulary: int
+
+
+def _read(node: fx.Node, placements: Mapping[str, Placement]) -> dict[Placement, fx.Node]:
+    """The parameters that a node reads, one of each placement."""
+    found = {}
+    for source in node.all_input_nodes:
+        for name in source.meta.get("parameters", ()):
+            if name not in placements:
+                raise ValueError(
+                    f"parameter {name!r} has no placement; give it one in the sharding table of its family"
+                )
+            found[placements[name]] = source
+    return found
+
+
+def _shard_node(
+    graph: fx.GraphModule, node: fx.Node, operation: Operation, read: dict[Placement, fx.Node], ranks: _Ranks
+) -> None:
+    if Placement.ROW in read:
+        _require(operation.product and node.args[1] is read[Placement.ROW], node, read[Placement.ROW])
+        _sum_product(node, ranks)
+    elif Placement.EXPERT in read:
+        _follow(node, all_reduce, ranks.along)
+    elif Placement.VOCABULARY in read:
+        table = read[Placement.VOCABULARY]
+        rows = graph.get_parameter(str(table.target)).shape[0]
+        if operation is embedding:
+            node.target, node.args = vocabulary_embedding, (*node.args, ranks.rank * rows)
+            _follow(node, all_reduce, ranks.along)
+            return
+        _require(operation.product and node.args[1] is table, node, table)
+        gathered = _follow(node, all_gather, ranks.along, -1)
+        if rows * ranks.along.size != ranks.vocabulary:
+            _follow(gathered, "narrow", -1, 0, ranks.vocabulary)
+
+
+def _require(is_known: bool, node: fx.Node, parameter: fx.Node) -> None:
+    if not is_known:
+        operation = operation_of(node)
+        assert operation is not None
+        raise ValueError(
+            f"{operation.name} reads {parameter.target}, which ranks divide; only of products is it known how their "
+            "parts make the whole"
+        )
+
+
+def _sum_product(node: fx.Node, ranks: _Ranks) -> None:
+    """The product of each rank, all-reduced, and then the bias."""
+    x, weight, *bias = node.args
+    node.args = (x, weight, None)
+    total = _follow(node, all_reduce, ranks.along)
+    if bias and bias[0] is not None:
+        _follow(total, operator.add, bias[0])
+
+
+def _follow(node: fx.Node, target: Any, *arguments: Any) -> fx.Node:
+    """`target(node, *arguments)`, which all readers of `node` read from now on."""
+    with node.graph.inserting_after(node):
+        make = node.graph.call_method if isinstance(target, str) else node.graph.call_function
+        after = make(target, ())
+    node.replace_all_uses_with(after)
+    after.args = (node, *arguments)
+    after.meta = {"module": node.meta["module"], "layer": node.meta["layer"]}
+    return after

@@ -1,0 +1,77 @@
+"""A part of a model: what one rank holds where several share a model's matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from strata.models.config import ModelConfig
+from strata.models.experts import stored_views
+from strata.models.initialize import dummy_values
+from strata.models.layers import CausalLM
+
+Box = tuple[tuple[int, int], ...]  # first and end along every dimension
+
+
+class ModelPart(Protocol):
+    """Which part of a model is wanted: a smaller model of the same parameter names, and where its matrices lie."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of the part."""
+
+    def box(self, name: str, shape: tuple[int, ...]) -> Box:
+        """What the part holds of a matrix (or vector) that a checkpoint has whole, as `shape`.
+
+        name: of the parameter that it belongs to. A box may be smaller than the part's own tensor, at whose beginning
+        it lies then; the rest is zeros.
+        """
+
+
+def boxes(model: nn.Module, part: ModelPart | None, shapes: dict[str, tuple[int, ...]]) -> dict[str, Box]:
+    """Where each of the `stored_parameters` of `model` lies in a checkpoint's tensor, of the shape in `shapes`.
+
+    model: of `part`, or whole where that is None.
+    """
+    found = {}
+    for name, parameter in model.named_parameters():
+        for stored, _ in stored_views(model, name, parameter):
+            shape = shapes[stored]
+            found[stored] = whole(shape) if part is None else part.box(name, shape)
+    return found
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """The box of all of a tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def held(target: Tensor, box: Box) -> Tensor:
+    """The beginning of `target` that a box's values go to; zeros are put into the rest."""
+    sizes = [end - first for first, end in box]
+    if list(target.shape) != sizes:
+        target.zero_()
+    return target[tuple(slice(size) for size in sizes)]
+
+
+@torch.no_grad()
+def randomize_part(model: CausalLM, part: ModelPart, complete: CausalLM, seed: int) -> None:
+    """Give `model`, the part, its slices of what `randomize` would give the complete model on the same device.
+
+    complete: on the meta device. Memory: one whole parameter at a time.
+    """
+    parameters = dict(model.named_parameters())
+    like = next(iter(parameters.values()))
+    for name, value in dummy_values(complete, seed, like.device, like.dtype):
+        for (_, source), (_, target) in _pairs(complete, model, name, value, parameters[name]):
+            box = part.box(name, tuple(source.shape))
+            held(target, box).copy_(source[tuple(slice(first, end) for first, end in box)])
+
+
+def _pairs(
+    complete: CausalLM, model: CausalLM, name: str, value: Tensor, own: Tensor
+) -> Iterator[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
+    return zip(stored_views(complete, name, value), stored_views(model, name, own.detach()), strict=True)

@@ -1,0 +1,123 @@
+"""What one rank of tensor parallelism serves: its own config, and where its slices lie in a checkpoint's tensors.
+
+A rank's model is an ordinary model of a smaller config. The table of its family (`strata.parallel.families`) says how
+each parameter is divided; `strata.graph.shard` puts the messages between the ranks into its graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from strata.comm.mesh import Axis
+from strata.comm.operations import Along
+from strata.comm.placement import Placement
+from strata.models.config import ModelConfig
+from strata.models.families import build
+from strata.models.part import Box
+from strata.parallel.families import TABLES, placements
+
+TENSOR_AXIS = "tp"
+
+# Of an expert's own matrices [outputs, inputs], by the parameter in which all experts are stacked: what is divided.
+_EXPERT_DIMS = {"gate_up_proj": 0, "down_proj": 1}
+_KEYS_AND_VALUES = ("k_proj", "v_proj")
+
+
+@dataclass(frozen=True)
+class RankShard:
+    """The share of one rank in a model whose matrices `size` ranks divide.
+
+    whole: the config of the model. config: the rank's own, from which its model, its KV pool and its attention follow.
+    placements: of every parameter, by name. axes: what its collectives run along, by name; an `Along` where graphs are
+    only costed. A `strata.models.part.ModelPart`.
+    """
+
+    whole: ModelConfig
+    config: ModelConfig
+    size: int
+    index: int
+    placements: Mapping[str, Placement]
+    axes: Mapping[str, Axis | Along]
+
+    @staticmethod
+    def of(whole: ModelConfig, size: int, index: int, axis: Axis | None = None) -> RankShard:
+        """Of rank `index` of `size`, whose live axis is `axis`. Raises ValueError if they cannot share the model."""
+        config = rank_config(whole, size, index)
+        with torch.device("meta"):
+            names = [name for name, _ in build(config).named_parameters()]
+        placed = placements(names, TABLES[whole.architecture])
+        return RankShard(whole, config, size, index, placed, {TENSOR_AXIS: axis or Along(TENSOR_AXIS, size)})
+
+    def box(self, name: str, shape: tuple[int, ...]) -> Box:
+        """First and end along every dimension of what this rank holds of a checkpoint's tensor of `shape`, whole.
+
+        name: of the parameter that it belongs to. Gate and up of an expert are divided each by itself. Of a vocabulary
+        that the ranks do not divide evenly, the last ones hold fewer rows than `config.vocab_size`.
+        """
+        dim = self._divided_dim(name)
+        box = [(0, size) for size in shape]
+        if dim is not None:
+            box[dim] = self._range(name, shape[dim])
+        return tuple(box)
+
+    def _divided_dim(self, name: str) -> int | None:
+        placement = self.placements[name]
+        if placement is Placement.EXPERT:
+            return _EXPERT_DIMS[name.rpartition(".")[2]]
+        return placement.divided_dim
+
+    def _range(self, name: str, rows: int) -> tuple[int, int]:
+        if self.placements[name] is Placement.VOCABULARY:
+            own = self.config.vocab_size
+            return min(self.index * own, rows), min((self.index + 1) * own, rows)
+        part, parts = self.index, self.size
+        if name.split(".")[-2] in _KEYS_AND_VALUES and parts > self.whole.num_kv_heads:
+            part, parts = part // (parts // self.whole.num_kv_heads), self.whole.num_kv_heads
+        own = rows // parts
+        return part * own, (part + 1) * own
+
+
+def rank_config(config: ModelConfig, size: int, index: int) -> ModelConfig:
+    """The config of the model that rank `index` of `size` holds.
+
+    Heads and the width of MLPs and experts are divided; where there are more ranks than KV heads, each has one, which
+    size / num_kv_heads ranks share. Every rank has as many rows of the vocabulary as the first, some of them zeros
+    where the ranks do not divide it: all ranks run one graph. Raises ValueError if the model cannot be divided so.
+    """
+    if not 0 <= index < size:
+        raise ValueError(f"rank {index} of {size} ranks; ranks count from 0 to {size - 1}")
+    if fault := _fault(config, size):
+        accepted = ", ".join(str(one) for one in range(1, config.num_heads + 1) if not _fault(config, one))
+        raise ValueError(f"tensor_parallel_size={size} {fault}; this model takes {accepted}")
+    experts = config.experts
+    if experts is not None:
+        experts = replace(experts, intermediate_size=experts.intermediate_size // size)
+    return replace(
+        config,
+        num_heads=config.num_heads // size,
+        num_kv_heads=max(1, config.num_kv_heads // size),
+        intermediate_size=max(1, config.intermediate_size // size),
+        vocab_size=-(-config.vocab_size // size),
+        experts=experts,
+    )
+
+
+def _fault(config: ModelConfig, size: int) -> str:
+    """Why so many ranks cannot share the model; empty if they can."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if heads % size:
+        return f"does not divide the {heads} attention heads"
+    if kv_heads % size and size % kv_heads:
+        return f"neither divides the {kv_heads} KV heads nor is a multiple of them"
+    if _has_plain_mlp(config) and config.intermediate_size % size:
+        return f"does not divide intermediate_size = {config.intermediate_size}"
+    if config.experts is not None and config.experts.intermediate_size % size:
+        return f"does not divide the experts' intermediate_size = {config.experts.intermediate_size}"
+    return ""
+
+
+def _has_plain_mlp(config: ModelConfig) -> bool:
+    return config.experts is None or not all(config.experts.layers)

@@ -1,0 +1,58 @@
+"""The graphs of all ranks run side by side in one process: at a collective, each gets what the others hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import add, attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from strata.graph.capture import operation_of
+
+Combine = Callable[[str, Sequence[Tensor], tuple[Any, ...]], Tensor]
+
+
+def combine(name: str, parts: Sequence[Tensor], others: tuple[Any, ...]) -> Tensor:
+    """What a collective gives every rank, its sums in the order of the ranks."""
+    if name == "all_reduce":
+        return reduce(add, parts)
+    if name == "all_gather":
+        return torch.cat(list(parts), others[1])
+    raise AssertionError(f"no test twin of the collective {name}")
+
+
+def run_in_lockstep(
+    graphs: Sequence[fx.GraphModule], arguments: Sequence[tuple[Any, ...]], combine: Combine = combine
+) -> list[Any]:
+    """What each rank's graph returns for its arguments. The graphs have the same nodes but for constants."""
+    values: list[dict[fx.Node, Any]] = [{} for _ in graphs]
+    given = [iter(one) for one in arguments]
+    results: list[Any] = []
+    for nodes in zip(*(graph.graph.nodes for graph in graphs), strict=True):
+        operation = operation_of(nodes[0])
+        assert len({(node.op, node.name) for node in nodes}) == 1
+        if operation is not None and operation.collective:
+            called = [fx.map_arg(node.args, known.__getitem__) for node, known in zip(nodes, values, strict=True)]
+            shared = combine(operation.name, [args[0] for args in called], called[0][1:])
+            for node, known in zip(nodes, values, strict=True):
+                known[node] = shared.clone()
+            continue
+        for graph, node, known, own in zip(graphs, nodes, values, given, strict=True):
+            if node.op == "output":
+                results.append(fx.map_arg(node.args[0], known.__getitem__))
+            else:
+                known[node] = _run(graph, node, known, own)
+    return results
+
+
+def _run(graph: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Any], given: Any) -> Any:
+    if node.op == "placeholder":
+        return next(given)
+    if node.op == "get_attr":
+        return attrgetter(str(node.target))(graph)
+    args = fx.map_arg(node.args, known.__getitem__)
+    target: Any = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
+    return target(*args[1:]) if isinstance(node.target, str) else target(*args)

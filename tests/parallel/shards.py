@@ -1,0 +1,42 @@
+"""Models of which eight ranks divide heads and widths, but neither the vocabulary nor the KV heads; their shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from strata.comm.mesh import Axis
+from strata.models.config import ModelConfig
+from strata.models.experts import stored_views
+from strata.models.families import build
+from strata.models.layers import CausalLM
+from strata.models.part import held
+from strata.parallel.serving_shard import RankShard
+
+from .models import CONFIGS, config_of
+
+FAMILIES = tuple(CONFIGS)
+RANKS = (2, 4, 8)
+
+
+def divisible_config(name: str, **changes: Any) -> ModelConfig:
+    """Of `CONFIGS`, with widths that eight ranks divide."""
+    sizes: dict[str, Any] = {"intermediate_size": 40}
+    if name == "qwen3-moe":
+        sizes["moe_intermediate_size"] = 16
+    return config_of(name, **(sizes | changes))
+
+
+def shard_of(model: CausalLM, config: ModelConfig, size: int, index: int, axis: Axis | None = None) -> Any:
+    """One rank's share of a whole model, and its own model with the slices copied."""
+    shard = RankShard.of(config, size, index, axis)
+    own = build(shard.config).to(next(model.parameters()).dtype).requires_grad_(False)
+    parameters = dict(own.named_parameters())
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            pairs = zip(stored_views(model, name, value), stored_views(own, name, parameters[name]), strict=True)
+            for (_, source), (_, target) in pairs:
+                box = shard.box(name, tuple(source.shape))
+                held(target, box).copy_(source[tuple(slice(first, end) for first, end in box)])
+    return shard, own
