@@ -12,7 +12,7 @@ import msgspec
 from llguidance import LLMatcher
 from torch import Tensor
 
-from strata.engine.build import Engine, Log
+from strata.engine.build import Engine
 from strata.engine.embeddings.embedding_queue import EmbeddingQueue
 from strata.engine.embeddings.pooling import PoolRequest, check_vector
 from strata.engine.faults import EngineFault
@@ -24,6 +24,7 @@ from strata.engine.process.jobs import Client, Job, delta_of
 from strata.engine.recorded_steps import REASONS
 from strata.engine.request import Request, Status
 from strata.engine.runner import PromptLogprobs
+from strata.engine.startup.clock import Log
 
 # How often clients hear how the engine stands when they hear nothing else, in seconds.
 REPORT_EVERY = 0.5

@@ -144,6 +144,14 @@ _WARPS = 4
 
 
 def _triton(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
+    return weighted_sums(rows, inverse, weights, full=len(rows) == inverse.numel())
+
+
+def weighted_sums(rows: Tensor, inverse: Tensor, weights: Tensor | None, *, full: bool) -> Tensor:
+    """`combine` on CUDA, of rows among which there may be others that no slot names, and that may hold anything.
+
+    full: whether every slot has a row.
+    """
     (tokens, per_token), hidden = inverse.shape, rows.shape[1]
     out = torch.empty((tokens, hidden), dtype=rows.dtype, device=rows.device)
     if out.numel():
@@ -155,7 +163,7 @@ def _triton(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tensor | Non
             hidden,
             K=per_token,
             WEIGHTED=weights is not None,
-            FULL=len(rows) == inverse.numel(),
+            FULL=full,
             BLOCK=_BLOCK,
             num_warps=_WARPS,
         )

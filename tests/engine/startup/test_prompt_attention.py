@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from strata.cache.pool import KVPool, PoolShape
-from strata.engine.build import _has_library_plan, _without_library, library_scales
 from strata.engine.engine_config import library_limit
+from strata.engine.startup.library import has_library_plan, library_scales, without_library
 from strata.kernels.attention.cudnn_plan import Packed, Pages, PlanShape
 from strata.kernels.device_limits import DeviceLimits
 from strata.models.config import config_from_dict
@@ -50,7 +50,7 @@ def test_a_front_end_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     why = library_limit(HOPPER, CONFIG, torch.bfloat16, 16)
     assert why == "nvidia-cudnn-frontend is not installed"
-    assert "without cuDNN: nvidia-cudnn-frontend is not installed" in _without_library(why)
+    assert "without cuDNN: nvidia-cudnn-frontend is not installed" in without_library(why)
 
 
 def test_a_plan_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_a_plan_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "cudnn", old)
     pool = KVPool(PoolShape(1, 16, 8, 128, torch.bfloat16), 2, torch.device("cpu"))
     told: list[str] = []
-    assert not _has_library_plan(CONFIG, {0.1}, pool, 4096, True, told.append)
+    assert not has_library_plan(CONFIG, {0.1}, pool, 4096, True, told.append)
     assert len(told) == 1
     assert "90500" in told[0]
     assert "\n" not in told[0]
@@ -92,13 +92,13 @@ def test_plans_are_made_for_the_scales_of_the_model(monkeypatch: pytest.MonkeyPa
         if len(made) == 4:
             raise RuntimeError("no such plan\nin detail")
 
-    monkeypatch.setattr("strata.engine.build.plan_for", plan)
+    monkeypatch.setattr("strata.engine.startup.library.plan_for", plan)
     pool = KVPool(PoolShape(1, 16, 8, 128, torch.bfloat16), 2, torch.device("cpu"))
     told: list[str] = []
-    assert not _has_library_plan(CONFIG, scales, pool, 4096, True, told.append)
+    assert not has_library_plan(CONFIG, scales, pool, 4096, True, told.append)
     pages, packed = Pages(2, 16, 256), Packed(24 * 128, 32 * 128)
     assert made == [(0.25, pages), (0.25, packed), (0.75, pages), (0.75, packed)]
     made.clear()
-    assert _has_library_plan(CONFIG, scales, pool, 4096, False, told.append)
+    assert has_library_plan(CONFIG, scales, pool, 4096, False, told.append)
     assert made == [(0.25, pages), (0.75, pages)]
     assert told == ["steps attend for prompts without cuDNN: no such plan"]

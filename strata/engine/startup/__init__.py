@@ -1,0 +1,1 @@
+"""What a start makes, and how long it takes."""

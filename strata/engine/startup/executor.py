@@ -1,0 +1,172 @@
+"""What runs an engine's steps on a device: weights, graphs, KV pages, runner, recorded steps. Each rank has its own."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from strata.cache.pool import KVPool, PoolShape
+from strata.engine.embeddings.pooling import Pooler
+from strata.engine.engine_config import EngineConfig, EngineSizes, library_limit
+from strata.engine.faults import memory_explained
+from strata.engine.ledger import Ledger, plan_memory
+from strata.engine.recorded_steps import RecordedSteps
+from strata.engine.runner import Runner, RunnerConfig
+from strata.engine.startup.clock import Log, StartupClock
+from strata.engine.startup.library import has_library_plan, library_scales, without_library
+from strata.engine.step_graphs import StepGraphs, step_graphs
+from strata.kernels import tuned
+from strata.kernels.attention import decode_cuda as decode_attention_cuda
+from strata.kernels.attention import fixed as attention_fixed
+from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
+from strata.models import weights
+from strata.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Executor:
+    """What runs plans, and what it was made of.
+
+    pool_shape: of the KV pages. recorded: steps that replay CUDA graphs, and counts of those that do not; None if none
+    is to. own_kernels: the device runs them. kernels_are_ready: all variants of them have been compiled.
+    """
+
+    model: torch.nn.Module
+    graphs: StepGraphs
+    runner: Runner
+    pooler: Pooler
+    recorded: RecordedSteps | None
+    ledger: Ledger
+    pool_shape: PoolShape
+    max_tokens: int
+    max_length: int
+    own_kernels: bool
+    kernels_are_ready: bool
+
+    @property
+    def mixed_tokens(self) -> tuple[int, ...]:
+        """Tokens of recorded steps with prompts, ascending."""
+        return self.recorded.mixed_tokens if self.recorded is not None else ()
+
+    @property
+    def max_recorded_tokens(self) -> int:
+        """Of the largest step that replays a CUDA graph; 0 if none does."""
+        return max((size.tokens for size in self.recorded.sizes), default=0) if self.recorded is not None else 0
+
+
+def build_executor(
+    asked: EngineConfig,
+    config: ModelConfig,
+    device: torch.device,
+    mask_ids: int,
+    log: Log,
+    clock: StartupClock,
+    beside: ExitStack,
+    *,
+    show_progress: bool,
+) -> Executor:
+    """Divide the memory, load the weights, capture the graphs, and on CUDA compile kernels meanwhile and record steps.
+
+    mask_ids: how many ids a mask of a grammar tells of. beside: takes what has to end with the start.
+    Raises ValueError for whatever cannot be honoured, EngineFault if the memory does not suffice after all.
+    """
+    own_kernels = _runs_own_kernels(asked, device, log)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    sizes = EngineSizes.of(asked, config, device, DeviceLimits.of(device) if own_kernels else None)
+    kernels = None
+    if own_kernels:
+        from strata.engine.ahead.ahead import KernelsAhead  # needs Triton
+
+        kernels = beside.enter_context(KernelsAhead(asked, device, log).under_way())
+    pool_shape, max_length = sizes.pool, sizes.max_length
+    if own_kernels and not asked.deterministic:
+        limit = library_limit(DeviceLimits.of(device), config, pool_shape.dtype, asked.page_size)
+        if limit is not None:
+            log(without_library(limit))
+    ledger = _planned(asked, config, sizes, device)
+    for line in ledger.lines():
+        log(line)
+    with clock.phase("weights"), memory_explained("loading the weights", ledger):
+        model, _ = weights.load(asked.model, device, pool_shape.dtype, asked.load_format, max_length, asked.seed or 0)
+    with clock.phase("graph"):
+        kind = implementations_for(device)
+        table = tuned.read(DeviceLimits.of(device).product) if kind == "cuda" else {}
+        graphs = step_graphs(model, kind, asked.deterministic, table)
+    with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
+        pool = KVPool(pool_shape, ledger.pages, device)
+    windows, heads = frozenset(config.windows), config.num_heads
+    runner_config = RunnerConfig(asked.max_num_seqs, sizes.max_tokens, max_length, windows, heads, mask_ids)
+    runner = Runner(graphs, pool, runner_config, device)
+    kernels_are_ready = False
+    if kernels is not None:
+        with clock.phase("kernels"):
+            kernels_are_ready = kernels.finish(show=show_progress)
+    recorded = None
+    with clock.phase("CUDA graphs"):
+        fresh, scales = any(size.fresh for size in sizes.recorded), library_scales(model)
+        if sizes.library and not has_library_plan(config, scales, pool, max_length, fresh, log):
+            sizes = sizes.without_library(asked.max_num_seqs)
+        if sizes.recorded:
+            recorded = runner.record(sizes.recorded)
+            shortage = recorded.shortage(ledger.device)
+            if shortage is not None:
+                log(shortage)
+    return Executor(
+        model=model,
+        graphs=graphs,
+        runner=runner,
+        pooler=Pooler(graphs.hidden.forward, sizes.max_tokens, max_length, config.vocab_size, device, ledger),
+        recorded=recorded,
+        ledger=ledger,
+        pool_shape=pool_shape,
+        max_tokens=sizes.max_tokens,
+        max_length=max_length,
+        own_kernels=own_kernels,
+        kernels_are_ready=kernels_are_ready,
+    )
+
+
+def _runs_own_kernels(asked: EngineConfig, device: torch.device, log: Log) -> bool:
+    """Raises ValueError if it does not, where nothing else is deterministic."""
+    if device.type != "cuda":
+        return False
+    limit = why_not(DeviceLimits.of(device))
+    if limit is None:
+        return True
+    if asked.deterministic:
+        raise ValueError(f"{limit}: deterministic=True needs Strata's own kernels here; leave it out")
+    log(f"{limit}: the library's implementations and the references run instead, without CUDA graphs")
+    return False
+
+
+def _planned(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, device: torch.device) -> Ledger:
+    """How the memory of a device is divided."""
+    rows = {size.sequences for size in sizes.recorded}
+    return plan_memory(
+        config,
+        sizes.pool,
+        device,
+        weight_bytes=sizes.weight_bytes,
+        max_tokens=sizes.max_tokens,
+        max_sequences=asked.max_num_seqs,
+        max_length=sizes.max_length,
+        utilization=asked.gpu_memory_utilization,
+        num_pages=asked.num_pages,
+        dtype=sizes.pool.dtype,
+        recorded=sizes.recorded,
+        scratch=max((_scratch_bytes(asked, config, sizes, count) for count in rows), default=0),
+    )
+
+
+def _scratch_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, rows: int) -> int:
+    """What attention needs beside its result in a step of so many decodes."""
+    keys = -(-sizes.max_length // asked.page_size) * asked.page_size
+    if asked.deterministic:
+        return attention_fixed.scratch_bytes(rows, keys, config.num_heads, config.head_dim)
+    return decode_attention_cuda.scratch_bytes(
+        rows, keys, config.num_heads, config.num_kv_heads, config.head_dim, sizes.pool.dtype
+    )

@@ -1,0 +1,208 @@
+"""Expert parallelism where every rank has all tokens: a rank computes its own experts' part of the weighted sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.activation.silu_mul import silu_mul, silu_mul_kernel
+from strata.kernels.moe.combine import combine_kernel, weighted_sums
+from strata.kernels.moe.experts import Order, expected_experts, experts, take_rows
+from strata.kernels.moe.grouped import grouped_kernel, grouped_product
+from strata.kernels.moe.held_order import MOST_CHOICES, held_numbers, held_order, held_order_kernel
+from strata.kernels.op import ATEN, operation
+from strata.kernels.triton_import import HAS_TRITON
+
+
+def _cost(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    first: int,
+    slots: int,
+    placement: Tensor | None = None,
+    *,
+    workload: Workload,
+) -> Cost:
+    held, hidden, width = down.shape
+    choices = chosen.numel()
+    # Choices fall evenly on all slots. Of a choice: three products, the activation's five operations, the weighted sum.
+    flops = round(choices * held / slots * (6 * width * hidden + 5 * width + 2 * hidden))
+    used = expected_experts(len(chosen), choices, slots) * held / slots
+    read = round(used * (gate_up[0].nbytes + down[0].nbytes))
+    where = 0 if placement is None else choices * placement.itemsize
+    return Cost(flops, x.nbytes + weights.nbytes + chosen.nbytes + where + read, x.nbytes, read)
+
+
+# Of copies, which rank computes a row follows from the row's place; the sum over the ranks is rowwise all the same.
+@operation(_cost, rowwise=True)
+def held_experts(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    first: int,
+    slots: int,
+    placement: Tensor | None = None,
+) -> Tensor:
+    """A rank's part of `experts`: the sum over those of a token's experts that this rank computes; zeros for none.
+
+    x, weights and chosen as in `experts`: all tokens and all their choices, which every rank has. gate_up, down: of the
+    experts in the slots [first, first + held) of the `slots` that all ranks have together. The sum over all ranks is
+    what `experts` gives.
+    placement: [experts, period] int32, the slot that computes expert e for token t at [e, t % period], so that each
+    choice goes to exactly one copy of an expert that several slots hold; None: expert e is in slot e alone. How many
+    choices are this rank's stays on the device. Returns [tokens, hidden] in x's dtype.
+    """
+    return _by_numbers(experts.reference, x, weights, chosen, gate_up, down, first, placement)
+
+
+def _by_numbers(
+    run: Callable[..., Any],
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    first: int,
+    placement: Tensor | None,
+) -> Tensor:
+    """By `experts`, which has to be told on the host how many choices are this rank's."""
+    numbers = held_numbers(chosen, first, len(down), placement)
+    result: Tensor = run(x, weights, numbers, gate_up, down, int((numbers >= 0).sum()))
+    return result
+
+
+@held_experts.implement("an expert at a time", "cpu")
+def _cpu(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    first: int,
+    slots: int,
+    placement: Tensor | None = None,
+) -> Tensor:
+    return _by_numbers(experts.bind("cpu"), x, weights, chosen, gate_up, down, first, placement)
+
+
+def _in_place(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    first: int,
+    slots: int,
+    placement: Tensor | None = None,
+) -> bool:
+    """Which rank rounds a part of the sum may not depend on where in the batch a token stands."""
+    return placement is None or placement.shape[1] == 1
+
+
+@held_experts.implement("fixed tiles", "cpu", invariant=True, supports=_in_place)
+def _fixed(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    first: int,
+    slots: int,
+    placement: Tensor | None = None,
+) -> Tensor:
+    run = experts.bind("cpu", deterministic=True)
+    return _by_numbers(run, x, weights, chosen, gate_up, down, first, placement)
+
+
+def _is_long(
+    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: int | Tensor | None
+) -> bool:
+    """What the library's grouped product takes (see `experts`), of so many choices that the rows of others, which are
+    copied all the same, cost less than its larger tiles save.
+    """
+    aligned = x.shape[-1] % 8 == 0 and down.shape[-1] % 8 == 0
+    capable = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return (
+        chosen.numel() > MOST_CHOICES
+        and x.dtype == torch.bfloat16
+        and aligned
+        and capable
+        and _fits(x, weights, chosen, gate_up, down)
+    )
+
+
+def _fits(
+    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: int | Tensor | None
+) -> bool:
+    kinds = {x.dtype, gate_up.dtype, down.dtype}
+    return (
+        len(kinds) == 1
+        and kinds <= {torch.bfloat16, torch.float16, torch.float32}
+        and weights.dtype == torch.float32
+        and x.stride(-1) == 1
+        and all(tensor.is_contiguous() for tensor in (weights, chosen, gate_up, down))
+    )
+
+
+def grouped_held(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    first: int,
+    slots: int,
+    placement: Tensor | None = None,
+) -> Tensor:
+    """By the library's grouped product, which leaves rows behind the last end unwritten; nobody reads them."""
+    held = len(down)
+    order = Order.of(held_numbers(chosen, first, held, placement), held, empty=True)
+    rows = take_rows(x, order)
+    gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=order.ends).chunk(2, -1)
+    rows = torch._grouped_mm(silu_mul(gate, up), down.transpose(1, 2), offs=order.ends)
+    return weighted_sums(rows, order.inverse, weights, full=False)
+
+
+def held_by_tiles(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    first: int,
+    slots: int,
+    placement: Tensor | None = None,
+) -> Tensor:
+    """By products of our own: one fetches the rows of this rank's choices itself and applies the gate, the other
+    follows, and neither does anything for what other ranks compute.
+    """
+    held = len(down)
+    if chosen.numel() == 0:
+        return torch.zeros_like(x)
+    if chosen.numel() <= MOST_CHOICES:
+        order = held_order(chosen, first, held, placement)
+    else:
+        order = Order.of(held_numbers(chosen, first, held, placement), held, empty=True)
+    inner = grouped_product(x, gate_up, order.ends, source=order.source, per_token=chosen.shape[1], gated=True)
+    return weighted_sums(grouped_product(inner, down, order.ends), order.inverse, weights, full=False)
+
+
+def _kernels(x: Tensor, weights: Tensor, chosen: Tensor, *others: int | Tensor | None) -> tuple[Any, ...]:
+    order = held_order_kernel if chosen.numel() <= MOST_CHOICES else ATEN
+    return order, grouped_kernel, grouped_kernel, combine_kernel
+
+
+_LIBRARY_KERNELS = (ATEN, silu_mul_kernel, ATEN, combine_kernel)
+
+if HAS_TRITON:
+    held_experts.implement("grouped", "cuda", supports=_is_long, kernels=_LIBRARY_KERNELS)(grouped_held)
+    held_experts.implement("triton", "cuda", supports=_fits, kernels=_kernels)(held_by_tiles)

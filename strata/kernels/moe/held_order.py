@@ -1,0 +1,127 @@
+"""Which of a rank's experts each choice of a token goes to, and the order that sorts those choices by expert."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.grid_sizes import ceil_div
+from strata.kernels.moe.experts import Order
+from strata.kernels.triton_import import jit, tl
+
+
+def held_numbers(chosen: Tensor, first: int, held: int, placement: Tensor | None) -> Tensor:
+    """For each choice the expert's number among those that this rank holds, -1 if another rank computes it.
+
+    chosen, first and placement as in `held_experts`; held: how many slots this rank has. Returns int64 or int32 like
+    `chosen` (int32 with a placement), [tokens, per_token].
+    """
+    slots = chosen
+    if placement is not None:
+        turn = torch.arange(len(chosen), device=chosen.device) % placement.shape[1]
+        slots = placement[chosen.long(), turn[:, None]]
+    local = slots - first
+    return local.masked_fill_((local < 0) | (local >= held), -1)
+
+
+@jit
+def _number(chosen, placement, choice, there, first, held, per_token, period, PLACED: tl.constexpr):
+    """Of choices their experts' numbers among those held; `held` where another rank computes, or there is none."""
+    slot = tl.load(chosen + choice, mask=there, other=0)
+    if PLACED:
+        slot = tl.load(placement + slot * period + choice // per_token % period, mask=there, other=0)
+    number = slot.to(tl.int32) - first
+    return tl.where(there & (number >= 0) & (number < held), number, held)
+
+
+# What varies from step to step and rank to rank must not compile anew.
+@partial(jit, unspecialized=("choices", "first", "held", "per_token", "period"))
+def held_order_kernel(
+    chosen,
+    placement,
+    source,
+    inverse,
+    ends,
+    choices,
+    first,
+    held,
+    per_token,
+    period,
+    PLACED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Programs [choices / BLOCK + held / BLOCK]: the first find the place of BLOCK choices each, by counting the
+    choices that come before; the others where the rows of BLOCK experts end, by counting the same way.
+    """
+    block = tl.program_id(0)
+    blocks = tl.cdiv(choices, BLOCK)
+    choice = block * BLOCK + tl.arange(0, BLOCK)
+    expert = choice - blocks * BLOCK
+    places = block < blocks
+    there = places & (choice < choices)
+    number = _number(chosen, placement, choice, there, first, held, per_token, period, PLACED)
+    # Sorted by expert, then as they stand: one number tells which of two comes first.
+    rank = tl.where(places, number * choices + choice, (expert + 1) * choices)
+    before = tl.zeros((BLOCK, WIDTH), dtype=tl.int32)
+    for start in range(0, choices, WIDTH):
+        other = start + tl.arange(0, WIDTH)
+        numbers = _number(chosen, placement, other, other < choices, first, held, per_token, period, PLACED)
+        before += (numbers * choices + other)[None, :] < rank[:, None]
+    place = tl.sum(before, axis=1)
+    if places:
+        tl.store(source + place, choice.to(tl.int64), mask=number < held)
+        tl.store(inverse + choice, tl.where(number < held, place, -1).to(tl.int64), mask=there)
+    else:
+        tl.store(ends + expert, place, mask=expert < held)
+
+
+_BLOCK, _WIDTH, _WARPS = 8, 128, 4
+# The work grows with the square of the choices; past so many, sorting is less.
+MOST_CHOICES = 8192
+
+
+def held_order(chosen: Tensor, first: int, held: int, placement: Tensor | None) -> Order:
+    """The order of the choices that this rank computes, in one launch; the places behind the last of them are empty.
+
+    Of at most `MOST_CHOICES` choices, contiguous, as is the placement. `Order.source` is not written behind the last
+    end, and `Order.inverse` is -1 for what other ranks compute.
+    """
+    choices = chosen.numel()
+    source = torch.empty(choices, dtype=torch.int64, device=chosen.device)
+    inverse = torch.empty(chosen.shape, dtype=torch.int64, device=chosen.device)
+    ends = torch.empty(held, dtype=torch.int32, device=chosen.device)
+    held_order_kernel[(ceil_div(choices, _BLOCK) + ceil_div(held, _BLOCK),)](
+        chosen,
+        chosen if placement is None else placement,
+        source,
+        inverse,
+        ends,
+        choices,
+        first,
+        held,
+        chosen.shape[1],
+        1 if placement is None else placement.shape[1],
+        PLACED=placement is not None,
+        BLOCK=_BLOCK,
+        WIDTH=_WIDTH,
+        num_warps=_WARPS,
+    )
+    return Order(source, inverse, ends)
+
+
+def compile_cases() -> list[CompileCase]:
+    signature = dict.fromkeys(("source", "inverse"), "*i64:16") | {"ends": "*i32:16"}
+    signature |= dict.fromkeys(("choices", "first", "held", "per_token", "period"), "i32")
+    constants = {"BLOCK": _BLOCK, "WIDTH": _WIDTH}
+    cases = []
+    for placed in (False, True):
+        kinds = {"chosen": "*i64:16", "placement": "*i32:16" if placed else "*i64:16"}
+        name = f"order of a rank's choices{', placed by a table' if placed else ''}"
+        cases.append(
+            CompileCase(name, held_order_kernel, kinds | signature, {"PLACED": placed, **constants}, _WARPS, 2)
+        )
+    return cases
