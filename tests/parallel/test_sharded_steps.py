@@ -1,0 +1,183 @@
+"""Steps of a served model by its shards against those of one rank, every family: in lockstep, and over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from strata.comm.launch import World
+from strata.comm.mesh import Mesh
+from strata.engine.step_graphs import step_graphs
+from strata.graph.bind import bind
+from strata.graph.capture import capture, capture_head, operation_of
+from strata.graph.compose import compose
+from strata.graph.cost import operation_counts
+from strata.graph.fuse import fuse, fuse_gated_products
+from strata.graph.fuse_attention import fuse_decode_attention
+from strata.graph.fuse_products import fuse_products
+from strata.graph.gather import gather_after_attention
+from strata.graph.merge import merge
+from strata.graph.shard import shard
+from strata.models.config import ModelConfig
+from strata.parallel.serving_shard import RankShard
+from tests.graph.lockstep import run_in_lockstep
+from tests.models.batches import HandPaged, random_sequences
+from tests.parallel.models import random_model
+from tests.parallel.ranks import run_ranks
+from tests.parallel.shards import FAMILIES, RANKS, divisible_config, shard_of
+
+Run = Callable[[Sequence[tuple[Any, ...]]], list[Tensor]]  # each rank's arguments -> each rank's result
+CLOSE = 1e-5
+
+
+def kv_heads_of(size: int) -> dict[str, int]:
+    """Two ranks divide four KV heads, four ranks share two, eight share four."""
+    return {"num_key_value_heads": 2} if size == 4 else {}
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def follow(configs: Sequence[ModelConfig], vocabulary: int, prompts: Run, decodes: Run) -> list[list[Tensor]]:
+    """The logits of some steps over pages, one list a rank: two prompts, one of them in two chunks, then decodes."""
+    first, second, third = random_sequences(vocabulary, (9, 6, 4))
+    caches = [HandPaged(config, 3, 16) for config in configs]
+    rows = torch.tensor([3, 8], dtype=torch.int32)
+    steps: list[list[Tensor]] = [[] for _ in configs]
+    for run, chunks, wanted in (
+        (prompts, {0: first, 1: second[:2]}, rows),
+        (prompts, {1: second[2:], 2: third, 0: [5]}, rows),
+        (decodes, {0: [7], 2: [60], 1: [0]}, None),
+        (decodes, {1: [31]}, None),
+    ):
+        batches = [cache.next_batch(chunks) for cache in caches]
+        results = run([(batch,) if wanted is None else (batch, wanted) for batch in batches])
+        for own, result in zip(steps, results, strict=True):
+            own.append(result)
+    return steps
+
+
+def alone(graph: fx.GraphModule) -> Run:
+    return lambda arguments: [graph(*arguments[0])]
+
+
+def together(graphs: Sequence[fx.GraphModule]) -> Run:
+    return lambda arguments: run_in_lockstep(graphs, arguments)
+
+
+def of_all_rows(run: Run) -> Run:
+    """For graphs of any step, which are told the rows: those of a decode step are all."""
+    everything = torch.tensor([0, 1, 2], dtype=torch.int32)
+    return lambda arguments: run([(batch, everything[: len(batch.tokens)]) for (batch,) in arguments])
+
+
+@pytest.mark.parametrize(("size", "deterministic"), [*((size, False) for size in RANKS), (4, True)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_steps_of_all_ranks_have_the_logits_of_one(name: str, size: int, deterministic: bool) -> None:
+    """Prompts, chunks and decodes by the graphs that an engine on a CPU runs."""
+    config = divisible_config(name, **kv_heads_of(size))
+    model = random_model(config, torch.float32).requires_grad_(False)
+    graph = step_graphs(model, "cpu", deterministic).logits
+    (wanted,) = follow([config], config.vocab_size, alone(graph), of_all_rows(alone(graph)))
+    shards, models = zip(*(shard_of(model, config, size, index) for index in range(size)), strict=True)
+    graphs = [
+        step_graphs(own, "cpu", deterministic, shard=part).logits for part, own in zip(shards, models, strict=True)
+    ]
+    ranks = together(graphs)
+    found = follow([part.config for part in shards], config.vocab_size, ranks, of_all_rows(ranks))
+    for steps in found:
+        assert max(map(relative, steps, wanted)) < CLOSE
+        assert all(map(torch.equal, steps, found[0]))
+
+
+def decode_graph(model: nn.Module, part: RankShard | None, *, products: bool) -> fx.GraphModule:
+    """What an engine runs for decode steps on CUDA."""
+    captured = whole_graph(model, part)
+    graph = fuse_decode_attention(fuse(merge(captured)))
+    return fuse_products(graph) if products else graph
+
+
+def whole_graph(model: nn.Module, part: RankShard | None) -> fx.GraphModule:
+    graphs = [capture(model), capture_head(model)]
+    if part is not None:
+        along: Any = part.axes["tp"]
+        graphs = [shard(graph, part.placements, along, part.index, part.whole.vocab_size) for graph in graphs]
+    return compose(*graphs)
+
+
+@pytest.mark.parametrize("products", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_graphs_of_a_gpu_have_the_logits_of_one_rank_too(name: str, size: int, products: bool) -> None:
+    config = divisible_config(name, **kv_heads_of(size))
+    model = random_model(config, torch.float32).requires_grad_(False)
+
+    def made(own: nn.Module, part: RankShard | None) -> tuple[fx.GraphModule, fx.GraphModule]:
+        prompts = gather_after_attention(fuse_gated_products(fuse(merge(whole_graph(own, part)))))
+        decodes = decode_graph(own, part, products=products)
+        axes = {} if part is None else part.axes
+        return bind(prompts, "cpu", axes=axes), bind(decodes, "cpu", axes=axes)
+
+    prompts, decodes = made(model, None)
+    (wanted,) = follow([config], config.vocab_size, alone(prompts), alone(decodes))
+    parts = [shard_of(model, config, size, index) for index in range(size)]
+    of_ranks = [made(own, part) for part, own in parts]
+    found = follow(
+        [part.config for part, _ in parts],
+        config.vocab_size,
+        together([prompts for prompts, _ in of_ranks]),
+        together([decodes for _, decodes in of_ranks]),
+    )
+    for steps in found:
+        assert max(map(relative, steps, wanted)) < CLOSE
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_passes_fuse_a_ranks_graph_as_they_fuse_the_whole(name: str) -> None:
+    """Norms take up the additions before them, attention what leads to it, and nothing is computed twice."""
+    config = divisible_config(name)
+    model = random_model(config, torch.float32).requires_grad_(False)
+    whole = operation_counts(decode_graph(model, None, products=False))
+    part, own = shard_of(model, config, 2, 1)
+    graph = decode_graph(own, part, products=False)
+    found = operation_counts(graph)
+    sums, gathers = found.pop("all_reduce"), found.pop("all_gather")
+    assert (sums, gathers) == (1 + 2 * config.num_layers, 1)
+    biases = [f"model.layers.{layer}.{name}.bias" for layer in range(config.num_layers) for name in SUMMED]
+    whole["add"] += sum(bias in part.placements for bias in biases)
+    whole["vocabulary_embedding"] = whole.pop("embedding")
+    assert {**found} == {name: count for name, count in whole.items() if count}
+    for node in graph.graph.nodes:
+        if operation_of(node) is not None and operation_of(node).collective:  # type: ignore[union-attr]
+            assert node.meta["layer"] is not None or node.meta["module"] in ("model.embed_tokens", "lm_head")
+
+
+SUMMED = ("self_attn.o_proj", "mlp.down_proj")
+
+
+def over_gloo(world: World, folder: Path) -> float:
+    """The largest relative error of this rank's logits over all families."""
+    axis = Mesh.of(world, {"tp": world.size}).axis("tp")
+    worst = 0.0
+    for name in FAMILIES:
+        config = divisible_config(name, **kv_heads_of(world.size))
+        model = random_model(config, torch.float32).requires_grad_(False)
+        one = alone(step_graphs(model, "cpu", deterministic=False).logits)
+        part, own = shard_of(model, config, world.size, world.rank, axis)
+        for deterministic in (False, True):
+            mine = alone(step_graphs(own, "cpu", deterministic, shard=part).logits)
+            (wanted,) = follow([config], config.vocab_size, one, of_all_rows(one))
+            (found,) = follow([part.config], config.vocab_size, mine, of_all_rows(mine))
+            worst = max(worst, *map(relative, found, wanted))
+    return worst
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_over_gloo_have_the_logits_of_one(size: int, tmp_path: Path) -> None:
+    assert max(run_ranks(over_gloo, size, tmp_path)) < CLOSE
