@@ -111,7 +111,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
     if axis.group is None:
         return Pending(x if out is None else out.copy_(x))
     if out is None:
-        out = x.new_empty((_part(x.shape[0], axis), *x.shape[1:]))
+        out = x.new_empty((part_of(x.shape[0], axis.size, axis.name), *x.shape[1:]))
     call = _notify("reduce_scatter", axis, x)
     work = _dist_reduce_scatter(out, x.contiguous(), group=axis.group, async_op=True)
     return Pending(out, _works(work), axis, call)
@@ -155,10 +155,11 @@ def _works(work: dist.Work | None) -> tuple[dist.Work, ...]:
     return () if work is None else (work,)
 
 
-def _part(size: int, axis: Axis) -> int:
-    if size % axis.size:
-        raise ValueError(f"{size} rows do not divide into {axis.size} parts along axis {axis.name}; pad them")
-    return size // axis.size
+def part_of(size: int, ranks: int, axis: str) -> int:
+    """What each rank gets of so many rows. Raises ValueError if they are no multiple of the number of ranks."""
+    if size % ranks:
+        raise ValueError(f"{size} rows do not divide into {ranks} parts along axis {axis}; pad them")
+    return size // ranks
 
 
 # The collectives below wait at once and so are asked of torch in the form that torch.compile can trace.
@@ -195,7 +196,7 @@ def _gathered(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 def _scattered(x: Tensor, axis: Axis, dim: int) -> Tensor:
     rows = x.movedim(dim, 0).contiguous()
-    out = rows.new_empty((_part(rows.shape[0], axis), *rows.shape[1:]))
+    out = rows.new_empty((part_of(rows.shape[0], axis.size, axis.name), *rows.shape[1:]))
     call = _enter("reduce_scatter", axis, rows)
     _dist_reduce_scatter(out, rows, group=axis.group)
     _leave(axis, call)

@@ -1,4 +1,4 @@
-"""What a collective costs: messages and bytes of each rank, and the time they take on a link (alpha-beta model).
+"""What a collective costs: messages and bytes of each rank; `strata.hardware.links` has the time that they take.
 
 The counts are those of ring algorithms (Thakur, Rabenseifner and Gropp 2005), which send the fewest bytes.
 """
@@ -17,37 +17,6 @@ class CollectiveCost:
 
     def __add__(self, other: CollectiveCost) -> CollectiveCost:
         return CollectiveCost(self.messages + other.messages, self.bytes + other.bytes)
-
-
-@dataclass(frozen=True)
-class Link:
-    """How fast devices talk: `start` seconds for a call, `latency` seconds a message, `bandwidth` bytes/s each way."""
-
-    start: float
-    latency: float
-    bandwidth: float
-    source: str
-    date: str
-
-    def seconds(self, cost: CollectiveCost) -> float:
-        """The time of one collective; 0 for one that sends nothing."""
-        if cost.messages == 0:
-            return 0.0
-        return self.start + self.latency * cost.messages + cost.bytes / self.bandwidth
-
-
-# By the device's key in strata.hardware.specs.
-LINKS = {
-    "h200": Link(
-        start=25.1e-6,
-        latency=2.33e-6,
-        bandwidth=339e9,
-        source="least squares of relative errors over 132 timings of NCCL all-reduce, all-gather, reduce-scatter and "
-        "all-to-all, 1 KiB to 1 GiB, on 2, 4 and 8 H200 SXM (NVLink 4, NVSwitch) under torch 2.11.0+cu130; the median "
-        "error is 12 %, and 16 MiB and more on 8 GPUs lie within 23 %",
-        date="2026-11-20",
-    )
-}
 
 
 def all_reduce_cost(nbytes: int, ranks: int) -> CollectiveCost:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strata.comm import collectives
-from strata.comm.cost import CollectiveCost, all_gather_cost, all_reduce_cost
+from strata.comm.cost import CollectiveCost, all_gather_cost, all_reduce_cost, all_to_all_cost, reduce_scatter_cost
 from strata.comm.mesh import Axis
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.op import ATEN, NCCL, operation
@@ -24,6 +24,11 @@ class Along(NamedTuple):
 
     axis: str
     size: int
+
+    @property
+    def name(self) -> str:
+        """As an `Axis` calls it."""
+        return self.axis
 
 
 def live(along: Along | Axis) -> Axis:
@@ -37,7 +42,7 @@ def live(along: Along | Axis) -> Axis:
 
 
 def _cost(sent: CollectiveCost, flops: int, read: int, written: int) -> Cost:
-    return Cost(flops=flops, read=read, written=written, messages=sent.messages, sent=sent.bytes)
+    return Cost(flops=flops, read=read, written=written, messages=1, sent=sent.bytes)
 
 
 def _reduce_cost(x: Tensor, along: Along | Axis, *, workload: Workload) -> Cost:
@@ -55,12 +60,15 @@ def all_reduce(x: Tensor, along: Along | Axis) -> Tensor:
     """
     if along.size == 1:
         return x
-    parts = collectives.start_all_gather(x.contiguous().unsqueeze(0), live(along)).wait()
-    wide = torch.promote_types(x.dtype, torch.float32)
-    total = parts[0].to(wide, copy=True)
+    return _added(collectives.start_all_gather(x.contiguous().unsqueeze(0), live(along)).wait())
+
+
+def _added(parts: Tensor) -> Tensor:
+    """The sum over the first dimension, in order, in float32 (float64 for float64), rounded once."""
+    total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
     for part in parts[1:]:
         total += part
-    return total.to(x.dtype)
+    return total.to(parts.dtype)
 
 
 def _all_reduce_by_library(x: Tensor, axis: Axis) -> Tensor:
@@ -107,3 +115,60 @@ def all_gather(x: Tensor, along: Along | Axis, dim: int) -> Tensor:
 
 all_gather.implement("gloo", "cpu", invariant=True, differentiable=True)(all_gather.reference)
 all_gather.implement("nccl", "cuda", invariant=True, differentiable=True, kernels=(ATEN, NCCL))(all_gather.reference)
+
+
+def _own_part(x: Tensor, along: Along | Axis, dim: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = collectives.part_of(shape[dim], along.size, along.name)
+    return x.new_empty(shape, device="meta")
+
+
+def _scatter_cost(x: Tensor, along: Along | Axis, dim: int, *, workload: Workload) -> Cost:
+    if along.size == 1:
+        return Cost()
+    sent = reduce_scatter_cost(x.nbytes, along.size)
+    return _cost(sent, x.numel() * (along.size - 1) // along.size, x.nbytes, x.nbytes // along.size)
+
+
+@operation(_scatter_cost, meta=_own_part, collective=True)
+def reduce_scatter(x: Tensor, along: Along | Axis, dim: int) -> Tensor:
+    """This rank's part along `dim`, of as many as there are ranks, of the sum of x over the ranks.
+
+    Added up as in `all_reduce`. Raises ValueError if the size of `dim` is no multiple of the number of ranks.
+    """
+    if along.size == 1:
+        return x
+    rows = x.movedim(dim, 0)
+    count = collectives.part_of(rows.shape[0], along.size, along.name)
+    received = collectives.start_all_to_all(rows.contiguous(), live(along)).wait()
+    return _added(received.unflatten(0, (along.size, count))).movedim(0, dim)
+
+
+def _scattered_by_library(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return x if axis.size == 1 else collectives.reduce_scatter(x, live(axis), dim)
+
+
+reduce_scatter.implement("gloo", "cpu", differentiable=True)(_scattered_by_library)
+reduce_scatter.implement("nccl", "cuda", differentiable=True, kernels=(ATEN, NCCL))(_scattered_by_library)
+reduce_scatter.implement("in rank order", "cpu", invariant=True)(reduce_scatter.reference)
+reduce_scatter.implement("in rank order", "cuda", invariant=True, kernels=(NCCL, ATEN))(reduce_scatter.reference)
+
+
+def _exchange_cost(x: Tensor, along: Along | Axis, *, workload: Workload) -> Cost:
+    if along.size == 1:
+        return Cost()
+    return _cost(all_to_all_cost(x.nbytes, along.size), 0, x.nbytes, x.nbytes)
+
+
+@operation(_exchange_cost, collective=True)
+def all_to_all(x: Tensor, along: Along | Axis) -> Tensor:
+    """Equal parts of x's rows, one for each rank in their order, become the parts that all ranks have for this one.
+
+    Raises ValueError if the rows are no multiple of the number of ranks.
+    """
+    collectives.part_of(x.shape[0], along.size, along.name)
+    return x if along.size == 1 else collectives.all_to_all(x, live(along))
+
+
+all_to_all.implement("gloo", "cpu", invariant=True, differentiable=True)(all_to_all.reference)
+all_to_all.implement("nccl", "cuda", invariant=True, differentiable=True, kernels=(NCCL,))(all_to_all.reference)

@@ -118,7 +118,8 @@ class StepCosts:
     row. token_traffic: bytes of a token's activations that operations outside attention read and write, which `step`
     leaves out. weights: bytes of the parameters that every step reads. attentions: each distinct attention as a
     function of the workload, and in how many layers it stands. mixtures: the bytes of experts that so many tokens read,
-    whether only rows go to them, and in how many layers.
+    whether only rows go to them, and in how many layers. messages: the collectives of a step. token_sent, row_sent:
+    bytes that a rank sends in them for a token, and for a row behind the last attention.
     """
 
     token_flops: int
@@ -128,6 +129,9 @@ class StepCosts:
     weights: int
     attentions: tuple[tuple[Callable[[Workload], Cost], int], ...]
     mixtures: tuple[tuple[Callable[[int], int], bool, int], ...]
+    messages: int = 0
+    token_sent: int = 0
+    row_sent: int = 0
 
     def step(self, workload: Workload, rows: int) -> Cost:
         """A step that runs `workload` and projects `rows` hidden states onto the vocabulary."""
@@ -139,7 +143,8 @@ class StepCosts:
             cached += layers * cost.cached
         weights = self.weights + self.token_weights * tokens
         weights += sum(layers * read(rows if of_rows else tokens) for read, of_rows, layers in self.mixtures)
-        return Cost(flops=flops, weights=weights, cached=cached).least
+        sent = self.token_sent * tokens + self.row_sent * rows
+        return Cost(flops=flops, weights=weights, cached=cached, messages=self.messages, sent=sent).least
 
 
 # The second tells one window of attention from another.
@@ -153,7 +158,8 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
     """
     flops: Counter[str] = Counter()
     weights: Counter[str] = Counter()
-    traffic = 0
+    sent: Counter[str] = Counter()
+    traffic = messages = 0
     attentions: Counter[Cost] = Counter()
     examples: dict[Cost, Callable[[Workload], Cost]] = {}
     mixtures: Counter[tuple[int, int, int, bool]] = Counter()
@@ -171,6 +177,8 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
         flops.update(token=grown.flops - cost.flops, row=2 * cost.flops - grown.flops)
         moved, moved_of_two = (each.bytes - each.weights for each in (cost, grown))
         traffic += moved_of_two - moved
+        messages += cost.messages
+        sent.update(token=grown.sent - cost.sent, row=2 * cost.sent - grown.sent)
         if one.operation is experts:
             (_, _, chosen, gate_up, down, *_), rows = one.args, len(two.args[2])
             mixtures[chosen.shape[1], len(down), gate_up[0].nbytes + down[0].nbytes, rows == 1] += 1
@@ -184,6 +192,9 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
         weights["step"],
         tuple((examples[kind], layers) for kind, layers in attentions.items()),
         tuple((partial(_expert_bytes, *kind), of_rows, layers) for (*kind, of_rows), layers in mixtures.items()),
+        messages,
+        sent["token"],
+        sent["row"],
     )
 
 

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from strata.graph.cost import NodeCost, parameter_count, total
+from strata.hardware.links import Link
 from strata.hardware.roofline import Cost, floor
 from strata.hardware.specs import Device
 
@@ -37,26 +38,32 @@ NodeKind = tuple[str, str, str]  # an operation, a part of the model, an impleme
 
 
 def rows_by(
-    nodes: Iterable[NodeCost], kind: Callable[[NodeCost], NodeKind], device: Device, dtype: str, bound: str = ""
+    nodes: Iterable[NodeCost],
+    kind: Callable[[NodeCost], NodeKind],
+    device: Device,
+    dtype: str,
+    bound: str = "",
+    link: Link | None = None,
 ) -> list[Row]:
     """A row for each (operation, part, implementation) that `kind` gives, in the order in which they first occur.
 
-    bound: what sets the floor of the step, "compute" or "memory"; empty for what is not counted in it.
+    bound: what sets the floor of the step, "compute", "memory" or "communication"; empty for what is not counted
+    in it. link: on which messages go, None if there are none.
     """
     groups: dict[NodeKind, list[NodeCost]] = {}
     for node in nodes:
         groups.setdefault(kind(node), []).append(node)
-    return [_row(names, group, device, dtype, bound) for names, group in groups.items()]
+    return [_row(names, group, device, dtype, bound, link) for names, group in groups.items()]
 
 
-def _row(names: NodeKind, nodes: list[NodeCost], device: Device, dtype: str, step_bound: str) -> Row:
-    seconds = {"compute": 0.0, "memory": 0.0}
+def _row(names: NodeKind, nodes: list[NodeCost], device: Device, dtype: str, step_bound: str, link: Link | None) -> Row:
+    seconds = {"compute": 0.0, "memory": 0.0, "communication": 0.0}
     for node in nodes:
-        least = floor(node.cost, device, dtype)
+        least = floor(node.cost, device, dtype, link)
         seconds[least.bound] += least.seconds
     bound = max(seconds, key=seconds.__getitem__)
     kernels, parameters, cost = sum(len(node.kernels) for node in nodes), parameter_count(nodes), total(nodes)
-    in_step = getattr(floor(cost.least, device, dtype), step_bound) if step_bound else 0.0
+    in_step = getattr(floor(cost.least, device, dtype, link), step_bound) if step_bound else 0.0
     return Row(*names, len(nodes), kernels, parameters, cost, sum(seconds.values()), bound, in_step)
 
 
@@ -72,10 +79,12 @@ def counts_table(before: Mapping[str, int], after: Mapping[str, int]) -> Table:
 
 
 def table(title: str, rows: list[Row], *, whole: float) -> Table:
-    """Rows as a table; `whole` is the floor of the step, in seconds, that shares refer to."""
+    """Rows as a table; `whole` is the floor of the step, in seconds, that shares refer to. Bytes that a rank sends have
+    a column where there are any."""
+    sends = any(row.cost.sent for row in rows)
     drawn = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     drawn.add_column("", overflow="fold")
-    for name in ("count", "kernels", "FLOPs", "bytes", "floor"):
+    for name in ("count", "kernels", "FLOPs", "bytes", *("sent",) * sends, "floor"):
         drawn.add_column(name, justify="right", no_wrap=True)
     drawn.add_column("bound", no_wrap=True)
     drawn.add_column("of step", justify="right", no_wrap=True)
@@ -86,6 +95,7 @@ def table(title: str, rows: list[Row], *, whole: float) -> Table:
             f"{row.kernels:,} {row.implementation}",
             quantity(row.cost.flops),
             f"{quantity(row.cost.bytes)}B",
+            *(f"{quantity(row.cost.sent)}B" if row.cost.sent else "",) * sends,
             duration(row.seconds),
             row.bound if row.seconds else "",
             f"{row.step_seconds / whole:.1%}" if row.step_seconds else "",

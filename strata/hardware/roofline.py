@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from strata.hardware.links import Link
 from strata.hardware.specs import Device
 
 
@@ -15,7 +16,8 @@ class Cost:
     `flops` are floating-point operations (a multiply-add is two). `read` and `written` are the fewest bytes the
     operation must move through device memory: each input read once, each output written once. `weights` is the part of
     `read` that is parameters; `cached` the part of `bytes` that is keys and values of the sequences, each once.
-    `messages` are those that one rank sends to others, one after another, and `sent` their bytes; it receives as much.
+    `messages` are the collectives of a rank, one after another, each of which takes at least one way of a message, and
+    `sent` the fewest bytes that it sends in them; it receives as many.
     """
 
     flops: int = 0
@@ -66,28 +68,33 @@ class Workload:
 
 @dataclass(frozen=True)
 class Floor:
-    """The least time for some work on a device, in seconds, and which of its two parts sets it."""
+    """The least time for some work on a device, in seconds, and which of its parts sets it."""
 
     compute: float
     memory: float
+    communication: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return max(self.compute, self.memory)
+        return max(self.compute, self.memory, self.communication)
 
     @property
     def bound(self) -> str:
-        """ "compute" or "memory"."""
+        """ "compute", "memory" or "communication"."""
+        if self.communication > max(self.compute, self.memory):
+            return "communication"
         return "compute" if self.compute > self.memory else "memory"
 
 
-def floor(cost: Cost, device: Device, dtype: str) -> Floor:
-    """The roofline: `cost.flops` at the device's rate for `dtype`, against `cost.bytes` at its memory bandwidth.
+def floor(cost: Cost, device: Device, dtype: str, link: Link | None = None) -> Floor:
+    """The roofline: `cost.flops` at the device's rate for `dtype`, against `cost.bytes` at its memory bandwidth, and
+    against `cost.messages` and `cost.sent` on `link`, which take no time without one.
 
     Rates are measured where the database has them. Raises ValueError if it has none for `dtype`.
     """
     compute = device.ceiling("compute", dtype).value
-    return Floor(cost.flops / compute, cost.bytes / device.ceiling("bandwidth").value)
+    communication = 0.0 if link is None else link.least_seconds(cost.messages, cost.sent)
+    return Floor(cost.flops / compute, cost.bytes / device.ceiling("bandwidth").value, communication)
 
 
 def steps_floor(steps: Iterable[Cost], device: Device, dtype: str) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from strata.comm.launch import World
 from strata.comm.mesh import Axis, Mesh
-from strata.comm.operations import Along, all_gather, all_reduce
+from strata.comm.operations import Along, all_gather, all_reduce, all_to_all, reduce_scatter
 from strata.graph.bind import bind
 from strata.graph.capture import capture, operation_of
 from strata.graph.cost import node_costs
@@ -28,13 +28,18 @@ def part(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(2, 3, generator=torch.Generator().manual_seed(rank)).mul(10.0**rank).to(dtype)
 
 
-def added(ranks: int, dtype: torch.dtype) -> Tensor:
+def added(parts: list[Tensor]) -> Tensor:
     """The sum in the order of the ranks, in float32, a number at a time, rounded once."""
-    total = torch.zeros(2, 3)
-    for rank in range(ranks):
-        for index in range(6):
-            total.view(-1)[index] += part(rank, dtype).view(-1)[index].float()
-    return total.to(dtype)
+    total = torch.zeros(parts[0].shape)
+    for one in parts:
+        for index in range(one.numel()):
+            total.view(-1)[index] += one.reshape(-1)[index].float()
+    return total.to(parts[0].dtype)
+
+
+def rows_of(rank: int, dtype: torch.dtype) -> Tensor:
+    """What one rank holds that is divided: [8, 3], twice as many rows as ranks."""
+    return torch.cat([part(rank * 4 + index, dtype) / 10.0 ** (3 * rank) for index in range(4)])
 
 
 class Sharded(nn.Module):
@@ -61,6 +66,12 @@ def on_ranks(world: World, folder: Path) -> dict[str, Any]:
             found[f"{dtype} {deterministic}"] = result.float().tolist()
             assert result.dtype == dtype
         assert torch.equal(x, kept), "a collective must not write into its argument"
+        rows = rows_of(world.rank, dtype)
+        for deterministic in (False, True):
+            run = reduce_scatter.bind("cpu", deterministic=deterministic)
+            found[f"scattered {dtype} {deterministic}"] = run(rows, axis, 0).float().tolist()
+            found[f"columns {dtype} {deterministic}"] = run(rows.T, axis, -1).float().tolist()
+        found[f"exchanged {dtype}"] = all_to_all(rows, axis).float().tolist()
     for dim in (1, -1):
         found[f"gathered {dim}"] = all_gather(part(world.rank), axis, dim).tolist()
     x = torch.randn(5, 4 * world.size, generator=torch.Generator().manual_seed(1))
@@ -71,9 +82,16 @@ def on_ranks(world: World, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_get_the_sums_and_the_columns_of_all(ranks: int, tmp_path: Path) -> None:
-    for found in run_ranks(on_ranks, ranks, tmp_path):
+    for rank, found in enumerate(run_ranks(on_ranks, ranks, tmp_path)):
         for dtype in (torch.float32, torch.bfloat16):
-            whole = added(ranks, dtype)
+            held = [rows_of(peer, dtype) for peer in range(ranks)]
+            own = added(held).chunk(ranks)[rank].float()
+            assert found[f"scattered {dtype} True"] == own.tolist()
+            assert found[f"columns {dtype} True"] == own.T.tolist()
+            torch.testing.assert_close(torch.tensor(found[f"scattered {dtype} False"]), own, rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(torch.tensor(found[f"columns {dtype} False"]), own.T, rtol=1e-2, atol=1e-2)
+            assert found[f"exchanged {dtype}"] == torch.cat([one.chunk(ranks)[rank] for one in held]).tolist()
+            whole = added([part(peer, dtype) for peer in range(ranks)])
             torch.testing.assert_close(torch.tensor(found[f"{dtype} False"]), whole.float(), rtol=1e-2, atol=1e-5)
             assert found[f"{dtype} True"] == whole.float().tolist(), "the order of the ranks"
         columns = torch.cat([part(rank) for rank in range(ranks)], 1)
@@ -88,17 +106,22 @@ def test_along_one_rank_they_are_the_identity() -> None:
     for along in (ALONE, Along("tp", 1)):
         for deterministic in (False, True):
             assert all_reduce.bind("cpu", deterministic=deterministic)(x, along) is x
-        assert all_gather(x, along, 1) is x
+        assert all_gather(x, along, 1) is reduce_scatter(x, along, 1) is all_to_all(x, along) is x
         assert all_reduce.cost(x, along, workload=WORKLOAD) == Cost()
-        assert all_gather.cost(x, along, 1, workload=WORKLOAD) == Cost()
+        for operation in (all_gather, reduce_scatter):
+            assert operation.cost(x, along, 1, workload=WORKLOAD) == Cost()
+        assert all_to_all.cost(x, along, workload=WORKLOAD) == Cost()
 
 
 def test_costs_by_hand() -> None:
-    """12 numbers of 2 bytes on each of 4 ranks. Round the ring, parts of 6 bytes go 3 hops, and 6 for the sum."""
+    """12 numbers of 2 bytes on each of 4 ranks. A rank sends 3 parts of 6 bytes, and 6 for the sum."""
     x, along = torch.empty(3, 4, dtype=torch.bfloat16, device="meta"), Along("tp", 4)
-    assert all_reduce.cost(x, along, workload=WORKLOAD) == Cost(flops=9, read=24, written=24, messages=6, sent=36)
+    assert all_reduce.cost(x, along, workload=WORKLOAD) == Cost(flops=9, read=24, written=24, messages=1, sent=36)
     # Of a result of 96 bytes, all parts but one pass through each rank.
-    assert all_gather.cost(x, along, 1, workload=WORKLOAD) == Cost(read=24, written=96, messages=3, sent=72)
+    assert all_gather.cost(x, along, 1, workload=WORKLOAD) == Cost(read=24, written=96, messages=1, sent=72)
+    assert reduce_scatter.cost(x, along, 1, workload=WORKLOAD) == Cost(9, 24, 6, messages=1, sent=18)
+    assert reduce_scatter.meta(x, along, 1).shape == (3, 1)
+    assert all_to_all.cost(x, along, workload=WORKLOAD) == Cost(read=24, written=24, messages=1, sent=18)
 
 
 def test_a_captured_graph_is_costed_without_ranks_and_knows_its_collectives() -> None:
@@ -108,7 +131,7 @@ def test_a_captured_graph_is_costed_without_ranks_and_knows_its_collectives() ->
     costs = {one.operation: one for one in node_costs(graph, torch.empty(3, 4, device="meta"), WORKLOAD)}
     assert costs["all_reduce"].shape == (3, 8)
     assert costs["all_gather"].shape == (3, 16)
-    assert costs["all_reduce"].cost == Cost(flops=12, read=96, written=96, messages=2, sent=96)
+    assert costs["all_reduce"].cost == Cost(flops=12, read=96, written=96, messages=1, sent=96)
     bound = bind(graph, "cuda", axes={"tp": Along("tp", 2)})
     again = {one.operation: one.cost for one in node_costs(bound, torch.empty(3, 4, device="meta"), WORKLOAD)}
     assert again == {name: one.cost for name, one in costs.items()}
@@ -121,6 +144,13 @@ def test_a_graph_needs_the_axis_of_its_collectives() -> None:
         bind(capture(Sharded(2, 0)), "cpu", axes={"tp": ALONE})
     with pytest.raises(TypeError, match="bind the graph with axes"):
         capture(Sharded(2, 0))(torch.zeros(3, 4))
+
+
+def test_what_does_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 rows do not divide into 2 parts"):
+        reduce_scatter.meta(part(0), Along("tp", 2), 1)
+    with pytest.raises(ValueError, match="2 rows do not divide into 4 parts"):
+        all_to_all(part(0), Along("tp", 4))
 
 
 def test_rows_are_not_gathered() -> None:

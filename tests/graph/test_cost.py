@@ -6,17 +6,21 @@ import operator
 
 import pytest
 import torch
-from torch import Tensor, nn
+from rich.console import Console
+from torch import Tensor, fx, nn
 
+from strata.comm.operations import Along, all_gather, all_reduce
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
 from strata.graph.cost import meta_indices, meta_pages, node_costs, parameter_count, step_costs, total
-from strata.graph.draw import duration, quantity, rows_by
+from strata.graph.draw import duration, quantity, rows_by, table
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
+from strata.hardware.links import link_of
 from strata.hardware.roofline import Workload, floor
 from strata.hardware.specs import device
+from strata.kernels.linear.linear import linear
 from strata.models.batch import Batch
 
 from .tiny import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCABULARY, Tiny
@@ -116,6 +120,50 @@ def test_any_step_follows_from_one_look_at_the_graph(workload: Workload) -> None
     assert [node.cost.bytes for node in gathered] == [
         4 * rows + 2 * BYTES * rows * n for n in (HEADS * HEAD_DIM, HIDDEN)
     ]
+
+
+def with_messages(graph: fx.GraphModule, along: Along) -> fx.GraphModule:
+    """As on one of several ranks: what o_proj and down_proj make is added up, the logits are gathered."""
+    for node in list(graph.graph.nodes):
+        last = node.meta.get("module", "").rpartition(".")[2]
+        more = {"o_proj": (all_reduce, along), "down_proj": (all_reduce, along), "lm_head": (all_gather, along, -1)}
+        if node.target is linear and last in more:
+            operation, *given = more[last]
+            with graph.graph.inserting_after(node):
+                message = graph.graph.call_function(operation, (node, *given))
+            message.meta = dict(node.meta)
+            node.replace_all_uses_with(message, delete_user_cb=lambda user, own=message: user is not own)
+    return graph
+
+
+def test_messages_of_any_step() -> None:
+    with torch.device("meta"):
+        model = Tiny()
+    whole = merge(compose(capture(model), capture_head(model)))
+    graph = gather_after_attention(with_messages(whole, Along("tp", 2)))
+
+    def ones(tokens: int, rows: int) -> tuple[Batch, Tensor]:
+        return meta_batch(Workload((1,) * tokens, (1,) * tokens)), meta_indices(rows)
+
+    workload, rows = Workload((3, 1, 6), (3, 9, 8)), 3
+    step = step_costs(graph, ones).step(workload, rows)
+    nodes = node_costs(graph, (meta_batch(workload), meta_indices(rows)), workload)
+    assert step == total(nodes).least
+    assert step.messages == 2 * LAYERS + 1
+    # Of two ranks each sends half of what it has, and half of the sum; of the logits what it has. The last layer's two
+    # sums are behind the last attention.
+    reduced = (2 * LAYERS - 2) * workload.tokens * HIDDEN + 2 * rows * HIDDEN
+    assert step.sent == BYTES * (reduced + rows * VOCABULARY)
+    link = link_of(device("h200"))
+    shown = rows_by(nodes, lambda node: (node.operation, "", ""), device("h200"), "float32", "communication", link)
+    sums = next(row for row in shown if row.operation == "all_reduce")
+    assert (sums.count, sums.bound, sums.cost.sent) == (2 * LAYERS, "communication", BYTES * reduced)
+    assert sums.seconds == pytest.approx(2 * LAYERS * 2.33e-6 + BYTES * reduced / 339e9)
+    drawn = Console(width=120)
+    with drawn.capture() as text:
+        drawn.print(table("", shown, whole=1.0))
+    assert "sent" in text.get()
+    assert f"{quantity(sums.cost.sent)}B" in text.get()
 
 
 def test_an_uncosted_function_is_named() -> None:

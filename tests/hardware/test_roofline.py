@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from strata.hardware.links import LINKS
 from strata.hardware.roofline import Cost, floor, steps_floor
 from strata.hardware.specs import device
 
@@ -18,10 +19,22 @@ def test_the_slower_of_compute_and_memory_sets_the_floor() -> None:
     assert (row.seconds, row.bound) == (pytest.approx(7.84e-6, rel=1e-3), "memory")
 
 
+def test_messages_have_a_floor_where_there_is_a_link() -> None:
+    h200 = device("h200")
+    cost = Cost(read=64 << 10, written=64 << 10, messages=1, sent=64 << 10)
+    on_link = floor(cost, h200, "bfloat16", LINKS["h200"])
+    assert (on_link.seconds, on_link.bound) == (pytest.approx(2.33e-6 + 65536 / 339e9), "communication")
+    alone = floor(cost, h200, "bfloat16")
+    assert (alone.communication, alone.bound) == (0, "memory")
+
+
 def test_costs_add_part_by_part() -> None:
     added = Cost(1, 20, 300, 4) + Cost(5, 60, 700, 8)
     assert added == Cost(6, 80, 1000, 12)
     assert added.bytes == 1080
+    sent = Cost(messages=1, sent=5) + Cost(messages=2, sent=6)
+    assert sent == Cost(messages=3, sent=11) == sent.least
+    assert sent - sent == Cost()
 
 
 def test_a_schedule_takes_each_step_at_its_own_floor() -> None:

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from strata.comm.cost import (
-    LINKS,
     CollectiveCost,
-    Link,
     all_gather_cost,
     all_reduce_cost,
     all_to_all_cost,
     reduce_scatter_cost,
     shift_cost,
 )
+from strata.hardware.links import LINKS, Link
 from strata.hardware.roofline import Cost, floor
 from strata.hardware.specs import Device
 from strata.parallel.buckets import BUCKET_ELEMENTS
@@ -321,7 +320,7 @@ def _messages(link: Link, cost: CollectiveCost, calls: int = 1) -> Messages:
     if not cost.bytes:
         return Messages()
     whole = CollectiveCost(cost.messages * calls, cost.bytes)
-    seconds = link.seconds(whole) + link.start * (calls - 1)
+    seconds = link.seconds(whole.messages, whole.bytes) + link.start * (calls - 1)
     return Messages(whole, seconds, seconds)
 
 

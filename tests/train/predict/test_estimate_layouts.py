@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from strata.comm.cost import LINKS
+from strata.hardware.links import LINKS
 from strata.hardware.specs import device
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES

@@ -1,0 +1,46 @@
+"""Links against timings of NCCL on H200s and what makers promise."""
+
+from __future__ import annotations
+
+import pytest
+
+from strata.comm.cost import all_gather_cost, all_reduce_cost, all_to_all_cost, reduce_scatter_cost
+from strata.hardware.links import LINKS, link_of
+from strata.hardware.specs import DEVICES, device
+
+
+@pytest.mark.parametrize(
+    ("cost", "ranks", "nbytes", "microseconds"),
+    [
+        (all_reduce_cost, 2, 1 << 26, 247.9),
+        (all_reduce_cost, 8, 1 << 30, 5238.9),
+        (all_gather_cost, 8, 1 << 26, 209.9),
+        (reduce_scatter_cost, 4, 1 << 28, 676.1),
+        (all_to_all_cost, 8, 1 << 28, 764.6),
+        (all_gather_cost, 4, 1 << 17, 35.3),
+    ],
+)
+def test_the_h200_link_predicts_what_nccl_took(cost, ranks, nbytes, microseconds) -> None:  # type: ignore[no-untyped-def]
+    sends = cost(nbytes, ranks)
+    assert LINKS["h200"].seconds(sends.messages, sends.bytes) == pytest.approx(microseconds * 1e-6, rel=0.15)
+
+
+def test_nothing_takes_no_time_and_a_replayed_message_no_start() -> None:
+    link = LINKS["h200"]
+    assert link.seconds(0, 0) == link.least_seconds(0, 0) == 0
+    assert link.least_seconds(2, 339_000) == pytest.approx(2 * 2.33e-6 + 1e-6)
+    assert link.seconds(2, 339_000) - link.least_seconds(2, 339_000) == pytest.approx(25.1e-6)
+
+
+def test_links_belong_to_known_devices_and_stay_below_what_makers_promise() -> None:
+    for key, link in LINKS.items():
+        assert link.bandwidth < DEVICES[key].ceiling("link", measured=False).value
+        assert link.source
+
+
+def test_devices_without_measured_links() -> None:
+    assert link_of(device("h200")) is LINKS["h200"]
+    promised = link_of(device("h100"))
+    assert (promised.latency, promised.bandwidth) == (0, 450e9)
+    with pytest.raises(ValueError, match="no link is recorded for l40s"):
+        link_of(device("l40s"))
