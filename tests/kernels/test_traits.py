@@ -13,6 +13,7 @@ import strata.comm.operations
 import strata.models.families  # noqa: F401  (every operation of a model)
 from strata.graph import fuse_attention, fuse_products  # noqa: F401  (and of its passes)
 from strata.kernels.linear import fp8, vocabulary_embedding  # noqa: F401
+from strata.kernels.moe import held  # noqa: F401
 from strata.kernels.op import OPERATIONS
 
 ROWS, WIDTH = 9, 16
