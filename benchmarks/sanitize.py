@@ -52,6 +52,8 @@ from strata.kernels.rotary import rope_grad  # noqa: F401  registers what is run
 from strata.kernels.rotary.rope import rope, rope_angles
 from strata.kernels.sampling.bitmask import WORD, apply_bitmask
 from strata.kernels.sampling.filters import filter_bounds
+from strata.kernels.sampling.part_logprobs import exponential_sums
+from strata.kernels.sampling.parts import best_in_part, best_of_parts
 from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
 from strata.kernels.state.clear_page_ends import clear_page_ends
 from strata.kernels.state.gather_tables import gather_tables
@@ -202,6 +204,7 @@ def _sampling(rows: int) -> Iterator[Call]:
     bounds = torch.zeros(rows), torch.full((rows,), VOCABULARY, dtype=torch.int32)
     masks = torch.randint(-(2**31), 2**31, (rows, -(-VOCABULARY // WORD)), dtype=torch.int32)
     yield own(apply_bitmask, logits, masks, torch.arange(rows, dtype=torch.int32) - 1)
+    yield own(apply_bitmask, logits[:, 1:], masks, torch.arange(rows, dtype=torch.int32) - 1, 1)
     yield own(filter_bounds, logits, temperatures, top_k, top_p, min_p)
     yield own(gumbel_sample, logits, temperatures, seeds, steps)
     yield own(gumbel_sample, logits, temperatures, seeds, steps, bounds)
@@ -210,6 +213,9 @@ def _sampling(rows: int) -> Iterator[Call]:
     offsets = torch.arange(rows + 1, dtype=torch.int32)
     yield own(gather_tables, tables, steps, offsets, steps * 17, steps * 5, 16)  # the first is padding
     yield own(token_logprobs, logits.float(), torch.randint(VOCABULARY, (rows, 6)))
+    yield own(best_in_part, logits, temperatures, seeds, steps, 77)
+    yield own(best_of_parts, torch.randint(2**62, (rows, 3)))
+    yield own(exponential_sums, logits.float())
 
 
 # Rows, and the tile that multiplies them: with one program to the whole of k and with several.

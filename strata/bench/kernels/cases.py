@@ -20,6 +20,8 @@ from strata.kernels.op import Operation
 from strata.kernels.rotary.rope import rope, rope_angles
 from strata.kernels.sampling.bitmask import WORD, apply_bitmask
 from strata.kernels.sampling.filters import filter_bounds
+from strata.kernels.sampling.part_logprobs import exponential_sums
+from strata.kernels.sampling.parts import best_in_part
 from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
@@ -237,3 +239,6 @@ def _sampling(vocab: int, rows: int) -> Iterator[Case]:
     yield _case(gumbel_sample, f"{vocab}", rows, drawing, gumbel_sample.reference)
     yield _case(filter_bounds, f"{vocab}", rows, filtering, filter_bounds.reference)
     yield _case(token_logprobs, f"{vocab}", rows, chosen, token_logprobs.reference)
+    # What a rank does that holds so many ids.
+    yield _case(best_in_part, f"{vocab}", rows, lambda: (*drawing(), vocab), best_in_part.reference)
+    yield _case(exponential_sums, f"{vocab}", rows, lambda: chosen()[:1], exponential_sums.reference)

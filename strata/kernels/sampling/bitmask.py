@@ -17,19 +17,20 @@ from strata.kernels.triton_import import HAS_TRITON, jit, tl
 WORD = 32
 
 
-def _cost(logits: Tensor, masks: Tensor, which: Tensor, *, workload: Workload) -> Cost:
+def _cost(logits: Tensor, masks: Tensor, which: Tensor, first: int = 0, *, workload: Workload) -> Cost:
     # A shift and an and find the bit of an id. At most all logits are ruled out.
-    return Cost(flops=2 * logits.numel(), read=masks.nbytes + which.nbytes, written=logits.nbytes)
+    words = min(masks.shape[1], ceil_div(first + logits.shape[1], WORD) - first // WORD)
+    return Cost(flops=2 * logits.numel(), read=4 * len(masks) * words + which.nbytes, written=logits.nbytes)
 
 
 @operation(_cost, mutates=("logits",))
-def apply_bitmask(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
+def apply_bitmask(logits: Tensor, masks: Tensor, which: Tensor, first: int = 0) -> Tensor:
     """Write `-inf` over the ids that a row's mask rules out: logits [rows, vocab] of any float dtype, given back.
 
-    masks [any, words] int32: bit `i % 32` of word `i // 32` is 1 where id i is allowed; at least vocab / 32 words.
-    which [rows] int32: the mask of each row, -1 where nothing is ruled out.
+    masks [any, words] int32: bit `i % 32` of word `i // 32` is 1 where id i is allowed; a word for every id at least.
+    which [rows] int32: the mask of each row, -1 where nothing is ruled out. first: the id of the first column.
     """
-    ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    ids = torch.arange(first, first + logits.shape[1], dtype=torch.int32, device=logits.device)
     words = masks[which.clamp(min=0).long()][:, (ids // WORD).long()]
     ruled_out = ((words >> (ids % WORD)) & 1 == 0) & (which >= 0)[:, None]
     return logits.masked_fill_(ruled_out, -torch.inf)
@@ -42,21 +43,25 @@ _BLOCK = 4096
 
 
 # The masks of a step are views of one buffer, at any address.
-@partial(jit, unspecialized=("masks", "which"))
-def apply_bitmask_kernel(logits, masks, which, vocab, words, row_stride, BLOCK: tl.constexpr):
-    """A block of one row."""
+@partial(jit, unspecialized=("masks", "which", "first_id"))
+def apply_bitmask_kernel(logits, masks, which, vocab, words, row_stride, first_id, BLOCK: tl.constexpr):
+    """A block of one row. first_id: of the first column, None where that is 0."""
     row = tl.program_id(0).to(tl.int64)
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ids = column
+    if first_id is not None:
+        ids += first_id
     mask = tl.load(which + row).to(tl.int64)
-    word = tl.load(masks + mask * words + (ids >> 5), mask=(ids < vocab) & (mask >= 0), other=-1)
-    tl.store(logits + row * row_stride + ids, -float("inf"), mask=(ids < vocab) & ((word >> (ids & 31)) & 1 == 0))
+    word = tl.load(masks + mask * words + (ids >> 5), mask=(column < vocab) & (mask >= 0), other=-1)
+    out = (column < vocab) & ((word >> (ids & 31)) & 1 == 0)
+    tl.store(logits + row * row_stride + column, -float("inf"), mask=out)
 
 
-def _triton(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
+def _triton(logits: Tensor, masks: Tensor, which: Tensor, first: int = 0) -> Tensor:
     rows, vocab = logits.shape
-    if rows:
+    if rows and vocab:
         apply_bitmask_kernel[(rows, ceil_div(vocab, _BLOCK))](
-            logits, masks, which, vocab, masks.shape[1], logits.stride(0), BLOCK=_BLOCK, num_warps=4
+            logits, masks, which, vocab, masks.shape[1], logits.stride(0), first or None, BLOCK=_BLOCK, num_warps=4
         )
     return logits
 
@@ -68,4 +73,8 @@ if HAS_TRITON:
 def compile_cases() -> list[CompileCase]:
     signature = {"logits": "*bf16:16", "masks": "*i32", "which": "*i32"}
     signature |= dict.fromkeys(("vocab", "words", "row_stride"), "i32")
-    return [CompileCase("apply bitmask", apply_bitmask_kernel, signature, {"BLOCK": _BLOCK}, 4, 2)]
+    of_part = CompileCase(
+        "apply bitmask from an id on", apply_bitmask_kernel, signature | {"first_id": "i32"}, {"BLOCK": _BLOCK}, 4, 2
+    )
+    constants = {"first_id": None, "BLOCK": _BLOCK}
+    return [CompileCase("apply bitmask", apply_bitmask_kernel, signature, constants, 4, 2), of_part]

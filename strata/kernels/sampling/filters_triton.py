@@ -31,7 +31,7 @@ _CONSTANTS: dict[str, object] = {
 
 
 @jit
-def _key(value):
+def score_order(value):
     """float32 as int64 in the same order."""
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
@@ -107,8 +107,8 @@ def _search(
     beyond: the weight of scores from `high` on, if `source` does not hold them. Each pass over `source` leaves a
     fourth of the numbers between.
     """
-    first = _key(low)
-    end = _key(high)
+    first = score_order(low)
+    end = score_order(high)
     while end - first > 1:
         span = end - first
         a = first + tl.maximum(span // 4, 1)
@@ -221,8 +221,8 @@ def _id_of_equal(source, length, temperature, value, number, BLOCK: tl.constexpr
 @jit
 def _lowest_within(top, floor):
     """The smallest number whose distance from `top`, rounded to float32, is not under `floor`."""
-    end = _key(top)
-    first = _key(tl.full((), -float("inf"), tl.float32)) - 1
+    end = score_order(top)
+    first = score_order(tl.full((), -float("inf"), tl.float32)) - 1
     while end - first > 1:
         middle = first + (end - first) // 2
         if _value(middle) - top >= floor:
@@ -272,7 +272,7 @@ def filter_bounds_kernel(
         return
     one = tl.full((), 1.0, tl.float32)
     beyond = tl.full((), 0, tl.int64)
-    high = _value(_key(top) + 1)
+    high = _value(score_order(top) + 1)
     border = _lowest_within(top, tl.log(ratio.to(tl.float64)).to(tl.float32))
     limit = vocab
     held = tl.full((), BLOCK + 1, tl.int32)  # scores in `aside`; over BLOCK: not all that matter
@@ -308,7 +308,7 @@ def filter_bounds_kernel(
                 held = _gather(logits, vocab, temperature, low, high, aside, BLOCK)
         if held <= BLOCK:
             border = _search(aside, held, one, top, low, high, wanted, beyond, True, POWER, LOG2_E, BLOCK)
-            after = _value(_key(border) + 1)
+            after = _value(score_order(border) + 1)
             reach, above, _, _, over, _ = _weigh(
                 aside, held, one, top, border, after, after, True, POWER, LOG2_E, BLOCK
             )
@@ -316,7 +316,7 @@ def filter_bounds_kernel(
         else:
             none = tl.full((), 0, tl.int64)
             border = _search(logits, vocab, temperature, top, low, high, wanted, none, True, POWER, LOG2_E, BLOCK)
-            after = _value(_key(border) + 1)
+            after = _value(score_order(border) + 1)
             reach, above, _, _, over, _ = _weigh(
                 logits, vocab, temperature, top, border, after, after, True, POWER, LOG2_E, BLOCK
             )

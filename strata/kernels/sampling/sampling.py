@@ -1,5 +1,5 @@
 """From logits to ids: penalties, sampling by Gumbel noise, and log-probabilities. One row a sequence; the filters
-(top-k, top-p, min-p) are in `sampling_filters`.
+(top-k, top-p, min-p) are in `filters`.
 
 The functions here work on all rows at once, with one parameter a row, and never wait for the device. What a row becomes
 does not depend on the other rows.
@@ -110,12 +110,12 @@ def likeliest(logits: Tensor) -> Tensor:
     return torch.where(values.isfinite(), ids, NO_ID).int()
 
 
-def gumbel_noise(seeds: Tensor, steps: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise [rows, vocab] float32 of each (seed, step, id)."""
+def gumbel_noise(seeds: Tensor, steps: Tensor, vocab: int, first: int = 0) -> Tensor:
+    """Standard Gumbel noise [rows, vocab] float32 of each (seed, step, id); first: the id of the first column."""
     keys = _mix64(_mix64(seeds) + steps)
     low = keys.int()[:, None]
     high = (keys >> 32).int()[:, None]
-    ids = torch.arange(vocab, dtype=torch.int32, device=seeds.device) * _GOLDEN32
+    ids = torch.arange(first, first + vocab, dtype=torch.int32, device=seeds.device) * _GOLDEN32
     # The finalizer of MurmurHash3 (Appleby 2011), with one half of the key before it and one half inside.
     bits = ids ^ low
     bits ^= (bits >> 16) & 0xFFFF
@@ -137,7 +137,7 @@ _UNIT = (1 - 2.0**-24) * 2.0**-31  # keeps the largest uniform number below 1
 
 _LN2 = tl.constexpr(log(2)) if HAS_TRITON else None
 _GUMBEL_BLOCK = 2048
-_GUMBEL_CONSTANTS: dict[str, object] = {"UNIT": _UNIT, "BLOCK": _GUMBEL_BLOCK}
+GUMBEL_CONSTANTS: dict[str, object] = {"UNIT": _UNIT, "BLOCK": _GUMBEL_BLOCK}
 _TOKEN_BLOCK = 4096
 # Ids of a row: for requests, which ask for 21 at most, the kernel is compiled once.
 _TOKEN_IDS = 32
@@ -160,7 +160,7 @@ def _mix64_kernel(x):
 
 
 # The parameters of a step are views of one buffer, at any address.
-@partial(jit, unspecialized=("temperatures", "seeds", "steps"))
+@partial(jit, unspecialized=("temperatures", "seeds", "steps", "first_id"))
 def gumbel_blocks_kernel(
     logits,
     temperatures,
@@ -172,13 +172,14 @@ def gumbel_blocks_kernel(
     best_id,
     vocab,
     row_stride,
+    first_id,
     FILTERED: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The best sum of logit and noise in each block of a row: the arithmetic of `gumbel_noise`, unsigned. NaN is best.
 
-    FILTERED: only ids within the row's bounds compete.
+    first_id: of the first column, None where that is 0. FILTERED: only ids within the row's bounds compete.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -191,6 +192,8 @@ def gumbel_blocks_kernel(
     quotient = logit * inverse
     corrected = tl.fma(tl.fma(-quotient, divisor, logit), inverse, quotient)
     score = tl.where(tl.abs(quotient) < float("inf"), corrected, quotient)
+    if first_id is not None:
+        ids += first_id
     if FILTERED:
         border = tl.load(lowest + row)
         out = (score < border) | ((score == border) & (ids > tl.load(last + row)))
@@ -213,7 +216,10 @@ def gumbel_blocks_kernel(
     value, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
     at = row * tl.num_programs(1) + block
     tl.store(best + at, value)
-    tl.store(best_id + at, block * BLOCK + index)
+    best_of_block = block * BLOCK + index
+    if first_id is not None:
+        best_of_block += first_id
+    tl.store(best_id + at, best_of_block)
 
 
 @jit
@@ -227,31 +233,46 @@ def gumbel_reduce_kernel(best, best_id, result, blocks, BLOCKS: tl.constexpr):
     tl.store(result + row, tl.where(finite, tl.load(best_id + row * blocks + index), -1))
 
 
-def _gumbel_triton(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, steps: Tensor, bounds: Bounds | None = None
-) -> Tensor:
+def best_of_blocks(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
+    bounds: Bounds | None = None,
+    first: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `gumbel_blocks_kernel` finds: scores float32 and ids int32, both [rows, blocks]. Neither may be none."""
     rows, vocab = logits.shape
     blocks = ceil_div(vocab, _GUMBEL_BLOCK)
     best = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
     best_id = torch.empty((rows, blocks), dtype=torch.int32, device=logits.device)
+    gumbel_blocks_kernel[(rows, blocks)](
+        logits,
+        temperatures,
+        seeds,
+        steps,
+        *(bounds or (None, None)),
+        best,
+        best_id,
+        vocab,
+        logits.stride(0),
+        first,
+        FILTERED=bounds is not None,
+        **GUMBEL_CONSTANTS,
+        num_warps=4,
+    )
+    return best, best_id
+
+
+def _gumbel_triton(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, steps: Tensor, bounds: Bounds | None = None
+) -> Tensor:
+    rows = len(logits)
     result = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows:
-        gumbel_blocks_kernel[(rows, blocks)](
-            logits,
-            temperatures,
-            seeds,
-            steps,
-            *(bounds or (None, None)),
-            best,
-            best_id,
-            vocab,
-            logits.stride(0),
-            FILTERED=bounds is not None,
-            **_GUMBEL_CONSTANTS,
-            num_warps=4,
-        )
-        padded = next_power_of_2(blocks)
-        gumbel_reduce_kernel[(rows,)](best, best_id, result, blocks, BLOCKS=padded, num_warps=1)
+        best, best_id = best_of_blocks(logits, temperatures, seeds, steps, bounds)
+        blocks = best.shape[1]
+        gumbel_reduce_kernel[(rows,)](best, best_id, result, blocks, BLOCKS=next_power_of_2(blocks), num_warps=1)
     return result
 
 
@@ -338,7 +359,9 @@ def compile_cases() -> list[CompileCase]:
     reduce = by_type({"*fp32:16": "best", "*i32:16": "best_id result", "i32": "blocks"})
     token = {"*fp32": "logits", "*i64": "ids", "*fp32:16": "result", "i32": "vocab row_stride id_count"}
     return [
-        CompileCase("gumbel blocks", gumbel_blocks_kernel, blocks, {"FILTERED": True} | _GUMBEL_CONSTANTS, 4, 2),
+        CompileCase(
+            "gumbel blocks", gumbel_blocks_kernel, blocks, {"first_id": None, "FILTERED": True} | GUMBEL_CONSTANTS, 4, 2
+        ),
         CompileCase("gumbel reduce", gumbel_reduce_kernel, reduce, {"BLOCKS": 128}, 1, 2),
         CompileCase(
             "token logprobs", token_logprobs_kernel, by_type(token), {"BLOCK": _TOKEN_BLOCK, "IDS": _TOKEN_IDS}, 8, 2
