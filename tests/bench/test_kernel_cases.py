@@ -38,16 +38,8 @@ TRAINING = {
 }
 # No shape of the benchmark has experts; the ids and the tables that a step reads are a few kilobytes.
 APART = {"route", "experts", "combine", "newest_tokens", "gather_tables", "virtual_sequences", "clear_page_ends"}
-APART |= {"best_of_parts"}
-    "route",
-    "experts",
-    "combine",
-    "newest_tokens",
-    "gather_tables",
-    "virtual_sequences",
-    "clear_page_ends",
-    "best_of_parts",
-}
+# What ranks alone run. What they choose an id from is kilobytes; collectives need ranks.
+APART |= {"best_of_parts", "held_experts", "vocabulary_embedding", "all_gather", "all_reduce"}
 
 
 def all_cases(config: ModelConfig) -> list[Case]:
