@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
 
 class Placement(Enum):
@@ -15,7 +16,8 @@ class Placement(Enum):
     PER_TOKEN: held whole and applied to each token: with sequence parallelism a rank sees a part of the tokens
         (Korthikanti et al. 2022), so its gradient is a part of the sum; without, it is complete.
     PER_HEAD: held whole and applied to each head: a rank sees its own heads, so its gradient is a part of the sum.
-    EXPERT: whole along the tensor axis, and divided along the expert axis by the first dimension.
+    EXPERT: divided along the expert axis by the first dimension. Along the tensor axis training holds them whole;
+        serving divides each expert's width, or gives each rank experts of its own (`ExpertSlots`).
     """
 
     COLUMN = "column"
@@ -35,3 +37,10 @@ class Placement(Enum):
     def gradient_is_partial(self, sequence_parallel: bool) -> bool:
         """Whether the gradient is whole only after a sum over the tensor axis."""
         return self is Placement.PER_HEAD or (sequence_parallel and self in (Placement.PER_TOKEN, Placement.EXPERT))
+
+
+class ExpertSlots(NamedTuple):
+    """Of the `total` places for experts that all ranks have together, a rank has those from `first` on."""
+
+    first: int
+    total: int

@@ -209,4 +209,4 @@ def step_graphs(
 
 def _of_rank(graph: fx.GraphModule, shard: RankShard) -> fx.GraphModule:
     along = Along(TENSOR_AXIS, shard.size)
-    return shard_graph(graph, shard.placements, along, shard.index, shard.whole.vocab_size)
+    return shard_graph(graph, shard.placements, along, shard.index, shard.whole.vocab_size, shard.slots)

@@ -17,6 +17,7 @@ from strata.graph.capture import operation_of
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.device_limits import DeviceLimits, as_if_on
 from strata.kernels.moe.experts import expected_experts, experts
+from strata.kernels.moe.held import held_experts
 from strata.kernels.op import ATEN, Operation
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.torch_functions import TORCH_FUNCTIONS
@@ -162,7 +163,7 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
     traffic = messages = 0
     attentions: Counter[Cost] = Counter()
     examples: dict[Cost, Callable[[Workload], Cost]] = {}
-    mixtures: Counter[tuple[int, int, int, bool]] = Counter()
+    mixtures: Counter[tuple[int, int, int, int, bool]] = Counter()
     for one, two in zip(_walk(graph, argument(1, 1)), _walk(graph, argument(2, 1)), strict=True):
         if one.operation is None:
             continue
@@ -179,9 +180,10 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
         traffic += moved_of_two - moved
         messages += cost.messages
         sent.update(token=grown.sent - cost.sent, row=2 * cost.sent - grown.sent)
-        if one.operation is experts:
-            (_, _, chosen, gate_up, down, *_), rows = one.args, len(two.args[2])
-            mixtures[chosen.shape[1], len(down), gate_up[0].nbytes + down[0].nbytes, rows == 1] += 1
+        if one.operation in (experts, held_experts):
+            (_, _, chosen, gate_up, down, *others), rows = one.args, len(two.args[2])
+            count = others[1] if one.operation is held_experts else len(down)
+            mixtures[chosen.shape[1], count, len(down), gate_up[0].nbytes + down[0].nbytes, rows == 1] += 1
         else:
             weights.update(token=grown.weights - cost.weights, step=2 * cost.weights - grown.weights)
     return StepCosts(
@@ -262,9 +264,9 @@ def _cost(operation: Operation, args: tuple[Any, ...], workload: Workload) -> Co
     return operation.cost(*args, workload=workload)
 
 
-def _expert_bytes(per_token: int, count: int, size: int, tokens: int) -> int:
-    """Bytes of the experts, `size` each, that some of the tokens are expected to go to."""
-    return round(expected_experts(tokens, per_token * tokens, count) * size)
+def _expert_bytes(per_token: int, count: int, held: int, size: int, tokens: int) -> int:
+    """Bytes of those of `held` experts out of `count`, `size` each, that some of the tokens are expected to go to."""
+    return round(expected_experts(tokens, per_token * tokens, count) * held / count * size)
 
 
 def _parameter_sizes(graph: fx.GraphModule, node: fx.Node) -> dict[str, int]:

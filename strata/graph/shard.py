@@ -9,23 +9,30 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from strata.comm.operations import Along, all_gather, all_reduce
-from strata.comm.placement import Placement
+from strata.comm.placement import ExpertSlots, Placement
 from strata.graph.capture import operation_of
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.vocabulary_embedding import vocabulary_embedding
+from strata.kernels.moe.held import held_experts
 from strata.kernels.op import Operation
 
 
 def shard(
-    graph: fx.GraphModule, placements: Mapping[str, Placement], along: Along, index: int, vocabulary: int
+    graph: fx.GraphModule,
+    placements: Mapping[str, Placement],
+    along: Along,
+    index: int,
+    vocabulary: int,
+    slots: ExpertSlots | None = None,
 ) -> fx.GraphModule:
     """Put the messages between the ranks along `along` into the graph of rank `index`, in place; returns `graph`.
 
     graph: captured from the rank's own model and not rewritten by a pass yet. placements: of every parameter that it
     fetches, by name. vocabulary: ids in all; each rank has as many rows of it, the last ones' beyond it unused.
+    slots: where this rank's experts are among those of all ranks; None: each rank has a part of every expert.
 
     - After a product with a ROW weight, and after what EXPERT weights make: an all-reduce. The bias of the product is
-      added to the sum, once.
+      added to the sum, once. With `slots` the rank computes the choices of its own experts alone.
     - Rows of a VOCABULARY table: zeros for ids of other ranks, then an all-reduce.
     - Logits by VOCABULARY rows: an all-gather along the vocabulary.
 
@@ -35,7 +42,7 @@ def shard(
     """
     if along.size == 1:
         return graph
-    ranks = _Ranks(along, index, vocabulary)
+    ranks = _Ranks(along, index, vocabulary, slots)
     for node in list(graph.graph.nodes):
         operation = operation_of(node)
         if operation is not None:
@@ -50,6 +57,7 @@ class _Ranks(NamedTuple):
     along: Along
     rank: int
     vocabulary: int
+    slots: ExpertSlots | None
 
 
 def _read(node: fx.Node, placements: Mapping[str, Placement]) -> dict[Placement, fx.Node]:
@@ -72,6 +80,8 @@ def _shard_node(
         _require(operation.product and node.args[1] is read[Placement.ROW], node, read[Placement.ROW])
         _sum_product(node, ranks)
     elif Placement.EXPERT in read:
+        if ranks.slots is not None:
+            node.target, node.args = held_experts, (*node.args, *ranks.slots)
         _follow(node, all_reduce, ranks.along)
     elif Placement.VOCABULARY in read:
         table = read[Placement.VOCABULARY]

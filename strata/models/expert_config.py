@@ -16,6 +16,7 @@ class ExpertsConfig:
     normalized: whether the weights of a token's experts are divided by their sum.
     layers: for each layer whether it has experts instead of a plain MLP.
     balance_weight: router_aux_loss_coef, the weight of the balancing loss in training.
+    held: of a part of a model, the numbers of the experts that it holds, of which the router knows all; None: all.
     """
 
     count: int
@@ -24,6 +25,11 @@ class ExpertsConfig:
     normalized: bool
     layers: tuple[bool, ...]
     balance_weight: float
+    held: tuple[int, ...] | None = None
+
+    @property
+    def held_count(self) -> int:
+        return self.count if self.held is None else len(self.held)
 
 
 def read_mixtral(fields: Fields, num_layers: int, intermediate_size: int) -> ExpertsConfig:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,14 +56,15 @@ class Router(nn.Module):
 
 class Experts(nn.Module):
     """SwiGLU experts, stacked: gate_up_proj [experts, 2 * intermediate, hidden] holds the rows of the gate, then those
-    of up; down_proj [experts, hidden, intermediate].
+    of up; down_proj [experts, hidden, intermediate]. In a part of a model those that it holds, in the order of
+    `config.held`: what it computes is told by its graph then (`strata.graph.shard`), not by calling it.
     """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
         width = config.intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(config.count, 2 * width, hidden_size))
-        self.down_proj = nn.Parameter(torch.empty(config.count, hidden_size, width))
+        self.gate_up_proj = nn.Parameter(torch.empty(config.held_count, 2 * width, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(config.held_count, hidden_size, width))
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         return experts(x, weights, chosen, self.gate_up_proj, self.down_proj)
@@ -93,6 +94,7 @@ class SparseCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, max_length: int) -> None:
         super().__init__(config, max_length)
         assert config.experts is not None
+        self.held_experts = config.experts.held
         for layer, sparse in zip(self.model.layers, config.experts.layers, strict=True):
             if sparse:
                 layer.mlp = SparseMLP(config.hidden_size, config.experts)
@@ -109,18 +111,19 @@ def stored_parameters(model: nn.Module) -> dict[str, Tensor]:
 def stored_views(model: nn.Module, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """`value` of the parameter `name`, or views of it, under the names in a checkpoint."""
     if isinstance(model, SparseCausalLM):
-        yield from _stored(name, value.detach(), model.expert_names)
+        held = range(len(value)) if model.held_experts is None else model.held_experts
+        yield from _stored(name, value.detach(), model.expert_names, held)
     else:
         yield name, value
 
 
-def _stored(name: str, parameter: Tensor, names: ExpertNames) -> Iterator[tuple[str, Tensor]]:
+def _stored(name: str, parameter: Tensor, names: ExpertNames, held: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
     layer, _, rest = name.partition(".mlp.")
     if rest == "experts.down_proj":
-        for number, down in enumerate(parameter):
+        for number, down in zip(held, parameter, strict=True):
             yield f"{layer}.{names.block}.experts.{number}.{names.down}.weight", down
     elif rest == "experts.gate_up_proj":
-        for number, both in enumerate(parameter):
+        for number, both in zip(held, parameter, strict=True):
             for own, matrix in zip((names.gate, names.up), both.chunk(2), strict=True):
                 yield f"{layer}.{names.block}.experts.{number}.{own}.weight", matrix
     elif rest == "gate.weight":

@@ -27,12 +27,12 @@ class ModelPart(Protocol):
         """What the part holds of a matrix (or vector) that a checkpoint has whole, as `shape`.
 
         name: of the parameter that it belongs to. A box may be smaller than the part's own tensor, at whose beginning
-        it lies then; the rest is zeros.
+        it lies then; the rest is zeros. Asked of those matrices alone that the part has: of experts, the ones held.
         """
 
 
 def boxes(model: nn.Module, part: ModelPart | None, shapes: dict[str, tuple[int, ...]]) -> dict[str, Box]:
-    """Where each of the `stored_parameters` of `model` lies in a checkpoint's tensor, of the shape in `shapes`.
+    """Where each of the `stored_parameters` that `model` has lies in a checkpoint's tensor, of the shape in `shapes`.
 
     model: of `part`, or whole where that is None.
     """
@@ -66,12 +66,15 @@ def randomize_part(model: CausalLM, part: ModelPart, complete: CausalLM, seed: i
     parameters = dict(model.named_parameters())
     like = next(iter(parameters.values()))
     for name, value in dummy_values(complete, seed, like.device, like.dtype):
-        for (_, source), (_, target) in _pairs(complete, model, name, value, parameters[name]):
+        for source, target in _pairs(complete, model, name, value, parameters[name]):
             box = part.box(name, tuple(source.shape))
             held(target, box).copy_(source[tuple(slice(first, end) for first, end in box)])
 
 
 def _pairs(
     complete: CausalLM, model: CausalLM, name: str, value: Tensor, own: Tensor
-) -> Iterator[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
-    return zip(stored_views(complete, name, value), stored_views(model, name, own.detach()), strict=True)
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each stored matrix of a parameter that the part has: the whole one, and its own."""
+    sources = dict(stored_views(complete, name, value))
+    for stored, target in stored_views(model, name, own.detach()):
+        yield sources[stored], target

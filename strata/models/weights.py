@@ -177,9 +177,9 @@ def stored_values(model: CausalLM, folder: Path, wanted: Container[str]) -> Iter
 
 @torch.no_grad()
 def _fill(model: nn.Module, sources: dict[str, StoredTensor], places: dict[str, Box]) -> None:
-    """Copy of every tensor its box to its parameter, file by file and in the order of the file."""
+    """Copy of every tensor that has a box that box to its parameter, file by file and in the order of the file."""
     parameters = stored_parameters(model)
-    order = sorted(sources, key=lambda name: (sources[name].file, sources[name].start))
+    order = sorted(places, key=lambda name: (sources[name].file, sources[name].start))
     for file, names in itertools.groupby(order, key=lambda name: sources[name].file):
         with safe_open(file, framework="pt", device="cpu") as reader:
             for name in names:

@@ -1,6 +1,7 @@
-"""What one rank of tensor parallelism serves: its own config, and where its slices lie in a checkpoint's tensors.
+"""What one rank of several serves: its own config, and where its slices lie in a checkpoint's tensors.
 
-A rank's model is an ordinary model of a smaller config. The table of its family (`strata.parallel.families`) says how
+A rank's model is an ordinary model of a smaller config: of fewer heads and narrower matrices, and with expert
+parallelism of fewer experts, each of them whole. The table of its family (`strata.parallel.families`) says how
 each parameter is divided; `strata.graph.shard` puts the messages between the ranks into its graphs.
 """
 
@@ -13,11 +14,11 @@ import torch
 
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along
-from strata.comm.placement import Placement
+from strata.comm.placement import ExpertSlots, Placement
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.part import Box
-from strata.parallel.families import TABLES, placements
+from strata.parallel.families import TABLES, placements, span
 
 TENSOR_AXIS = "tp"
 
@@ -31,6 +32,7 @@ class RankShard:
     """The share of one rank in a model whose matrices `size` ranks divide.
 
     whole: the config of the model. config: the rank's own, from which its model, its KV pool and its attention follow.
+    slots: where its experts are among all, with expert parallelism; None: it has a part of every expert.
     placements: of every parameter, by name. axes: what its collectives run along, by name; an `Along` where graphs are
     only costed. A `strata.models.part.ModelPart`.
     """
@@ -39,23 +41,33 @@ class RankShard:
     config: ModelConfig
     size: int
     index: int
+    slots: ExpertSlots | None
     placements: Mapping[str, Placement]
     axes: Mapping[str, Axis | Along]
 
     @staticmethod
-    def of(whole: ModelConfig, size: int, index: int, axis: Axis | None = None) -> RankShard:
-        """Of rank `index` of `size`, whose live axis is `axis`. Raises ValueError if they cannot share the model."""
-        config = rank_config(whole, size, index)
+    def of(
+        whole: ModelConfig, size: int, index: int, axis: Axis | None = None, *, expert_parallel: bool = False
+    ) -> RankShard:
+        """Of rank `index` of `size`, whose live axis is `axis`. expert_parallel: ranks have different experts.
+
+        Raises ValueError if they cannot share the model.
+        """
+        config = rank_config(whole, size, index, expert_parallel=expert_parallel)
         with torch.device("meta"):
             names = [name for name, _ in build(config).named_parameters()]
         placed = placements(names, TABLES[whole.architecture])
-        return RankShard(whole, config, size, index, placed, {TENSOR_AXIS: axis or Along(TENSOR_AXIS, size)})
+        slots = None
+        if config.experts is not None and config.experts.held is not None:
+            slots = ExpertSlots(config.experts.held[0], config.experts.count)
+        return RankShard(whole, config, size, index, slots, placed, {TENSOR_AXIS: axis or Along(TENSOR_AXIS, size)})
 
     def box(self, name: str, shape: tuple[int, ...]) -> Box:
         """First and end along every dimension of what this rank holds of a checkpoint's tensor of `shape`, whole.
 
-        name: of the parameter that it belongs to. Gate and up of an expert are divided each by itself. Of a vocabulary
-        that the ranks do not divide evenly, the last ones hold fewer rows than `config.vocab_size`.
+        name: of the parameter that it belongs to. Gate and up of an expert are divided each by itself; with expert
+        parallelism the rank has all of its experts. Of a vocabulary that the ranks do not divide evenly, the last ones
+        hold fewer rows than `config.vocab_size`.
         """
         dim = self._divided_dim(name)
         box = [(0, size) for size in shape]
@@ -66,7 +78,7 @@ class RankShard:
     def _divided_dim(self, name: str) -> int | None:
         placement = self.placements[name]
         if placement is Placement.EXPERT:
-            return _EXPERT_DIMS[name.rpartition(".")[2]]
+            return None if self.slots is not None else _EXPERT_DIMS[name.rpartition(".")[2]]
         return placement.divided_dim
 
     def _range(self, name: str, rows: int) -> tuple[int, int]:
@@ -80,20 +92,29 @@ class RankShard:
         return part * own, (part + 1) * own
 
 
-def rank_config(config: ModelConfig, size: int, index: int) -> ModelConfig:
+def rank_config(config: ModelConfig, size: int, index: int, *, expert_parallel: bool = False) -> ModelConfig:
     """The config of the model that rank `index` of `size` holds.
 
-    Heads and the width of MLPs and experts are divided; where there are more ranks than KV heads, each has one, which
-    size / num_kv_heads ranks share. Every rank has as many rows of the vocabulary as the first, some of them zeros
-    where the ranks do not divide it: all ranks run one graph. Raises ValueError if the model cannot be divided so.
+    Heads and the width of MLPs and experts are divided; with `expert_parallel` each rank has whole experts instead, of
+    neighbouring numbers, as many as the others or one more. Where there are more ranks than KV heads, each has one,
+    which size / num_kv_heads ranks share. Every rank has as many rows of the vocabulary as the first, some of them
+    zeros where the ranks do not divide it: all ranks run one graph. Raises ValueError if the model cannot be divided
+    so.
     """
     if not 0 <= index < size:
         raise ValueError(f"rank {index} of {size} ranks; ranks count from 0 to {size - 1}")
-    if fault := _fault(config, size):
-        accepted = ", ".join(str(one) for one in range(1, config.num_heads + 1) if not _fault(config, one))
+    if expert_parallel and config.experts is None:
+        raise ValueError(
+            "enable_expert_parallel=True needs a mixture of experts, and this model has none; leave it out"
+        )
+    if fault := _fault(config, size, expert_parallel):
+        heads = range(1, config.num_heads + 1)
+        accepted = ", ".join(str(one) for one in heads if not _fault(config, one, expert_parallel))
         raise ValueError(f"tensor_parallel_size={size} {fault}; this model takes {accepted}")
     experts = config.experts
-    if experts is not None:
+    if experts is not None and expert_parallel:
+        experts = replace(experts, held=tuple(range(*span(experts.count, size, index))))
+    elif experts is not None:
         experts = replace(experts, intermediate_size=experts.intermediate_size // size)
     return replace(
         config,
@@ -105,7 +126,7 @@ def rank_config(config: ModelConfig, size: int, index: int) -> ModelConfig:
     )
 
 
-def _fault(config: ModelConfig, size: int) -> str:
+def _fault(config: ModelConfig, size: int, expert_parallel: bool) -> str:
     """Why so many ranks cannot share the model; empty if they can."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % size:
@@ -114,7 +135,11 @@ def _fault(config: ModelConfig, size: int) -> str:
         return f"neither divides the {kv_heads} KV heads nor is a multiple of them"
     if _has_plain_mlp(config) and config.intermediate_size % size:
         return f"does not divide intermediate_size = {config.intermediate_size}"
-    if config.experts is not None and config.experts.intermediate_size % size:
+    if config.experts is None:
+        return ""
+    if expert_parallel and size > config.experts.count:
+        return f"is more than the {config.experts.count} experts, of which every rank needs one"
+    if not expert_parallel and config.experts.intermediate_size % size:
         return f"does not divide the experts' intermediate_size = {config.experts.intermediate_size}"
     return ""
 

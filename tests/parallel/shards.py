@@ -28,15 +28,18 @@ def divisible_config(name: str, **changes: Any) -> ModelConfig:
     return config_of(name, **(sizes | changes))
 
 
-def shard_of(model: CausalLM, config: ModelConfig, size: int, index: int, axis: Axis | None = None) -> Any:
-    """One rank's share of a whole model, and its own model with the slices copied."""
-    shard = RankShard.of(config, size, index, axis)
+def shard_of(
+    model: CausalLM, config: ModelConfig, size: int, index: int, axis: Axis | None = None, **options: bool
+) -> Any:
+    """One rank's share of a whole model, and its own model with the slices copied. options: of `RankShard.of`."""
+    shard = RankShard.of(config, size, index, axis, **options)
     own = build(shard.config).to(next(model.parameters()).dtype).requires_grad_(False)
     parameters = dict(own.named_parameters())
     with torch.no_grad():
         for name, value in model.named_parameters():
-            pairs = zip(stored_views(model, name, value), stored_views(own, name, parameters[name]), strict=True)
-            for (_, source), (_, target) in pairs:
+            sources = dict(stored_views(model, name, value))
+            for stored, target in stored_views(own, name, parameters[name]):
+                source = sources[stored]
                 box = shard.box(name, tuple(source.shape))
                 held(target, box).copy_(source[tuple(slice(first, end) for first, end in box)])
     return shard, own

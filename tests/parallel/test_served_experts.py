@@ -1,0 +1,184 @@
+"""Serving a mixture with different experts on each rank: what ranks load and hold, and that they make the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, fx
+
+from strata.comm.launch import World
+from strata.comm.mesh import Mesh
+from strata.engine.step_graphs import step_graphs
+from strata.graph.bind import bind
+from strata.graph.capture import capture
+from strata.graph.cost import node_costs, operation_counts, step_costs
+from strata.graph.gather import gather_after_attention
+from strata.graph.shard import shard
+from strata.hardware.roofline import Workload
+from strata.models.batch import Batch
+from strata.models.config import ModelConfig
+from strata.models.experts import stored_parameters
+from strata.models.families import build
+from strata.models.save import save
+from strata.models.weights import load
+from strata.parallel.serving_shard import RankShard, rank_config
+from tests.graph.lockstep import run_in_lockstep
+from tests.models.batches import HandPaged, random_sequences
+
+from .models import random_model
+from .ranks import run_ranks
+from .shards import divisible_config, shard_of
+
+MIXTURES = ("mixtral", "qwen3-moe")
+CLOSE = 1e-5
+
+
+def config_for(name: str, **changes: Any) -> ModelConfig:
+    """Of six experts, which four ranks divide unevenly; as wide as no ranks divide them."""
+    counts = {"num_local_experts": 6} if name == "mixtral" else {"num_experts": 6, "moe_intermediate_size": 11}
+    return divisible_config(name, **(counts | changes))
+
+
+def steps_of(configs: Sequence[ModelConfig], vocabulary: int, run: Any) -> list[list[Tensor]]:
+    """The logits of a prompt with the beginning of another, of the rest with a decode, and of decodes, by rank."""
+    first, second = random_sequences(vocabulary, (9, 7))
+    caches = [HandPaged(config, 3, 16) for config in configs]
+    steps: list[list[Tensor]] = [[] for _ in configs]
+    for chunks in ({0: first, 1: second[:3]}, {1: second[3:], 0: [5]}, {0: [7], 1: [0]}):
+        count = sum(map(len, chunks.values()))
+        rows = torch.arange(count, dtype=torch.int32)[-2:]
+        batches = [cache.next_batch(chunks) for cache in caches]
+        for own, result in zip(steps, run([(batch, rows) for batch in batches]), strict=True):
+            own.append(result)
+    return steps
+
+
+def largest_error(found: list[Tensor], wanted: list[Tensor]) -> float:
+    pairs = zip(found, wanted, strict=True)
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_ranks_with_different_experts_have_the_logits_of_one(name: str, size: int, deterministic: bool) -> None:
+    config = config_for(name)
+    model = random_model(config, torch.float32).requires_grad_(False)
+    graph = step_graphs(model, "cpu", deterministic).logits
+    (wanted,) = steps_of([config], config.vocab_size, lambda given: [graph(*given[0])])
+    parts = [shard_of(model, config, size, index, expert_parallel=True) for index in range(size)]
+    graphs: list[fx.GraphModule] = [step_graphs(own, "cpu", deterministic, shard=part).logits for part, own in parts]
+    counts = operation_counts(graphs[0])
+    layers = sum(config.experts.layers) if config.experts is not None else 0
+    assert (counts["experts"], counts["held_experts"]) == (0, layers)
+    found = steps_of(
+        [part.config for part, _ in parts], config.vocab_size, lambda given: run_in_lockstep(graphs, given)
+    )
+    for steps in found:
+        assert largest_error(steps, wanted) < CLOSE
+
+
+def over_gloo(world: World, folder: Path) -> float:
+    axis = Mesh.of(world, {"tp": world.size}).axis("tp")
+    worst = 0.0
+    for name in MIXTURES:
+        config = config_for(name)
+        model = random_model(config, torch.float32).requires_grad_(False)
+        one = step_graphs(model, "cpu", deterministic=False).logits
+        part, own = shard_of(model, config, world.size, world.rank, axis, expert_parallel=True)
+        mine = step_graphs(own, "cpu", deterministic=False, shard=part).logits
+        (wanted,) = steps_of([config], config.vocab_size, lambda given, one=one: [one(*given[0])])
+        (found,) = steps_of([part.config], config.vocab_size, lambda given, mine=mine: [mine(*given[0])])
+        worst = max(worst, largest_error(found, wanted))
+    return worst
+
+
+def test_ranks_over_gloo_have_the_logits_of_one(tmp_path: Path) -> None:
+    assert max(run_ranks(over_gloo, 2, tmp_path)) < CLOSE
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_rank_loads_its_own_experts_whole(name: str, size: int, load_format: str, tmp_path: Path) -> None:
+    config = config_for(name)
+    save(random_model(config, torch.float32), config, tmp_path)
+    whole = stored_parameters(load(tmp_path, load_format=load_format, seed=3)[0])
+    if load_format == "auto":
+        assert whole.keys() == load_file(tmp_path / "model.safetensors").keys()
+    holders = dict.fromkeys((key for key in whole if ".experts." in key), 0)
+    for index in range(size):
+        part = RankShard.of(config, size, index, expert_parallel=True)
+        model, _ = load(tmp_path, load_format=load_format, seed=3, part=part)
+        own = stored_parameters(model)
+        numbers = {int(key.split(".experts.")[1].split(".")[0]) for key in own if ".experts." in key}
+        assert len(numbers) in (6 // size, -(-6 // size))
+        for key, value in own.items():
+            if ".experts." in key:
+                holders[key] += 1
+                assert torch.equal(value, whole[key]), key
+            elif ".mlp.gate.weight" in key or "block_sparse_moe.gate" in key:
+                assert torch.equal(value, whole[key]), key
+    assert set(holders.values()) == {1}
+
+
+def on_meta(tokens: int, rows: int) -> tuple[Batch, Tensor]:
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device="meta")
+
+    return Batch(integers(tokens), integers(tokens), integers(tokens + 1), 1), integers(rows)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_costs_its_share_of_the_experts(size: int) -> None:
+    """Of eight experts; ranks together compute and read what one does."""
+    config = config_for("qwen3-moe", num_experts=8)
+    with torch.device("meta"):
+        graph = capture(build(config))
+        parts = [RankShard.of(config, size, index, expert_parallel=True) for index in range(size)]
+        graphs = [
+            shard(capture(build(part.config)), part.placements, part.axes["tp"], part.index, 61, part.slots)
+            for part in parts
+        ]
+    workload = Workload((1,) * 5, (1,) * 5)
+    (alone,) = (node.cost for node in node_costs(graph, on_meta(5, 1)[0], workload) if node.operation == "experts")
+    shares = [
+        node.cost
+        for own in graphs
+        for node in node_costs(own, on_meta(5, 1)[0], workload)
+        if node.operation == "held_experts"
+    ]
+    assert len(shares) == size
+    assert sum(share.flops for share in shares) == pytest.approx(alone.flops, abs=size)
+    assert sum(share.weights for share in shares) == pytest.approx(alone.weights, abs=size)
+    whole = step_costs(gather_after_attention(graph), on_meta)
+    of_ranks = [step_costs(gather_after_attention(own), on_meta) for own in graphs]
+    for tokens in (1, 5, 100):
+        ((read, _, _),), mine = whole.mixtures, [costs.mixtures for costs in of_ranks]
+        assert sum(own(tokens) for ((own, _, _),) in mine) == pytest.approx(read(tokens), abs=size)
+
+
+def test_what_experts_cannot_be_divided_so() -> None:
+    with pytest.raises(ValueError, match="enable_expert_parallel=True needs a mixture of experts"):
+        rank_config(divisible_config("llama"), 2, 0, expert_parallel=True)
+    few = config_for("mixtral", num_local_experts=3)
+    with pytest.raises(ValueError, match=r"=4 is more than the 3 experts, of which .*; this model takes 1, 2"):
+        rank_config(few, 4, 0, expert_parallel=True)
+    # Without, their width has to be divided.
+    with pytest.raises(ValueError, match="does not divide the experts' intermediate_size = 11"):
+        rank_config(config_for("qwen3-moe"), 2, 0)
+    assert rank_config(config_for("qwen3-moe"), 2, 1, expert_parallel=True).experts.held == (3, 4, 5)  # type: ignore[union-attr]
+
+
+def test_a_bound_graph_runs_a_part_in_place_of_the_whole() -> None:
+    config = config_for("mixtral")
+    part, own = shard_of(random_model(config, torch.float32), config, 2, 1, expert_parallel=True)
+    graph = shard(capture(own), part.placements, part.axes["tp"], 1, 61, part.slots)
+    nodes = [node for node in graph.graph.nodes if node.name.startswith("experts")]
+    assert [tuple(node.args[5:]) for node in nodes] == [(3, 6)] * 2
+    assert operation_counts(bind(graph, "cpu", axes=part.axes))["held_experts"] == 2
