@@ -186,12 +186,13 @@ def _summed(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _gathered(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    rows = x.movedim(dim, 0).contiguous()
-    out = rows.new_empty((axis.size * rows.shape[0], *rows.shape[1:]))
-    call = _enter("all_gather", axis, rows)
-    _dist_all_gather(out, rows, axis.group)
+    """Contiguous: kernels that read gathered logits take the columns of a row to lie side by side."""
+    dim %= x.dim()
+    out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    call = _enter("all_gather", axis, x)
+    _dist_all_gather(out, x.contiguous(), axis.group)
     _leave(axis, call)
-    return out.movedim(0, dim)
+    return out.view(axis.size, *x.shape).movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def _scattered(x: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -81,6 +81,7 @@ def collectives(world: World, folder: Path) -> dict[str, Any]:
         (terms[0] if shared else sum(terms)).backward()
         own = (uneven() if "uneven" in name else inputs())[world.rank].requires_grad_()
         result = apart(name, own, axis)
+        assert result.is_contiguous() or not name.startswith("all_gather")
         (result * weights[world.rank]).sum().backward()
         # What `copy_to` hands on is summed: the one tensor that all hold alike is used by all.
         gradient = sum(one.grad for one in x) if name == "copy_to" else x[world.rank].grad
