@@ -6,7 +6,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch import fx
+from torch import Tensor, fx
 
 from strata.comm.operations import Along, all_gather, all_reduce
 from strata.comm.placement import ExpertSlots, Placement
@@ -24,12 +24,15 @@ def shard(
     index: int,
     vocabulary: int,
     slots: ExpertSlots | None = None,
+    turns: Tensor | None = None,
 ) -> fx.GraphModule:
     """Put the messages between the ranks along `along` into the graph of rank `index`, in place; returns `graph`.
 
     graph: captured from the rank's own model and not rewritten by a pass yet. placements: of every parameter that it
     fetches, by name. vocabulary: ids in all; each rank has as many rows of it, the last ones' beyond it unused.
-    slots: where this rank's experts are among those of all ranks; None: each rank has a part of every expert.
+    slots: where this rank's experts are among those of all ranks; None: each rank has a part of every expert. turns:
+    [layers, experts, period] int32 on the device that runs the graph, of each layer the `placement` of `held_experts`,
+    read anew in every call; None: each slot has the expert of its number.
 
     - After a product with a ROW weight, and after what EXPERT weights make: an all-reduce. The bias of the product is
       added to the sum, once. With `slots` the rank computes the choices of its own experts alone.
@@ -42,7 +45,7 @@ def shard(
     """
     if along.size == 1:
         return graph
-    ranks = _Ranks(along, index, vocabulary, slots)
+    ranks = _Ranks(along, index, vocabulary, slots, turns)
     for node in list(graph.graph.nodes):
         operation = operation_of(node)
         if operation is not None:
@@ -58,6 +61,7 @@ class _Ranks(NamedTuple):
     rank: int
     vocabulary: int
     slots: ExpertSlots | None
+    turns: Tensor | None
 
 
 def _read(node: fx.Node, placements: Mapping[str, Placement]) -> dict[Placement, fx.Node]:
@@ -81,7 +85,8 @@ def _shard_node(
         _sum_product(node, ranks)
     elif Placement.EXPERT in read:
         if ranks.slots is not None:
-            node.target, node.args = held_experts, (*node.args, *ranks.slots)
+            turns = () if ranks.turns is None else (_table(graph, node, ranks.turns),)
+            node.target, node.args = held_experts, (*node.args, *ranks.slots, *turns)
         _follow(node, all_reduce, ranks.along)
     elif Placement.VOCABULARY in read:
         table = read[Placement.VOCABULARY]
@@ -94,6 +99,17 @@ def _shard_node(
         gathered = _follow(node, all_gather, ranks.along, -1)
         if rows * ranks.along.size != ranks.vocabulary:
             _follow(gathered, "narrow", -1, 0, ranks.vocabulary)
+
+
+def _table(graph: fx.GraphModule, node: fx.Node, turns: Tensor) -> fx.Node:
+    """Fetches the placement of a mixture's layer."""
+    layer = node.meta["layer"]
+    name = f"expert_turns_{layer}"
+    graph.register_buffer(name, turns[layer], persistent=False)
+    with node.graph.inserting_before(node):
+        table = node.graph.get_attr(name)
+    table.meta = {"module": node.meta["module"], "layer": layer, "parameters": ()}
+    return table
 
 
 def _require(is_known: bool, node: fx.Node, parameter: fx.Node) -> None:

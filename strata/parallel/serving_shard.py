@@ -47,19 +47,27 @@ class RankShard:
 
     @staticmethod
     def of(
-        whole: ModelConfig, size: int, index: int, axis: Axis | None = None, *, expert_parallel: bool = False
+        whole: ModelConfig,
+        size: int,
+        index: int,
+        axis: Axis | None = None,
+        *,
+        expert_parallel: bool = False,
+        redundant: int = 0,
     ) -> RankShard:
         """Of rank `index` of `size`, whose live axis is `axis`. expert_parallel: ranks have different experts.
+        redundant: how many slots for experts they have more than there are experts, for copies.
 
         Raises ValueError if they cannot share the model.
         """
-        config = rank_config(whole, size, index, expert_parallel=expert_parallel)
+        config = rank_config(whole, size, index, expert_parallel=expert_parallel, redundant=redundant)
         with torch.device("meta"):
             names = [name for name, _ in build(config).named_parameters()]
         placed = placements(names, TABLES[whole.architecture])
         slots = None
         if config.experts is not None and config.experts.held is not None:
-            slots = ExpertSlots(config.experts.held[0], config.experts.count)
+            total = config.experts.count + redundant
+            slots = ExpertSlots(span(total, size, index)[0], total)
         return RankShard(whole, config, size, index, slots, placed, {TENSOR_AXIS: axis or Along(TENSOR_AXIS, size)})
 
     def box(self, name: str, shape: tuple[int, ...]) -> Box:
@@ -92,14 +100,16 @@ class RankShard:
         return part * own, (part + 1) * own
 
 
-def rank_config(config: ModelConfig, size: int, index: int, *, expert_parallel: bool = False) -> ModelConfig:
+def rank_config(
+    config: ModelConfig, size: int, index: int, *, expert_parallel: bool = False, redundant: int = 0
+) -> ModelConfig:
     """The config of the model that rank `index` of `size` holds.
 
     Heads and the width of MLPs and experts are divided; with `expert_parallel` each rank has whole experts instead, of
-    neighbouring numbers, as many as the others or one more. Where there are more ranks than KV heads, each has one,
-    which size / num_kv_heads ranks share. Every rank has as many rows of the vocabulary as the first, some of them
-    zeros where the ranks do not divide it: all ranks run one graph. Raises ValueError if the model cannot be divided
-    so.
+    neighbouring numbers, as many as the others or one more; `redundant` more slots have copies of the first experts.
+    Where there are more ranks than KV heads, each has one, which size / num_kv_heads ranks share. Every rank has as
+    many rows of the vocabulary as the first, some of them zeros where the ranks do not divide it: all ranks run one
+    graph. Raises ValueError if the model cannot be divided so.
     """
     if not 0 <= index < size:
         raise ValueError(f"rank {index} of {size} ranks; ranks count from 0 to {size - 1}")
@@ -113,7 +123,9 @@ def rank_config(config: ModelConfig, size: int, index: int, *, expert_parallel: 
         raise ValueError(f"tensor_parallel_size={size} {fault}; this model takes {accepted}")
     experts = config.experts
     if experts is not None and expert_parallel:
-        experts = replace(experts, held=tuple(range(*span(experts.count, size, index))))
+        _require_slots(experts.count, size, redundant)
+        own = range(*span(experts.count + redundant, size, index))
+        experts = replace(experts, held=tuple(slot % experts.count for slot in own))
     elif experts is not None:
         experts = replace(experts, intermediate_size=experts.intermediate_size // size)
     return replace(
@@ -142,6 +154,16 @@ def _fault(config: ModelConfig, size: int, expert_parallel: bool) -> str:
     if not expert_parallel and config.experts.intermediate_size % size:
         return f"does not divide the experts' intermediate_size = {config.experts.intermediate_size}"
     return ""
+
+
+def _require_slots(count: int, size: int, redundant: int) -> None:
+    """A rank has no expert twice, and all have as many slots as soon as there are copies."""
+    if redundant and ((count + redundant) % size or redundant > count * (size - 1)):
+        accepted = [one for one in range(1, count * (size - 1) + 1) if (count + one) % size == 0][:4]
+        raise ValueError(
+            f"num_redundant_experts={redundant} with {count} experts on {size} ranks: each rank needs as many slots, "
+            f"and at most one for each expert; accepted are 0, {', '.join(map(str, accepted))}, ..."
+        )
 
 
 def _has_plain_mlp(config: ModelConfig) -> bool:

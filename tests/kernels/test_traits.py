@@ -40,6 +40,7 @@ ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "silu_mul": ((X, X + 1), ()),
     "route": ((some(ROWS, 4),), (None, 2, True)),
     "experts": ((X, some(ROWS, 2), CHOSEN), (some(4, 8, WIDTH), some(4, WIDTH, 4))),
+    "count_choices": ((CHOSEN, torch.arange(ROWS).int()), (torch.zeros(1, 4, dtype=torch.int64), 0)),
     "held_experts": ((X, some(ROWS, 2), CHOSEN), (some(2, 8, WIDTH), some(2, WIDTH, 4), 1, 4)),
 }
 

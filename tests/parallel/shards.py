@@ -29,7 +29,7 @@ def divisible_config(name: str, **changes: Any) -> ModelConfig:
 
 
 def shard_of(
-    model: CausalLM, config: ModelConfig, size: int, index: int, axis: Axis | None = None, **options: bool
+    model: CausalLM, config: ModelConfig, size: int, index: int, axis: Axis | None = None, **options: int
 ) -> Any:
     """One rank's share of a whole model, and its own model with the slices copied. options: of `RankShard.of`."""
     shard = RankShard.of(config, size, index, axis, **options)

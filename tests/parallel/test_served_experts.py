@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,7 +16,8 @@ from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.engine.step_graphs import step_graphs
 from strata.graph.bind import bind
-from strata.graph.capture import capture
+from strata.graph.capture import capture, capture_head
+from strata.graph.compose import compose
 from strata.graph.cost import node_costs, operation_counts, step_costs
 from strata.graph.gather import gather_after_attention
 from strata.graph.shard import shard
@@ -26,6 +28,8 @@ from strata.models.experts import stored_parameters
 from strata.models.families import build
 from strata.models.save import save
 from strata.models.weights import load
+from strata.parallel.expert_balance.placement import PERIOD
+from strata.parallel.expert_balance.placement import turns as expert_turns
 from strata.parallel.serving_shard import RankShard, rank_config
 from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import HandPaged, random_sequences
@@ -125,6 +129,38 @@ def test_a_rank_loads_its_own_experts_whole(name: str, size: int, load_format: s
             elif ".mlp.gate.weight" in key or "block_sparse_moe.gate" in key:
                 assert torch.equal(value, whole[key]), key
     assert set(holders.values()) == {1}
+
+
+@pytest.mark.parametrize(("size", "redundant"), [(2, 2), (4, 2), (2, 6)])
+def test_copies_take_turns_and_the_logits_stay(size: int, redundant: int) -> None:
+    """Of six experts, the first have copies; tables that change between calls are read anew."""
+    config = config_for("mixtral")
+    model = random_model(config, torch.float32).requires_grad_(False)
+    graph = bind(compose(capture(model), capture_head(model)), "cpu")
+    (wanted,) = steps_of([config], 61, lambda given: [graph(batch) for batch, _ in given])
+    parts = [shard_of(model, config, size, index, expert_parallel=True, redundant=redundant) for index in range(size)]
+    placement = np.arange(6 + redundant) % 6
+    assert sum((part.config.experts.held for part, _ in parts), ()) == tuple(placement.tolist())
+    turns = torch.zeros(2, 6, PERIOD, dtype=torch.int32)
+    graphs = []
+    for part, own in parts:
+        halves = [
+            shard(one, part.placements, part.axes["tp"], part.index, 61, part.slots, turns)
+            for one in (capture(own), capture_head(own))
+        ]
+        graphs.append(bind(compose(*halves), "cpu", axes=part.axes))
+    configs = [part.config for part, _ in parts]
+    for table in (expert_turns(placement, 6), np.flip(expert_turns(placement, 6), 1).copy()):
+        turns.copy_(torch.from_numpy(table))
+        found = steps_of(configs, 61, lambda given: run_in_lockstep(graphs, [(batch,) for batch, _ in given]))
+        for steps in found:
+            assert largest_error(steps, wanted) < CLOSE
+
+
+@pytest.mark.parametrize("redundant", [1, 8])
+def test_redundant_experts_that_do_not_fit(redundant: int) -> None:
+    with pytest.raises(ValueError, match=rf"num_redundant_experts={redundant} with 6 experts on 2 ranks.* 0, 2, 4, 6"):
+        rank_config(config_for("mixtral"), 2, 0, expert_parallel=True, redundant=redundant)
 
 
 def on_meta(tokens: int, rows: int) -> tuple[Batch, Tensor]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from strata.kernels.moe.experts import experts as whole_experts
 from strata.kernels.moe.held import held_experts
-from strata.parallel.expert_placement import PERIOD, place_experts, rank_loads, rebalanced, turns
+from strata.parallel.expert_balance.placement import PERIOD, place_experts, rank_loads, rebalanced, turns
 
 
 @st.composite
