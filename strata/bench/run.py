@@ -33,6 +33,8 @@ class Setup:
     dtype: str
     device: str
     deterministic: bool
+    tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
 
     @property
     def source(self) -> str:
@@ -54,12 +56,17 @@ class Setup:
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
             "deterministic": self.deterministic,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "enable_expert_parallel": self.enable_expert_parallel,
             "seed": 0,
         }
 
     def test_name(self, name: str) -> str:
-        """Deterministic mode is a test of its own, so that it does not pass for the newest result of the other."""
-        return f"{name}-deterministic" if self.deterministic else name
+        """Deterministic mode, and each number of ranks, is a test of its own, so that none passes for the newest result
+        of another."""
+        ranks = f"-tp{self.tensor_parallel_size}" if self.tensor_parallel_size > 1 else ""
+        ranks += "-ep" if self.enable_expert_parallel else ""
+        return f"{name}-deterministic{ranks}" if self.deterministic else f"{name}{ranks}"
 
 
 def started(setup: Setup, test: workloads.InferenceTest) -> LLM:
@@ -109,8 +116,10 @@ def call(llm: LLM, test: workloads.InferenceTest, most: int | None = None) -> fl
 def floor_on(test: workloads.InferenceTest, setup: Setup, product: str) -> float | None:
     """The least seconds of a test on a device, by the cost of the model's graph.
 
-    None if the device is not in the database.
+    None if the device is not in the database, and over several ranks, whose steps are of more than one device.
     """
+    if setup.tensor_parallel_size > 1:
+        return None
     found = costs_on(setup, product)
     return None if found is None else test.floor(found.costs.step, found.device, found.dtype)
 

@@ -47,6 +47,8 @@ def throughput(
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "auto",
     deterministic: options.Deterministic = False,
+    tensor_parallel_size: options.TensorParallelSize = 1,
+    enable_expert_parallel: options.EnableExpertParallel = False,
     repeat: Repeat = 3,
     as_json: AsJson = False,
     save: Save = None,
@@ -56,7 +58,8 @@ def throughput(
     Example: strata bench throughput --model 8B --batch 32 --save results.jsonl
     """
     test = workloads.offline() if batch is None else workloads.fixed_batch(batch)
-    result = run(test, Setup(model, load_format, dtype, device, deterministic), repeat)
+    setup = Setup(model, load_format, dtype, device, deterministic, tensor_parallel_size, enable_expert_parallel)
+    result = run(test, setup, repeat)
     report(result.values(), result.text(), as_json=as_json, save=save)
 
 
@@ -70,11 +73,14 @@ def _command(name: str, measure: Callable[[Setup, int], Result], help: str) -> N
         dtype: options.Dtype = "bfloat16",
         device: options.Device = "auto",
         deterministic: options.Deterministic = False,
+        tensor_parallel_size: options.TensorParallelSize = 1,
+        enable_expert_parallel: options.EnableExpertParallel = False,
         repeat: Repeat = 3,
         as_json: AsJson = False,
         save: Save = None,
     ) -> None:
-        result = measure(Setup(model, load_format, dtype, device, deterministic), repeat)
+        setup = Setup(model, load_format, dtype, device, deterministic, tensor_parallel_size, enable_expert_parallel)
+        result = measure(setup, repeat)
         report(result.values(), result.text(), as_json=as_json, save=save)
 
 

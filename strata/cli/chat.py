@@ -38,6 +38,7 @@ def chat(
     seed: options.Seed = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    tensor_parallel_size: options.TensorParallelSize = 1,
     max_model_len: options.MaxModelLen = None,
     deterministic: options.Deterministic = False,
 ) -> None:
@@ -50,7 +51,13 @@ def chat(
     console, waiting = Console(highlight=False), Console(stderr=True)
     with waiting.status("starting the model"):
         llm = LLM(
-            folder, verbose=False, dtype=dtype, device=device, max_model_len=max_model_len, deterministic=deterministic
+            folder,
+            verbose=False,
+            dtype=dtype,
+            device=device,
+            tensor_parallel_size=tensor_parallel_size,
+            max_model_len=max_model_len,
+            deterministic=deterministic,
         )
     params = sampling_params(llm, asked)
     llm.chat_prompt(

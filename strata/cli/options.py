@@ -17,6 +17,10 @@ Model = Annotated[
 ]
 Dtype = Annotated[str, engine_option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, engine_option(help="auto, cpu, cuda or cuda:N.")]
+TensorParallelSize = Annotated[
+    int, engine_option(min=1, help="Ranks that divide each matrix: GPUs, or processes on a CPU.")
+]
+EnableExpertParallel = Annotated[bool, engine_option(help="Ranks have different experts of a mixture, each whole.")]
 MaxModelLen = Annotated[int | None, engine_option(help="Most tokens of a sequence, prompt and output.")]
 MaxNumSeqs = Annotated[int, engine_option(min=1, help="Sequences that run at once.")]
 GpuMemoryUtilization = Annotated[

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from strata.comm.observer import Observer
@@ -75,15 +75,11 @@ def join_world(device: str = "auto", *, timeout_seconds: float = 600.0) -> Itera
         yield world
         world.shut_down()
         return
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    # With its device known, NCCL connects now and not in the middle of the first step.
-    bound = chosen if chosen.type == "cuda" else None
     timeout = timedelta(seconds=timeout_seconds)
     store, _, _ = next(rendezvous("env://", timeout=timeout))
     # torchrun keeps its store when it starts the ranks again: without a prefix they find addresses of those that died.
     store = PrefixStore(f"restart-{restarts}", store)
-    dist.init_process_group(backend, timeout=timeout, device_id=bound, store=store, rank=rank, world_size=size)
-    world = World(rank, local_rank, size, chosen, backend, restarts, timeout_seconds)
+    world = connected(store, rank, local_rank, size, chosen, restarts=restarts, timeout_seconds=timeout_seconds)
     yield world
     # Not after an error: leaving waits for what is under way, and the other ranks are not told of it but by this one's
     # end, which says who failed first.
@@ -92,6 +88,25 @@ def join_world(device: str = "auto", *, timeout_seconds: float = 600.0) -> Itera
     # Steps hold groups in cycles, and the threads of gloo live as long as these. One that has yet to let go of the last
     # message wants Python's lock for it; if Python has begun to end by then, that aborts the process.
     gc.collect()
+
+
+def connected(
+    store: Store,
+    rank: int,
+    local_rank: int,
+    size: int,
+    device: torch.device,
+    *,
+    restarts: int = 0,
+    timeout_seconds: float = 600.0,
+) -> World:
+    """Connect with the other ranks, who find each other by `store` and call this at the same time; see `World`."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    # With its device known, NCCL connects now and not in the middle of the first step.
+    bound = device if device.type == "cuda" else None
+    timeout = timedelta(seconds=timeout_seconds)
+    dist.init_process_group(backend, timeout=timeout, device_id=bound, store=store, rank=rank, world_size=size)
+    return World(rank, local_rank, size, device, backend, restarts, timeout_seconds)
 
 
 def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:

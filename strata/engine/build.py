@@ -14,11 +14,14 @@ import torch
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.engine.compilations import Compilations
-from strata.engine.embeddings.pooling import Pooler
+from strata.engine.embeddings.pooling import PromptPooler
 from strata.engine.engine_config import EngineConfig
 from strata.engine.grammars.grammar import vocabulary
 from strata.engine.ledger import Ledger
 from strata.engine.loop import EngineLoop
+from strata.engine.ranks.followers import Followers
+from strata.engine.ranks.rank import OneRank
+from strata.engine.ranks.ranked_runner import RankedPooler, RankedRunner
 from strata.engine.recorded_steps import REASONS, RecordedSteps
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
@@ -31,6 +34,7 @@ from strata.engine.warm_up import warm_up
 from strata.models import weights
 from strata.models.config import ModelConfig
 from strata.models.generation_config import GenerationDefaults, read_generation_config
+from strata.parallel.serving_shard import rank_config
 from strata.text.tokenizer import Tokenizer
 
 
@@ -41,11 +45,12 @@ class Engine:
     bad_words: id sequences that no output may complete, whatever it asks for.
     compilations: what has been compiled in the process since the engine was ready.
     recorded: steps that replay CUDA graphs, and counts of those that do not; None if none is to.
+    ranks: what runs steps on all of several ranks; None where there is one.
     """
 
     loop: EngineLoop
     pages: PageAllocator
-    pooler: Pooler
+    pooler: PromptPooler
     model: torch.nn.Module
     config: ModelConfig
     tokenizer: Tokenizer | None
@@ -58,6 +63,7 @@ class Engine:
     device: torch.device
     compilations: Compilations
     recorded: RecordedSteps | None
+    ranks: RankedRunner | None
 
 
 def build_engine(asked: EngineConfig, log: Log, *, show_progress: bool = False) -> Engine:
@@ -66,25 +72,38 @@ def build_engine(asked: EngineConfig, log: Log, *, show_progress: bool = False) 
     log: gets lines about it. show_progress: of what takes long on a new machine, with a bar on standard error.
     Raises ValueError for whatever cannot be honoured, EngineFault if the memory does not suffice after all.
     """
-    with collector_off(), ExitStack() as beside:
-        return _build(asked, log, show_progress, beside)
+    with collector_off(), ExitStack() as beside, ExitStack() as unless_built:
+        engine = _build(asked, log, show_progress, beside, unless_built)
+        unless_built.pop_all()
+        return engine
 
 
-def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack) -> Engine:
-    """beside: takes what has to end with the start."""
+def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack, unless_built: ExitStack) -> Engine:
+    """beside: takes what has to end with the start; unless_built: what has to end if that fails."""
     clock = StartupClock()
     device = asked.resolve_device()
     if device.index is not None:
         torch.cuda.set_device(device)  # kernels, events and graphs are of the current one, whatever they are given
     with clock.phase("config"):
         config, folder = weights.resolve(asked.model, asked.load_format)
+        followers = None
+        if asked.tensor_parallel_size > 1:
+            # What cannot be is said before anything is started.
+            rank_config(config, asked.tensor_parallel_size, 0, expert_parallel=asked.enable_expert_parallel)
+            followers = Followers(asked, log)  # they load beside this one
+            unless_built.callback(followers.stop)
         tokenizer = None if asked.skip_tokenizer_init else Tokenizer.load(Path(asked.model))
         defaults = read_generation_config(folder) if folder is not None else GenerationDefaults()
         default_params, eos_ids = _default_params(defaults), _eos_ids(config, defaults, tokenizer)
     for line in defaults.unused:
         log(line)
     mask_ids = vocabulary(tokenizer, config.vocab_size)
-    executor = build_executor(asked, config, device, mask_ids, log, clock, beside, show_progress=show_progress)
+    rank = followers or OneRank()
+    executor = build_executor(asked, config, device, mask_ids, log, clock, beside, rank, show_progress=show_progress)
+    ranks: RankedRunner | None = None
+    pooler: PromptPooler = executor.pooler
+    if followers is not None:
+        ranks, pooler = RankedRunner(executor.runner, followers), RankedPooler(executor.pooler, followers)
     with clock.phase("graph"):
         target = _step_target(asked, executor, device)
     recorded, ledger = executor.recorded, executor.ledger
@@ -93,7 +112,7 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
     prefix = PrefixTree(allocator) if asked.enable_prefix_caching else None
     scheduler_config = SchedulerConfig(asked.max_num_seqs, executor.max_tokens, executor.max_length, seed, target)
     scheduler = Scheduler(scheduler_config, allocator, prefix)
-    loop = EngineLoop(scheduler, executor.runner, run_ahead=device.type == "cuda", ledger=ledger)
+    loop = EngineLoop(scheduler, ranks or executor.runner, run_ahead=device.type == "cuda", ledger=ledger)
     compilations = Compilations(log)
     if device.type == "cuda":
         with clock.phase("warm up"):
@@ -107,7 +126,7 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
     engine = Engine(
         loop=loop,
         pages=allocator,
-        pooler=executor.pooler,
+        pooler=pooler,
         model=executor.model,
         config=config,
         tokenizer=tokenizer,
@@ -120,7 +139,10 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
         device=device,
         compilations=compilations,
         recorded=recorded,
+        ranks=ranks,
     )
+    if followers is not None:
+        weakref.finalize(engine, followers.stop)
     weakref.finalize(engine, compilations.end)
     if device.type == "cuda":
         compilations.begin()  # when nothing is left that could fail, and leave it listening

@@ -44,6 +44,9 @@ class EngineConfig:
     num_pages: KV pages; None takes what memory allows.
     step_target_ms: what a step with decodes is to take at most, so that prompts do not stall those who read along; None
         fills steps up to max_num_batched_tokens, which ends a batch sooner. It needs a device whose peaks are known.
+    tensor_parallel_size: ranks that divide each matrix among them; each is a process with a GPU of its own, or with its
+        share of a CPU's cores.
+    enable_expert_parallel: those ranks have different experts of a mixture, each whole, instead of a part of every one.
     """
 
     model: str
@@ -61,6 +64,8 @@ class EngineConfig:
     page_size: int = 16
     num_pages: int | None = None
     step_target_ms: float | None = None
+    tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
 
     @classmethod
     def from_options(cls, model: str | Path | None, options: Mapping[str, Any]) -> EngineConfig:
@@ -79,7 +84,8 @@ class EngineConfig:
             raise ValueError(f"dtype {self.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
+        whole = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages")
+        for name in (*whole, "tensor_parallel_size"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
@@ -91,8 +97,25 @@ class EngineConfig:
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
 
-    def resolve_device(self) -> torch.device:
-        """Raises ValueError if the device asked for is not there."""
+    def resolve_device(self, rank: int = 0) -> torch.device:
+        """Of a rank. Raises ValueError if the device asked for is not there, or a GPU is missing for any rank."""
+        device = self._device()
+        if self.tensor_parallel_size == 1 or device.type == "cpu":
+            return device
+        if device.index is not None:
+            raise ValueError(
+                f"device {self.device!r} is one GPU, tensor_parallel_size={self.tensor_parallel_size} needs as many: "
+                "give cuda, and choose among GPUs by the environment variable CUDA_VISIBLE_DEVICES"
+            )
+        count = torch.cuda.device_count()
+        if self.tensor_parallel_size > count:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} needs as many GPUs, and torch sees {count}: "
+                f"give at most {count}"
+            )
+        return torch.device("cuda", rank)
+
+    def _device(self) -> torch.device:
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:

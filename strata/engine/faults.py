@@ -30,8 +30,8 @@ def is_lack_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException, doing: str, ledger: Ledger) -> EngineFault | None:
-    """The fault to raise for an error that is a lack of memory; None for others."""
-    if not is_lack_of_memory(error):
+    """The fault to raise for an error that is a lack of memory; None for others, and for one that is a fault."""
+    if isinstance(error, EngineFault) or not is_lack_of_memory(error):
         return None
     return EngineFault(
         f"out of memory on {ledger.device} while {doing}: lower gpu_memory_utilization, max_num_seqs, "

@@ -125,14 +125,18 @@ def plan_memory(
     dtype: torch.dtype,
     recorded: Sequence[BufferShape],
     scratch: int,
+    sharing: int = 1,
 ) -> Ledger:
     """Divide the device's memory.
 
+    sharing: how many processes like this one a host's memory is for; a GPU is of one.
     utilization: the share of a GPU that may be in use once the engine is, by whomever.
     recorded: sizes of the steps that CUDA graphs run. scratch: bytes that decode attention needs beside its result.
     Raises ValueError if the pages would not hold one sequence of `max_length` tokens, with what to change.
     """
     free, total = available_memory(device)
+    if device.type == "cpu":
+        free //= sharing
     # A step has as many rows of logits as sequences that draw, or as are scored at once.
     rows = max(max_sequences, min(PROMPT_LOGPROB_ROWS, max_tokens))
     activations = activation_bytes(config, max_tokens, rows, dtype) + scratch

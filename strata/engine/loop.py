@@ -202,6 +202,10 @@ class EngineLoop:
         except refusals:
             self._is_inconsistent = False
             raise
+        except EngineFault as fault:
+            self._fault = str(fault)
+            self._clear()
+            raise
         except BaseException:
             self._clear()
             raise
@@ -243,7 +247,6 @@ class EngineLoop:
             fault = out_of_memory(error, doing, self._ledger)
             if fault is None:
                 raise
-            self._fault = str(fault)
             raise fault from None
 
     def _complete(self, launched: LaunchedStep) -> StepOutput:

@@ -231,15 +231,15 @@ class RecordedSteps:
         tokens, tables, division = graph.forward(given)
         return tokens, tables, replace(parts, virtual=as_virtual_sequences(division, rows))
 
-    def record(self, shape: BufferShape) -> None:
+    def record(self, shape: BufferShape, *, may_lack: bool = True) -> None:
         """Record the steps of one size, the largest before smaller ones, so that these fit in its memory. A size that
-        the memory does not suffice for is `lacking`, and holds nothing."""
+        the memory does not suffice for is `lacking`, and holds nothing, or raises if it may not."""
         self._library |= shape.prompts is not None
         try:
             self._record(shape)
             return
         except (RuntimeError, MemoryError) as error:
-            if not is_lack_of_memory(error):
+            if not (may_lack and is_lack_of_memory(error)):
                 raise
         # Here, where the error is gone: it held the tensors of what it came from.
         self._buffers.pop(shape, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -182,12 +183,15 @@ class Runner:
         self.observer: StepObserver | None = None
 
     @torch.inference_mode()
-    def record(self, buckets: Iterable[BufferShape]) -> RecordedSteps:
-        """Record CUDA graphs for steps of these sizes, the largest first so that the others fit in its memory."""
+    def record(self, buckets: Iterable[BufferShape], *, all_of_them: bool = False) -> RecordedSteps:
+        """Record CUDA graphs for steps of these sizes, the largest first so that the others fit in its memory.
+
+        all_of_them: a size that the memory does not suffice for is an error, not `lacking`.
+        """
         given = (self._graphs, self.pool, self._tables, self._newest, self._staging, self._recordings())
         recorded = RecordedSteps(*given, self._config.heads)
         for bucket in sorted(buckets, key=lambda shape: shape.size, reverse=True):
-            recorded.record(bucket)
+            recorded.record(bucket, may_lack=not all_of_them)
         torch.cuda.empty_cache()  # what the first runs left on a stream that nothing else uses
         self._recorded = recorded
         return recorded
@@ -233,6 +237,10 @@ class Runner:
         self._masks.settle()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+    def ids_digest(self) -> int:
+        """Tells the newest ids of all slots apart from others, for ranks that must have drawn the same."""
+        return zlib.crc32(self._newest[: self._config.max_sequences].cpu().numpy().tobytes())
 
     def _send(self, buffer: StepBuffer, plan: StepPlan) -> None:
         if self.observer is not None:

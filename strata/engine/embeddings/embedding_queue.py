@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from strata.engine.embeddings.pooling import Pooled, Pooler, PoolRequest
+from strata.engine.embeddings.pooling import Pooled, PoolRequest, PromptPooler
 
 # That a batch is to take: beside generations, whose next tokens wait for it, and alone, when one may come any time.
 _SECONDS_BESIDE, _SECONDS_ALONE = 0.03, 0.1
@@ -25,7 +25,7 @@ class EmbeddingQueue:
     many wait here, generations go on at three quarters of their speed. `clock` tells seconds.
     """
 
-    def __init__(self, pooler: Pooler, clock: Callable[[], float]) -> None:
+    def __init__(self, pooler: PromptPooler, clock: Callable[[], float]) -> None:
         self._pooler = pooler
         self._clock = clock
         self._began = 0.0

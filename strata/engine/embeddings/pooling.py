@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -44,6 +44,16 @@ class Pooled:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._vectors
+
+
+class PromptPooler(Protocol):
+    """What makes vectors of prompts; see `Pooler`."""
+
+    def check(self, prompt: Sequence[int]) -> None: ...
+
+    def fitting(self, requests: Iterable[PoolRequest], most_tokens: float = math.inf) -> int: ...
+
+    def launch(self, requests: Sequence[PoolRequest]) -> Pooled: ...
 
 
 class Pooler:

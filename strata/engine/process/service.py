@@ -115,12 +115,16 @@ class Service:
     def report(self) -> None:
         """Tell clients how the engine stands: at once when it has come to rest, else those who have heard nothing for
         a while; that also finds out who is no longer there."""
+        if self._engine.ranks is not None:
+            self._engine.ranks.check()
         now = self._clock()
         rests = self.patience == REPORT_EVERY
         comes_to_rest = rests and not self._settled
         self._settled = rests
         if comes_to_rest and self._check:
             self._loop.scheduler.check()
+            if self._engine.ranks is not None:
+                self._engine.ranks.check_ids()
         due = [client for client in self._clients.values() if comes_to_rest or now - client.last_sent >= REPORT_EVERY]
         for client in due:
             self._send_step(client, self.statistics(), now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,6 +13,7 @@ from strata.engine.embeddings.pooling import Pooler
 from strata.engine.engine_config import EngineConfig, EngineSizes, library_limit
 from strata.engine.faults import memory_explained
 from strata.engine.ledger import Ledger, plan_memory
+from strata.engine.ranks.rank import Rank
 from strata.engine.recorded_steps import RecordedSteps
 from strata.engine.runner import Runner, RunnerConfig
 from strata.engine.startup.clock import Log, StartupClock
@@ -24,6 +25,7 @@ from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
 from strata.models import weights
 from strata.models.config import ModelConfig
+from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 
 
 @dataclass(frozen=True)
@@ -65,53 +67,69 @@ def build_executor(
     log: Log,
     clock: StartupClock,
     beside: ExitStack,
+    rank: Rank,
     *,
     show_progress: bool,
 ) -> Executor:
     """Divide the memory, load the weights, capture the graphs, and on CUDA compile kernels meanwhile and record steps.
 
-    mask_ids: how many ids a mask of a grammar tells of. beside: takes what has to end with the start.
+    config: of the whole model. mask_ids: how many ids a mask of a grammar tells of. beside: takes what has to end with
+    the start. rank: the place among those that each make one; what could differ between them is the least of all.
     Raises ValueError for whatever cannot be honoured, EngineFault if the memory does not suffice after all.
     """
     own_kernels = _runs_own_kernels(asked, device, log)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-    sizes = EngineSizes.of(asked, config, device, DeviceLimits.of(device) if own_kernels else None)
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank.size))
+    shard = None
+    if rank.size > 1:
+        shard = RankShard.of(config, rank.size, rank.index, expert_parallel=asked.enable_expert_parallel)
+    own = config if shard is None else shard.config
+    sizes = EngineSizes.of(asked, own, device, DeviceLimits.of(device) if own_kernels else None)
     kernels = None
-    if own_kernels:
+    if own_kernels and rank.index == 0:
         from strata.engine.ahead.ahead import KernelsAhead  # needs Triton
 
         kernels = beside.enter_context(KernelsAhead(asked, device, log).under_way())
     pool_shape, max_length = sizes.pool, sizes.max_length
     if own_kernels and not asked.deterministic:
-        limit = library_limit(DeviceLimits.of(device), config, pool_shape.dtype, asked.page_size)
+        limit = library_limit(DeviceLimits.of(device), own, pool_shape.dtype, asked.page_size)
         if limit is not None:
             log(without_library(limit))
-    ledger = _planned(asked, config, sizes, device)
+    # Every rank has rows of logits, and what samples them, of the whole vocabulary.
+    ledger = _planned(asked, replace(own, vocab_size=config.vocab_size), sizes, device, rank.size)
     for line in ledger.lines():
         log(line)
     with clock.phase("weights"), memory_explained("loading the weights", ledger):
-        model, _ = weights.load(asked.model, device, pool_shape.dtype, asked.load_format, max_length, asked.seed or 0)
+        model, _ = weights.load(
+            asked.model, device, pool_shape.dtype, asked.load_format, max_length, asked.seed or 0, shard
+        )
+    with clock.phase("ranks"):
+        ledger = replace(ledger, pages=rank.least(ledger.pages))
+        axis = rank.join(device)
+        if shard is not None:
+            shard = replace(shard, axes={TENSOR_AXIS: axis})
     with clock.phase("graph"):
         kind = implementations_for(device)
         table = tuned.read(DeviceLimits.of(device).product) if kind == "cuda" else {}
-        graphs = step_graphs(model, kind, asked.deterministic, table)
+        graphs = step_graphs(model, kind, asked.deterministic, table, shard)
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool = KVPool(pool_shape, ledger.pages, device)
-    windows, heads = frozenset(config.windows), config.num_heads
+    windows, heads = frozenset(own.windows), own.num_heads
     runner_config = RunnerConfig(asked.max_num_seqs, sizes.max_tokens, max_length, windows, heads, mask_ids)
     runner = Runner(graphs, pool, runner_config, device)
     kernels_are_ready = False
     if kernels is not None:
         with clock.phase("kernels"):
             kernels_are_ready = kernels.finish(show=show_progress)
+    rank.least(0)  # the others find on the disk what the first has compiled
     recorded = None
     with clock.phase("CUDA graphs"):
         fresh, scales = any(size.fresh for size in sizes.recorded), library_scales(model)
-        if sizes.library and not has_library_plan(config, scales, pool, max_length, fresh, log):
+        has_library = sizes.library and has_library_plan(own, scales, pool, max_length, fresh, log)
+        if not rank.least(int(has_library)) and sizes.library:
             sizes = sizes.without_library(asked.max_num_seqs)
         if sizes.recorded:
-            recorded = runner.record(sizes.recorded)
+            recorded = _recorded(runner, sizes, ledger, rank)
             shortage = recorded.shortage(ledger.device)
             if shortage is not None:
                 log(shortage)
@@ -130,6 +148,16 @@ def build_executor(
     )
 
 
+def _recorded(runner: Runner, sizes: EngineSizes, ledger: Ledger, rank: Rank) -> RecordedSteps:
+    """Several ranks record all sizes or cannot go on: in one that does not, messages of other lengths would meet."""
+    if rank.size == 1:
+        return runner.record(sizes.recorded)
+    with memory_explained("recording CUDA graphs", ledger):
+        recorded = runner.record(sizes.recorded, all_of_them=True)
+    rank.least(0)
+    return recorded
+
+
 def _runs_own_kernels(asked: EngineConfig, device: torch.device, log: Log) -> bool:
     """Raises ValueError if it does not, where nothing else is deterministic."""
     if device.type != "cuda":
@@ -143,7 +171,7 @@ def _runs_own_kernels(asked: EngineConfig, device: torch.device, log: Log) -> bo
     return False
 
 
-def _planned(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, device: torch.device) -> Ledger:
+def _planned(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, device: torch.device, ranks: int) -> Ledger:
     """How the memory of a device is divided."""
     rows = {size.sequences for size in sizes.recorded}
     return plan_memory(
@@ -159,6 +187,7 @@ def _planned(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, devic
         dtype=sizes.pool.dtype,
         recorded=sizes.recorded,
         scratch=max((_scratch_bytes(asked, config, sizes, count) for count in rows), default=0),
+        sharing=ranks,
     )
 
 

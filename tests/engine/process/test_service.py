@@ -586,6 +586,7 @@ def test_the_host_time_of_a_step_is_small() -> None:
         startup={},
         compilations=SimpleNamespace(counts=dict.fromkeys(KINDS, 0)),
         recorded=SimpleNamespace(sizes=[], unrecorded=dict.fromkeys(REASONS, 0)),
+        ranks=None,
     )
     frames: list[bytes] = []
     service = Service(cast(Any, engine), "stub", lambda _, frame: not frames.append(frame), print)

@@ -1,0 +1,191 @@
+"""A rank of an engine other than the first: `python -m strata.engine.ranks.follower`, which rank 0 starts.
+
+Its standard input is one line of JSON: `rank`, the fields of `engine` (`EngineConfig`), the `port` at which ranks meet,
+and the descriptors `channel` and `beats` that it has inherited. It ends with rank 0, whatever becomes of that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import torch
+
+from strata.comm.mesh import Axis
+from strata.engine.embeddings.pooling import PoolRequest
+from strata.engine.engine_config import EngineConfig
+from strata.engine.faults import EngineFault, out_of_memory
+from strata.engine.grammars.grammar import MasksUnderWay
+from strata.engine.lifeline import end_with_parent
+from strata.engine.ranks import messages, world
+from strata.engine.ranks.beats import Beats
+from strata.engine.runner import Launched, Undrawn
+from strata.engine.startup.clock import StartupClock, collector_off
+from strata.engine.startup.executor import Executor, build_executor
+from strata.models import weights
+
+
+class _Job(msgspec.Struct):
+    engine: EngineConfig
+    rank: int
+    port: int
+    channel: int
+    beats: int
+
+
+class _LeaderGone(Exception):
+    """Rank 0 has ended, or has told this one to."""
+
+
+class Leader:
+    """Rank 0 as a follower sees it: what it says, one after the other. A `Rank`."""
+
+    def __init__(self, job: _Job) -> None:
+        self.index, self.size = job.rank, job.engine.tensor_parallel_size
+        self._port = job.port
+        self._channel = socket.socket(fileno=job.channel)
+        self._frames = messages.Frames(self._channel)
+        self._beats = Beats(job.beats)
+        os.close(job.beats)
+        self._beats.keep_beating(self.index)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode: Callable[[bytes], messages.ToFollower] = msgspec.msgpack.Decoder(messages.ToFollower).decode
+        self._done = 0
+
+    def next(self) -> messages.ToFollower:
+        """Wait for what is to be done next. Raises _LeaderGone."""
+        frame = self._frames.wait()
+        if frame is None:
+            raise _LeaderGone
+        return self._decode(frame)
+
+    def done(self) -> None:
+        """What `next` told has been done."""
+        self._done += 1
+        self._beats.done(self.index, self._done)
+
+    def tell(self, message: messages.ToLeader) -> None:
+        self._channel.sendall(messages.framed(self._encode(message)))
+
+    def least(self, value: int) -> int:
+        """See `Rank`."""
+        self.tell(messages.Value(value))
+        agreed = self.next()
+        if not isinstance(agreed, messages.Agree):
+            raise _LeaderGone
+        self.done()
+        return agreed.value
+
+    def join(self, device: torch.device) -> Axis:
+        """See `Rank`."""
+        self.least(0)
+        _, axis = world.join(world.store_at(self._port, self.size), self.index, self.size, device)
+        return axis
+
+
+class _Steps:
+    """What rank 0 has told to launch, and does not wait for here as it does there."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor, self._runner = executor, executor.runner
+        self._under_way: deque[Launched] = deque()
+        self._undrawn: Undrawn | None = None
+
+    def do(self, message: messages.ToFollower) -> int | None:
+        """Do it; the answer, if it asks for one."""
+        if isinstance(message, messages.Launch):
+            if len(self._under_way) > 1:  # a runner has buffers for two steps
+                self._under_way.popleft().wait()
+            self._note(self._runner.launch(message.plan))
+        elif isinstance(message, messages.DrawStep):
+            assert self._undrawn is not None
+            masks = _masks(message.masks) if message.masks is not None else None
+            self._note(self._runner.draw(replace(self._undrawn, complete=message.complete, masks=masks)))
+        elif isinstance(message, messages.Pool):
+            self._executor.pooler.launch([PoolRequest(*prompt) for prompt in message.prompts])
+        elif isinstance(message, messages.Settle):
+            self._runner.settle()
+            self._under_way.clear()
+            self._undrawn = None
+        elif isinstance(message, messages.CompareIds):
+            return self._runner.ids_digest()
+        else:
+            raise _LeaderGone
+        return None
+
+    def _note(self, step: Launched | Undrawn) -> None:
+        if isinstance(step, Undrawn):
+            self._undrawn = step
+        else:
+            self._undrawn = None
+            self._under_way.append(step)
+
+
+def _masks(rows: messages.MaskRows) -> MasksUnderWay:
+    computed: Future[None] = Future()
+    computed.set_result(None)
+    values = torch.from_numpy(np.frombuffer(rows.values, dtype="<i4").astype(np.int32))
+    return MasksUnderWay(computed, values, rows.count, rows.words)
+
+
+def _follow(job: _Job, leader: Leader) -> None:
+    """Make what every rank makes, and do what rank 0 tells, until it ends. Raises _LeaderGone."""
+    asked = job.engine
+    device = asked.resolve_device(job.rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    config, _ = weights.resolve(asked.model, asked.load_format)
+    ids = config.vocab_size  # masks come from rank 0
+    with collector_off(), ExitStack() as beside:
+        executor = build_executor(
+            asked, config, device, ids, lambda _: None, StartupClock(), beside, leader, show_progress=False
+        )
+    steps = _Steps(executor)
+    while True:
+        message = leader.next()
+        try:
+            answer = steps.do(message)
+        except (RuntimeError, MemoryError) as error:
+            fault = out_of_memory(error, "running a step", executor.ledger)
+            if fault is None:
+                raise
+            raise fault from None
+        if answer is not None:
+            leader.tell(messages.Value(answer))
+        leader.done()
+
+
+def main() -> None:
+    end_with_parent(signal.SIGKILL)  # it may wait inside a library, where it hears nothing else
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's, which ends this one
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Job)
+    leader = Leader(job)
+    code = 0
+    try:
+        _follow(job, leader)
+    except _LeaderGone:
+        pass
+    except Exception as error:
+        code, expected = 1, isinstance(error, (ValueError, EngineFault))
+        message = str(error) if expected else f"{type(error).__name__}: {str(error).strip()}"
+        where = "" if expected else traceback.format_exc()
+        with suppress(OSError):
+            leader.tell(messages.Failed(message, time.monotonic(), where))
+    sys.stderr.flush()
+    os._exit(code)  # an orderly end would wait for messages of ranks that have ended
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What rank 0 and the other ranks of an engine say to each other: msgspec structs, never pickle.
+
+Rank 0 sends `ToFollower`: each makes the calls of the device that it makes itself, in the same order, because the
+collectives in them meet. Followers answer `Agree` alone, and say what has failed.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Literal
+
+import msgspec
+
+from strata.engine.plan import StepPlan
+
+
+class Launch(msgspec.Struct, tag=0, array_like=True, frozen=True):
+    """Run a step."""
+
+    plan: StepPlan
+
+
+class MaskRows(msgspec.Struct, array_like=True, frozen=True):
+    """The masks of a step's grammars: int32, little-endian, `count` masks of `words` and then a number for each row."""
+
+    values: bytes
+    count: int
+    words: int
+
+
+class DrawStep(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    """Draw the step that waits for its masks. complete: see `Undrawn`."""
+
+    complete: tuple[bool, ...]
+    masks: MaskRows | None
+
+
+class Settle(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    """Wait until nothing of any step is under way."""
+
+
+class Pool(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """Compute the vectors of prompts."""
+
+    prompts: tuple[tuple[tuple[int, ...], Literal["last", "mean"]], ...]
+
+
+class Agree(msgspec.Struct, tag=4, array_like=True, frozen=True):
+    """What all ranks go on with, after each has told its `Value`."""
+
+    value: int
+
+
+class CompareIds(msgspec.Struct, tag=5, array_like=True, frozen=True):
+    """Answer with a `Value` that tells the newest ids of all slots apart from others."""
+
+
+class End(msgspec.Struct, tag=6, array_like=True, frozen=True):
+    """End the process."""
+
+
+ToFollower = Launch | DrawStep | Settle | Pool | Agree | CompareIds | End
+
+
+class Value(msgspec.Struct, tag=0, array_like=True, frozen=True):
+    """A rank's part of what all agree on."""
+
+    value: int
+
+
+class Failed(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    """The rank ends because of this. when: seconds of `time.monotonic()`, which the processes of a machine share.
+    traceback: where it came from, of an error that nobody expected."""
+
+    message: str
+    when: float
+    traceback: str
+
+
+ToLeader = Value | Failed
+
+_LENGTH = struct.Struct("<I")
+
+
+def framed(message: bytes) -> bytes:
+    """A message as it travels: its length comes first, because sockets know no messages."""
+    return _LENGTH.pack(len(message)) + message
+
+
+class Frames:
+    """The messages that come out of a socket, which this only reads."""
+
+    def __init__(self, source: socket.socket) -> None:
+        self._source = source
+        self._read = bytearray()
+
+    def wait(self) -> bytes | None:
+        """The next one; None at the end of the connection."""
+        while (frame := self.next()) is None:
+            if not self.receive():
+                return None
+        return frame
+
+    def receive(self) -> bool:
+        """Take what has come, or wait for it; False at the end of the connection."""
+        try:
+            received = self._source.recv(1 << 18)
+        except ConnectionError:
+            return False
+        self._read += received
+        return bool(received)
+
+    def next(self) -> bytes | None:
+        """The next one if all of it has come."""
+        if len(self._read) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._read)
+        end = _LENGTH.size + length
+        if len(self._read) < end:
+            return None
+        frame = bytes(self._read[_LENGTH.size : end])
+        del self._read[:end]
+        return frame

@@ -1,0 +1,163 @@
+"""Runs each step on all ranks: what rank 0 is told to do, it tells the others first."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from types import FrameType
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher
+
+from strata.engine.embeddings.pooling import Pooled, Pooler, PoolRequest
+from strata.engine.faults import EngineFault
+from strata.engine.plan import StepPlan
+from strata.engine.ranks import messages
+from strata.engine.ranks.followers import Followers
+from strata.engine.runner import Launched, Runner, StepObserver, Undrawn
+
+# How long rank 0 sleeps between two looks at its device, in seconds: a rank that ends meanwhile leaves it waiting for
+# ever, so it must not wait inside the driver.
+_LOOK_SECONDS = 2e-5
+# In which a step must have ended on the device of rank 0.
+_STEP_SECONDS = 300.0
+
+
+def _always_ready() -> None:
+    """Nothing has failed."""
+
+
+@dataclass(frozen=True)
+class WatchedStep(Launched):
+    """A step whose end does not come if a rank has ended. check: raises EngineFault then."""
+
+    check: Callable[[], None] = field(default=_always_ready, kw_only=True)
+
+    def wait(self) -> list[int]:
+        """As `Launched.wait`; raises EngineFault if a rank has ended or the step takes too long."""
+        if not self.ended:
+            until = time.monotonic() + _STEP_SECONDS
+            while not self.ended:
+                self.check()
+                if time.monotonic() > until:
+                    raise EngineFault(f"rank 0 has waited for the end of a step for {_STEP_SECONDS:g} s")
+                time.sleep(_LOOK_SECONDS)
+        self.check()
+        return super().wait()
+
+
+class RankedRunner:
+    """The runner of rank 0 and, by `followers`, those of the others; see the protocol `Runner` of the loop.
+
+    Ctrl-C comes after a call, not in it: half of one would leave the ranks in different steps. What fails in one on
+    rank 0 ends the others, and raises EngineFault from then on.
+    """
+
+    def __init__(self, runner: Runner, followers: Followers) -> None:
+        self._runner, self._followers = runner, followers
+
+    @property
+    def observer(self) -> StepObserver | None:
+        return self._runner.observer
+
+    @observer.setter
+    def observer(self, observer: StepObserver | None) -> None:
+        self._runner.observer = observer
+
+    def launch(self, plan: StepPlan) -> Launched | Undrawn:
+        with together(self._followers):
+            self._followers.send(messages.Launch(plan))
+            step = self._runner.launch(plan)
+            return step if isinstance(step, Undrawn) else self._watched(step)
+
+    def mask(self, step: Undrawn, matchers: Sequence[LLMatcher | None]) -> Undrawn:
+        return self._runner.mask(step, matchers)
+
+    def draw(self, step: Undrawn) -> Launched:
+        with together(self._followers):
+            self._followers.send(messages.DrawStep(step.complete, _mask_rows(step)))
+            return self._watched(self._runner.draw(step))
+
+    def settle(self) -> None:
+        with together(self._followers):
+            self._followers.send(messages.Settle())
+            self._runner.settle()
+
+    @property
+    def processes(self) -> dict[int, int]:
+        """The process id of each rank but this one."""
+        return self._followers.processes
+
+    def check(self) -> None:
+        """Raises EngineFault if a rank has ended or hangs."""
+        self._followers.check()
+
+    def check_ids(self) -> None:
+        """Raises EngineFault if a rank has drawn another id than others; for tests, it waits for all."""
+        if not self._followers.same_ids(self._runner.ids_digest()):
+            raise EngineFault("ranks have drawn different ids")
+
+    def _watched(self, step: Launched) -> WatchedStep:
+        values: dict[str, Any] = {one.name: getattr(step, one.name) for one in fields(step)}
+        return WatchedStep(**values, check=self._followers.check)
+
+
+class RankedPooler:
+    """The pooler of rank 0 and those of the others."""
+
+    def __init__(self, pooler: Pooler, followers: Followers) -> None:
+        self._pooler, self._followers = pooler, followers
+
+    def check(self, prompt: Sequence[int]) -> None:
+        self._pooler.check(prompt)
+
+    def fitting(self, requests: Iterable[PoolRequest], most_tokens: float = float("inf")) -> int:
+        return self._pooler.fitting(requests, most_tokens)
+
+    def launch(self, requests: Sequence[PoolRequest]) -> Pooled:
+        with together(self._followers):
+            prompts = tuple((tuple(request.prompt), request.pooling) for request in requests)
+            self._followers.send(messages.Pool(prompts))
+            return self._pooler.launch(requests)
+
+
+@contextmanager
+def together(followers: Followers) -> Iterator[None]:
+    """What is inside happens on all ranks, or ends them."""
+    with _uninterrupted():
+        try:
+            yield
+        except EngineFault:
+            raise
+        except Exception as error:
+            raise followers.fault_of(error) from error
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let SIGINT wait for the end of the block. Only the main thread hears it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard: list[tuple[int, FrameType | None]] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if heard and callable(before):
+            before(*heard[0])
+
+
+def _mask_rows(step: Undrawn) -> messages.MaskRows | None:
+    masks = step.masks
+    if masks is None:
+        return None
+    masks.computed.result()
+    values = masks.buffer.numpy().astype(np.dtype("<i4"), copy=False).tobytes()
+    return messages.MaskRows(values, masks.count, masks.words)

@@ -1,0 +1,92 @@
+"""The process group of an engine's ranks, all of them on this machine."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there without being listed
+from torch.distributed.distributed_c10d import Store
+
+from strata.comm.launch import World, connected
+from strata.comm.mesh import Axis, Mesh
+
+_HOST = "127.0.0.1"
+# Longer than any step: a rank that hangs is found by its beats (`Followers`), whatever its messages wait for.
+_LONGEST_SECONDS = 3600.0
+# Multicast over NVLink is of the whole host, and GPUs of others may be in it.
+_NCCL = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def meeting_place(ranks: int) -> TCPStore:
+    """What rank 0 keeps so that the others find it: a store at a free port that this machine alone reaches. Raises
+    ValueError if it cannot listen there, or the process belongs to a group already."""
+    if dist.is_initialized():
+        raise ValueError(
+            "this process belongs to a process group of torch.distributed already, as every engine over several ranks "
+            "does: end the other engine first (del llm), or start this one in a process of its own"
+        )
+    listener = socket.socket()
+    try:
+        listener.bind((_HOST, 0))
+        listener.listen(ranks)
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"no port of {_HOST} can be listened on, where ranks meet: {error.strerror}") from None
+    port = listener.getsockname()[1]
+    return TCPStore(_HOST, port, ranks, True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def store_at(port: int, ranks: int) -> TCPStore:
+    """The store of rank 0, for another rank."""
+    return TCPStore(_HOST, port, ranks, False, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+
+def join(store: Store, index: int, size: int, device: torch.device) -> tuple[World, Axis]:
+    """Connect with the other ranks, which do the same at this time; the axis "tp" of all."""
+    for name, value in _NCCL.items():
+        os.environ.setdefault(name, value)
+    with _loopback():
+        world = connected(store, index, index, size, device, timeout_seconds=_LONGEST_SECONDS)
+    return world, Mesh.of(world, {"tp": size}).axis("tp")
+
+
+def leave(world: World) -> None:
+    """Leave the group, in which nothing is under way; others need not do so."""
+    world.shut_down()
+    _forget_group()
+
+
+def abort(world: World) -> None:
+    """Break off what waits for a rank that has ended."""
+    world.on_shutdown.clear()
+    if world.device.type == "cuda":  # gloo sees by itself that a connection has ended
+        with suppress(Exception):
+            dist.distributed_c10d._get_default_group().abort()
+
+
+def _forget_group() -> None:
+    with suppress(Exception):  # it may be broken already
+        dist.destroy_process_group()
+    gc.collect()  # see `join_world`
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """gloo would look up the name of the machine, which need not lead to it."""
+    before = os.environ.get(_GLOO_INTERFACE)
+    if before is None and sys.platform == "linux":
+        os.environ[_GLOO_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_GLOO_INTERFACE, None)

@@ -1,0 +1,143 @@
+"""Ranks that are killed, stopped or fail: the engine ends with the cause, nothing is left, and another can start."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strata import LLM, SamplingParams
+from strata.engine.engine_config import EngineConfig
+from strata.engine.faults import EngineFault
+from strata.engine.ranks import followers, world
+from strata.engine.ranks.followers import Followers
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_pages": 64, "max_model_len": 512, "verbose": False}
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process that has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def others(llm: LLM) -> dict[int, int]:
+    assert llm.engine.ranks is not None
+    return llm.engine.ranks.processes
+
+
+def test_a_rank_that_stops_is_named_and_another_engine_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followers, "SILENT_SECONDS", 2.0)
+    llm = LLM(tensor_parallel_size=2, **OPTIONS)
+    pids = others(llm)
+    began: list[float] = []
+
+    def stop() -> None:
+        began.append(time.monotonic())
+        os.kill(pids[1], signal.SIGSTOP)
+
+    threading.Timer(0.3, stop).start()
+    cause = re.escape(f"rank 1 of 2 (process {pids[1]}) has not answered for 2 s: it is stopped")
+    with pytest.raises(EngineFault, match=cause):
+        llm.generate([[1, 2, 3]] * 40, LONG, use_tqdm=False)
+    assert time.monotonic() - began[0] < 5
+    assert not alive(pids[1])
+    with pytest.raises(EngineFault, match=cause):  # from now on
+        llm.generate([[1]], LONG, use_tqdm=False)
+    with pytest.raises(EngineFault, match=cause):
+        llm.embed([[1]], use_tqdm=False)
+
+    again = LLM(tensor_parallel_size=2, **OPTIONS)  # while the other is kept
+    assert again.generate([[1, 2]], LONG, use_tqdm=False)[0].finished
+    pids = others(again)
+    before = time.monotonic()
+    del again
+    assert time.monotonic() - before < 5
+    assert not any(alive(pid) for pid in pids.values())
+
+
+def test_an_error_of_rank_0_in_a_step_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followers, "_END_SECONDS", 0.5)
+    llm = LLM(tensor_parallel_size=2, **OPTIONS)
+    pids = others(llm)
+    assert llm.engine.ranks is not None
+    monkeypatch.setattr(llm.engine.ranks._runner, "launch", lambda plan: 1 / 0)
+    with pytest.raises(EngineFault, match="rank 0 of 2 has failed: ZeroDivisionError"):
+        llm.generate([[1, 2]], LONG, use_tqdm=False)
+    assert not any(alive(pid) for pid in pids.values())
+
+
+def test_a_rank_that_fails_while_it_starts_is_named(tmp_path: Path) -> None:
+    ranks = Followers(EngineConfig(str(tmp_path / "nothing"), tensor_parallel_size=2, device="cpu"), lambda line: None)
+    try:
+        with pytest.raises(EngineFault, match=r"rank 1 of 2 \(process \d+\) has failed: .*nothing"):
+            ranks.least(0)
+    finally:
+        ranks.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children with their parent on Linux alone")
+def test_ranks_end_with_a_rank_0_that_is_killed() -> None:
+    program = f"""
+import time
+from strata import LLM
+if __name__ == "__main__":
+    llm = LLM(tensor_parallel_size=2, **{OPTIONS!r})
+    print(*llm.engine.ranks.processes.values(), flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 1
+        process.kill()
+    until = time.monotonic() + 5
+    while any(alive(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1, got 0"),
+        ({"tensor_parallel_size": 1.5}, "tensor_parallel_size must be an integer"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide the 8 attention heads"),
+    ],
+)
+def test_what_cannot_be_divided_is_said(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(**OPTIONS | options)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them, as far as one can see."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_more_ranks_than_gpus_are_refused() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size=4 needs as many GPUs, and torch sees 2"):
+        LLM(tensor_parallel_size=4, device="auto")
+    with pytest.raises(ValueError, match=r"device 'cuda:1' is one GPU.*CUDA_VISIBLE_DEVICES"):
+        LLM(tensor_parallel_size=2, device="cuda:1")
+    assert EngineConfig("8B", tensor_parallel_size=2).resolve_device(1).index == 1
+
+
+def test_without_a_port_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "_HOST", "192.0.2.1")  # of no machine
+    with pytest.raises(ValueError, match=r"no port of 192\.0\.2\.1 can be listened on"):
+        LLM(tensor_parallel_size=2, **OPTIONS)
