@@ -89,8 +89,12 @@ def serve(
         float, _limit_option(min=0, help="Seconds that requests get to finish after SIGTERM.")
     ] = 30.0,
     restart_engine: Annotated[
-        bool, _limit_option(help="Start another engine when it dies, instead of ending.")
-    ] = False,
+        bool | None,
+        _limit_option(
+            "--restart-engine/--no-restart-engine",
+            help="Start another engine when it dies, instead of ending; left out, where there are several ranks.",
+        ),
+    ] = None,
     chat_template: Annotated[
         Path | None, chat_option(help="File with a template to use instead of the model's.")
     ] = None,
@@ -187,7 +191,8 @@ def serve(
         "step_target_ms": step_target_ms or None,
     }
     traces = None if otlp_traces_endpoint is None else _endpoint(otlp_traces_endpoint)
-    sys.exit(launch(ApiJob(settings, keys, tokenizer_folder, restart_engine, traces), engine))
+    restarts = tensor_parallel_size > 1 if restart_engine is None else restart_engine
+    sys.exit(launch(ApiJob(settings, keys, tokenizer_folder, restarts, traces), engine))
 
 
 def _priority_keys(given: list[str], keys: list[KeyHash]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ one message on standard error, with exit code 1; so is a fault of the engine, af
 
 from __future__ import annotations
 
+import os
 import select
 import sys
 import traceback
@@ -127,6 +128,8 @@ def main() -> int:
         _log(f"strata: error: {last_words}")
     service.fail(last_words.partition("\n")[0])
     wire.close()
+    if code and engine.ranks is not None:
+        os._exit(code)  # the device may wait for a rank that has ended, and an orderly end would wait for the device
     return code
 
 

@@ -82,6 +82,7 @@ _COUNTERS: dict[str, tuple[str, str | None, Sequence[str]]] = {
     "aborts": ("Requests whose client left before the end.", None, ("",)),
     "prompt_tokens": ("Prompt tokens of requests that have had their first token, cached ones included.", None, ("",)),
     "generation_tokens": ("Tokens generated.", None, ("",)),
+    "engine_restarts": ("Engines that are ready in the place of one that has ended.", None, ("",)),
 }
 
 
@@ -113,7 +114,7 @@ class Metrics:
     """
 
     def __init__(self, model_name: str, folder: Path | None = None, worker: int = 0) -> None:
-        self._model_name = model_name
+        self._model_name, self._worker = model_name, worker
         self._first: dict[str, int] = {}
         count = 0
         for name, (_, _, values) in _COUNTERS.items():
@@ -175,6 +176,11 @@ class Metrics:
     def engine_ended(self, statistics: Statistics) -> None:
         """The next engine counts from 0 again. statistics: the newest of the one that has ended."""
         self._former_engines = self._engine_counts(statistics)
+
+    def engine_restarted(self) -> None:
+        """The next engine is ready. All API processes see it, so the first one counts it."""
+        if self._worker == 0:
+            self._values[self._first["engine_restarts"]] += 1
 
     def render(self, statistics: Statistics) -> bytes:
         """All series in Prometheus' text format (its media type is `prometheus_client.CONTENT_TYPE_PLAIN_0_0_4`)."""

@@ -172,6 +172,7 @@ class ApiServer:
             except EngineGone as error:
                 _log.warning("the new engine is gone: %s", error)
             else:
+                self._state.metrics.engine_restarted()
                 _log.info("requests are served again")
 
 
