@@ -89,7 +89,8 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
         followers = None
         if asked.tensor_parallel_size > 1:
             # What cannot be is said before anything is started.
-            rank_config(config, asked.tensor_parallel_size, 0, expert_parallel=asked.enable_expert_parallel)
+            by_experts, redundant = asked.enable_expert_parallel, asked.redundant_slots
+            rank_config(config, asked.tensor_parallel_size, 0, expert_parallel=by_experts, redundant=redundant)
             followers = Followers(asked, log)  # they load beside this one
             unless_built.callback(followers.stop)
         tokenizer = None if asked.skip_tokenizer_init else Tokenizer.load(Path(asked.model))
@@ -103,7 +104,8 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
     ranks: RankedRunner | None = None
     pooler: PromptPooler = executor.pooler
     if followers is not None:
-        ranks, pooler = RankedRunner(executor.runner, followers), RankedPooler(executor.pooler, followers)
+        ranks = RankedRunner(executor.runner, followers, executor.experts, asked.eplb_step_interval)
+        pooler = RankedPooler(executor.pooler, followers)
     with clock.phase("graph"):
         target = _step_target(asked, executor, device)
     recorded, ledger = executor.recorded, executor.ledger

@@ -47,6 +47,9 @@ class EngineConfig:
     tensor_parallel_size: ranks that divide each matrix among them; each is a process with a GPU of its own, or with its
         share of a CPU's cores.
     enable_expert_parallel: those ranks have different experts of a mixture, each whole, instead of a part of every one.
+    enable_eplb: experts that are chosen often get copies and move between the ranks while the engine runs.
+    num_redundant_experts: of each layer, how many more than there are the ranks have room for, for copies.
+    eplb_step_interval: steps after which experts are placed anew.
     """
 
     model: str
@@ -66,6 +69,9 @@ class EngineConfig:
     step_target_ms: float | None = None
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    enable_eplb: bool = False
+    num_redundant_experts: int = 0
+    eplb_step_interval: int = 3000
 
     @classmethod
     def from_options(cls, model: str | Path | None, options: Mapping[str, Any]) -> EngineConfig:
@@ -85,7 +91,7 @@ class EngineConfig:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         whole = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages")
-        for name in (*whole, "tensor_parallel_size"):
+        for name in (*whole, "tensor_parallel_size", "eplb_step_interval"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
@@ -96,6 +102,29 @@ class EngineConfig:
             check_integer("seed", self.seed, RANGES["seed"])
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
+        self._check_experts()
+
+    @property
+    def redundant_slots(self) -> int | None:
+        """See `RankShard.of`."""
+        return self.num_redundant_experts if self.enable_eplb else None
+
+    def _check_experts(self) -> None:
+        redundant = self.num_redundant_experts
+        if not isinstance(redundant, int) or redundant < 0:
+            raise ValueError(f"num_redundant_experts must be an integer of at least 0, got {redundant!r}")
+        if redundant and not self.enable_eplb:
+            raise ValueError(f"num_redundant_experts={redundant} is room for copies, which enable_eplb=True makes")
+        if self.enable_eplb and not (self.enable_expert_parallel and self.tensor_parallel_size > 1):
+            raise ValueError(
+                "enable_eplb=True moves experts between ranks: it needs enable_expert_parallel=True and a "
+                "tensor_parallel_size over 1"
+            )
+        if self.enable_eplb and self.deterministic:
+            raise ValueError(
+                "enable_eplb=True changes which ranks add up a token's experts, so its bits depend on what else runs; "
+                "leave out one of it and deterministic=True"
+            )
 
     def resolve_device(self, rank: int = 0) -> torch.device:
         """Of a rank. Raises ValueError if the device asked for is not there, or a GPU is missing for any rank."""

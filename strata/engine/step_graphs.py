@@ -19,6 +19,7 @@ from strata.graph.bind import NO_AXES, bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
 from strata.graph.cost import operation_counts
+from strata.graph.count_experts import count_experts
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.fuse_attention import fuse_decode_attention
 from strata.graph.fuse_products import fuse_products
@@ -119,6 +120,13 @@ class DrawStep(NamedTuple):
     slots: Tensor
 
 
+class MovingExperts(NamedTuple):
+    """Of a rank whose experts may move (`RankExperts`): where choices go, and where they are counted, if they are."""
+
+    turns: Tensor
+    totals: Tensor | None
+
+
 class _Inputs(nn.Module):
     """recorded: the step enters the page of each last token itself. missing: there are ids that the host lacks."""
 
@@ -163,9 +171,10 @@ def step_graphs(
     deterministic: bool,
     table: tuned.Table = MappingProxyType({}),
     shard: RankShard | None = None,
+    experts: MovingExperts | None = None,
 ) -> StepGraphs:
     """Capture a model, run the passes, and bind for `kind` (see `Operation.bind`). table: of the device, if it has one.
-    shard: of the rank whose model it is, where several share one.
+    shard: of the rank whose model it is, where several share one; experts: where its experts may move.
 
     Raises NotImplementedError if an operation has no implementation there. Only on CUDA, and not in deterministic mode,
     are there implementations for which the passes pay that look at the number of rows.
@@ -173,12 +182,15 @@ def step_graphs(
     captured, head = capture(model), capture_head(model)
     counts = operation_counts(captured) + operation_counts(head)
     if shard is not None:
-        captured, head = (_of_rank(graph, shard) for graph in (captured, head))
+        captured, head = (_of_rank(graph, shard, experts) for graph in (captured, head))
     axes = NO_AXES if shard is None else shard.axes
     by_rows = kind == "cuda" and not deterministic
 
     def whole() -> fx.GraphModule:
-        return fuse(merge(compose(captured, head)))
+        graph = compose(captured, head)
+        if experts is not None and experts.totals is not None:
+            count_experts(graph, experts.totals)
+        return fuse(merge(graph))
 
     def bound(graph: fx.GraphModule) -> fx.GraphModule:
         return bind(graph, kind, deterministic, axes)
@@ -207,6 +219,6 @@ def step_graphs(
     )
 
 
-def _of_rank(graph: fx.GraphModule, shard: RankShard) -> fx.GraphModule:
-    along = Along(TENSOR_AXIS, shard.size)
-    return shard_graph(graph, shard.placements, along, shard.index, shard.whole.vocab_size, shard.slots)
+def _of_rank(graph: fx.GraphModule, shard: RankShard, experts: MovingExperts | None) -> fx.GraphModule:
+    along, turns = Along(TENSOR_AXIS, shard.size), None if experts is None else experts.turns
+    return shard_graph(graph, shard.placements, along, shard.index, shard.whole.vocab_size, shard.slots, turns)

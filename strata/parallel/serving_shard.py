@@ -53,10 +53,11 @@ class RankShard:
         axis: Axis | None = None,
         *,
         expert_parallel: bool = False,
-        redundant: int = 0,
+        redundant: int | None = None,
     ) -> RankShard:
         """Of rank `index` of `size`, whose live axis is `axis`. expert_parallel: ranks have different experts.
-        redundant: how many slots for experts they have more than there are experts, for copies.
+        redundant: how many slots for experts they have more than there are experts, for copies, each rank as many as
+        the others; None: ranks need not have equally many experts.
 
         Raises ValueError if they cannot share the model.
         """
@@ -66,7 +67,7 @@ class RankShard:
         placed = placements(names, TABLES[whole.architecture])
         slots = None
         if config.experts is not None and config.experts.held is not None:
-            total = config.experts.count + redundant
+            total = config.experts.count + (redundant or 0)
             slots = ExpertSlots(span(total, size, index)[0], total)
         return RankShard(whole, config, size, index, slots, placed, {TENSOR_AXIS: axis or Along(TENSOR_AXIS, size)})
 
@@ -101,7 +102,7 @@ class RankShard:
 
 
 def rank_config(
-    config: ModelConfig, size: int, index: int, *, expert_parallel: bool = False, redundant: int = 0
+    config: ModelConfig, size: int, index: int, *, expert_parallel: bool = False, redundant: int | None = None
 ) -> ModelConfig:
     """The config of the model that rank `index` of `size` holds.
 
@@ -123,8 +124,9 @@ def rank_config(
         raise ValueError(f"tensor_parallel_size={size} {fault}; this model takes {accepted}")
     experts = config.experts
     if experts is not None and expert_parallel:
-        _require_slots(experts.count, size, redundant)
-        own = range(*span(experts.count + redundant, size, index))
+        if redundant is not None:
+            _require_slots(experts.count, size, redundant)
+        own = range(*span(experts.count + (redundant or 0), size, index))
         experts = replace(experts, held=tuple(slot % experts.count for slot in own))
     elif experts is not None:
         experts = replace(experts, intermediate_size=experts.intermediate_size // size)
@@ -157,12 +159,12 @@ def _fault(config: ModelConfig, size: int, expert_parallel: bool) -> str:
 
 
 def _require_slots(count: int, size: int, redundant: int) -> None:
-    """A rank has no expert twice, and all have as many slots as soon as there are copies."""
-    if redundant and ((count + redundant) % size or redundant > count * (size - 1)):
-        accepted = [one for one in range(1, count * (size - 1) + 1) if (count + one) % size == 0][:4]
+    """A rank has no expert twice, and all have as many slots."""
+    accepted = [more for more in range(count * (size - 1) + 1) if (count + more) % size == 0]
+    if redundant not in accepted:
         raise ValueError(
-            f"num_redundant_experts={redundant} with {count} experts on {size} ranks: each rank needs as many slots, "
-            f"and at most one for each expert; accepted are 0, {', '.join(map(str, accepted))}, ..."
+            f"num_redundant_experts={redundant} with {count} experts on {size} ranks: each rank needs as many slots as "
+            f"the others, and at most one for each expert; accepted are {', '.join(map(str, accepted[:4]))}, ..."
         )
 
 

@@ -118,6 +118,9 @@ class _Steps:
             self._runner.settle()
             self._under_way.clear()
             self._undrawn = None
+        elif isinstance(message, messages.MoveExperts):
+            assert self._executor.experts is not None
+            self._executor.experts.move(message.layer, np.array(message.slots))
         elif isinstance(message, messages.CompareIds):
             return self._runner.ids_digest()
         else:

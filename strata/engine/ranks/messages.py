@@ -56,11 +56,18 @@ class CompareIds(msgspec.Struct, tag=5, array_like=True, frozen=True):
     """Answer with a `Value` that tells the newest ids of all slots apart from others."""
 
 
+class MoveExperts(msgspec.Struct, tag=7, array_like=True, frozen=True):
+    """Let the slots of a layer, of all ranks, hold these experts."""
+
+    layer: int
+    slots: tuple[int, ...]
+
+
 class End(msgspec.Struct, tag=6, array_like=True, frozen=True):
     """End the process."""
 
 
-ToFollower = Launch | DrawStep | Settle | Pool | Agree | CompareIds | End
+ToFollower = Launch | DrawStep | Settle | Pool | Agree | CompareIds | MoveExperts | End
 
 
 class Value(msgspec.Struct, tag=0, array_like=True, frozen=True):

@@ -18,6 +18,7 @@ from strata.engine.embeddings.pooling import Pooled, Pooler, PoolRequest
 from strata.engine.faults import EngineFault
 from strata.engine.plan import StepPlan
 from strata.engine.ranks import messages
+from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
 from strata.engine.ranks.followers import Followers
 from strata.engine.runner import Launched, Runner, StepObserver, Undrawn
 
@@ -58,8 +59,10 @@ class RankedRunner:
     rank 0 ends the others, and raises EngineFault from then on.
     """
 
-    def __init__(self, runner: Runner, followers: Followers) -> None:
-        self._runner, self._followers = runner, followers
+    def __init__(self, runner: Runner, followers: Followers, experts: RankExperts | None, interval: int) -> None:
+        """experts: of rank 0, where those of a mixture may move; interval: see `ExpertBalance`."""
+        self._runner, self._followers, self.experts = runner, followers, experts
+        self._balance = None if experts is None else ExpertBalance(experts, interval)
 
     @property
     def observer(self) -> StepObserver | None:
@@ -71,6 +74,7 @@ class RankedRunner:
 
     def launch(self, plan: StepPlan) -> Launched | Undrawn:
         with together(self._followers):
+            self._move_experts()
             self._followers.send(messages.Launch(plan))
             step = self._runner.launch(plan)
             return step if isinstance(step, Undrawn) else self._watched(step)
@@ -101,6 +105,14 @@ class RankedRunner:
         """Raises EngineFault if a rank has drawn another id than others; for tests, it waits for all."""
         if not self._followers.same_ids(self._runner.ids_digest()):
             raise EngineFault("ranks have drawn different ids")
+
+    def _move_experts(self) -> None:
+        """Before a step, if some are to move."""
+        if self._balance is not None and (move := self._balance.next_move()) is not None:
+            layer, placed = move
+            self._followers.send(messages.MoveExperts(layer, tuple(placed.tolist())))
+            assert self.experts is not None
+            self.experts.move(layer, placed)
 
     def _watched(self, step: Launched) -> WatchedStep:
         values: dict[str, Any] = {one.name: getattr(step, one.name) for one in fields(step)}

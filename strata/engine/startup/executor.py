@@ -13,12 +13,13 @@ from strata.engine.embeddings.pooling import Pooler
 from strata.engine.engine_config import EngineConfig, EngineSizes, library_limit
 from strata.engine.faults import memory_explained
 from strata.engine.ledger import Ledger, plan_memory
+from strata.engine.ranks.expert_balance import RankExperts
 from strata.engine.ranks.rank import Rank
 from strata.engine.recorded_steps import RecordedSteps
 from strata.engine.runner import Runner, RunnerConfig
 from strata.engine.startup.clock import Log, StartupClock
 from strata.engine.startup.library import has_library_plan, library_scales, without_library
-from strata.engine.step_graphs import StepGraphs, step_graphs
+from strata.engine.step_graphs import MovingExperts, StepGraphs, step_graphs
 from strata.kernels import tuned
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention import fixed as attention_fixed
@@ -34,6 +35,7 @@ class Executor:
 
     pool_shape: of the KV pages. recorded: steps that replay CUDA graphs, and counts of those that do not; None if none
     is to. own_kernels: the device runs them. kernels_are_ready: all variants of them have been compiled.
+    experts: of this rank, where those of a mixture may move between ranks.
     """
 
     model: torch.nn.Module
@@ -47,6 +49,7 @@ class Executor:
     max_length: int
     own_kernels: bool
     kernels_are_ready: bool
+    experts: RankExperts | None
 
     @property
     def mixed_tokens(self) -> tuple[int, ...]:
@@ -82,7 +85,8 @@ def build_executor(
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank.size))
     shard = None
     if rank.size > 1:
-        shard = RankShard.of(config, rank.size, rank.index, expert_parallel=asked.enable_expert_parallel)
+        by_experts, redundant = asked.enable_expert_parallel, asked.redundant_slots
+        shard = RankShard.of(config, rank.size, rank.index, expert_parallel=by_experts, redundant=redundant)
     own = config if shard is None else shard.config
     sizes = EngineSizes.of(asked, own, device, DeviceLimits.of(device) if own_kernels else None)
     kernels = None
@@ -106,12 +110,17 @@ def build_executor(
     with clock.phase("ranks"):
         ledger = replace(ledger, pages=rank.least(ledger.pages))
         axis = rank.join(device)
+        experts, tables = None, None
         if shard is not None:
             shard = replace(shard, axes={TENSOR_AXIS: axis})
+        if shard is not None and asked.enable_eplb:
+            experts = RankExperts(model, shard, axis, device)
+            # All ranks route alike, so one of them counts.
+            tables = MovingExperts(experts.turns, experts.totals if rank.index == 0 else None)
     with clock.phase("graph"):
         kind = implementations_for(device)
         table = tuned.read(DeviceLimits.of(device).product) if kind == "cuda" else {}
-        graphs = step_graphs(model, kind, asked.deterministic, table, shard)
+        graphs = step_graphs(model, kind, asked.deterministic, table, shard, tables)
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool = KVPool(pool_shape, ledger.pages, device)
     windows, heads = frozenset(own.windows), own.num_heads
@@ -145,6 +154,7 @@ def build_executor(
         max_length=max_length,
         own_kernels=own_kernels,
         kernels_are_ready=kernels_are_ready,
+        experts=experts,
     )
 
 

@@ -1,0 +1,124 @@
+"""An engine whose ranks have different experts answers as one of one rank does, also while experts move."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from strata import LLM, SamplingParams
+from strata.engine.engine_config import EngineConfig
+from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
+from strata.models.save import save
+from strata.parallel.expert_balance.placement import rank_loads
+from tests.parallel.models import random_model
+from tests.parallel.shards import divisible_config, shard_of
+
+# Few pages and short steps: prompts are computed in chunks, and sequences are preempted.
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "num_pages": 36,
+    "page_size": 4,
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 4,
+    "skip_tokenizer_init": True,
+    "verbose": False,
+}
+PARAMS = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+PROMPTS = [[(step * place + 3) % 61 for place in range(length)] for length, step in ((50, 7), (3, 5), (29, 11))]
+
+
+def ids(llm: LLM) -> list[list[int]]:
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A mixture of eight experts: each token goes to the second or the third, and to the fourth or the fifth."""
+    config = divisible_config("qwen3-moe", num_experts=8, mlp_only_layers=[], max_position_embeddings=128)
+    model = random_model(config, torch.float32)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            weight = layer.mlp.gate.weight
+            weight[1:5:2] *= 10
+            weight[2:6:2] = -weight[1:5:2]
+    save(model, config, tmp_path)
+    return tmp_path
+
+
+def test_ranks_with_different_experts_answer_as_one_also_while_they_move(folder: Path) -> None:
+    wanted = ids(LLM(folder, **OPTIONS))
+    ranked: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    llm = LLM(folder, **ranked, **OPTIONS)
+    assert ids(llm) == wanted
+    ranks = llm.engine.ranks
+    assert ranks is not None
+    assert ranks.experts is None
+    del llm, ranks
+    gc.collect()
+
+    llm = LLM(folder, **ranked, enable_eplb=True, num_redundant_experts=2, eplb_step_interval=30, **OPTIONS)
+    assert ids(llm) == wanted
+    ranks = llm.engine.ranks
+    assert ranks is not None
+    assert ranks.experts is not None
+    ranks.check_ids()
+    for layer in ranks.experts.layers:
+        counts = ranks.experts.totals[layer].numpy()
+        assert counts.sum() % 3 == 0  # of each token three
+        slots = ranks.experts.slots(layer)
+        assert not np.array_equal(slots, np.arange(10) % 8)
+        first = rank_loads(np.arange(10) % 8, counts.astype(float), 2)
+        assert rank_loads(slots, counts.astype(float), 2).max() < first.max()
+
+
+def test_counts_since_the_last_reading_decide(folder: Path) -> None:
+    """One rank, which has all experts: what is decided and when, without ranks that follow."""
+    config = divisible_config("mixtral", num_local_experts=4)
+    part, own = shard_of(random_model(config, torch.float32), config, 2, 0, expert_parallel=True, redundant=2)
+    experts = RankExperts(own, part, part.axes["tp"], torch.device("cpu"))
+    assert experts.layers == (0, 1)
+    assert experts.slots(0).tolist() == [0, 1, 2, 3, 0, 1]
+    balance = ExpertBalance(experts, interval=3)
+    experts.totals += 1000  # of the start
+    assert balance.next_move() is None
+    experts.totals[1] += torch.tensor([0, 0, 90, 0])
+    assert [balance.next_move() for _ in range(2)] == [None, None]
+    # Layer 0 had nothing to do; in layer 1 one rank had all of it.
+    assert balance.next_move() is None
+    move = balance.next_move()
+    assert move is not None
+    layer, placed = move
+    assert layer == 1
+    assert rank_loads(placed, [0.0, 0, 90, 0], 2).tolist() == [45, 45]
+    assert balance.next_move() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enable_eplb": True}, "needs enable_expert_parallel=True and a tensor_parallel_size over 1"),
+        ({"num_redundant_experts": 2}, "is room for copies, which enable_eplb=True makes"),
+        ({"num_redundant_experts": -1}, "must be an integer of at least 0, got -1"),
+        ({"eplb_step_interval": 0}, "eplb_step_interval must be an integer of at least 1, got 0"),
+        (
+            {"enable_eplb": True, "enable_expert_parallel": True, "tensor_parallel_size": 2, "deterministic": True},
+            "its bits depend on what else runs",
+        ),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig("8B", **options)
+
+
+def test_room_that_ranks_cannot_share(folder: Path) -> None:
+    ranked: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True}
+    with pytest.raises(ValueError, match="num_redundant_experts=1 with 8 experts on 2 ranks"):
+        LLM(folder, **ranked, num_redundant_experts=1, **OPTIONS)
