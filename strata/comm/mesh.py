@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from strata.comm.launch import World
 from strata.comm.observer import Observer
+
+if TYPE_CHECKING:
+    from strata.comm.symmetric import SymmetricMemory
 
 # From the outermost, whose neighbours are far apart and speak little, to the innermost.
 AXES = ("pp", "dp", "shard", "cp", "tp")
@@ -41,6 +45,7 @@ class Axis:
 
     index: the place of this rank in `ranks`, which holds ranks of the world. group: None if and only if size is 1; the
     collectives are the identity then, so code for one process needs no branches. observer: notified of each collective.
+    symmetric: memory through which kernels exchange small messages (`strata.comm.symmetric`), None: there is none.
     """
 
     name: str
@@ -49,6 +54,7 @@ class Axis:
     ranks: tuple[int, ...]
     group: ProcessGroup | None = field(repr=False, compare=False)
     observer: Observer | None = field(default=None, repr=False, compare=False)
+    symmetric: SymmetricMemory | None = field(default=None, repr=False, compare=False)
 
 
 class Mesh:

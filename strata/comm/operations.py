@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from strata.comm import collectives
+from strata.comm.all_reduce_cuda import fits_one_shot, fits_two_shot, one_shot, two_shot
 from strata.comm.cost import CollectiveCost, all_gather_cost, all_reduce_cost, all_to_all_cost, reduce_scatter_cost
 from strata.comm.mesh import Axis
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.collective.all_reduce import one_shot_kernel, two_shot_kernel
 from strata.kernels.op import ATEN, NCCL, operation
+from strata.kernels.triton_import import HAS_TRITON
 
 
 class Along(NamedTuple):
@@ -75,6 +78,13 @@ def _all_reduce_by_library(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else collectives.all_reduce(x, live(axis))
 
 
+if HAS_TRITON:  # both have the bits of the reference
+    all_reduce.implement("one shot", "cuda", invariant=True, supports=fits_one_shot, kernels=(one_shot_kernel,))(
+        one_shot
+    )
+    all_reduce.implement("two shots", "cuda", invariant=True, supports=fits_two_shot, kernels=(two_shot_kernel,))(
+        two_shot
+    )
 all_reduce.implement("gloo", "cpu", differentiable=True)(_all_reduce_by_library)
 all_reduce.implement("nccl", "cuda", differentiable=True, kernels=(ATEN, NCCL))(_all_reduce_by_library)
 all_reduce.implement("in rank order", "cpu", invariant=True)(all_reduce.reference)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import strata.comm.operations
+import strata.comm.reduced_norm
 import strata.models.families  # noqa: F401  (every operation of a model)
 from strata.graph import fuse_attention, fuse_products  # noqa: F401  (and of its passes)
 from strata.kernels.linear import fp8, vocabulary_embedding  # noqa: F401
@@ -51,6 +51,7 @@ def test_these_are_all_that_are_said_to_be_rowwise() -> None:
         "linear_add",
         "all_reduce",
         "all_gather",
+        "all_reduce_add_rms_norm",
     }
 
 

@@ -1,0 +1,144 @@
+"""All-reduce of small messages on CUDA through an axis's symmetric memory, alone or with the norm that follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.comm.mesh import Axis
+from strata.comm.symmetric import Layout, SymmetricMemory
+from strata.kernels.collective.all_reduce import (
+    PACKETS,
+    PROGRAMS,
+    TWO_SHOT_TILE,
+    TWO_SHOT_WORDS,
+    block_tile,
+    one_shot_kernel,
+    one_shot_norm_kernel,
+    row_tile,
+    two_shot_kernel,
+)
+from strata.kernels.grid_sizes import ceil_div
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WORD = 4
+# The largest message in one shot, by the number of ranks: beyond it, that two shots send less outweighs that they wait
+# twice, by the bandwidth of an H200's link and 3 us. Not measured yet.
+ONE_SHOT_BYTES = {2: 1 << 20, 4: 1 << 18, 8: 1 << 16}
+
+
+def memory_of(axis: Any) -> SymmetricMemory | None:
+    """An axis's symmetric memory, if it is one that has some."""
+    return axis.symmetric if isinstance(axis, Axis) else None
+
+
+def fits_one_shot(x: Tensor, axis: Any) -> bool:
+    memory = memory_of(axis)
+    return memory is not None and _has_words(x) and x.nbytes <= ONE_SHOT_BYTES[memory.ranks]
+
+
+def fits_two_shot(x: Tensor, axis: Any) -> bool:
+    return memory_of(axis) is not None and _has_words(x) and x.nbytes <= TWO_SHOT_WORDS * _WORD
+
+
+def fits_one_shot_norm(x: Tensor, axis: Any, residual: Tensor, weight: Tensor, eps: float) -> bool:
+    """A program sends one row, and there are no more rows than programs."""
+    return (
+        memory_of(axis) is not None
+        and x.dim() == 2
+        and x.shape == residual.shape
+        and x.dtype == residual.dtype == weight.dtype
+        and _has_words(x)
+        and x.shape[1] * x.itemsize <= PACKETS * _WORD
+        and x.shape[1] * x.itemsize % 16 == 0
+        and x.shape[0] <= PROGRAMS
+        and residual.stride(1) == 1
+        and residual.stride(0) * residual.itemsize % 16 == 0
+    )
+
+
+def _has_words(x: Tensor) -> bool:
+    return x.dtype in _DTYPES and x.is_contiguous() and x.nbytes % _WORD == 0 and x.numel() > 0
+
+
+def one_shot(x: Tensor, axis: Axis) -> Tensor:
+    memory, words = _memory(axis), x.nbytes // _WORD
+    result = torch.empty_like(x)
+    block, warps = block_tile(words)
+    one_shot_kernel[(ceil_div(words, block),)](
+        x,
+        result,
+        memory.inbox,
+        memory.peers,
+        memory.counters,
+        words,
+        axis.index,
+        WORLD=memory.ranks,
+        BLOCK=block,
+        num_warps=warps,
+        num_stages=1,
+    )
+    return result
+
+
+def two_shot(x: Tensor, axis: Axis) -> Tensor:
+    memory, words = _memory(axis), x.nbytes // _WORD
+    result = torch.empty_like(x)
+    ranks, layout = memory.ranks, Layout.of(memory.ranks)
+    block, warps = TWO_SHOT_TILE
+    programs = min(PROGRAMS, ceil_div(words, ranks * block))
+    span = 16 * ceil_div(words, ranks * programs * 16)
+    two_shot_kernel[(programs,)](
+        x,
+        result,
+        memory.inbox,
+        memory.peers,
+        memory.counters[1],
+        words,
+        span,
+        layout.first,
+        layout.second,
+        layout.flags,
+        axis.index,
+        WORLD=ranks,
+        BLOCK=block,
+        num_warps=warps,
+        num_stages=1,
+    )
+    return result
+
+
+def one_shot_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    memory, words = _memory(axis), x.shape[1] * x.itemsize // _WORD
+    total, result = torch.empty_like(x), torch.empty_like(x)
+    block, warps = row_tile(words)
+    one_shot_norm_kernel[(x.shape[0],)](
+        x,
+        residual,
+        weight,
+        total,
+        result,
+        memory.inbox,
+        memory.peers,
+        memory.counters,
+        words,
+        residual.stride(0) * residual.itemsize // _WORD,
+        words,
+        x.shape[1],
+        eps,
+        axis.index,
+        WORLD=memory.ranks,
+        BLOCK=block,
+        num_warps=warps,
+        num_stages=1,
+    )
+    return total, result
+
+
+def _memory(axis: Axis) -> SymmetricMemory:
+    memory = axis.symmetric
+    if memory is None:
+        raise ValueError(f"the axis {axis.name} has no symmetric memory; give it some by with_symmetric_memory")
+    return memory

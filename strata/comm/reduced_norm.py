@@ -1,0 +1,42 @@
+"""The sum over ranks, the residual and the norm of what is added up: where a block of a divided model ends."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from strata.comm.all_reduce_cuda import fits_one_shot_norm, one_shot_norm
+from strata.comm.mesh import Axis
+from strata.comm.operations import Along, all_reduce
+from strata.kernels.collective.all_reduce import one_shot_norm_kernel
+from strata.kernels.fused import Run, fused
+from strata.kernels.norm.norm import add_rms_norm
+from strata.kernels.triton_import import HAS_TRITON
+
+
+@fused(rowwise=True, collective=True)
+def all_reduce_add_rms_norm(
+    run: Run, x: Tensor, along: Along | Axis, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The sum of x over the ranks and residual, and `rms_norm` of that.
+
+    x, residual [rows, width], weight [width] of one dtype -> two tensors like x. The sum over the ranks is rounded to
+    x.dtype before the residual is added, and that sum before it is normalized.
+    """
+    total, normed = run(add_rms_norm, run(all_reduce, x, along), residual, weight, eps)
+    return total, normed
+
+
+def _apart(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total, normed = add_rms_norm.bind("cuda")(all_reduce.bind("cuda")(x, axis), residual, weight, eps)
+    return total, normed
+
+
+def _kernels_apart(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: float) -> tuple[str, ...]:
+    return all_reduce.bind("cuda").launches(x, axis) + add_rms_norm.bind("cuda").launches(x, residual, weight, eps)
+
+
+if HAS_TRITON:
+    all_reduce_add_rms_norm.implement("one shot", "cuda", supports=fits_one_shot_norm, kernels=(one_shot_norm_kernel,))(
+        one_shot_norm
+    )
+all_reduce_add_rms_norm.implement("all_reduce, add_rms_norm", "cuda", kernels=_kernels_apart)(_apart)

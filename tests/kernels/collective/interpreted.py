@@ -1,0 +1,78 @@
+"""One rank of `test_all_reduce`: the kernels in Triton's interpreter, with inboxes in files that all ranks map.
+
+The interpreter runs the programs of a kernel one after another in the order of their indices, so each finds its peers
+in the other processes. It knows no assembly: an atomic addition of nothing reads flags instead. Under newer numpys
+Triton 3.6 takes no bounds of loops, which `_counts` mends.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from strata.comm import all_reduce_cuda as launches
+from strata.comm.mesh import Axis
+from strata.comm.symmetric import Layout, SymmetricMemory
+from strata.kernels.collective import all_reduce
+from strata.kernels.triton_import import tl, triton
+
+CALLS = 4
+SHAPES = {"one_shot": [(3, 130), (40, 64)], "two_shot": [(3, 130), (70, 130)], "one_shot_norm": [(3, 132), (2, 132)]}
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+
+
+@triton.jit
+def _read(places):
+    return tl.atomic_add(places, 0)
+
+
+def _counts() -> None:
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
+def numbers(rank: int, call: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """What a rank adds to a sum: other numbers in each call."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * call + rank)).to(dtype)
+
+
+def norm_inputs(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The residual and the weights, which all ranks have."""
+    return numbers(50, 0, shape, dtype), numbers(51, 0, shape, dtype)[0]
+
+
+def main() -> None:
+    folder, rank, ranks, dtype = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), DTYPES[sys.argv[4]]
+    all_reduce._acquired = _read
+    _counts()
+    words = Layout.of(ranks).end
+    boxes = [torch.from_file(str(folder / f"inbox-{peer}"), True, words, dtype=torch.int32) for peer in range(ranks)]
+    peers = torch.tensor([box.data_ptr() for box in boxes])
+    memory = SymmetricMemory(boxes[rank], peers, torch.zeros(2, all_reduce.PROGRAMS, dtype=torch.int32), None)
+    axis = Axis("tp", ranks, rank, tuple(range(ranks)), None, symmetric=memory)
+    found = {}
+    for call in range(CALLS):
+        for name, shapes in SHAPES.items():
+            x = numbers(rank, call, shapes[call % 2], dtype)
+            given = (*norm_inputs(x.shape, dtype), 1e-5) if name == "one_shot_norm" else ()
+            if rank == call % ranks:
+                time.sleep(0.02)  # now this rank is late, now that
+            result = getattr(launches, name)(x, axis, *given)
+            found[f"{name} {call}"] = [one.tolist() for one in (result if isinstance(result, tuple) else (result,))]
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

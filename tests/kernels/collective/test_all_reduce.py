@@ -1,0 +1,57 @@
+"""The kernels that add up over ranks, run by processes that share memory, against sums in the order of the ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from strata.kernels.norm.norm import rms_norm
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (2, "float16"), (4, "float32")])
+def test_ranks_in_any_order_get_the_bits_of_the_reference(ranks: int, dtype: str, tmp_path: Path) -> None:
+    from strata.comm.symmetric import Layout
+
+    from .interpreted import CALLS, DTYPES, SHAPES, norm_inputs, numbers
+
+    for rank in range(ranks):
+        with (tmp_path / f"inbox-{rank}").open("wb") as inbox:
+            inbox.truncate(4 * Layout.of(ranks).end)
+    command = [sys.executable, "-m", "tests.kernels.collective.interpreted", str(tmp_path)]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    started = [subprocess.Popen([*command, str(r), str(ranks), dtype], env=environment) for r in range(ranks)]
+    try:
+        assert [one.wait(100) for one in started] == [0] * ranks
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+    kind = DTYPES[dtype]
+    for rank in range(ranks):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        for call in range(CALLS):
+            for name, shapes in SHAPES.items():
+                whole = torch.zeros(shapes[call % 2])
+                for peer in range(ranks):
+                    whole += numbers(peer, call, shapes[call % 2], kind).float()
+                got = [torch.tensor(values, dtype=kind) for values in found[f"{name} {call}"]]
+                if name == "one_shot_norm":
+                    residual, weight = norm_inputs(shapes[call % 2], kind)
+                    total = whole.to(kind) + residual
+                    assert torch.equal(got[0], total)
+                    assert_near(got[1], rms_norm.reference(total, weight, 1e-5))
+                else:
+                    assert torch.equal(got[0], whole.to(kind)), (name, call, rank)
+
+
+def assert_near(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=2e-3 if found.dtype == torch.float16 else 1e-5, atol=1e-5)
