@@ -142,12 +142,14 @@ class Sampler:
         if penalized:
             edited = self._penalized(edited, sent, max(row.length for _, row in penalized))
         ids = draw_ids(edited, inputs, filtered)
+        most = max((row.sampling.logprobs for row in rows if row.sampling.logprobs is not None), default=None)
+        if most is None and not penalized:
+            return ids, None
         known = ids.clamp(min=0).long()  # a row without an id has ended
         if penalized:
             assert self._history is not None
             place = (sent["slots"].long(), sent["lengths"].long())
             self._history.index_put_(place, known[sent["penalized"].long()])
-        most = max((row.sampling.logprobs for row in rows if row.sampling.logprobs is not None), default=None)
         return ids, None if most is None else LogprobTensors(*logprobs(raw, known, most))
 
     def _penalized(self, logits: Tensor, sent: dict[str, Tensor], longest: int) -> Tensor:

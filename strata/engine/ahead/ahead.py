@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from queue import SimpleQueue
 from tempfile import TemporaryFile
 from threading import Event, Thread, Timer
 from typing import IO, Any
@@ -21,6 +22,7 @@ from rich.progress import Progress as Bar
 from strata.engine.ahead import manifest
 from strata.engine.ahead.manifest import Manifest
 from strata.engine.engine_config import EngineConfig
+from strata.kernels.compiling.variant import Variant
 from strata.kernels.device_limits import DeviceLimits
 
 Log = Callable[[str], None]
@@ -39,7 +41,7 @@ class Progress:
     """Of the variants noted so far, how many have been tried, and how many of these lay on the disk.
 
     faults: a line for each that could not be compiled. ended: no more are noted. waits_for: whose
-    end it waits for before it begins, if anybody's.
+    end it waits for before it begins, if anybody's. variant: the text of the one that has become ready, if one has.
     """
 
     noted: int = 0
@@ -48,6 +50,7 @@ class Progress:
     faults: tuple[str, ...] = ()
     ended: bool = False
     waits_for: str = ""
+    variant: str = ""
 
 
 class Compiling:
@@ -59,7 +62,7 @@ class Compiling:
         job = {"engine": asdict(asked), "device": asdict(limits), "processes": processes}
         job["longest_wait"] = _LONGEST_WAIT
         # -P: the current folder must not come first in the import path, its modules may have common names.
-        command = [sys.executable, "-P", "-m", "strata.engine.ahead.worker", json.dumps(job)]
+        command = [sys.executable, "-P", "-m", "strata.engine.ahead.process", json.dumps(job)]
         self._said = said
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": said}
         self._process = subprocess.Popen(command, text=True, **streams)
@@ -113,7 +116,7 @@ class KernelsAhead:
     def __init__(self, asked: EngineConfig, device: torch.device, log: Log) -> None:
         self._limits = DeviceLimits.of(device)
         self._asked, self._device, self._log = asked, device, log
-        self._key = manifest.key_of(asked, self._limits)
+        self._told: SimpleQueue[Progress | ValueError | None] = SimpleQueue()
         self._process: Compiling | None = None
         self._holding: Thread | None = None
         self._is_over = Event()
@@ -121,34 +124,42 @@ class KernelsAhead:
 
     @contextmanager
     def under_way(self) -> Iterator[KernelsAhead]:
-        """Those on the disk come to the device beside what else the start does; if any is not there, another process
-        compiles it. Nothing of that outlasts the block."""
-        found = manifest.read(self._key)
-        if found is None or not found.is_on_disk:
-            with ExitStack() as beside:
+        """Beside what else the start does, those on the disk come to the device; if any is not there, another process
+        compiles, and each comes when it is ready. Nothing of that outlasts the block."""
+        found = manifest.read(manifest.key_of(self._asked, self._limits))
+        with ExitStack() as beside:  # what is entered last ends first
+            if found is not None and found.is_on_disk:
+                beside.enter_context(self._beside(self._hold_found, found))
+            else:
+                following = beside.enter_context(ExitStack())
                 try:
                     self._process = beside.enter_context(compiling(self._asked, self._limits))
                 except OSError as error:
                     self._log(_NOT_AHEAD.format(error))
-                yield self
-            return
-        self._holding = Thread(target=self._hold, args=(found,), name="kernels")
-        self._holding.start()
-        try:
+                else:
+                    following.enter_context(self._beside(self._follow, self._process))
+            beside.callback(self._is_over.set)
             yield self
-        finally:
-            self._is_over.set()
-            self._holding.join()
 
     def finish(self, *, show: bool) -> bool:
         """Wait until they are ready, and tell whether all are. show: with a progress bar."""
         if self._process is not None:
-            self._compile(self._process, show)
-        elif self._holding is not None:
+            self._wait(self._process, show)
+        if self._holding is not None:
             self._holding.join()
         return self._are_held
 
-    def _compile(self, process: Compiling, show: bool) -> None:
+    @contextmanager
+    def _beside(self, work: Callable[[Any], None], of: Any) -> Iterator[None]:
+        """Do it in a thread, which is waited for at the end of the block."""
+        self._holding = Thread(target=work, args=(of,), name="kernels")
+        self._holding.start()
+        try:
+            yield
+        finally:
+            self._holding.join()
+
+    def _wait(self, process: Compiling, show: bool) -> None:
         is_late = Event()
 
         def stop() -> None:
@@ -158,7 +169,7 @@ class KernelsAhead:
         stopping = Timer(_LONGEST, stop)
         stopping.start()
         try:
-            last = shown(process.progress(), self._log, show=show)
+            last = shown(self._progress(), self._log, show=show)
         except ValueError as error:
             self._log(_NOT_AHEAD.format(f"it was not done after {_LONGEST} s" if is_late.is_set() else error))
             return
@@ -168,19 +179,41 @@ class KernelsAhead:
             self._log(f"could not be compiled ahead: {fault}")
         compiled = last.done - last.found - len(last.faults)
         self._log(f"kernels: {compiled} compiled, {last.found} found on the disk")
-        found = manifest.read(self._key)
-        if found is not None:
-            self._hold(found)
-            self._are_held &= not last.faults
 
-    def _hold(self, found: Manifest) -> None:
-        """Bring all variants to the device."""
+    def _progress(self) -> Iterator[Progress]:
+        """What the thread has heard."""
+        while (one := self._told.get()) is not None:
+            if isinstance(one, ValueError):
+                raise one
+            yield one
+
+    def _follow(self, process: Compiling) -> None:
+        """Bring each variant to the device when it has been compiled, and pass on what the process tells."""
+        try:
+            last = Progress()
+            are_held = True
+            for last in process.progress():
+                if last.variant and are_held:
+                    are_held = self._hold([Variant(last.variant)])
+                self._told.put(last)
+            self._are_held = are_held and last.ended and not last.faults
+        except ValueError as error:
+            self._told.put(error)
+        finally:
+            self._told.put(None)
+
+    def _hold_found(self, found: Manifest) -> None:
+        self._are_held = self._hold(found.variants)
+
+    def _hold(self, variants: Iterable[Variant]) -> bool:
+        """Bring them to the device, and tell whether all are there."""
         try:
             with torch.cuda.device(self._device):
-                for variant in found.variants:
+                for variant in variants:
                     if self._is_over.is_set():  # the start has failed, or is broken off
-                        return
+                        return False
                     variant.hold()
-            self._are_held = True
         except Exception as error:  # whatever it is, kernels are compiled when they are launched
             self._log(f"kernels could not be brought to the device ahead: {type(error).__name__}: {error}")
+            return False
+        return True

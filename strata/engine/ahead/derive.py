@@ -22,7 +22,7 @@ from strata.engine.loop import EngineLoop
 from strata.engine.plan import StepPlan
 from strata.engine.request import Request
 from strata.engine.runner import Launched, PromptLogprobs, Runner, RunnerConfig
-from strata.engine.sampler import LogprobTensors
+from strata.engine.sampler import DrawInputs, LogprobTensors, draw_ids
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
@@ -70,11 +70,13 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
     config, _ = weights.resolve(asked.model, asked.load_format)
     sizes = EngineSizes.of(asked, config, torch.device("cuda"), limits)
     with as_if_launched(limits, note):
+        _note_draws(config.vocab_size, sizes.pool.dtype)  # among them what takes longest to compile
         engine = _start(asked, shortened(config), sizes)
-        warm_up(engine.loop, engine.pages, config.vocab_size, sizes.recorded_tokens)
+        _note_embedded_prompts(engine.graphs, sizes)
+        _note_scored_prompts(engine.graphs, config.hidden_size, sizes)
         _note_long_prompts(engine, sizes)
-        _note_masks(config.vocab_size, sizes.pool.dtype)
-        _note_scored_and_embedded_prompts(engine.graphs, config.hidden_size, sizes)
+        warm_up(engine.loop, engine.pages, config.vocab_size, sizes.recorded_tokens)
+        _note_logprobs(config.vocab_size)
     return engine
 
 
@@ -161,24 +163,36 @@ def _note_long_prompts(engine: DryEngine, sizes: EngineSizes) -> None:
         pass
 
 
-def _note_masks(vocab_size: int, dtype: torch.dtype) -> None:
-    """Of grammars, whose masks may have any number of words, over logits as they are and as they are edited."""
-    which = torch.zeros(2, dtype=torch.int32, device=META)
-    for kind in {dtype, torch.float32}:
+def _note_draws(vocab_size: int, dtype: torch.dtype) -> None:
+    """From logits as they are and as they are edited, and their masks, which grammars give any number of words."""
+    reals, numbers = (torch.zeros(2, dtype=kind, device=META) for kind in (torch.float32, torch.int32))
+    inputs = DrawInputs(reals, numbers.long(), numbers, numbers, reals, reals)
+    for kind in dict.fromkeys((dtype, torch.float32)):
+        logits = torch.empty((2, vocab_size), dtype=kind, device=META)
+        for filtered in (True, False):
+            draw_ids(logits, inputs, filtered)
         for words in (16, 17):
             masks = torch.zeros((2, words), dtype=torch.int32, device=META)
-            apply_bitmask(torch.empty((2, vocab_size), dtype=kind, device=META), masks, which)
+            apply_bitmask(logits, masks, numbers)
 
 
-def _note_scored_and_embedded_prompts(graphs: StepGraphs, hidden_size: int, sizes: EngineSizes) -> None:
-    """Prompts whose log-probabilities or vectors are asked for, which are launched in all their lengths."""
+def _note_embedded_prompts(graphs: StepGraphs, sizes: EngineSizes) -> None:
+    """Prompts whose vectors are asked for, which are launched in all their lengths."""
     ends = torch.zeros(2, dtype=torch.int32, device=META)
     for tokens in _lengths(min(sizes.max_tokens, sizes.max_length)):
         numbers = torch.zeros(tokens, dtype=torch.int32, device=META)
         graphs.hidden.forward(Batch(numbers, numbers, ends, tokens))
+
+
+def _note_scored_prompts(graphs: StepGraphs, hidden_size: int, sizes: EngineSizes) -> None:
+    """Prompts whose log-probabilities are asked for: what gives the logits of any number of rows."""
     for rows in _lengths(PROMPT_LOGPROB_ROWS):
-        hidden = torch.empty((rows, hidden_size), dtype=sizes.pool.dtype, device=META)
-        logits = graphs.head.forward(hidden).float()
+        graphs.head.forward(torch.empty((rows, hidden_size), dtype=sizes.pool.dtype, device=META))
+
+
+def _note_logprobs(vocab_size: int) -> None:
+    for rows in _lengths(PROMPT_LOGPROB_ROWS):
+        logits = torch.empty((rows, vocab_size), dtype=torch.float32, device=META)
         logprobs(logits, torch.zeros(rows, dtype=torch.int32, device=META), 1)
 
 

@@ -1,9 +1,10 @@
-"""The process that compiles ahead of a start: `python -m strata.engine.ahead.worker '{"engine": ..., "device": ...}'`.
+"""What the process that compiles ahead of a start does; `strata.engine.ahead.process` starts it.
 
 It prints a line of JSON whenever something is done: {"noted": variants so far, "done": how many of them are compiled,
-"found": how many of these lay on the disk}; at the end `"ended": true` and `"faults"`, of each kernel that could not be
-compiled a line; and leaves the manifest. While it waits for another that compiles, `"waits_for"` says for whom. It ends
-with its parent. Errors are a line on standard error and exit code 1.
+"found": how many of these lay on the disk, "variant": the text of the one that is ready now}; at the end also `"ended":
+true` and `"faults"`, of each kernel that could not be compiled a line; and it leaves the manifest. While it waits for
+another that compiles, `"waits_for"` says for whom. It ends with its parent. Errors are a line on standard error and
+exit code 1.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from strata.kernels.compiling.variant import Variant
 from strata.kernels.compiling.workers import Outcome, Workers
 from strata.kernels.device_limits import DeviceLimits
 
+# These take one to two seconds each, where others take a third: the last of them must not begin when all else ends.
+SLOW = frozenset({"filter_bounds_kernel", "attention_kernel", "decode_attention_kernel"})
+
 
 def main() -> None:
     """Compile what `sys.argv` asks for."""
-    end_with_parent(signal.SIGKILL)
     job = json.loads(sys.argv[1])
     device = job["device"]
     limits = DeviceLimits(device["product"], tuple(device["capability"]), device["shared_bytes"], device["processors"])
@@ -58,7 +61,7 @@ def compile_ahead(
 
     def note(variant: Variant) -> None:
         variants.append(variant)
-        workers.add(variant)
+        workers.add(variant, soon=variant.kernel in SLOW)
 
     with _alone(longest_wait, lambda other: _tell(tells, 0, [], waits_for=other)):
         try:
@@ -66,7 +69,7 @@ def compile_ahead(
             outcomes: list[Outcome] = []
             for outcome in workers.outcomes():
                 outcomes.append(outcome)
-                _tell(tells, len(variants), outcomes)
+                _tell(tells, len(variants), outcomes, variant=outcome.variant.text if outcome.fault is None else "")
         finally:
             workers.close()
         compiled = [outcome for outcome in outcomes if outcome.fault is None]
@@ -119,7 +122,3 @@ def _sign(stream: IO[str]) -> None:
     with suppress(OSError):  # nobody needs it
         os.ftruncate(stream.fileno(), 0)
         os.write(stream.fileno(), str(os.getpid()).encode())  # at once: closing would fail where the disk is full
-
-
-if __name__ == "__main__":
-    main()

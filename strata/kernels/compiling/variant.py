@@ -28,6 +28,16 @@ class Variant:
         """Of the kernel, with the module before it."""
         return str(json.loads(self.text)["name"])
 
+    @property
+    def kernel(self) -> str:
+        """The kernel's own name."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def signature(self) -> str:
+        """The types of all arguments: variants that share them are launched by the same code."""
+        return json.dumps(list(json.loads(self.text)["signature"].values()))
+
     def compile(self, target: GPUTarget) -> CompiledKernel:
         """Compile it into Triton's cache on the disk, or find it there. Needs no device.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import select
 import selectors
 import signal
 import struct
@@ -24,8 +26,9 @@ from triton.runtime.cache import triton_key
 
 from strata.kernels.compiling.variant import Variant
 
-# Where a variant's text lies in the file that all share, and how long it is. No length: what loads kernels is compiled.
-_JOB = struct.Struct("qq")
+# Where a variant's text lies in the file that all share, how long it is, and whether its launcher is compiled too. No
+# length: what loads kernels is compiled.
+_JOB = struct.Struct("qq?")
 
 
 @dataclass(frozen=True)
@@ -43,37 +46,64 @@ class Outcome:
     fault: str | None = None
 
 
+class _Queue:
+    """A pipe of jobs. Who finds it empty is told so at once."""
+
+    def __init__(self) -> None:
+        self.taking, self.giving = os.pipe()
+        os.set_blocking(self.taking, False)
+
+
 class Workers:
     """Processes that compile into the cache on the disk while this one finds out what else is to be compiled.
 
     They are forks, so that none has to import anything: the process that makes this has no CUDA context and runs no
     threads. They hold what it has open then. `initialize` runs first in each: to end it with its parent. Each takes the
-    next variant whenever it is done with one, and tells of it in a line of JSON.
+    next variant whenever it is done with one, those first that are due soon, and tells of it in a line of JSON.
     """
 
     def __init__(self, target: GPUTarget, count: int, initialize: Callable[[], None]) -> None:
         triton_key()  # reads the whole of Triton's library: once, and not in each fork
         # What is to be compiled waits in a file, which takes any number; a pipe would hold up who writes into it.
         self._texts, self._end = os.memfd_create("variants"), 0
-        self._taking, self._giving = os.pipe()
+        self._soon, self._later = _Queue(), _Queue()
+        self._first: dict[str, Variant] = {}  # of each signature, with which its launcher is compiled
         self._telling: dict[int, int] = {}  # of each process by where it is heard
         for _ in range(count):
             self._start(target, initialize)
-        os.close(self._taking)
-        self._give(b"")
+        for queue in (self._soon, self._later):
+            os.close(queue.taking)
+        self._give(self._soon, b"", has_launcher=False)
 
     @property
     def processes(self) -> list[int]:
         """Their numbers."""
         return list(self._telling.values())
 
-    def add(self, variant: Variant) -> None:
-        self._give(variant.text.encode())
+    def add(self, variant: Variant, soon: bool = False) -> None:
+        """soon: before those that are not, since it takes long."""
+        # Two at once would both compile the launcher that they share.
+        is_first = self._first.setdefault(variant.signature, variant) is variant
+        self._give(self._soon if soon else self._later, variant.text.encode(), is_first)
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Of each variant once it has been tried; nothing more can be added. Raises RuntimeError if a process died."""
-        os.close(self._giving)
-        self._giving = -1
+        """Of each variant once it and its launcher have been tried; nothing more can be added. Raises RuntimeError if a
+        process died."""
+        launched: set[str] = set()
+        waiting: dict[str, list[Outcome]] = {}
+        for outcome in self._heard():
+            signature = outcome.variant.signature
+            if outcome.variant == self._first[signature]:
+                launched.add(signature)
+                yield from (outcome, *waiting.pop(signature, ()))
+            elif signature in launched:
+                yield outcome
+            else:
+                waiting.setdefault(signature, []).append(outcome)
+
+    def _heard(self) -> Iterator[Outcome]:
+        """What the processes tell, as they tell it."""
+        self._end_queues()
         heard = dict.fromkeys(self._telling, b"")
         with selectors.DefaultSelector() as selector:
             for descriptor in heard:
@@ -89,9 +119,7 @@ class Workers:
 
     def close(self) -> None:
         """End all of them, whatever they are at."""
-        if self._giving >= 0:
-            os.close(self._giving)
-            self._giving = -1
+        self._end_queues()
         for process in self._telling.values():
             os.kill(process, signal.SIGKILL)
         for descriptor in list(self._telling):
@@ -103,17 +131,23 @@ class Workers:
         heard, telling = os.pipe()
         process = os.fork()
         if not process:
-            for descriptor in (self._giving, heard, *self._telling):
+            for descriptor in (self._soon.giving, self._later.giving, heard, *self._telling):
                 os.close(descriptor)
-            _run(target, initialize, self._texts, self._taking, telling)
+            _run(target, initialize, self._texts, (self._soon.taking, self._later.taking), telling)
         os.close(telling)
         self._telling[heard] = process
 
-    def _give(self, text: bytes) -> None:
+    def _give(self, queue: _Queue, text: bytes, has_launcher: bool) -> None:
         os.pwrite(self._texts, text, self._end)
         # So few bytes go into a pipe, and come out of it, all at once.
-        os.write(self._giving, _JOB.pack(self._end, len(text)))
+        os.write(queue.giving, _JOB.pack(self._end, len(text), has_launcher))
         self._end += len(text)
+
+    def _end_queues(self) -> None:
+        for queue in (self._soon, self._later):
+            if queue.giving >= 0:
+                os.close(queue.giving)
+                queue.giving = -1
 
     def _join(self, heard: int) -> None:
         """Wait for the end of one that tells nothing more. Raises RuntimeError if it died."""
@@ -125,15 +159,17 @@ class Workers:
             raise RuntimeError(f"a process that compiles ended {how}")
 
 
-def _run(target: GPUTarget, initialize: Callable[[], None], texts: int, taking: int, telling: int) -> NoReturn:
+def _run(
+    target: GPUTarget, initialize: Callable[[], None], texts: int, queues: tuple[int, ...], telling: int
+) -> NoReturn:
     """The whole life of a fork, of which no caller of its parent may hear."""
     code = 1
+    gc.freeze()  # looking for cycles in what the parent has imported would copy its memory
     try:
         initialize()
-        while job := os.read(taking, _JOB.size):
-            start, length = _JOB.unpack(job)
+        for start, length, has_launcher in _jobs(queues):
             if length:
-                _tell(telling, _compile(Variant(os.pread(texts, length, start).decode()), target))
+                _tell(telling, _compile(Variant(os.pread(texts, length, start).decode()), target, has_launcher))
             else:
                 _compile_driver()
         code = 0
@@ -144,6 +180,21 @@ def _run(target: GPUTarget, initialize: Callable[[], None], texts: int, taking: 
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def _jobs(queues: tuple[int, ...]) -> Iterator[tuple[int, int, bool]]:
+    """Until all queues have ended, the next of the first that has one."""
+    left = list(queues)
+    while left:
+        ready, _, _ = select.select(left, [], [])
+        try:
+            job = os.read(min(ready, key=left.index), _JOB.size)
+        except BlockingIOError:  # another process was quicker
+            continue
+        if job:
+            yield _JOB.unpack(job)
+        else:
+            left.remove(min(ready, key=left.index))
 
 
 def _tell(telling: int, outcome: Outcome) -> None:
@@ -157,7 +208,7 @@ def _outcome(line: bytes) -> Outcome:
     return Outcome(Variant(told.pop("variant")), **told)
 
 
-def _compile(variant: Variant, target: GPUTarget) -> Outcome:
+def _compile(variant: Variant, target: GPUTarget, has_launcher: bool) -> Outcome:
     start = time.perf_counter()
     hits: list[bool] = []
     knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
@@ -165,7 +216,7 @@ def _compile(variant: Variant, target: GPUTarget) -> Outcome:
     try:
         kernel = variant.compile(target)
         entry = Path(next(iter(kernel.metadata_group.values()))).parent.name
-        if _has_driver_library():
+        if has_launcher and _has_driver_library():
             CudaLauncher(kernel.src, kernel.metadata)  # what puts the arguments in place, compiled by a C compiler
     except Exception as error:  # whatever a compiler raises: the kernel is compiled again where it is wanted
         fault = f"{type(error).__name__}: {error}"

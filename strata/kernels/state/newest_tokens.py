@@ -44,7 +44,7 @@ def newest_tokens_kernel(tokens, sources, newest, result, count, BLOCK: tl.const
 
 
 def _triton(tokens: Tensor, sources: Tensor, newest: Tensor) -> Tensor:
-    result = torch.empty_like(tokens)
+    result = tokens.new_empty(tokens.shape)
     count = tokens.numel()
     if count:
         newest_tokens_kernel[(ceil_div(count, _BLOCK),)](tokens, sources, newest, result, count, BLOCK=_BLOCK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from typing import Any
 
 from strata.engine.ahead import derive
@@ -34,6 +35,14 @@ def derived(model: str, options: dict[str, Any], whole: bool = False) -> list[st
     found: list[Variant] = []
     derive.note_variants(EngineConfig.from_options(model, options), hopper(), found.append)
     return [variant.text for variant in found]
+
+
+def noted_before(module: str, model: str, options: dict[str, Any]) -> list[tuple[str, bool]]:
+    """Of each variant in turn the kernel, and whether it was noted before the module was imported."""
+    found: list[tuple[str, bool]] = []
+    asked = EngineConfig.from_options(model, options)
+    derive.note_variants(asked, hopper(), lambda variant: found.append((variant.kernel, module not in sys.modules)))
+    return found
 
 
 def served_beyond(model: str, options: dict[str, Any], longest: int, seed: int) -> list[str]:

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -168,7 +170,31 @@ class Unstarted(KernelsAhead):
     """Without a device, what there is to tell of."""
 
     def __init__(self, process: Compiling, log: Any) -> None:
-        self._process, self._log, self._are_held, self._key = process, log, False, "none"
+        self._process, self._log, self._told, self._holding = process, log, SimpleQueue(), None
+        self._are_held = False
+        self.held: list[str] = []
+        self.following = Thread(target=self._follow, args=(process,))
+        self.following.start()
+
+    def _hold(self, variants: Iterable[Variant]) -> bool:
+        self.held += [variant.text for variant in variants]
+        return True
+
+
+def test_each_comes_to_the_device_when_it_is_ready(folder: Path) -> None:
+    """Once, and the first long before the last is compiled."""
+    with compiling(small(), hopper()) as process:
+        start = Unstarted(process, lambda _: None)
+        told = [start._told.get()]
+        while told[-1] is not None:
+            told.append(start._told.get())
+            if len(told) == 3:
+                assert 1 <= len(start.held) < 10
+        start._told.put(None)
+        assert start.finish(show=False) is True
+    found = manifest.read(manifest.key_of(small(), hopper()))
+    assert found is not None
+    assert sorted(start.held) == sorted(variant.text for variant in found.variants)
 
 
 def test_a_process_that_dies_fails_nothing(folder: Path) -> None:

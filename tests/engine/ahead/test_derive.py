@@ -14,11 +14,12 @@ import pytest
 pytest.importorskip("triton")
 
 from strata.bench.costing import find_config, meta_model
+from strata.engine.ahead.worker import SLOW
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.models.folder import BUILTIN_FOLDER
 from strata.models.shapes import SHAPES
-from tests.engine.ahead.dry import derived, served_beyond
+from tests.engine.ahead.dry import derived, noted_before, served_beyond
 
 DUMMY = {"load_format": "dummy", "skip_tokenizer_init": True}
 
@@ -47,6 +48,15 @@ def test_kernels_that_steps_are_costed_by_are_derived(
     ours = {kernel for kernel in launched if not kernel.startswith("(")}
     assert len(ours) > 10
     assert ours <= found
+
+
+def test_what_takes_long_to_compile_is_noted_first(elsewhere: Callable[..., Any]) -> None:
+    """Before imports of PyTorch that take half a second."""
+    noted = elsewhere(noted_before, "torch._dynamo", "0.6B", DUMMY)
+    kernels = [kernel for kernel, _ in noted]
+    assert kernels.index("filter_bounds_kernel") == 0
+    assert set(kernels) >= SLOW
+    assert sum(is_early for _, is_early in noted) >= 0.9 * len(noted)
 
 
 @pytest.mark.parametrize(

@@ -24,15 +24,15 @@ from strata.kernels.compiling.workers import Outcome, Workers
 TARGET = GPUTarget("cuda", 90, 32)
 
 
-def named(name: str) -> Variant:
-    return Variant(json.dumps({"name": f"a.{name}"}))
+def named(name: str, argument: str = "*bf16") -> Variant:
+    return Variant(json.dumps({"name": f"a.{name}", "signature": {"x": argument}}))
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a variant is called decides what becomes of it."""
 
-    def compile_one(variant: Variant, _: Any) -> Outcome:
+    def compile_one(variant: Variant, _: Any, has_launcher: bool) -> Outcome:
         name = variant.name.partition(".")[2]
         if name == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -43,7 +43,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         if name == "hung":
             time.sleep(60)
         fault = "x" * 300_000 if name == "faulty" else None
-        return Outcome(variant, str(os.getpid()), 0.5, found=name == "found", fault=fault)
+        entry = f"{os.getpid()} launcher" if has_launcher else str(os.getpid())
+        return Outcome(variant, entry, 0.5, found=name == "found", fault=fault)
 
     monkeypatch.setattr(module, "_compile", compile_one)
     monkeypatch.setattr(module, "_compile_driver", lambda: None)
@@ -78,8 +79,36 @@ class TestOutcomes:
 
     def test_who_is_busy_takes_no_more(self) -> None:
         outcomes = tried(["slow", *(f"k{number}" for number in range(50))], 2)
-        busy = next(outcome.entry for outcome in outcomes if outcome.variant.name == "a.slow")
-        assert sum(outcome.entry == busy for outcome in outcomes) < 5
+        busy = next(outcome.entry.split()[0] for outcome in outcomes if outcome.variant.name == "a.slow")
+        assert sum(outcome.entry.split()[0] == busy for outcome in outcomes) < 5
+
+    def test_what_is_due_soon_comes_first(self) -> None:
+        workers = Workers(TARGET, 1, lambda: None)
+        try:
+            workers.add(named("slow"))
+            time.sleep(0.3)
+            for number in range(20):
+                workers.add(named(f"k{number}"))
+            workers.add(named("long"), soon=True)
+            outcomes = list(workers.outcomes())
+        finally:
+            workers.close()
+        assert [outcome.variant.name for outcome in outcomes][:3] == ["a.slow", "a.long", "a.k0"]
+
+    def test_one_variant_of_each_signature_has_the_launcher(self) -> None:
+        """Whoever launches alike is told of when it is there."""
+        workers = Workers(TARGET, 3, lambda: None)
+        try:
+            workers.add(named("slow"))
+            for number in range(6):
+                workers.add(named(f"k{number}", "*bf16" if number % 2 else "*fp32"))
+            outcomes = [(outcome.variant.name, outcome.entry.endswith("launcher")) for outcome in workers.outcomes()]
+        finally:
+            workers.close()
+        assert sorted(name for name, has_launcher in outcomes if has_launcher) == ["a.k0", "a.slow"]
+        names = [name for name, _ in outcomes]
+        assert sorted(names[:3]) == ["a.k0", "a.k2", "a.k4"]
+        assert names[3] == "a.slow"
 
     def test_faults_may_be_longer_than_a_pipe_holds(self) -> None:
         assert [len(outcome.fault or "") for outcome in tried(["faulty"] * 4, 2)] == [300_000] * 4
