@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from strata.kernels.moe.count import count_choices
 from strata.kernels.moe.held import grouped_held, held_by_tiles, held_experts
 from strata.kernels.moe.held_order import MOST_CHOICES, held_numbers, held_order
 
@@ -122,3 +123,16 @@ def test_a_recorded_part_follows_its_inputs(dtype: torch.dtype, tokens: int) -> 
             exact = [one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in own]
             wanted = held_experts.reference(*exact)
             assert (found.double() - wanted).norm() <= 1e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 5000])
+def test_choices_are_counted_without_padding(tokens: int) -> None:
+    chosen = torch.rand(tokens, COUNT, device="cuda").argsort(1)[:, :4].contiguous()
+    slot_mapping = torch.arange(tokens, dtype=torch.int32, device="cuda")
+    slot_mapping[tokens // 2 :] = -1
+    totals = torch.ones(3, COUNT, dtype=torch.int64, device="cuda")
+    bound = count_choices.bind("cuda", deterministic=True)
+    assert bound.choose(chosen, slot_mapping, totals, 1).name == "triton"
+    assert bound(chosen, slot_mapping, totals, 1) is chosen
+    wanted = 1 + chosen[: tokens // 2].flatten().bincount(minlength=COUNT)
+    assert torch.equal(totals, torch.stack([torch.ones_like(wanted), wanted, torch.ones_like(wanted)]))
