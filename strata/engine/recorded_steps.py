@@ -115,14 +115,19 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 
 @dataclass
 class Recorded:
-    """What a recorded step leaves, until the next replay: logits [draws, vocabulary], ids [draws] int32."""
+    """What a recorded step leaves, until the next replay: logits [draws, vocabulary or part], ids [draws] int32.
+
+    plain_ids: of the draw without filters where there is one.
+    """
 
     logits: Tensor
     ids: Tensor
+    plain_ids: Tensor
 
 
 class RecordedSteps:
-    """Two CUDA graphs for each size of a step: the model's, and that of drawing, temperature and filters included.
+    """Two CUDA graphs for each size of a step: the model's, and that of drawing, temperature and filters included; a
+    third where ranks divide the vocabulary, so that they draw without filters from logits that they do not gather.
 
     The logits between them, which the next recording may overwrite, are there for a step to change before it draws, or
     to draw from in another way (penalties and the like).
@@ -207,8 +212,11 @@ class RecordedSteps:
         self._recordings.replay((bucket, "run"))
         return self._outputs[bucket].logits
 
-    def draw(self, bucket: BufferShape) -> Tensor:
-        """The ids [draws] int32 drawn from what `run` left, which the next step may read."""
+    def draw(self, bucket: BufferShape, filtered: bool) -> Tensor:
+        """The ids [draws] int32 drawn from what `run` left, which the next step may read. filtered: some rows are."""
+        if self._graphs.part is not None and not filtered:
+            self._recordings.replay((bucket, "draw plain"))
+            return self._outputs[bucket].plain_ids
         self._recordings.replay((bucket, "draw"))
         return self._outputs[bucket].ids
 
@@ -243,7 +251,7 @@ class RecordedSteps:
                 raise
         # Here, where the error is gone: it held the tensors of what it came from.
         self._buffers.pop(shape, None)
-        self._recordings.discard([(shape, "run"), (shape, "draw")])
+        self._recordings.discard([(shape, "run"), (shape, "draw"), (shape, "draw plain")])
         insort(self.lacking, shape, key=_size)  # in which the smallest is looked for
 
     def _record(self, shape: BufferShape) -> None:
@@ -260,7 +268,7 @@ class RecordedSteps:
         decode = graphs.decode(shape.sequences) if parts is None else None
         inputs = step_inputs(buffer, self._tables.on_device, self._pool.shape.page_size, newest)
         longest = 1 if parts is None else shape.tokens
-        made = Recorded(newest, newest)
+        made = Recorded(newest, newest, newest)
 
         def run() -> None:
             if parts is None or shape.prompts is None:
@@ -274,9 +282,14 @@ class RecordedSteps:
             else:
                 made.logits = graphs.logits.forward(batch, buffer.tensors["rows"])
 
+        def drawing() -> DrawStep:
+            return DrawStep(made.logits, draw_inputs(buffer, shape.draws), newest, buffer.tensors["draw_slots"])
+
         def draw() -> None:
-            step = DrawStep(made.logits, draw_inputs(buffer, shape.draws), newest, buffer.tensors["draw_slots"])
-            made.ids = graphs.draw_filtered.forward(step)[0]
+            made.ids = graphs.draw_filtered.forward(drawing())[0]
+
+        def draw_plain() -> None:
+            made.plain_ids = graphs.draw.forward(drawing())[0]
 
         # What compiles or is chosen when it first runs follows from the graph and tokens or sequences alone.
         sizes: set[tuple[str, bool, int | None]] = {("prompts", is_decode, shape.prompts)}
@@ -285,6 +298,8 @@ class RecordedSteps:
         warm = sizes <= self._warm
         self._recordings.record((shape, "run"), run, warm=warm)
         self._recordings.record((shape, "draw"), draw, warm=warm)
+        if graphs.part is not None:
+            self._recordings.record((shape, "draw plain"), draw_plain, warm=warm)
         self._warm |= sizes
         made.logits = self._recordings.lend(made.logits)
         self._outputs[shape] = made

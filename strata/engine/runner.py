@@ -26,8 +26,7 @@ from strata.engine.step_graphs import DrawStep, StepGraphs
 from strata.engine.transfer import send
 from strata.graph.cudagraph import CudaGraphs, Recordings
 from strata.kernels.attention.virtual_sequences import fresh_rows
-from strata.kernels.sampling.bitmask import apply_bitmask
-from strata.kernels.sampling.sampling import likeliest, logprobs
+from strata.kernels.sampling.sampling import likeliest
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class SlotState:
         self.top_k[slot], self.top_p[slot], self.min_p[slot] = sampling.top_k, sampling.top_p, sampling.min_p
         for slots, has_it in (
             (self.sampled, sampling.temperature > 0),
-            (self.filtered, filters(sampling)),
+            (self.filtered, sampling.temperature > 0 and filters(sampling)),
             (self.special, is_special(sampling)),
             (self.constrained, sequence.constrained),
             (self.scored, sequence.prompt_logprobs is not None),
@@ -170,7 +169,7 @@ class Runner:
         most_pages = table_pages(config.max_length, pool.shape.page_size)
         self._tables = BlockTables(config.max_sequences, most_pages, device)
         self._slots = SlotState(config.max_sequences)
-        self._sampler = Sampler(config.max_sequences, config.max_length, device)
+        self._sampler = Sampler(config.max_sequences, config.max_length, device, graphs.part)
         self._masks = Masks(config.mask_ids, config.max_sequences, device)
         # One id more than slots: padding rows of a CUDA graph read and write the last one.
         self._newest = torch.zeros(config.max_sequences + 1, dtype=torch.int32, device=device)
@@ -321,17 +320,18 @@ class Runner:
         reported = None
         special = step.bucket is None and self._special(plan, step.arrays)
         if masks is not None and not special:
-            apply_bitmask(logits, *masks)
+            self._sampler.mask(logits, masks)
+        filtered = meets(self._slots.filtered, slots)
         if step.bucket is not None:
             assert self._recorded is not None
-            return replace(self._finish(plan, self._recorded.draw(step.bucket)[:draws]), size=step.bucket)
+            return replace(self._finish(plan, self._recorded.draw(step.bucket, filtered)[:draws]), size=step.bucket)
         targets = buffer.tensors["draw_slots"][:draws]
-        if not special and self._device.type == "cpu" and not meets(self._slots.sampled, slots):
+        greedy = not special and not meets(self._slots.sampled, slots)
+        if greedy and self._device.type == "cpu" and self._graphs.part is None:
             ids = likeliest(logits)
             self._newest[targets] = ids
         else:
             inputs = draw_inputs(buffer, draws)
-            filtered = meets(self._slots.filtered, slots)
             if special:
                 ids, reported = self._sampler.draw(logits, self._rows(step), inputs, filtered, masks)
                 self._newest[targets] = ids
@@ -421,6 +421,6 @@ class Runner:
                     token = chunk.start + first + 1
                     targets = np.array(sequence.tokens[token : token + count], dtype=np.int32)
                     logits = self._graphs.head.forward(hidden[at + first : at + first + count]).float()
-                    reported = logprobs(logits, send(self._device, ids=targets)["ids"], most)
-                    yield PromptLogprobs(sequence.id, token, LogprobTensors(*reported))
+                    reported = self._sampler.logprobs(logits, send(self._device, ids=targets)["ids"], most)
+                    yield PromptLogprobs(sequence.id, token, reported)
             at += chunk.count

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from strata.engine.plan import NewSequence, Sampling
+from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.transfer import fetch, send
 from strata.kernels.sampling.bitmask import apply_bitmask
 from strata.kernels.sampling.filters import filter_bounds
@@ -87,12 +88,17 @@ class DrawInputs(NamedTuple):
     min_p: Tensor
 
 
-def draw_ids(logits: Tensor, inputs: DrawInputs, filtered: bool) -> Tensor:
+def draw_ids(logits: Tensor, inputs: DrawInputs, filtered: bool, part: VocabularyPart | None = None) -> Tensor:
     """Ids [rows] int32 from logits [rows, vocabulary]; `NO_ID` where a row is no distribution.
 
-    filtered: whether any row may have filters. No host synchronization, so that it can be part of a CUDA graph.
+    filtered: whether any row may have filters. part: whose logits they are, if not of the whole vocabulary; filters
+    then need all of them on every rank. No host synchronization, so that it can be part of a CUDA graph.
     """
     temperatures, seeds, steps, top_k, top_p, min_p = inputs
+    if part is not None:
+        if not filtered:
+            return part.draw(logits, temperatures, seeds, steps)
+        logits = part.whole(logits)
     bounds = filter_bounds(logits, temperatures, top_k, top_p, min_p) if filtered else None
     ids: Tensor = gumbel_sample(logits, temperatures, seeds, steps, bounds)
     return ids
@@ -105,8 +111,10 @@ class Sampler:
     sequences with penalties are kept there, a row a slot, [slots, max_length + 1] int64.
     """
 
-    def __init__(self, slots: int, max_length: int, device: torch.device) -> None:
+    def __init__(self, slots: int, max_length: int, device: torch.device, part: VocabularyPart | None = None) -> None:
+        """part: whose logits are sampled, where ranks divide the vocabulary; each edits those of its own ids."""
         self._slots, self._max_length, self._device = slots, max_length, device
+        self._part = part
         self._history: Tensor | None = None
 
     def admit(self, sequence: NewSequence) -> None:
@@ -127,21 +135,21 @@ class Sampler:
         filtered: bool,
         masks: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, LogprobTensors | None]:
-        """Ids [rows] int32 from logits [rows, vocabulary], and log-probabilities if any row asks for them.
+        """Ids [rows] int32 from logits [rows, vocabulary or part], and log-probabilities if any row asks for them.
 
         The order is vLLM's: log-probabilities of the model itself; then the masks of grammars (see `apply_bitmask`),
         bias and forbidden ids, penalties, temperature, min-p, top-k, top-p.
         """
         raw = logits.float()
         penalized = [(index, row) for index, row in enumerate(rows) if penalizes(row.sampling)]
-        sent = send(self._device, **_edits(rows), **_penalties(penalized))
-        edited = raw if masks is None else apply_bitmask(raw.clone(), *masks)
+        sent = send(self._device, **_edits(rows, self._part), **_penalties(penalized))
+        edited = raw if masks is None else self.mask(raw.clone(), masks)
         if len(sent["edited_ids"]):
             where = (sent["edited_rows"].long(), sent["edited_ids"].long())
             edited = edited.index_put(where, sent["added"], accumulate=True)
         if penalized:
             edited = self._penalized(edited, sent, max(row.length for _, row in penalized))
-        ids = draw_ids(edited, inputs, filtered)
+        ids = draw_ids(edited, inputs, filtered, self._part)
         most = max((row.sampling.logprobs for row in rows if row.sampling.logprobs is not None), default=None)
         if most is None and not penalized:
             return ids, None
@@ -150,7 +158,20 @@ class Sampler:
             assert self._history is not None
             place = (sent["slots"].long(), sent["lengths"].long())
             self._history.index_put_(place, known[sent["penalized"].long()])
-        return ids, None if most is None else LogprobTensors(*logprobs(raw, known, most))
+        return ids, None if most is None else self.logprobs(raw, known, most)
+
+    def mask(self, logits: Tensor, masks: tuple[Tensor, Tensor]) -> Tensor:
+        """Rule out in place what the masks of grammars do; see `apply_bitmask`."""
+        if self._part is None:
+            apply_bitmask(logits, *masks)
+        else:
+            apply_bitmask(self._part.own(logits), *masks, self._part.first)
+        return logits
+
+    def logprobs(self, logits: Tensor, ids: Tensor, most: int) -> LogprobTensors:
+        """Of ids [rows], by logits [rows, vocabulary or part] float32, and of the likeliest `most` ids."""
+        found = logprobs(logits, ids, most) if self._part is None else self._part.logprobs(logits, ids, most)
+        return LogprobTensors(*found)
 
     def _penalized(self, logits: Tensor, sent: dict[str, Tensor], longest: int) -> Tensor:
         rows = sent["penalized"].long()
@@ -165,18 +186,24 @@ class Sampler:
         place = torch.arange(longest, device=self._device)
         in_prompt = place < sent["prompt_lengths"][:, None]
         held = place < sent["lengths"][:, None]
+        if self._part is not None:
+            ids = ids - self._part.first
+            held &= (ids >= 0) & (ids < self._part.count)
+            ids = ids.clamp(0, vocabulary - 1)
         zeros = torch.zeros((len(ids), vocabulary), dtype=torch.int32, device=self._device)
         output = zeros.scatter_add(1, ids, (held & ~in_prompt).int())
         prompt = zeros.scatter_add(1, ids, (held & in_prompt).int())
         return output, prompt > 0
 
 
-def _edits(rows: Rows[DrawRow]) -> dict[str, NDArray[Any]]:
-    """What is added to which ids of which rows; -inf to those that are forbidden."""
+def _edits(rows: Rows[DrawRow], part: VocabularyPart | None) -> dict[str, NDArray[Any]]:
+    """What is added to which columns of which rows; -inf to ids that are forbidden."""
+    first, count = (0, None) if part is None else (part.first, part.count)
     edits = [
-        (index, token, added)
+        (index, token - first, added)
         for index, row in enumerate(rows)
         for token, added in (*row.sampling.logit_bias, *((id, -np.inf) for id in forbidden(row)))
+        if count is None or first <= token < first + count
     ]
     return {
         "edited_rows": np.array([edit[0] for edit in edits], dtype=np.int32),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from strata.comm.operations import Along
+from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.sampler import DrawInputs, draw_ids
 from strata.graph.bind import NO_AXES, bind
 from strata.graph.capture import capture, capture_head
@@ -56,6 +57,7 @@ class StepGraphs:
     divided_inputs, fresh_inputs: DivisionInputs to tokens, block tables and the prompts' division, of all steps in
         which cuDNN attends for them: over pages, whose ends are cleared; and over the step's own keys.
     draw, draw_filtered: DrawStep to ids [rows] int32, which are also written where later steps read them.
+    part: the ids of which the logits are, where ranks divide the vocabulary; None: of all, [rows, vocabulary].
     captured: how many nodes of each operation the model and its head had before the passes.
     table: what was measured of the device's products.
     """
@@ -72,6 +74,7 @@ class StepGraphs:
     fresh_inputs: fx.GraphModule
     draw: fx.GraphModule
     draw_filtered: fx.GraphModule
+    part: VocabularyPart | None
     captured: Mapping[str, int]
     table: tuned.Table
 
@@ -156,12 +159,13 @@ class _DividedInputs(nn.Module):
 
 
 class _Draw(nn.Module):
-    def __init__(self, *, filtered: bool) -> None:
+    def __init__(self, part: VocabularyPart | None, *, filtered: bool) -> None:
         super().__init__()
+        self._part = None if part is None else part.unbound()
         self._filtered = filtered
 
     def forward(self, step: DrawStep) -> tuple[Tensor, Tensor]:
-        ids = draw_ids(step.logits, step.inputs, self._filtered)
+        ids = draw_ids(step.logits, step.inputs, self._filtered, self._part)
         return ids, step.newest.index_put_((step.slots,), ids)
 
 
@@ -184,6 +188,7 @@ def step_graphs(
     if shard is not None:
         captured, head = (_of_rank(graph, shard, experts) for graph in (captured, head))
     axes = NO_AXES if shard is None else shard.axes
+    part = None if shard is None else VocabularyPart.of(shard)
     by_rows = kind == "cuda" and not deterministic
 
     def whole() -> fx.GraphModule:
@@ -212,8 +217,9 @@ def step_graphs(
         prompt_inputs=bound(capture(_Inputs(recorded=False, missing=False))),
         divided_inputs=bound(capture(_DividedInputs(fresh=False))),
         fresh_inputs=bound(capture(_DividedInputs(fresh=True))),
-        draw=bound(capture(_Draw(filtered=False))),
-        draw_filtered=bound(capture(_Draw(filtered=True))),
+        draw=bound(capture(_Draw(part, filtered=False))),
+        draw_filtered=bound(capture(_Draw(part, filtered=True))),
+        part=part,
         captured=counts,
         table=table,
     )
@@ -221,4 +227,4 @@ def step_graphs(
 
 def _of_rank(graph: fx.GraphModule, shard: RankShard, experts: MovingExperts | None) -> fx.GraphModule:
     along, turns = Along(TENSOR_AXIS, shard.size), None if experts is None else experts.turns
-    return shard_graph(graph, shard.placements, along, shard.index, shard.whole.vocab_size, shard.slots, turns)
+    return shard_graph(graph, shard.placements, along, shard.index, shard.slots, turns)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from strata.comm.operations import Along, all_gather, all_reduce
+from strata.comm.operations import Along, all_reduce
 from strata.comm.placement import ExpertSlots, Placement
 from strata.graph.capture import operation_of
 from strata.kernels.linear.embedding import embedding
@@ -22,22 +22,20 @@ def shard(
     placements: Mapping[str, Placement],
     along: Along,
     index: int,
-    vocabulary: int,
     slots: ExpertSlots | None = None,
     turns: Tensor | None = None,
 ) -> fx.GraphModule:
     """Put the messages between the ranks along `along` into the graph of rank `index`, in place; returns `graph`.
 
     graph: captured from the rank's own model and not rewritten by a pass yet. placements: of every parameter that it
-    fetches, by name. vocabulary: ids in all; each rank has as many rows of it, the last ones' beyond it unused.
-    slots: where this rank's experts are among those of all ranks; None: each rank has a part of every expert. turns:
-    [layers, experts, period] int32 on the device that runs the graph, of each layer the `placement` of `held_experts`,
-    read anew in every call; None: each slot has the expert of its number.
+    fetches, by name. slots: where this rank's experts are among those of all ranks; None: each rank has a part of every
+    expert. turns: [layers, experts, period] int32 on the device that runs the graph, of each layer the `placement` of
+    `held_experts`, read anew in every call; None: each slot has the expert of its number.
 
     - After a product with a ROW weight, and after what EXPERT weights make: an all-reduce. The bias of the product is
       added to the sum, once. With `slots` the rank computes the choices of its own experts alone.
     - Rows of a VOCABULARY table: zeros for ids of other ranks, then an all-reduce.
-    - Logits by VOCABULARY rows: an all-gather along the vocabulary.
+    - Logits by VOCABULARY rows stay the rank's own, [rows, its ids].
 
     What reads other parameters stays: the rank's model holds its own heads and columns. Raises ValueError for a
     parameter without a placement, and for a divided one that is read by an operation of which it is not known how its
@@ -45,7 +43,7 @@ def shard(
     """
     if along.size == 1:
         return graph
-    ranks = _Ranks(along, index, vocabulary, slots, turns)
+    ranks = _Ranks(along, index, slots, turns)
     for node in list(graph.graph.nodes):
         operation = operation_of(node)
         if operation is not None:
@@ -59,7 +57,6 @@ class _Ranks(NamedTuple):
 
     along: Along
     rank: int
-    vocabulary: int
     slots: ExpertSlots | None
     turns: Tensor | None
 
@@ -90,15 +87,12 @@ def _shard_node(
         _follow(node, all_reduce, ranks.along)
     elif Placement.VOCABULARY in read:
         table = read[Placement.VOCABULARY]
-        rows = graph.get_parameter(str(table.target)).shape[0]
         if operation is embedding:
+            rows = graph.get_parameter(str(table.target)).shape[0]
             node.target, node.args = vocabulary_embedding, (*node.args, ranks.rank * rows)
             _follow(node, all_reduce, ranks.along)
             return
         _require(operation.product and node.args[1] is table, node, table)
-        gathered = _follow(node, all_gather, ranks.along, -1)
-        if rows * ranks.along.size != ranks.vocabulary:
-            _follow(gathered, "narrow", -1, 0, ranks.vocabulary)
 
 
 def _table(graph: fx.GraphModule, node: fx.Node, turns: Tensor) -> fx.Node:

@@ -23,7 +23,7 @@ from strata.kernels.linear.linear import linear
 from strata.kernels.norm.norm import rms_norm
 
 from .lockstep import run_in_lockstep
-from .tiny import HIDDEN, VOCABULARY, Tiny
+from .tiny import HIDDEN, Tiny
 from .tiny import packed as tiny_batch
 
 TWO = Along("tp", 2)
@@ -47,7 +47,7 @@ def placements(model: nn.Module, **changes: Placement) -> dict[str, Placement]:
 def sharded_parts(model: nn.Module, along: Along = TWO) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The graphs of a model and its head, its parameters as they are."""
     placed = placements(model)
-    return tuple(shard(graph, placed, along, 0, VOCABULARY) for graph in (capture(model), capture_head(model)))  # type: ignore[return-value]
+    return tuple(shard(graph, placed, along, 0) for graph in (capture(model), capture_head(model)))  # type: ignore[return-value]
 
 
 def names_of(graph: fx.GraphModule) -> list[str]:
@@ -60,7 +60,7 @@ def test_messages_stand_after_the_products_that_need_them() -> None:
     assert names[:2] == ["vocabulary_embedding", "all_reduce"]
     after = [names[index + 1] for index, name in enumerate(names[:-1]) if name == "linear"]
     assert after == ["linear", "linear", "kv_write", "all_reduce", "linear", "silu_mul", "all_reduce"] * 2
-    assert names_of(head) == ["linear", "all_gather"]
+    assert names_of(head) == ["linear"]  # the logits stay where they are
     assert all("module" in node.meta and "layer" in node.meta for node in (*graph.graph.nodes, *head.graph.nodes))
 
 
@@ -103,20 +103,19 @@ def test_a_bias_is_added_to_the_sum_once() -> None:
         part = Biased()
         part.load_state_dict(whole.state_dict() | {"weight": whole.weight})
         part.weight.data = whole.weight.data[:, rank * 4 : rank * 4 + 4].contiguous()
-        graphs.append(shard(capture(part), placed, TWO, rank, 0))
+        graphs.append(shard(capture(part), placed, TWO, rank))
     for found in run_in_lockstep(graphs, [(x[:, :4],), (x[:, 4:],)]):
         torch.testing.assert_close(found, whole(x), rtol=0, atol=1e-6)
 
 
 def test_gathered_rows_pass_through_messages() -> None:
-    """A vocabulary that the ranks do not divide: what is unused of the last one's rows is cut off."""
-    model = Tiny()
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight[:17].clone(), requires_grad=False)
-    head = shard(capture_head(model), placements(model), Along("tp", 3), 0, VOCABULARY)
-    graph = shard(capture(model), placements(model), Along("tp", 3), 0, VOCABULARY)
-    whole = gather_after_attention(fuse(merge(compose(graph, head))))
-    assert [node.target for node in whole.graph.nodes][-2:] == ["narrow", "output"]
-    assert operation_counts(whole)["all_gather"] == 1
+    """The rows whose logits are wanted are chosen before the last all-reduce, not after the head."""
+    whole = gather_after_attention(fuse(merge(compose(*sharded_parts(Tiny())))))
+    nodes = list(whole.graph.nodes)
+    chosen = next(index for index, node in enumerate(nodes) if "index_select" in str(node.target))
+    messages = [index for index, node in enumerate(nodes) if getattr(operation_of(node), "collective", False)]
+    assert max(messages) > chosen
+    assert getattr(operation_of(nodes[-2]), "name", "") == "linear"
 
 
 def test_costs_of_a_ranks_graph_are_known() -> None:
@@ -135,7 +134,7 @@ def test_a_parameter_without_a_placement() -> None:
     placed = placements(model)
     del placed["layers.1.q_proj.weight"]
     with pytest.raises(ValueError, match=r"'layers\.1\.q_proj\.weight' has no placement"):
-        shard(capture(model), placed, TWO, 0, VOCABULARY)
+        shard(capture(model), placed, TWO, 0)
 
 
 @pytest.mark.parametrize("placement", [Placement.ROW, Placement.VOCABULARY])
@@ -143,4 +142,4 @@ def test_what_reads_divided_parameters_must_be_known(placement: Placement) -> No
     model = Tiny()
     changed: dict[str, Any] = {"layers.0.before.weight": placement}
     with pytest.raises(ValueError, match=r"rms_norm reads layers\.0\.before\.weight, which ranks divide"):
-        shard(capture(model), placements(model) | changed, TWO, 0, VOCABULARY)
+        shard(capture(model), placements(model) | changed, TWO, 0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from strata.comm.mesh import Axis
 from strata.models.config import ModelConfig
@@ -43,3 +45,8 @@ def shard_of(
                 box = shard.box(name, tuple(source.shape))
                 held(target, box).copy_(source[tuple(slice(first, end) for first, end in box)])
     return shard, own
+
+
+def joined(found: Sequence[Sequence[Tensor]], vocabulary: int) -> list[Tensor]:
+    """The logits of each step, from the parts of all ranks: each has those of its own ids."""
+    return [torch.cat(parts, -1)[:, :vocabulary] for parts in zip(*found, strict=True)]

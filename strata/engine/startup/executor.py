@@ -99,7 +99,7 @@ def build_executor(
         limit = library_limit(DeviceLimits.of(device), own, pool_shape.dtype, asked.page_size)
         if limit is not None:
             log(without_library(limit))
-    # Every rank has rows of logits, and what samples them, of the whole vocabulary.
+    # A draw with filters gathers its rows of logits, of the whole vocabulary, on every rank.
     ledger = _planned(asked, replace(own, vocab_size=config.vocab_size), sizes, device, rank.size)
     for line in ledger.lines():
         log(line)

@@ -1,0 +1,64 @@
+"""Draws and log-probabilities where the ranks of a served model hold logits of different ids, and leave them there.
+
+The ranks tell each other of a row what its parts make it: for a draw one number (`strata.kernels.sampling.parts`), for
+log-probabilities a few (`strata.kernels.sampling.part_logprobs`). Filters alone need all logits of a row together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from strata.comm.mesh import Axis
+from strata.comm.operations import Along, all_gather
+from strata.kernels.sampling.part_logprobs import count_above, logprobs_in_part, logprobs_of_parts
+from strata.kernels.sampling.parts import best_in_part, best_of_parts
+from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The ids whose logits a rank holds: `count` of the `vocabulary` ids, from `first` on.
+
+    along: the axis of the ranks, an `Along` in a graph that is not bound. Logits of a rank are [rows, held], with the
+    same `held` on all ranks; columns from `count` on, of the last ones, are of no id. All ranks call alike.
+    """
+
+    along: Along | Axis
+    first: int
+    count: int
+    vocabulary: int
+
+    @staticmethod
+    def of(shard: RankShard) -> VocabularyPart:
+        held, vocabulary = shard.config.vocab_size, shard.whole.vocab_size
+        first = min(shard.index * held, vocabulary)
+        return VocabularyPart(shard.axes[TENSOR_AXIS], first, min(held, vocabulary - first), vocabulary)
+
+    def unbound(self) -> VocabularyPart:
+        """For a graph that will be bound."""
+        return replace(self, along=Along(TENSOR_AXIS, self.along.size))
+
+    def own(self, logits: Tensor) -> Tensor:
+        """The columns of ids, [rows, count], as a view."""
+        return logits.narrow(-1, 0, self.count)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """The logits of all ids, [rows, vocabulary], which every rank sends to every other."""
+        gathered: Tensor = all_gather(logits, self.along, -1)
+        return gathered.narrow(-1, 0, self.vocabulary)
+
+    def draw(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, steps: Tensor) -> Tensor:
+        """The ids [rows] int32 that `gumbel_sample` draws from the whole logits, by one message of 8 bytes a row."""
+        keys = best_in_part(self.own(logits), temperatures, seeds, steps, self.first)
+        ids: Tensor = best_of_parts(all_gather(keys, self.along, -1))
+        return ids
+
+    def logprobs(self, logits: Tensor, ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `strata.kernels.sampling.sampling.logprobs` gives, of ids of the whole vocabulary, by two messages."""
+        own, ranks = self.own(logits), self.along.size
+        found: Tensor = all_gather(logprobs_in_part(own, ids, top, self.first), self.along, -1)
+        chosen, *told = logprobs_of_parts(found.unflatten(1, (ranks, -1)), self.vocabulary)
+        above: Tensor = all_gather(count_above(own, chosen), self.along, -1)
+        return told[0], above.sum(1, dtype=above.dtype) + 1, told[1], told[2]
