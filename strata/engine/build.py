@@ -144,6 +144,8 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
         ranks=ranks,
     )
     if followers is not None:
+        if recorded is not None:
+            followers.before_leaving(recorded.drop)
         weakref.finalize(engine, followers.stop)
     weakref.finalize(engine, compilations.end)
     if device.type == "cuda":

@@ -27,6 +27,7 @@ class Ledger:
     """Bytes by purpose on one device. `budget` is what the engine may use in all; `margin` is what is left of it.
 
     others: what is in use already, by this process or by others. recorded: sizes of steps that have CUDA graphs.
+    messages: buffers of what ranks send each other.
     """
 
     device: str
@@ -41,6 +42,7 @@ class Ledger:
     pages: int
     page_bytes: int
     page_size: int
+    messages: int = 0
 
     @property
     def kv(self) -> int:
@@ -52,7 +54,7 @@ class Ledger:
 
     @property
     def margin(self) -> int:
-        return self.budget - self.weights - self.activations - self.sequences - self.graphs - self.kv
+        return self.budget - self.weights - self.activations - self.sequences - self.graphs - self.messages - self.kv
 
     def lines(self) -> list[str]:
         """The ledger as text, one purpose a line."""
@@ -61,6 +63,7 @@ class Ledger:
             ("activations", self.activations, "largest step, estimated"),
             ("sequences", self.sequences, "block tables, ids that penalties count, masks"),
             ("CUDA graphs", self.graphs, f"{self.recorded} sizes of steps, estimated"),
+            *([("messages", self.messages, "between ranks, estimated")] if self.messages else []),
             ("KV pages", self.kv, f"{self.pages:,} pages of {self.page_size}: {self.tokens:,} tokens"),
             ("margin", self.margin, "unused"),
         ]
@@ -126,10 +129,12 @@ def plan_memory(
     recorded: Sequence[BufferShape],
     scratch: int,
     sharing: int = 1,
+    messages: int = 0,
 ) -> Ledger:
     """Divide the device's memory.
 
-    sharing: how many processes like this one a host's memory is for; a GPU is of one.
+    sharing: how many processes like this one a host's memory is for; a GPU is of one. messages: bytes
+        that those between ranks need.
     utilization: the share of a GPU that may be in use once the engine is, by whomever.
     recorded: sizes of the steps that CUDA graphs run. scratch: bytes that decode attention needs beside its result.
     Raises ValueError if the pages would not hold one sequence of `max_length` tokens, with what to change.
@@ -148,7 +153,7 @@ def plan_memory(
         largest = activation_bytes(config, max(size.tokens for size in recorded), 0, dtype)
         graphs = largest + logits + GIB // 2 + scratch
     per_sequence = -(-max_length // pool.page_size)
-    fixed = weight_bytes + activations + sequences + graphs
+    fixed = weight_bytes + activations + sequences + graphs + messages
     others = 0
     if device.type == "cuda":
         others = total - free
@@ -171,6 +176,7 @@ def plan_memory(
         pages=pages,
         page_bytes=pool.page_bytes,
         page_size=pool.page_size,
+        messages=messages,
     )
     if num_pages is None and pages < per_sequence:
         raise PoolTooSmall(

@@ -254,6 +254,13 @@ class RecordedSteps:
         self._recordings.discard([(shape, "run"), (shape, "draw"), (shape, "draw plain")])
         insort(self.lacking, shape, key=_size)  # in which the smallest is looked for
 
+    def drop(self) -> None:
+        """Keep no recording: the messages between ranks in them keep the ranks together."""
+        self._recordings.discard([(shape, part) for shape in self.sizes for part in ("run", "draw")])
+        self.sizes.clear()
+        self._decode.clear()
+        self._mixed.clear()
+
     def _record(self, shape: BufferShape) -> None:
         device = self._staging[0].target(shape.size)
         self._buffers[shape] = {staging: StepBuffer(shape, staging, device) for staging in self._staging}

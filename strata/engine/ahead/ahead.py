@@ -113,7 +113,9 @@ def shown(progress: Iterable[Progress], log: Log, *, show: bool) -> Progress:
 class KernelsAhead:
     """The kernels of an engine that starts. What is not ready when it is launched is compiled then."""
 
-    def __init__(self, asked: EngineConfig, device: torch.device, log: Log) -> None:
+    def __init__(self, asked: EngineConfig, device: torch.device, log: Log, *, compiles: bool = True) -> None:
+        """compiles: here, what is not on the disk; else another does, and `finish` comes after that."""
+        self._compiles = compiles
         self._limits = DeviceLimits.of(device)
         self._asked, self._device, self._log = asked, device, log
         self._told: SimpleQueue[Progress | ValueError | None] = SimpleQueue()
@@ -126,11 +128,11 @@ class KernelsAhead:
     def under_way(self) -> Iterator[KernelsAhead]:
         """Beside what else the start does, those on the disk come to the device; if any is not there, another process
         compiles, and each comes when it is ready. Nothing of that outlasts the block."""
-        found = manifest.read(manifest.key_of(self._asked, self._limits))
+        found = self._read()
         with ExitStack() as beside:  # what is entered last ends first
             if found is not None and found.is_on_disk:
                 beside.enter_context(self._beside(self._hold_found, found))
-            else:
+            elif self._compiles:
                 following = beside.enter_context(ExitStack())
                 try:
                     self._process = beside.enter_context(compiling(self._asked, self._limits))
@@ -147,7 +149,12 @@ class KernelsAhead:
             self._wait(self._process, show)
         if self._holding is not None:
             self._holding.join()
+        elif not self._compiles and (found := self._read()) is not None:
+            self._hold_found(found)
         return self._are_held
+
+    def _read(self) -> Manifest | None:
+        return manifest.read(manifest.key_of(self._asked, self._limits))
 
     @contextmanager
     def _beside(self, work: Callable[[Any], None], of: Any) -> Iterator[None]:

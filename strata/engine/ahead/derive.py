@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from triton.backends.compiler import GPUTarget
 
 from strata.cache.pages import PageAllocator
@@ -29,6 +29,7 @@ from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.step_graphs import StepGraphs, step_graphs
 from strata.engine.warm_up import warm_up
 from strata.graph.cudagraph import Recordings
+from strata.graph.deferred import make_code
 from strata.kernels import tuned
 from strata.kernels.compiling.noting import noting
 from strata.kernels.compiling.variant import Variant
@@ -39,6 +40,7 @@ from strata.models import weights
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.families import build
+from strata.parallel.serving_shard import RankShard, rank_config
 
 META = torch.device("meta")
 # More than any prompt of the warm-up fills; how many there are really is known once memory is measured.
@@ -68,10 +70,15 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
     Raises ValueError for whatever the engine would refuse.
     """
     config, _ = weights.resolve(asked.model, asked.load_format)
-    sizes = EngineSizes.of(asked, config, torch.device("cuda"), limits)
+    ranks, expert_parallel = asked.tensor_parallel_size, asked.enable_expert_parallel
+    own, shard = config, None
+    if ranks > 1:  # they all launch what the first does
+        own = rank_config(config, ranks, 0, expert_parallel=expert_parallel)
+        shard = RankShard.of(shortened(config), ranks, 0, expert_parallel=expert_parallel)
+    sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits)
     with as_if_launched(limits, note):
         _note_draws(config.vocab_size, sizes.pool.dtype)  # among them what takes longest to compile
-        engine = _start(asked, shortened(config), sizes)
+        engine = _start(asked, shortened(config), sizes, shard)
         _note_embedded_prompts(engine.graphs, sizes)
         _note_scored_prompts(engine.graphs, config.hidden_size, sizes)
         _note_long_prompts(engine, sizes)
@@ -99,14 +106,17 @@ def as_if_launched(limits: DeviceLimits, note: Callable[[Variant], None]) -> Ite
         yield
 
 
-def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes) -> DryEngine:
-    """All that an engine does before its warm-up."""
+def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: RankShard | None) -> DryEngine:
+    """All that an engine does before its warm-up. shard: of a rank, if there are several."""
+    own = config if shard is None else shard.config
     with META:
-        model = build(config, sizes.max_length).to(sizes.pool.dtype)
+        model = build(own, sizes.max_length).to(sizes.pool.dtype)
     table = tuned.read(DeviceLimits.of(META).product)
-    graphs = step_graphs(model, implementations_for(META), asked.deterministic, table)
+    graphs = step_graphs(model, implementations_for(META), asked.deterministic, table, shard)
+    if shard is not None:
+        _leave_messages_out(graphs)
     pages = PageAllocator(asked.num_pages or _PAGES, asked.page_size)
-    windows, heads = frozenset(config.windows), config.num_heads
+    windows, heads = frozenset(own.windows), own.num_heads
     runner_config = RunnerConfig(
         asked.max_num_seqs, sizes.max_tokens, sizes.max_length, windows, heads, config.vocab_size
     )
@@ -115,6 +125,17 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes) -> DryE
     scheduler_config = SchedulerConfig(asked.max_num_seqs, sizes.max_tokens, sizes.max_length, 0, None)
     scheduler = Scheduler(scheduler_config, pages, None)
     return DryEngine(graphs, EngineLoop(scheduler, runner, run_ahead=True, ledger=_NO_LEDGER), pages)
+
+
+def _leave_messages_out(graphs: StepGraphs) -> None:
+    """Ranks that are not there answer no message: of a collective only the shape of its result is made."""
+    for graph in (getattr(graphs, one.name) for one in fields(graphs)):
+        if isinstance(graph, fx.GraphModule):
+            for node in graph.graph.nodes:
+                bound = node.meta.get("bound")
+                if bound is not None and bound.operation.collective:
+                    node.target = bound.operation.meta
+            make_code(graph)
 
 
 _NO_LEDGER = Ledger("meta", *(0,) * 11)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -140,6 +141,11 @@ class Followers:
         self._joined = True
         return axis
 
+    def before_leaving(self, drop: Callable[[], None]) -> None:
+        """Have `stop` call this before it leaves the process group: NCCL waits for CUDA graphs that hold messages."""
+        if self._world.device.type == "cuda":
+            self._world.on_shutdown.append(drop)
+
     def stop(self) -> None:
         """End them, and leave the process group; nothing of them is left then."""
         if not self._known.is_set():
@@ -168,7 +174,8 @@ class Followers:
     def _leave(self) -> None:
         if self._joined:
             self._joined = False
-            world.leave(self._world)
+            if self._fault is None or self._world.device.type == "cpu":  # else the device may wait for ever
+                world.leave(self._world)
 
     def _values(self) -> list[int]:
         return [self._value(one) for one in self._all]
@@ -281,9 +288,9 @@ class Followers:
         if self._fault is None:
             self._fault = fault
         self._kill()
+        self._known.set()
         if self._joined:
             world.abort(self._world)
-        self._known.set()
 
     def _kill(self) -> None:
         for one in self._all:

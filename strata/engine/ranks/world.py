@@ -60,9 +60,12 @@ def join(store: Store, index: int, size: int, device: torch.device) -> tuple[Wor
 
 
 def leave(world: World) -> None:
-    """Leave the group, in which nothing is under way; others need not do so."""
+    """Leave the group, in which nothing is under way; others have ended."""
     world.shut_down()
-    _forget_group()
+    abort(world)  # in an orderly end NCCL would wait for the others
+    with suppress(Exception):  # it may be broken already
+        dist.destroy_process_group()
+    gc.collect()  # see `join_world`
 
 
 def abort(world: World) -> None:
@@ -71,12 +74,6 @@ def abort(world: World) -> None:
     if world.device.type == "cuda":  # gloo sees by itself that a connection has ended
         with suppress(Exception):
             dist.distributed_c10d._get_default_group().abort()
-
-
-def _forget_group() -> None:
-    with suppress(Exception):  # it may be broken already
-        dist.destroy_process_group()
-    gc.collect()  # see `join_world`
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,9 @@ from strata.kernels.device_limits import DeviceLimits, implementations_for, why_
 from strata.models import weights
 from strata.models.config import ModelConfig
 from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
+
+# What NCCL takes for the channels between the ranks of one host, estimated.
+_MESSAGE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -90,10 +94,10 @@ def build_executor(
     own = config if shard is None else shard.config
     sizes = EngineSizes.of(asked, own, device, DeviceLimits.of(device) if own_kernels else None)
     kernels = None
-    if own_kernels and rank.index == 0:
+    if own_kernels:
         from strata.engine.ahead.ahead import KernelsAhead  # needs Triton
 
-        kernels = beside.enter_context(KernelsAhead(asked, device, log).under_way())
+        kernels = beside.enter_context(KernelsAhead(asked, device, log, compiles=rank.index == 0).under_way())
     pool_shape, max_length = sizes.pool, sizes.max_length
     if own_kernels and not asked.deterministic:
         limit = library_limit(DeviceLimits.of(device), own, pool_shape.dtype, asked.page_size)
@@ -108,6 +112,7 @@ def build_executor(
             asked.model, device, pool_shape.dtype, asked.load_format, max_length, asked.seed or 0, shard
         )
     with clock.phase("ranks"):
+        _require_alike(device, rank)
         ledger = replace(ledger, pages=rank.least(ledger.pages))
         axis = rank.join(device)
         experts, tables = None, None
@@ -129,8 +134,11 @@ def build_executor(
     kernels_are_ready = False
     if kernels is not None:
         with clock.phase("kernels"):
+            if rank.index > 0:
+                rank.least(0)  # until the first has compiled what is not on the disk
             kernels_are_ready = kernels.finish(show=show_progress)
-    rank.least(0)  # the others find on the disk what the first has compiled
+            if rank.index == 0:
+                rank.least(0)
     recorded = None
     with clock.phase("CUDA graphs"):
         fresh, scales = any(size.fresh for size in sizes.recorded), library_scales(model)
@@ -156,6 +164,18 @@ def build_executor(
         kernels_are_ready=kernels_are_ready,
         experts=experts,
     )
+
+
+def _require_alike(device: torch.device, rank: Rank) -> None:
+    """Raises ValueError if ranks have GPUs of different kinds, on which they would make different choices."""
+    if device.type == "cuda" and rank.size > 1:
+        product = DeviceLimits.of(device).product
+        known = zlib.crc32(product.encode())
+        if (rank.least(known), -rank.least(-known)) != (known, known):
+            raise ValueError(
+                f"rank {rank.index} has the GPU {product} and others have another: choose GPUs of one kind by the "
+                "environment variable CUDA_VISIBLE_DEVICES"
+            )
 
 
 def _recorded(runner: Runner, sizes: EngineSizes, ledger: Ledger, rank: Rank) -> RecordedSteps:
@@ -198,6 +218,7 @@ def _planned(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, devic
         recorded=sizes.recorded,
         scratch=max((_scratch_bytes(asked, config, sizes, count) for count in rows), default=0),
         sharing=ranks,
+        messages=_MESSAGE_BYTES if ranks > 1 and device.type == "cuda" else 0,
     )
 
 
