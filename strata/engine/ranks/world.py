@@ -17,12 +17,13 @@ from torch.distributed.distributed_c10d import Store
 
 from strata.comm.launch import World, connected
 from strata.comm.mesh import Axis, Mesh
+from strata.comm.symmetric import with_symmetric_memory
 
 _HOST = "127.0.0.1"
 # Longer than any step: a rank that hangs is found by its beats (`Followers`), whatever its messages wait for.
 _LONGEST_SECONDS = 3600.0
-# Multicast over NVLink is of the whole host, and GPUs of others may be in it.
-_NCCL = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+# Multicast over NVLink is of the whole host, and GPUs of others may be in it: whoever asks for it does not get it.
+_WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -52,11 +53,11 @@ def store_at(port: int, ranks: int) -> TCPStore:
 
 def join(store: Store, index: int, size: int, device: torch.device) -> tuple[World, Axis]:
     """Connect with the other ranks, which do the same at this time; the axis "tp" of all."""
-    for name, value in _NCCL.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(_WITHOUT_MULTICAST)
     with _loopback():
         world = connected(store, index, index, size, device, timeout_seconds=_LONGEST_SECONDS)
-    return world, Mesh.of(world, {"tp": size}).axis("tp")
+    axis = Mesh.of(world, {"tp": size}).axis("tp")
+    return world, with_symmetric_memory(axis, device) if device.type == "cuda" else axis
 
 
 def leave(world: World) -> None:
