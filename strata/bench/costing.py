@@ -36,6 +36,7 @@ from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.models.families import build
 from strata.models.shapes import SHAPES
 from strata.models.weights import weight_bytes
+from strata.parallel.serving_shard import RankShard
 
 _MAX_SEQUENCES, _PAGE_SIZE = EngineConfig.max_num_seqs, EngineConfig.page_size
 
@@ -77,7 +78,8 @@ class StepNodes:
 @dataclass(frozen=True)
 class MetaModel:
     """A model without weights, of which it would have so many `parameters` in `dtype`: the graphs of its steps on a
-    device that need not be here. library: cuDNN attends for prompts there."""
+    device that need not be here. library: cuDNN attends for prompts there. shard: of the rank whose share it is, where
+    several divide a model; `config` is the rank's own then."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -85,6 +87,7 @@ class MetaModel:
     graphs: StepGraphs
     parameters: int
     library: bool
+    shard: RankShard | None = None
 
     def _batch(self, workload: Workload, size: BufferShape | None) -> Batch:
         """What the graphs are called with in a step of that workload, one-token sequences first; size: recorded."""
@@ -175,7 +178,8 @@ class MetaModel:
         )  # fmt: skip
         floats = rows.new_empty(rows.shape, dtype=torch.float32)
         sampled = DrawInputs(floats, rows.new_empty(rows.shape, dtype=torch.int64), rows, rows, floats, floats)
-        logits = torch.empty(draws, self.config.vocab_size, dtype=self.dtype, device="meta")
+        whole = self.config if self.shard is None else self.shard.whole
+        logits = torch.empty(draws, whole.vocab_size, dtype=self.dtype, device="meta")
         inputs: StepInputs | DivisionInputs = tables
         if self._is_divided(workload, size):
             pool = batch.pages.keys[0]
@@ -191,19 +195,24 @@ class MetaModel:
 
 
 def meta_model(
-    config: ModelConfig, device: Device, dtype: torch.dtype | None = None, deterministic: bool = False
+    config: ModelConfig,
+    device: Device,
+    dtype: torch.dtype | None = None,
+    deterministic: bool = False,
+    shard: RankShard | None = None,
 ) -> MetaModel:
     """The graphs with which the engine runs a model on a device.
 
-    dtype: the checkpoint's by default, bfloat16 if that says nothing.
+    dtype: the checkpoint's by default, bfloat16 if that says nothing. shard: of `config`, for the graphs of its rank.
     """
     dtype = dtype or config.dtype or torch.bfloat16
     limits = DeviceLimits(device.product, device.capability, device.shared_bytes, device.processors)
+    config = config if shard is None else shard.config
     with torch.device("meta"):
         model = build(config).to(dtype)
-    graphs = step_graphs(model, implementations_for(limits), deterministic, tuned.read(limits.product))
+    graphs = step_graphs(model, implementations_for(limits), deterministic, tuned.read(limits.product), shard)
     library = not deterministic and library_limit(limits, config, dtype, _PAGE_SIZE) is None
-    return MetaModel(config, dtype, limits, graphs, weight_bytes(model, dtype) // dtype.itemsize, library)
+    return MetaModel(config, dtype, limits, graphs, weight_bytes(model, dtype) // dtype.itemsize, library, shard)
 
 
 def _decodes(workload: Workload) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from strata.bench import workloads
 from strata.bench.result import cpu_name
 from strata.hardware import roofline
+from strata.hardware.links import Link, link_of
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import Device, recognize
 from strata.models.folder import folder_or_shape
@@ -114,39 +115,44 @@ def call(llm: LLM, test: workloads.InferenceTest, most: int | None = None) -> fl
 
 
 def floor_on(test: workloads.InferenceTest, setup: Setup, product: str) -> float | None:
-    """The least seconds of a test on a device, by the cost of the model's graph.
+    """The least seconds of a test on a device, by the cost of the model's graph: over several ranks, of the first's.
 
-    None if the device is not in the database, and over several ranks, whose steps are of more than one device.
+    None if the device is not in the database.
     """
-    if setup.tensor_parallel_size > 1:
-        return None
     found = costs_on(setup, product)
-    return None if found is None else test.floor(found.costs.step, found.device, found.dtype)
+    return None if found is None else test.floor(found.costs.step, found.device, found.dtype, found.link)
 
 
 @dataclass(frozen=True)
 class CostsOn:
-    """What a model's steps cost at least, and the device and dtype that they run in."""
+    """What a model's steps cost at least, and the device and dtype that they run in; of a rank of several, its share's,
+    and the link to the others."""
 
     costs: StepCosts
     device: Device
     dtype: str
+    link: Link | None = None
 
     def floor(self, workload: Workload, rows: int) -> float:
         """The least seconds of a step that projects `rows` hidden states onto the vocabulary."""
-        return roofline.floor(self.costs.step(workload, rows), self.device, self.dtype).seconds
+        return roofline.floor(self.costs.step(workload, rows), self.device, self.dtype, self.link).seconds
 
 
 def costs_on(setup: Setup, product: str) -> CostsOn | None:
     """By the cost of the model's graph; None if the device is not in the database."""
     from strata.bench.costing import dtype_name, find_config, meta_model
     from strata.models.config import DTYPES
+    from strata.parallel.serving_shard import RankShard
 
     device = recognize(product)
     if device is None:
         return None
-    model = meta_model(find_config(setup.source), device, DTYPES.get(setup.dtype), setup.deterministic)
-    return CostsOn(model.step_costs(), device, dtype_name(model.dtype))
+    config, ranks = find_config(setup.source), setup.tensor_parallel_size
+    shard = link = None
+    if ranks > 1:
+        shard, link = RankShard.of(config, ranks, 0, expert_parallel=setup.enable_expert_parallel), link_of(device)
+    model = meta_model(config, device, DTYPES.get(setup.dtype), setup.deterministic, shard)
+    return CostsOn(model.step_costs(), device, dtype_name(model.dtype), link)
 
 
 def device_name(llm: LLM) -> str:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from strata.hardware.links import Link
 from strata.hardware.roofline import Cost, Workload, steps_floor
 from strata.hardware.specs import Device
 
@@ -43,10 +44,12 @@ class InferenceTest:
         tokens = sum(self.outputs if self.counted == "output" else self.prompt_lengths)
         return 1e3 * seconds / tokens if self.unit == "ms" else tokens / seconds
 
-    def floor(self, step: Callable[[Workload, int], Cost], device: Device, dtype: str) -> float:
+    def floor(
+        self, step: Callable[[Workload, int], Cost], device: Device, dtype: str, link: Link | None = None
+    ) -> float:
         """Seconds of the ideal schedule; `step` is the least cost of a step with so many sampled rows."""
         steps = ideal_steps(self.prompt_lengths, self.outputs)
-        return steps_floor((step(work, len(work.new)) for work in steps), device, dtype)
+        return steps_floor((step(work, len(work.new)) for work in steps), device, dtype, link)
 
 
 def ideal_steps(prompts: Sequence[int], outputs: Sequence[int]) -> Iterator[Workload]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from strata.hardware.links import Link, link_of
 from strata.hardware.roofline import Floor, Workload, floor
 from strata.hardware.specs import Device, device
 from strata.models.folder import folder_shape_or_file
@@ -36,6 +37,12 @@ def graph(
         int, typer.Option(min=0, max=_MAX_TOKENS, help="Tokens of a new prompt beside them; 0 for none.")
     ] = 0,
     on: Annotated[str, typer.Option("--device", help="Device whose kernels and floors are shown.")] = "h200",
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Devices that divide each matrix; shown is the first's share.")
+    ] = 1,
+    enable_expert_parallel: Annotated[
+        bool, typer.Option("--enable-expert-parallel", help="They have different experts of a mixture, each whole.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Show what a step runs and costs, by operation and by part of the model, without weights or device.
@@ -46,17 +53,24 @@ def graph(
     Example, a decode step: strata graph 8B --context 1000 --sequences 32
     """
     from strata.bench.costing import find_config, meta_model
+    from strata.parallel.serving_shard import RankShard
 
     spec, config = device(on), find_config(folder_shape_or_file(model))
+    ranks, shard = tensor_parallel_size, None
+    if ranks > 1:
+        shard = RankShard.of(config, ranks, 0, expert_parallel=enable_expert_parallel)
+    elif enable_expert_parallel:
+        raise ValueError("--enable-expert-parallel divides experts by --tensor-parallel-size; make that 2 or more")
     beside = (prompt,) * bool(prompt)
     workload = Workload((tokens,) * sequences + beside, (tokens + context,) * sequences + beside)
-    priced = price(meta_model(config, spec), workload, spec)
+    priced = price(meta_model(config, spec, shard=shard), workload, spec)
     step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences, "prompt": prompt}
+    step |= {"ranks": ranks}
     if as_json:
         print(json.dumps(step | priced.to_dict()))
     else:
         title = f"{model}: {sequences} x {tokens} new tokens, {context} cached each"
-        priced.draw(title + f"; a new prompt of {prompt}" * bool(prompt))
+        priced.draw(title + f"; a new prompt of {prompt}" * bool(prompt) + f"; one rank of {ranks}" * (ranks > 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +78,7 @@ class PricedStep:
     """A step of a model on a device: what its nodes cost, and their floors.
 
     step_floor: of the model; sampling and the making of inputs stand beside it. captured: how many nodes of each
-    operation the model has before the passes.
+    operation the model has before the passes. link: to the other ranks, if there are some.
     """
 
     step: StepNodes
@@ -73,6 +87,7 @@ class PricedStep:
     tokens: int
     step_floor: Floor
     captured: dict[str, int]
+    link: Link | None
 
     @property
     def run(self) -> dict[str, int]:
@@ -87,20 +102,26 @@ class PricedStep:
     def rows(self) -> dict[str, list[Row]]:
         from strata.graph.draw import rows_by
 
+        model = self.step.model
+        first = next(index for index, node in enumerate(model) if node.layer is not None)
+        last = max(index for index, node in enumerate(model) if node.parameters)
         parts = {id(node): "inputs" for node in self.step.inputs} | {id(node): "sampling" for node in self.step.draw}
-        parts[id(self.step.model[-1])] = "head"
+        parts |= {id(node): "embedding" for node in model[:first]} | {id(node): "head" for node in model[last:]}
 
         def operation_of(node: NodeCost) -> tuple[str, str, str]:
             part = node.module.rpartition(".")[2]
             return node.operation, part if node.parameters or "+" in part else "", node.implementation
 
         def part_of(node: NodeCost) -> tuple[str, str, str]:
-            first = "embedding" if node.operation in ("embedding", "rope_angles") else "final norm"
-            return "", parts.get(id(node), first if node.layer is None else "layers"), ""
+            return "", parts.get(id(node), "final norm" if node.layer is None else "layers"), ""
 
         counted = ((self.step.inputs, ""), (self.step.model, self.step_floor.bound), (self.step.draw, ""))
         return {
-            name: [row for nodes, bound in counted for row in rows_by(nodes, kind, self.device, self.dtype, bound)]
+            name: [
+                row
+                for nodes, bound in counted
+                for row in rows_by(nodes, kind, self.device, self.dtype, bound, self.link)
+            ]
             for name, kind in (("operations", operation_of), ("parts", part_of))
         }
 
@@ -114,7 +135,10 @@ class PricedStep:
             "flops": cost.flops,
             "flops_per_token": cost.flops / self.tokens,
             "bytes": cost.bytes,
-            "nodes_floor_s": sum(floor(node.cost, self.device, self.dtype).seconds for node in self.nodes),
+            "messages": cost.messages,
+            "sent_bytes": cost.sent,
+            "messages_floor_s": floor(cost, self.device, self.dtype, self.link).communication,
+            "nodes_floor_s": sum(floor(node.cost, self.device, self.dtype, self.link).seconds for node in self.nodes),
             "step_floor_s": self.step_floor.seconds,
         }
 
@@ -145,6 +169,9 @@ class PricedStep:
         console.print(f"parameters        {totals['parameters']:,}")
         console.print(f"FLOPs per token   {quantity(totals['flops_per_token'])}")
         console.print(f"bytes             {quantity(totals['bytes'])}B")
+        if self.link is not None:
+            sent, least = quantity(totals["sent_bytes"]), duration(totals["messages_floor_s"])
+            console.print(f"messages          {totals['messages']:,}, {sent}B sent to other ranks: {least} at least")
         console.print(f"floor, summed     {summed}: every operation at its own floor, one after the other")
         console.print(f"floor of the step {duration(whole)}: weights and cached keys and values moved once")
         for figure in (compute, bandwidth):
@@ -153,6 +180,10 @@ class PricedStep:
             unit = "FLOP/s" if figure.quantity == "compute" else "B/s"
             rate = f"{self.device.product}: {quantity(figure.value)}{unit} ({what})"
             console.print(f"{rate}, {kind}: {figure.source}, {figure.date}", style="dim")
+        if self.link is not None:
+            link = self.link
+            rate = f"{quantity(link.bandwidth)}B/s each way, {duration(link.latency)} a message"
+            console.print(f"link between ranks: {rate}: {link.source}, {link.date}", style="dim")
 
 
 def price(model: MetaModel, workload: Workload, spec: Device) -> PricedStep:
@@ -161,5 +192,6 @@ def price(model: MetaModel, workload: Workload, spec: Device) -> PricedStep:
     from strata.graph.cost import total
 
     step, dtype = model.step(workload), dtype_name(model.dtype)
-    whole = floor(total(step.model).least, spec, dtype)
-    return PricedStep(step, spec, dtype, workload.tokens, whole, dict(model.graphs.captured))
+    link = None if model.shard is None else link_of(spec)
+    whole = floor(total(step.model).least, spec, dtype, link)
+    return PricedStep(step, spec, dtype, workload.tokens, whole, dict(model.graphs.captured), link)

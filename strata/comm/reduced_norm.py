@@ -39,4 +39,4 @@ if HAS_TRITON:
     all_reduce_add_rms_norm.implement("one shot", "cuda", supports=fits_one_shot_norm, kernels=(one_shot_norm_kernel,))(
         one_shot_norm
     )
-all_reduce_add_rms_norm.implement("all_reduce, add_rms_norm", "cuda", kernels=_kernels_apart)(_apart)
+all_reduce_add_rms_norm.implement("apart", "cuda", kernels=_kernels_apart)(_apart)

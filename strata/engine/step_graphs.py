@@ -23,6 +23,7 @@ from strata.graph.cost import operation_counts
 from strata.graph.count_experts import count_experts
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.fuse_attention import fuse_decode_attention
+from strata.graph.fuse_messages import fuse_messages
 from strata.graph.fuse_products import fuse_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
@@ -195,7 +196,8 @@ def step_graphs(
         graph = compose(captured, head)
         if experts is not None and experts.totals is not None:
             count_experts(graph, experts.totals)
-        return fuse(merge(graph))
+        fuse(merge(graph))
+        return fuse_messages(graph) if by_rows and shard is not None else graph
 
     def bound(graph: fx.GraphModule) -> fx.GraphModule:
         return bind(graph, kind, deterministic, axes)

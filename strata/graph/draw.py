@@ -83,7 +83,7 @@ def table(title: str, rows: list[Row], *, whole: float) -> Table:
     a column where there are any."""
     sends = any(row.cost.sent for row in rows)
     drawn = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    drawn.add_column("", overflow="fold")
+    drawn.add_column("", overflow="fold", min_width=16)
     for name in ("count", "kernels", "FLOPs", "bytes", *("sent",) * sends, "floor"):
         drawn.add_column(name, justify="right", no_wrap=True)
     drawn.add_column("bound", no_wrap=True)

@@ -97,6 +97,6 @@ def floor(cost: Cost, device: Device, dtype: str, link: Link | None = None) -> F
     return Floor(cost.flops / compute, cost.bytes / device.ceiling("bandwidth").value, communication)
 
 
-def steps_floor(steps: Iterable[Cost], device: Device, dtype: str) -> float:
+def steps_floor(steps: Iterable[Cost], device: Device, dtype: str, link: Link | None = None) -> float:
     """Seconds of steps that run one after the other, each at its own floor; no launch, host or sampling cost."""
-    return sum(floor(step, device, dtype).seconds for step in steps)
+    return sum(floor(step, device, dtype, link).seconds for step in steps)

@@ -53,6 +53,14 @@ def test_floors_on_the_h200_agree_with_the_published_ones(model: str, name: str)
     assert test.value(seconds + saved) == pytest.approx(FLOORS[model, name], rel=0.01)
 
 
+def test_the_floor_of_two_ranks_is_half_of_one_ranks_weights() -> None:
+    alone, shared = (
+        floor_on(TESTS["T2"], Setup("8B", None, "bfloat16", "auto", False, ranks), "NVIDIA H200") for ranks in (1, 2)
+    )
+    assert alone is not None
+    assert shared == pytest.approx(alone / 2, rel=2e-3)
+
+
 def test_no_floor_on_a_device_that_is_not_in_the_database() -> None:
     assert floor_on(TESTS["T2"], Setup("8B", None, "bfloat16", "cpu", False), "Intel(R) Xeon(R)") is None
 

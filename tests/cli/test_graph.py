@@ -117,6 +117,37 @@ def test_the_graph_is_shown_before_and_after_the_passes(shape: str, layers: int,
         assert part in shown
 
 
+def test_a_rank_of_8_of_405b(config: Path) -> None:
+    """An eighth of each matrix and of the cache; two sums over ranks a layer, one of the embedding, one gather."""
+    rows, ranks = 32, 8
+    shown = run(config, "--context", 1000, "--sequences", rows, "--tensor-parallel-size", ranks, "--json")
+    whole = run(config, "--context", 1000, "--sequences", rows, "--json")
+    assert shown["ranks"] == ranks
+    norms = HIDDEN * (2 * LAYERS + 1)
+    assert shown["parameters"] == (LAYERS * LAYER_WEIGHTS + 2 * VOCABULARY * HIDDEN) // ranks + norms
+    assert shown["step_floor_s"] == pytest.approx(whole["step_floor_s"] / ranks, rel=2e-3)
+    assert (shown["messages"], whole["messages"]) == (2 * LAYERS + 2, 0)
+    # Of a sum each rank sends 7/8 of its rows, and of what it has added up as much; of the logits its columns 7 times.
+    sums = (2 * LAYERS + 1) * 2 * rows * HIDDEN * 2 * (ranks - 1) // ranks
+    assert shown["sent_bytes"] == sums + rows * VOCABULARY * 2 // ranks * (ranks - 1)
+    assert shown["messages_floor_s"] == pytest.approx((2 * LAYERS + 2) * 2.33e-6 + shown["sent_bytes"] / 339e9)
+    by_part = {row["part"]: row for row in shown["parts"]}
+    assert (by_part["embedding"]["bound"], by_part["head"]["cost"]["messages"]) == ("communication", 1)
+    assert by_part["layers"]["cost"]["messages"] == 2 * LAYERS - 1  # the last is added up with the last norm
+    drawn = run(config, "--tensor-parallel-size", ranks)
+    assert "one rank of 8" in drawn
+    assert re.search(r"messages\s+254, ", drawn)
+
+
+def test_ranks_that_cannot_share_a_model_or_have_no_link() -> None:
+    with pytest.raises(ValueError, match="heads"):
+        run("8B", "--tensor-parallel-size", 3)
+    with pytest.raises(ValueError, match="no link is recorded for l40s"):
+        run("8B", "--tensor-parallel-size", 2, "--device", "l40s")
+    with pytest.raises(ValueError, match="make that 2 or more"):
+        run("30B-A3B", "--enable-expert-parallel")
+
+
 def test_a_folder_is_its_config(config: Path) -> None:
     assert run(config.parent, "--json")["parameters"] == 405_853_388_800
 
