@@ -178,8 +178,7 @@ class MetaModel:
         )  # fmt: skip
         floats = rows.new_empty(rows.shape, dtype=torch.float32)
         sampled = DrawInputs(floats, rows.new_empty(rows.shape, dtype=torch.int64), rows, rows, floats, floats)
-        whole = self.config if self.shard is None else self.shard.whole
-        logits = torch.empty(draws, whole.vocab_size, dtype=self.dtype, device="meta")
+        logits = torch.empty(draws, self.config.vocab_size, dtype=self.dtype, device="meta")
         inputs: StepInputs | DivisionInputs = tables
         if self._is_divided(workload, size):
             pool = batch.pages.keys[0]

@@ -118,7 +118,8 @@ def test_the_graph_is_shown_before_and_after_the_passes(shape: str, layers: int,
 
 
 def test_a_rank_of_8_of_405b(config: Path) -> None:
-    """An eighth of each matrix and of the cache; two sums over ranks a layer, one of the embedding, one gather."""
+    """An eighth of each matrix and of the cache; two sums over ranks a layer, one of the embedding, and the gather of
+    logits that rows with filters are drawn from."""
     rows, ranks = 32, 8
     shown = run(config, "--context", 1000, "--sequences", rows, "--tensor-parallel-size", ranks, "--json")
     whole = run(config, "--context", 1000, "--sequences", rows, "--json")
@@ -132,7 +133,7 @@ def test_a_rank_of_8_of_405b(config: Path) -> None:
     assert shown["sent_bytes"] == sums + rows * VOCABULARY * 2 // ranks * (ranks - 1)
     assert shown["messages_floor_s"] == pytest.approx((2 * LAYERS + 2) * 2.33e-6 + shown["sent_bytes"] / 339e9)
     by_part = {row["part"]: row for row in shown["parts"]}
-    assert (by_part["embedding"]["bound"], by_part["head"]["cost"]["messages"]) == ("communication", 1)
+    assert (by_part["embedding"]["bound"], by_part["sampling"]["cost"]["messages"]) == ("communication", 1)
     assert by_part["layers"]["cost"]["messages"] == 2 * LAYERS - 1  # the last is added up with the last norm
     drawn = run(config, "--tensor-parallel-size", ranks)
     assert "one rank of 8" in drawn
