@@ -16,13 +16,15 @@ from triton.backends.compiler import GPUTarget
 
 from strata.cache.pages import PageAllocator
 from strata.cache.pool import KVPool
+from strata.comm.operations import all_gather
 from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS, Ledger
 from strata.engine.loop import EngineLoop
 from strata.engine.plan import StepPlan
+from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.request import Request
 from strata.engine.runner import Launched, PromptLogprobs, Runner, RunnerConfig
-from strata.engine.sampler import DrawInputs, LogprobTensors, draw_ids
+from strata.engine.sampler import DrawInputs, LogprobTensors, Sampler, draw_ids
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
@@ -34,8 +36,6 @@ from strata.kernels import tuned
 from strata.kernels.compiling.noting import noting
 from strata.kernels.compiling.variant import Variant
 from strata.kernels.device_limits import DeviceLimits, implementations_for, meta_means
-from strata.kernels.sampling.bitmask import apply_bitmask
-from strata.kernels.sampling.sampling import logprobs
 from strata.models import weights
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
@@ -77,13 +77,14 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
         shard = RankShard.of(shortened(config), ranks, 0, expert_parallel=expert_parallel)
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits)
     with as_if_launched(limits, note):
-        _note_draws(config.vocab_size, sizes.pool.dtype)  # among them what takes longest to compile
+        part = None if shard is None else _Unanswered.of(shard)
+        _note_draws(own.vocab_size, sizes.pool.dtype, part)  # among them what takes longest to compile
         engine = _start(asked, shortened(config), sizes, shard)
         _note_embedded_prompts(engine.graphs, sizes)
         _note_scored_prompts(engine.graphs, config.hidden_size, sizes)
         _note_long_prompts(engine, sizes)
         warm_up(engine.loop, engine.pages, config.vocab_size, sizes.recorded_tokens)
-        _note_logprobs(config.vocab_size)
+        _note_logprobs(own.vocab_size, part)
     return engine
 
 
@@ -115,6 +116,7 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
     graphs = step_graphs(model, implementations_for(META), asked.deterministic, table, shard)
     if shard is not None:
         _leave_messages_out(graphs)
+        graphs = replace(graphs, part=_Unanswered.of(shard))
     pages = PageAllocator(asked.num_pages or _PAGES, asked.page_size)
     windows, heads = frozenset(own.windows), own.num_heads
     runner_config = RunnerConfig(
@@ -139,6 +141,14 @@ def _leave_messages_out(graphs: StepGraphs) -> None:
 
 
 _NO_LEDGER = Ledger("meta", *(0,) * 11)
+
+
+class _Unanswered(VocabularyPart):
+    """Draws and log-probabilities of a rank, without the others."""
+
+    def gather(self, columns: Tensor) -> Tensor:
+        gathered: Tensor = all_gather.meta(columns, self.along, -1)
+        return gathered
 
 
 class _NotingRunner(Runner):
@@ -184,17 +194,20 @@ def _note_long_prompts(engine: DryEngine, sizes: EngineSizes) -> None:
         pass
 
 
-def _note_draws(vocab_size: int, dtype: torch.dtype) -> None:
-    """From logits as they are and as they are edited, and their masks, which grammars give any number of words."""
+def _note_draws(ids: int, dtype: torch.dtype, part: VocabularyPart | None) -> None:
+    """From logits as they are and as they are edited, and their masks, which grammars give any number of words.
+
+    ids: whose logits there are; part: of a rank, if there are several.
+    """
     reals, numbers = (torch.zeros(2, dtype=kind, device=META) for kind in (torch.float32, torch.int32))
     inputs = DrawInputs(reals, numbers.long(), numbers, numbers, reals, reals)
     for kind in dict.fromkeys((dtype, torch.float32)):
-        logits = torch.empty((2, vocab_size), dtype=kind, device=META)
+        logits = torch.empty((2, ids), dtype=kind, device=META)
         for filtered in (True, False):
-            draw_ids(logits, inputs, filtered)
+            draw_ids(logits, inputs, filtered, part)
         for words in (16, 17):
             masks = torch.zeros((2, words), dtype=torch.int32, device=META)
-            apply_bitmask(logits, masks, numbers)
+            Sampler(2, 1, META, part).mask(logits, (masks, numbers))
 
 
 def _note_embedded_prompts(graphs: StepGraphs, sizes: EngineSizes) -> None:
@@ -211,10 +224,10 @@ def _note_scored_prompts(graphs: StepGraphs, hidden_size: int, sizes: EngineSize
         graphs.head.forward(torch.empty((rows, hidden_size), dtype=sizes.pool.dtype, device=META))
 
 
-def _note_logprobs(vocab_size: int) -> None:
+def _note_logprobs(ids: int, part: VocabularyPart | None) -> None:
     for rows in _lengths(PROMPT_LOGPROB_ROWS):
-        logits = torch.empty((rows, vocab_size), dtype=torch.float32, device=META)
-        logprobs(logits, torch.zeros(rows, dtype=torch.int32, device=META), 1)
+        logits = torch.empty((rows, ids), dtype=torch.float32, device=META)
+        Sampler(rows, 1, META, part).logprobs(logits, torch.zeros(rows, dtype=torch.int32, device=META), 1)
 
 
 def _lengths(longest: int) -> Iterator[int]:

@@ -7,6 +7,7 @@ log-probabilities a few (`strata.kernels.sampling.part_logprobs`). Filters alone
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 from torch import Tensor
 
@@ -30,13 +31,13 @@ class VocabularyPart:
     count: int
     vocabulary: int
 
-    @staticmethod
-    def of(shard: RankShard) -> VocabularyPart:
+    @classmethod
+    def of(cls, shard: RankShard) -> Self:
         held, vocabulary = shard.config.vocab_size, shard.whole.vocab_size
         first = min(shard.index * held, vocabulary)
-        return VocabularyPart(shard.axes[TENSOR_AXIS], first, min(held, vocabulary - first), vocabulary)
+        return cls(shard.axes[TENSOR_AXIS], first, min(held, vocabulary - first), vocabulary)
 
-    def unbound(self) -> VocabularyPart:
+    def unbound(self) -> Self:
         """For a graph that will be bound."""
         return replace(self, along=Along(TENSOR_AXIS, self.along.size))
 
@@ -46,19 +47,23 @@ class VocabularyPart:
 
     def whole(self, logits: Tensor) -> Tensor:
         """The logits of all ids, [rows, vocabulary], which every rank sends to every other."""
-        gathered: Tensor = all_gather(logits, self.along, -1)
-        return gathered.narrow(-1, 0, self.vocabulary)
+        return self.gather(logits).narrow(-1, 0, self.vocabulary)
 
     def draw(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, steps: Tensor) -> Tensor:
         """The ids [rows] int32 that `gumbel_sample` draws from the whole logits, by one message of 8 bytes a row."""
         keys = best_in_part(self.own(logits), temperatures, seeds, steps, self.first)
-        ids: Tensor = best_of_parts(all_gather(keys, self.along, -1))
+        ids: Tensor = best_of_parts(self.gather(keys))
         return ids
 
     def logprobs(self, logits: Tensor, ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What `strata.kernels.sampling.sampling.logprobs` gives, of ids of the whole vocabulary, by two messages."""
         own, ranks = self.own(logits), self.along.size
-        found: Tensor = all_gather(logprobs_in_part(own, ids, top, self.first), self.along, -1)
+        found = self.gather(logprobs_in_part(own, ids, top, self.first))
         chosen, *told = logprobs_of_parts(found.unflatten(1, (ranks, -1)), self.vocabulary)
-        above: Tensor = all_gather(count_above(own, chosen), self.along, -1)
+        above = self.gather(count_above(own, chosen))
         return told[0], above.sum(1, dtype=above.dtype) + 1, told[1], told[2]
+
+    def gather(self, columns: Tensor) -> Tensor:
+        """What all ranks have, [rows, columns], side by side."""
+        gathered: Tensor = all_gather(columns, self.along, -1)
+        return gathered

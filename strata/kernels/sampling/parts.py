@@ -118,7 +118,7 @@ def _best_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, steps: Ten
         return torch.full((rows, 1), NO_KEY, device=logits.device)
     keys = torch.empty((rows, 1), dtype=torch.int64, device=logits.device)
     if rows:
-        best, best_id = best_of_blocks(logits, temperatures, seeds, steps, None, first or None)
+        best, best_id = best_of_blocks(logits, temperatures, seeds, steps, None, first)
         blocks = best.shape[1]
         gumbel_part_kernel[(rows,)](best, best_id, keys, blocks, BLOCKS=next_power_of_2(blocks), num_warps=1)
     return keys

@@ -179,7 +179,7 @@ def gumbel_blocks_kernel(
 ):
     """The best sum of logit and noise in each block of a row: the arithmetic of `gumbel_noise`, unsigned. NaN is best.
 
-    first_id: of the first column, None where that is 0. FILTERED: only ids within the row's bounds compete.
+    first_id: of the first column; None: 0. FILTERED: only ids within the row's bounds compete.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
