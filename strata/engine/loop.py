@@ -120,10 +120,10 @@ class EngineLoop:
         """Nothing runs, waits or is under way."""
         return self._outstanding is None and not self.scheduler.has_work
 
-    def launch_late(self) -> None:
-        """Learn from now on when a step has to be launched."""
+    def launch_late(self, behind: float = 0.0) -> None:
+        """Learn from now on when a step has to be launched. behind: see `LateLaunch`."""
         if self._run_ahead:
-            self._late = LateLaunch(self.clock)
+            self._late = LateLaunch(self.clock, behind)
 
     @property
     def delay(self) -> float:

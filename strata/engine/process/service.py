@@ -21,6 +21,7 @@ from strata.engine.logprob_rows import LogprobRows
 from strata.engine.loop import StepOutput
 from strata.engine.process import messages
 from strata.engine.process.jobs import Client, Job, delta_of
+from strata.engine.ranks.ranked_runner import BEHIND_SECONDS
 from strata.engine.recorded_steps import REASONS
 from strata.engine.request import Request, Status
 from strata.engine.runner import PromptLogprobs
@@ -45,7 +46,7 @@ class Service:
     def __init__(self, engine: Engine, model: str, send: Send, log: Log, check: bool = False) -> None:
         self._engine = engine
         self._loop = engine.loop
-        self._loop.launch_late()
+        self._loop.launch_late(0.0 if engine.ranks is None else BEHIND_SECONDS)
         self._send_frame = send
         self._clock = engine.loop.clock
         self._log = log

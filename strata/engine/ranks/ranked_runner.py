@@ -28,6 +28,9 @@ _LOOK_SECONDS = 2e-5
 # In which a step must have ended on the device of rank 0.
 _STEP_SECONDS = 300.0
 
+# By which followers launch later than rank 0: they wake up, and decode a plan that rank 0 has. Estimated.
+BEHIND_SECONDS = 0.3e-3
+
 
 def _always_ready() -> None:
     """Nothing has failed."""

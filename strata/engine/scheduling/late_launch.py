@@ -58,11 +58,12 @@ class LateLaunch:
     it needed lately, the second longest of each kind of step, because an arrival may turn decodes into a step with
     prompts. A step that ends before the next is launched has been misjudged: what was known of its size is forgotten.
 
-    clock: of the host, in seconds.
+    clock: of the host, in seconds. behind: by how many seconds other ranks, which the device waits for, may launch
+    later than this one.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float], behind: float = 0.0) -> None:
+        self._clock, self._behind = clock, behind
         self._durations: dict[Hashable, deque[tuple[float, Reads]]] = {}
         self._launches: dict[bool, deque[float]] = {}  # by whether a step has prompts
         self._running: _Step | None = None
@@ -114,7 +115,7 @@ class LateLaunch:
         expected, lead = self._expected(step), self._lead()
         if expected is None or lead is None:
             return -math.inf
-        return step.begin + (1 - MARGIN_SHARE) * expected - MARGIN - lead
+        return step.begin + (1 - MARGIN_SHARE) * expected - MARGIN - self._behind - lead
 
     def _expected(self, step: _Step) -> float | None:
         known = self._durations.get(step.size, ()) if step.size is not None else ()

@@ -567,7 +567,7 @@ def test_the_host_time_of_a_step_is_small() -> None:
         idle=False,
         clock=time.monotonic,
         scheduler=scheduler,
-        launch_late=lambda: None,
+        launch_late=lambda behind: None,
         step=lambda: output,
         add=lambda *_: [next(waiting)],
     )
