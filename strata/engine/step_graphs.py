@@ -29,6 +29,7 @@ from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
 from strata.graph.product_times import measured_seconds, products_of
 from strata.graph.shard import shard as shard_graph
+from strata.graph.slice_products import slice_products
 from strata.kernels import tuned
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
 from strata.kernels.state.clear_page_ends import clear_page_ends
@@ -179,7 +180,8 @@ def step_graphs(
     experts: MovingExperts | None = None,
 ) -> StepGraphs:
     """Capture a model, run the passes, and bind for `kind` (see `Operation.bind`). table: of the device, if it has one.
-    shard: of the rank whose model it is, where several share one; experts: where its experts may move.
+    shard: of the rank whose model it is, where several share one; a rank of one sums as they do in deterministic mode.
+    experts: where its experts may move.
 
     Raises NotImplementedError if an operation has no implementation there. Only on CUDA, and not in deterministic mode,
     are there implementations for which the passes pay that look at the number of rows.
@@ -187,7 +189,7 @@ def step_graphs(
     captured, head = capture(model), capture_head(model)
     counts = operation_counts(captured) + operation_counts(head)
     if shard is not None:
-        captured, head = (_of_rank(graph, shard, experts) for graph in (captured, head))
+        captured, head = (_of_rank(graph, shard, experts, deterministic) for graph in (captured, head))
     axes = NO_AXES if shard is None else shard.axes
     part = None if shard is None else VocabularyPart.of(shard)
     by_rows = kind == "cuda" and not deterministic
@@ -227,6 +229,9 @@ def step_graphs(
     )
 
 
-def _of_rank(graph: fx.GraphModule, shard: RankShard, experts: MovingExperts | None) -> fx.GraphModule:
+def _of_rank(
+    graph: fx.GraphModule, shard: RankShard, experts: MovingExperts | None, deterministic: bool
+) -> fx.GraphModule:
     along, turns = Along(TENSOR_AXIS, shard.size), None if experts is None else experts.turns
-    return shard_graph(graph, shard.placements, along, shard.index, shard.slots, turns)
+    shard_graph(graph, shard.placements, along, shard.index, shard.slots, turns)
+    return slice_products(graph, shard.placements, shard.size) if deterministic else graph

@@ -38,11 +38,20 @@ def _put_cost(target: Tensor, indices: tuple[Tensor], values: Tensor, *, workloa
     return Cost(read=values.nbytes + indices[0].nbytes, written=values.nbytes)
 
 
+def _converted(source: Tensor, dtype: torch.dtype) -> Tensor:
+    return source.new_empty(source.shape, dtype=dtype, device="meta")
+
+
+def _converted_cost(source: Tensor, dtype: torch.dtype, *, workload: Workload) -> Cost:
+    return Cost(read=source.nbytes, written=source.numel() * dtype.itemsize)
+
+
 add = Operation("add", operator.add, _sum_cost, _sum)
 
 # By what a node of a graph calls. They are in no registry: torch alone runs them.
 TORCH_FUNCTIONS: dict[Any, Operation] = {
     operator.add: add,
     torch.index_select: Operation("index_select", torch.index_select, _rows_cost, _rows),
+    "to": Operation("to", Tensor.to, _converted_cost, _converted),
     "index_put_": Operation("index_put_", Tensor.index_put_, _put_cost, lambda target, *_: target),
 }

@@ -16,9 +16,13 @@ Combine = Callable[[str, Sequence[Tensor], tuple[Any, ...]], Tensor]
 
 
 def combine(name: str, parts: Sequence[Tensor], others: tuple[Any, ...]) -> Tensor:
-    """What a collective gives every rank, its sums in the order of the ranks."""
+    """What a collective gives every rank."""
     if name == "all_reduce":
         return reduce(add, parts)
+    if name == "pairwise_all_reduce":
+        while len(parts) > 1:
+            parts = [add(*parts[at : at + 2]) for at in range(0, len(parts), 2)]
+        return parts[0]
     if name == "all_gather":
         return torch.cat(list(parts), others[1])
     raise AssertionError(f"no test twin of the collective {name}")

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import strata.comm.pairwise_sums
 import strata.comm.reduced_norm
 import strata.models.families  # noqa: F401  (every operation of a model)
 from strata.graph import fuse_attention, fuse_products  # noqa: F401  (and of its passes)
-from strata.kernels.linear import fp8, vocabulary_embedding  # noqa: F401
-from strata.kernels.moe import held  # noqa: F401
+from strata.kernels.linear import fp8, sliced, vocabulary_embedding  # noqa: F401
+from strata.kernels.moe import count, held  # noqa: F401
 from strata.kernels.op import OPERATIONS
 
 ROWS, WIDTH = 9, 16
@@ -35,6 +36,7 @@ ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "add_rms_norm": ((X, X + 1), (FACTOR, 1e-5)),
     "linear": ((X,), (WEIGHT, BIAS)),
     "linear_silu_mul": ((X,), (WEIGHT, BIAS)),
+    "sliced_linear": ((X,), (WEIGHT, 4, True)),
     "scaled_linear": ((X, X.square()), (1e-5, WEIGHT, BIAS)),
     "scaled_linear_silu_mul": ((X, X.square()), (1e-5, WEIGHT, BIAS)),
     "silu_mul": ((X, X + 1), ()),
@@ -51,6 +53,7 @@ def test_these_are_all_that_are_said_to_be_rowwise() -> None:
         "linear_add",
         "all_reduce",
         "all_gather",
+        "pairwise_all_reduce",
         "all_reduce_add_rms_norm",
     }
 

@@ -25,15 +25,22 @@ def packed(sequences: Sequence[Sequence[int]]) -> Batch:
 class HandPaged:
     """KV pools and block tables of a few sequences, their pages interleaved and in falling order."""
 
-    def __init__(self, config: ModelConfig, sequences: int, longest: int, page_size: int = 4) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        sequences: int,
+        longest: int,
+        page_size: int = 4,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.page_size = page_size
         self.lengths = [0] * sequences
         most = -(-longest // page_size)
         self.tables = torch.arange(most * sequences, dtype=torch.int32).flip(0).view(most, sequences).T.contiguous()
         shape = (most * sequences, page_size, config.num_kv_heads, config.head_dim)
         # What was never written must never be read.
-        self.keys = tuple(torch.full(shape, float("nan")) for _ in range(config.num_layers))
-        self.values = tuple(torch.full(shape, float("nan")) for _ in range(config.num_layers))
+        self.keys = tuple(torch.full(shape, float("nan"), dtype=dtype) for _ in range(config.num_layers))
+        self.values = tuple(torch.full(shape, float("nan"), dtype=dtype) for _ in range(config.num_layers))
 
     def next_batch(self, chunks: dict[int, Sequence[int]]) -> Batch:
         """The next tokens of some sequences, by their number."""

@@ -45,10 +45,16 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
-def follow(configs: Sequence[ModelConfig], vocabulary: int, prompts: Run, decodes: Run) -> list[list[Tensor]]:
+def follow(
+    configs: Sequence[ModelConfig],
+    vocabulary: int,
+    prompts: Run,
+    decodes: Run,
+    dtype: torch.dtype = torch.float32,
+) -> list[list[Tensor]]:
     """The logits of some steps over pages, one list a rank: two prompts, one of them in two chunks, then decodes."""
     first, second, third = random_sequences(vocabulary, (9, 6, 4))
-    caches = [HandPaged(config, 3, 16) for config in configs]
+    caches = [HandPaged(config, 3, 16, dtype=dtype) for config in configs]
     rows = torch.tensor([3, 8], dtype=torch.int32)
     steps: list[list[Tensor]] = [[] for _ in configs]
     for run, chunks, wanted in (
@@ -93,6 +99,24 @@ def test_steps_of_all_ranks_have_the_logits_of_one(name: str, size: int, determi
     ranks = together(graphs)
     found = follow([part.config for part in shards], config.vocab_size, ranks, of_all_rows(ranks))
     assert max(map(relative, joined(found, config.vocab_size), wanted)) < CLOSE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama-biases-tied", "qwen3-biases-tied"])
+def test_deterministic_logits_do_not_depend_on_the_number_of_ranks(name: str, dtype: torch.dtype) -> None:
+    """Bit for bit, for a rank of one too: widths are summed in eight slices, pairwise, wherever the slices are."""
+    widths = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 64, "vocab_size": 512}
+    config = divisible_config(name, **widths)
+    model = random_model(config, dtype).requires_grad_(False)
+    found = {}
+    for size in (1, *RANKS):
+        shards, models = zip(*(shard_of(model, config, size, index) for index in range(size)), strict=True)
+        graphs = [step_graphs(own, "cpu", True, shard=part).logits for part, own in zip(shards, models, strict=True)]
+        run = together(graphs)
+        parts = follow([part.config for part in shards], config.vocab_size, run, of_all_rows(run), dtype)
+        found[size] = joined(parts, config.vocab_size)
+    for size in RANKS:
+        assert all(map(torch.equal, found[size], found[1])), size
 
 
 def decode_graph(model: nn.Module, part: RankShard | None, *, products: bool) -> fx.GraphModule:
