@@ -110,7 +110,7 @@ class MetaModel:
         return Batch(tokens, tokens, meta_indices(len(workload.new) + 1), max(workload.new), pages)
 
     def step(self, workload: Workload) -> StepNodes:
-        """A step that samples a row of each sequence: with filters if it is recorded, else without, as most are.
+        """A step that samples a row of each sequence: with filters if one rank recorded it, else without, as most are.
 
         Its nodes cost what its own tokens do, and run the kernels of the size to which a recorded step is padded.
         """
@@ -121,7 +121,7 @@ class MetaModel:
             inputs, draw = graphs.mixed_inputs if 1 in workload.new else graphs.prompt_inputs, graphs.draw
         else:
             inputs = graphs.recorded_inputs
-            draw = graphs.draw_filtered
+            draw = graphs.draw_filtered if graphs.part is None else graphs.draw
             if max(workload.new) == 1:
                 model = graphs.decode(size.sequences) or model
         if self._is_divided(workload, size):

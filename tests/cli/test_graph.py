@@ -118,8 +118,8 @@ def test_the_graph_is_shown_before_and_after_the_passes(shape: str, layers: int,
 
 
 def test_a_rank_of_8_of_405b(config: Path) -> None:
-    """An eighth of each matrix and of the cache; two sums over ranks a layer, one of the embedding, and the gather of
-    logits that rows with filters are drawn from."""
+    """An eighth of each matrix and of the cache; two sums over ranks a layer, one of the embedding, and a number a row
+    by which ids are drawn."""
     rows, ranks = 32, 8
     shown = run(config, "--context", 1000, "--sequences", rows, "--tensor-parallel-size", ranks, "--json")
     whole = run(config, "--context", 1000, "--sequences", rows, "--json")
@@ -128,9 +128,9 @@ def test_a_rank_of_8_of_405b(config: Path) -> None:
     assert shown["parameters"] == (LAYERS * LAYER_WEIGHTS + 2 * VOCABULARY * HIDDEN) // ranks + norms
     assert shown["step_floor_s"] == pytest.approx(whole["step_floor_s"] / ranks, rel=2e-3)
     assert (shown["messages"], whole["messages"]) == (2 * LAYERS + 2, 0)
-    # Of a sum each rank sends 7/8 of its rows, and of what it has added up as much; of the logits its columns 7 times.
+    # Of a sum each rank sends 7/8 of its rows, and of what it has added up as much; to draw, 8 bytes of each row to 7.
     sums = (2 * LAYERS + 1) * 2 * rows * HIDDEN * 2 * (ranks - 1) // ranks
-    assert shown["sent_bytes"] == sums + rows * VOCABULARY * 2 // ranks * (ranks - 1)
+    assert shown["sent_bytes"] == sums + rows * 8 * (ranks - 1)
     assert shown["messages_floor_s"] == pytest.approx((2 * LAYERS + 2) * 2.33e-6 + shown["sent_bytes"] / 339e9)
     by_part = {row["part"]: row for row in shown["parts"]}
     assert (by_part["embedding"]["bound"], by_part["sampling"]["cost"]["messages"]) == ("communication", 1)
