@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from strata.comm import collectives
@@ -10,6 +11,9 @@ from strata.comm.operations import Along, all_reduce, live
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.op import ATEN, NCCL, operation
 from strata.kernels.pairwise import pairwise_sum
+
+# What the parts of all ranks may take at once: a long prompt's would take gigabytes.
+_GATHERED_BYTES = 64 << 20
 
 
 def _cost(x: Tensor, along: Along | Axis, *, workload: Workload) -> Cost:
@@ -25,8 +29,12 @@ def pairwise_all_reduce(x: Tensor, along: Along | Axis) -> Tensor:
     """
     if along.size == 1:
         return x
-    parts = collectives.start_all_gather(x.contiguous().unsqueeze(0), live(along)).wait()
-    return pairwise_sum(list(parts))
+    axis, result = live(along), torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = max(1, _GATHERED_BYTES * len(x) // max(1, along.size * x.nbytes))
+    for some, summed in zip(x.split(rows), result.split(rows), strict=True):
+        parts = collectives.start_all_gather(some.contiguous().unsqueeze(0), axis).wait()
+        summed.copy_(pairwise_sum(list(parts)))
+    return result
 
 
 pairwise_all_reduce.implement("gathered", "cpu", invariant=True)(pairwise_all_reduce.reference)

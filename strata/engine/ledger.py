@@ -99,11 +99,12 @@ def activation_bytes(config: ModelConfig, tokens: int, rows: int, dtype: torch.d
     """An upper estimate of what a step holds beside weights and pages.
 
     At the widest point of a layer live the residual, its norm, the gate and up projections and their product, or the
-    residual and q, k, v with the attention's result; sampling holds a row's logits in `dtype` and SAMPLING_BYTES more
-    for each, if all that sampling can do is asked for.
+    residual and q, k, v with the attention's result; or, where ranks divide these, the residual with a product before
+    and after its sum over the ranks, and the norm of what follows. Sampling holds a row's logits in `dtype` and
+    SAMPLING_BYTES more for each, if all that sampling can do is asked for.
     """
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
-    widest = 2 * config.hidden_size + max(3 * config.intermediate_size, heads * config.head_dim)
+    widest = 2 * config.hidden_size + max(3 * config.intermediate_size, heads * config.head_dim, 2 * config.hidden_size)
     return tokens * widest * dtype.itemsize + rows * config.vocab_size * (dtype.itemsize + SAMPLING_BYTES)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -161,6 +162,13 @@ def test_activations_cover_what_a_layer_holds() -> None:
     gate_up_and_product = 3 * CONFIG.intermediate_size
     residual_and_norm = 2 * CONFIG.hidden_size
     assert activation_bytes(CONFIG, tokens, 0, torch.bfloat16) == 2 * tokens * (residual_and_norm + gate_up_and_product)
+
+
+def test_activations_of_a_rank_cover_sums_over_ranks() -> None:
+    """Narrow products of eight ranks; the residual, a part, the sum of parts and the norm are as wide as ever."""
+    heads, hidden = 1, CONFIG.hidden_size
+    rank = replace(CONFIG, num_heads=heads, num_kv_heads=heads, head_dim=8, intermediate_size=8)
+    assert activation_bytes(rank, 10, 0, torch.bfloat16) == 2 * 10 * 4 * hidden
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 500])
