@@ -16,6 +16,7 @@ from strata.bench import workloads
 from strata.bench.result import Result, make_result, report
 from strata.bench.run import Setup, call, device_name, floor_on, started
 from strata.cli import options
+from strata.cli.bench_comm import comm
 from strata.cli.bench_gaps import gaps
 from strata.cli.bench_kernels import kernels
 from strata.cli.bench_options import AsJson, LoadFormat, Model, Save
@@ -31,6 +32,7 @@ bench = typer.Typer(
     Example: strata bench throughput --model 8B
     """,
 )
+bench.command(cls=Command)(comm)
 bench.command(cls=Command)(gaps)
 bench.command(cls=Command)(kernels)
 bench.command(cls=Command)(serve)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from strata.cli import options
 from strata.hardware.links import Link, link_of
 from strata.hardware.roofline import Floor, Workload, floor
 from strata.hardware.specs import Device, device
@@ -37,15 +38,12 @@ def graph(
         int, typer.Option(min=0, max=_MAX_TOKENS, help="Tokens of a new prompt beside them; 0 for none.")
     ] = 0,
     on: Annotated[str, typer.Option("--device", help="Device whose kernels and floors are shown.")] = "h200",
-    tensor_parallel_size: Annotated[
-        int, typer.Option(min=1, help="Devices that divide each matrix; shown is the first's share.")
-    ] = 1,
-    enable_expert_parallel: Annotated[
-        bool, typer.Option("--enable-expert-parallel", help="They have different experts of a mixture, each whole.")
-    ] = False,
+    tensor_parallel_size: options.TensorParallelSize = 1,
+    enable_expert_parallel: options.EnableExpertParallel = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
-    """Show what a step runs and costs, by operation and by part of the model, without weights or device.
+    """Show what a step runs and costs, by operation and by part of the model, without weights or device; of several
+    ranks, what the first one does.
 
     The graph is the one that the engine runs for such a step on that device; a row of each sequence is sampled.
     Merged projections are joined by & (gate_proj&up_proj), fused operations by + (input_layernorm+add).

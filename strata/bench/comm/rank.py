@@ -1,0 +1,33 @@
+"""One rank of `strata bench comm`: measures with the others; the first reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from strata.bench.comm.measure import Asked, measure
+from strata.bench.result import report
+from strata.comm.launch import join_world
+from strata.train.launch import ended_at_once
+
+
+def main() -> None:
+    """The one argument is JSON: what is asked for, the device, where the results go, and where they come from."""
+    job = json.loads(sys.argv[1])
+    # Multicast over NVLink is of the whole host, and GPUs of others may be in it.
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    save = None if job["save"] is None else Path(job["save"])
+    with (
+        ended_at_once(lambda error: str(error) if isinstance(error, ValueError) else None),
+        join_world(job["device"], timeout_seconds=120) as world,
+    ):
+        for found in measure(world, Asked(**job["asked"])):
+            if world.is_main:
+                report(found.values() | job["provenance"], found.text(), as_json=job["as_json"], save=save)
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
