@@ -19,6 +19,7 @@ from strata.engine.engine_config import EngineConfig
 from strata.engine.grammars.grammar import vocabulary
 from strata.engine.ledger import Ledger
 from strata.engine.loop import EngineLoop
+from strata.engine.ranks.expert_balance import ExpertBalance
 from strata.engine.ranks.followers import Followers
 from strata.engine.ranks.rank import OneRank
 from strata.engine.ranks.ranked_runner import RankedPooler, RankedRunner
@@ -104,7 +105,9 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
     ranks: RankedRunner | None = None
     pooler: PromptPooler = executor.pooler
     if followers is not None:
-        ranks = RankedRunner(executor.runner, followers, executor.experts, asked.eplb_step_interval)
+        experts = executor.experts
+        balance = None if experts is None else ExpertBalance(experts, asked.eplb_step_interval, log)
+        ranks = RankedRunner(executor.runner, followers, experts, balance)
         pooler = RankedPooler(executor.pooler, followers)
     with clock.phase("graph"):
         target = _step_target(asked, executor, device)

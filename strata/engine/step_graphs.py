@@ -126,10 +126,15 @@ class DrawStep(NamedTuple):
 
 
 class MovingExperts(NamedTuple):
-    """Of a rank whose experts may move (`RankExperts`): where choices go, and where they are counted, if they are."""
+    """Of a rank whose experts may move.
+
+    turns: [layers, experts, period] int32, where choices go (see `shard`). totals: [layers, experts] int64, to which
+    the choices of steps are added, if the rank counts.
+    """
 
     turns: Tensor
-    totals: Tensor | None
+    totals: Tensor
+    counts: bool = True
 
 
 class _Inputs(nn.Module):
@@ -196,7 +201,7 @@ def step_graphs(
 
     def whole() -> fx.GraphModule:
         graph = compose(captured, head)
-        if experts is not None and experts.totals is not None:
+        if experts is not None and experts.counts:
             count_experts(graph, experts.totals)
         fuse(merge(graph))
         return fuse_messages(graph) if by_rows and shard is not None else graph

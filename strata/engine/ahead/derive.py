@@ -21,6 +21,7 @@ from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS, Ledger
 from strata.engine.loop import EngineLoop
 from strata.engine.plan import StepPlan
+from strata.engine.ranks.expert_balance import expert_tables
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.request import Request
 from strata.engine.runner import Launched, PromptLogprobs, Runner, RunnerConfig
@@ -70,11 +71,11 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
     Raises ValueError for whatever the engine would refuse.
     """
     config, _ = weights.resolve(asked.model, asked.load_format)
-    ranks, expert_parallel = asked.tensor_parallel_size, asked.enable_expert_parallel
+    ranks, by_experts, redundant = asked.tensor_parallel_size, asked.enable_expert_parallel, asked.redundant_slots
     own, shard = config, None
     if ranks > 1:  # they all launch what the first does
-        own = rank_config(config, ranks, 0, expert_parallel=expert_parallel)
-        shard = RankShard.of(shortened(config), ranks, 0, expert_parallel=expert_parallel)
+        own = rank_config(config, ranks, 0, expert_parallel=by_experts, redundant=redundant)
+        shard = RankShard.of(shortened(config), ranks, 0, expert_parallel=by_experts, redundant=redundant)
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits)
     with as_if_launched(limits, note):
         part = None if shard is None else _Unanswered.of(shard)
@@ -113,7 +114,8 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
     with META:
         model = build(own, sizes.max_length).to(sizes.pool.dtype)
     table = tuned.read(DeviceLimits.of(META).product)
-    graphs = step_graphs(model, implementations_for(META), asked.deterministic, table, shard)
+    experts = expert_tables(shard, META) if shard is not None and asked.enable_eplb else None
+    graphs = step_graphs(model, implementations_for(META), asked.deterministic, table, shard, experts)
     if shard is not None:
         _leave_messages_out(graphs)
         graphs = replace(graphs, part=_Unanswered.of(shard))

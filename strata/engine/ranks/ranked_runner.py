@@ -62,10 +62,11 @@ class RankedRunner:
     rank 0 ends the others, and raises EngineFault from then on.
     """
 
-    def __init__(self, runner: Runner, followers: Followers, experts: RankExperts | None, interval: int) -> None:
-        """experts: of rank 0, where those of a mixture may move; interval: see `ExpertBalance`."""
-        self._runner, self._followers, self.experts = runner, followers, experts
-        self._balance = None if experts is None else ExpertBalance(experts, interval)
+    def __init__(
+        self, runner: Runner, followers: Followers, experts: RankExperts | None, balance: ExpertBalance | None
+    ) -> None:
+        """experts: of rank 0, where those of a mixture may move; balance: tells when, and where to."""
+        self._runner, self._followers, self.experts, self._balance = runner, followers, experts, balance
 
     @property
     def observer(self) -> StepObserver | None:

@@ -20,7 +20,7 @@ from strata.engine.recorded_steps import RecordedSteps
 from strata.engine.runner import Runner, RunnerConfig
 from strata.engine.startup.clock import Log, StartupClock
 from strata.engine.startup.library import has_library_plan, library_scales, without_library
-from strata.engine.step_graphs import MovingExperts, StepGraphs, step_graphs
+from strata.engine.step_graphs import StepGraphs, step_graphs
 from strata.kernels import tuned
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention import fixed as attention_fixed
@@ -121,7 +121,7 @@ def build_executor(
         if shard is not None and asked.enable_eplb:
             experts = RankExperts(model, shard, axis, device)
             # All ranks route alike, so one of them counts.
-            tables = MovingExperts(experts.turns, experts.totals if rank.index == 0 else None)
+            tables = experts.tables._replace(counts=rank.index == 0)
     with clock.phase("graph"):
         kind = implementations_for(device)
         table = tuned.read(DeviceLimits.of(device).product) if kind == "cuda" else {}

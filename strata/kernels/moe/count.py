@@ -36,7 +36,7 @@ count_choices.implement("torch", "cpu", invariant=True)(count_choices.reference)
 _BLOCK = 256
 
 
-@partial(jit, unspecialized=("slot_mapping", "choices", "per_token"))
+@partial(jit, unspecialized=("slot_mapping", "totals", "choices", "per_token"))
 def count_choices_kernel(chosen, slot_mapping, totals, choices, per_token, BLOCK: tl.constexpr):
     """Programs [choices / BLOCK]. totals: of one layer."""
     choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -60,5 +60,5 @@ if HAS_TRITON:
 
 
 def compile_cases() -> list[CompileCase]:
-    signature = {"chosen": "*i64:16", "slot_mapping": "*i32", "totals": "*i64:16", "choices": "i32", "per_token": "i32"}
+    signature = {"chosen": "*i64:16", "slot_mapping": "*i32", "totals": "*i64", "choices": "i32", "per_token": "i32"}
     return [CompileCase("counts of chosen experts", count_choices_kernel, signature, {"BLOCK": _BLOCK}, 4, 2)]

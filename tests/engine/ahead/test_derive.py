@@ -96,6 +96,18 @@ def test_layers_with_experts_and_without(elsewhere: Callable[..., Any], tmp_path
     assert {"combine_kernel", "dot_kernel"} <= kernel_names(list(few))
 
 
+def test_experts_that_move_between_ranks(elsewhere: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["30B-A3B"] | {"num_hidden_layers": 2}))
+    options = DUMMY | {"max_model_len": 3000, "max_num_seqs": 8, "max_num_batched_tokens": 3000}
+    options |= {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    stay = kernel_names(elsewhere(derived, str(tmp_path), options))
+    options |= {"enable_eplb": True, "num_redundant_experts": 2}
+    move = kernel_names(elsewhere(derived, str(tmp_path), options))
+    assert {"held_order_kernel", "grouped_kernel", "combine_kernel"} <= stay
+    assert move == stay | {"count_choices_kernel"}
+    assert elsewhere(served_beyond, str(tmp_path), options, 900, 1) == []
+
+
 def window(variant: str) -> int | None:
     """That of an attention kernel, 0 for none."""
     told = json.loads(variant)
