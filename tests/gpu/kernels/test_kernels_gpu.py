@@ -13,9 +13,11 @@ from strata.kernels.linear import fixed as gemm_fixed
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.fixed import Tile
 from strata.kernels.linear.linear import linear
+from strata.kernels.linear.sliced import sliced_linear
 from strata.kernels.linear.vocabulary_embedding import vocabulary_embedding
 from strata.kernels.loss.loss import linear_cross_entropy
 from strata.kernels.norm.norm import rms_norm
+from strata.kernels.pairwise import pairwise_sum
 from strata.kernels.rotary.rope import rope, rope_angles
 from strata.kernels.sampling.sampling import gumbel_noise, gumbel_sample, logprobs, token_logprobs
 from strata.kernels.state.kv_write import kv_write
@@ -242,3 +244,23 @@ def test_linear_cross_entropy(dtype: torch.dtype) -> None:
     assert (loss.double() - exact).norm() < scale * exact.norm()
     for mine, theirs in zip(narrow, wide, strict=True):
         assert (mine.grad.double() - theirs.grad).norm() < scale * theirs.grad.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("out", "width"), [(64, 128), (1000, 1016), (4096, 14336), (100, 40)])
+def test_sliced_products(out: int, width: int, dtype: torch.dtype) -> None:
+    """Near float64, the same bits in any company, and branches of the sum with the bits of the whole."""
+    run = sliced_linear.bind("cuda", deterministic=True)
+    x = torch.randn(300, width, device="cuda").to(dtype)
+    weight = (torch.randn(out, width, device="cuda") / width**0.5).to(dtype)
+    exact = x.double() @ weight.double().T
+    for slices in (1, 2, 4, 8):
+        wide = run(x, weight, slices, True)
+        torch.testing.assert_close(wide.double(), exact, rtol=1e-4, atol=1e-4)
+        assert torch.equal(run(x, weight, slices, False), wide.to(dtype))
+        for rows in (slice(0, 1), slice(5, 30), slice(200, 300)):
+            assert torch.equal(run(x[rows], weight, slices, True), wide[rows])
+    for ranks in (2, 4, 8):
+        parts = zip(x.chunk(ranks, 1), weight.chunk(ranks, 1), strict=True)
+        sums = [run(some.contiguous(), own.contiguous(), 8 // ranks, True) for some, own in parts]
+        assert torch.equal(pairwise_sum(sums), run(x, weight, 8, True)), ranks
