@@ -270,7 +270,7 @@ class Followers:
                 one.done, one.moved = done, now
             elif now - one.moved > _STEP_SECONDS:
                 slow.append(one)
-            silence = SILENT_SECONDS if beats else _FIRST_BEAT_SECONDS
+            silence = SILENT_SECONDS if beats or _state(one.process) else _FIRST_BEAT_SECONDS
             if done >= self._sent and self._joined:
                 one.heard = now  # it has nothing to do
             elif now - one.heard > silence:

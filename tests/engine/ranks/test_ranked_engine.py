@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,6 +140,17 @@ def test_a_stream_that_is_left_leaves_the_ranks_together(one: LLM, two: LLM) -> 
     next(stream)
     stream.close()
     assert_alike(one, two, [prompt(33, 23)], GREEDY)
+    assert_same_ids(two)
+
+
+def test_an_interrupt_leaves_the_ranks_together(one: LLM, two: LLM) -> None:
+    for delay in (0.03, 0.1, 0.2):
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            two.generate([prompt(90, 29), prompt(40, 31)] * 4, GREEDY, use_tqdm=False)
+        timer.join()
+    assert_alike(one, two, [prompt(37, 23)], GREEDY)
     assert_same_ids(two)
 
 

@@ -191,6 +191,14 @@ class TestLateLaunch:
         assert self.late.remaining() == pytest.approx(0.98 * 10 * MS - MARGIN - 1 * MS)
         assert not self.waits_after(LEAST)
 
+    def test_a_launch_comes_earlier_by_as_much_as_other_ranks_are_behind(self) -> None:
+        self.follow(LEAST + 1)
+        alone = self.late.remaining()
+        self.late, self.now = LateLaunch(lambda: self.now, behind=0.3 * MS), 0.0
+        self.launch(alone=True)
+        self.follow(LEAST + 1)
+        assert self.late.remaining() == pytest.approx(alone - 0.3 * MS)
+
     def waits_after(self, count: int) -> bool:
         self.setup_method()
         self.follow(count)
