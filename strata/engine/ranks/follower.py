@@ -6,6 +6,7 @@ and the descriptors `channel` and `beats` that it has inherited. It ends with ra
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -155,6 +156,8 @@ def _follow(job: _Job, leader: Leader) -> None:
             asked, config, device, ids, lambda _: None, StartupClock(), beside, leader, show_progress=False
         )
     steps = _Steps(executor)
+    gc.collect()
+    gc.freeze()  # no collection walks in the middle of a step what lives as long as the process
     while True:
         message = leader.next()
         try:
