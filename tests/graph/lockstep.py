@@ -9,16 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from strata.graph.capture import operation_of
+from strata.kernels.norm.norm import rms_norm
 
-Combine = Callable[[str, Sequence[Tensor], tuple[Any, ...]], Tensor]
+Combine = Callable[[str, Sequence[Tensor], tuple[Any, ...]], Any]
 
 
-def combine(name: str, parts: Sequence[Tensor], others: tuple[Any, ...]) -> Tensor:
+def combine(name: str, parts: Sequence[Tensor], others: tuple[Any, ...]) -> Any:
     """What a collective gives every rank."""
     if name == "all_reduce":
         return reduce(add, parts)
+    if name == "all_reduce_add_rms_norm":
+        _, residual, weight, eps = others
+        total = reduce(add, parts) + residual
+        return total, rms_norm.reference(total, weight, eps)
     if name == "pairwise_all_reduce":
         while len(parts) > 1:
             parts = [add(*parts[at : at + 2]) for at in range(0, len(parts), 2)]
@@ -42,7 +48,7 @@ def run_in_lockstep(
             called = [fx.map_arg(node.args, known.__getitem__) for node, known in zip(nodes, values, strict=True)]
             shared = combine(operation.name, [args[0] for args in called], called[0][1:])
             for node, known in zip(nodes, values, strict=True):
-                known[node] = shared.clone()
+                known[node] = pytree.tree_map(torch.clone, shared)
             continue
         for graph, node, known, own in zip(graphs, nodes, values, given, strict=True):
             if node.op == "output":

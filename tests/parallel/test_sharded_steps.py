@@ -20,6 +20,7 @@ from strata.graph.compose import compose
 from strata.graph.cost import operation_counts
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.fuse_attention import fuse_decode_attention
+from strata.graph.fuse_messages import fuse_messages
 from strata.graph.fuse_products import fuse_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
@@ -122,7 +123,7 @@ def test_deterministic_logits_do_not_depend_on_the_number_of_ranks(name: str, dt
 def decode_graph(model: nn.Module, part: RankShard | None, *, products: bool) -> fx.GraphModule:
     """What an engine runs for decode steps on CUDA."""
     captured = whole_graph(model, part)
-    graph = fuse_decode_attention(fuse(merge(captured)))
+    graph = fuse_decode_attention(fuse_messages(fuse(merge(captured))))
     return fuse_products(graph) if products else graph
 
 
@@ -142,7 +143,7 @@ def test_the_graphs_of_a_gpu_have_the_logits_of_one_rank_too(name: str, size: in
     model = random_model(config, torch.float32).requires_grad_(False)
 
     def made(own: nn.Module, part: RankShard | None) -> tuple[fx.GraphModule, fx.GraphModule]:
-        prompts = gather_after_attention(fuse_gated_products(fuse(merge(whole_graph(own, part)))))
+        prompts = gather_after_attention(fuse_gated_products(fuse_messages(fuse(merge(whole_graph(own, part))))))
         decodes = decode_graph(own, part, products=products)
         axes = {} if part is None else part.axes
         return bind(prompts, "cpu", axes=axes), bind(decodes, "cpu", axes=axes)
@@ -169,14 +170,20 @@ def test_passes_fuse_a_ranks_graph_as_they_fuse_the_whole(name: str) -> None:
     part, own = shard_of(model, config, 2, 1)
     graph = decode_graph(own, part, products=False)
     found = operation_counts(graph)
-    assert found.pop("all_reduce") == 1 + 2 * config.num_layers
-    biases = [f"model.layers.{layer}.{name}.bias" for layer in range(config.num_layers) for name in SUMMED]
-    whole["add"] += sum(bias in part.placements for bias in biases)
+    fused = found.pop("all_reduce_add_rms_norm", 0)
+    assert found.pop("all_reduce") + fused == 1 + 2 * config.num_layers
+    # A bias stands between a sum over the ranks and its norm.
+    summed = sum(f"model.layers.{layer}.{name}.bias" in part.placements for layer in range(2) for name in SUMMED)
+    assert fused == 2 * config.num_layers - summed
+    found["add_rms_norm"] += fused
+    whole["add"] += summed
     whole["vocabulary_embedding"] = whole.pop("embedding")
     assert {**found} == {name: count for name, count in whole.items() if count}
     for node in graph.graph.nodes:
         if operation_of(node) is not None and operation_of(node).collective:  # type: ignore[union-attr]
-            assert node.meta["layer"] is not None or node.meta["module"] == "model.embed_tokens"
+            assert node.meta["layer"] is not None or node.meta["module"].startswith(
+                ("model.embed_tokens", "model.norm")
+            )
 
 
 SUMMED = ("self_attn.o_proj", "mlp.down_proj")
