@@ -27,6 +27,8 @@ def warm(
     max_num_seqs: options.MaxNumSeqs = 256,
     max_num_batched_tokens: Annotated[int | None, options.engine_option(min=1, help="Most tokens of one step.")] = None,
     deterministic: options.Deterministic = False,
+    tensor_parallel_size: options.TensorParallelSize = 1,
+    enable_expert_parallel: options.EnableExpertParallel = False,
 ) -> None:
     """Compile all kernels that serving a model takes, before anybody waits for them.
 
@@ -51,6 +53,8 @@ def warm(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         deterministic=deterministic,
+        tensor_parallel_size=tensor_parallel_size,
+        enable_expert_parallel=enable_expert_parallel,
     )
     with compiling(asked, limits) as process:
         last = shown(process.progress(), lambda line: typer.echo(line, err=True), show=True)

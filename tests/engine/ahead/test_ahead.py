@@ -306,6 +306,7 @@ def test_warm_without_triton_says_so() -> None:
         (["8B", "--device", "a100"], "163 KiB of shared memory for a program"),
         (["80B", "--device", "h200"], "model folder '80B' does not exist"),
         (["8B", "--device", "h200", "--dtype", "int3"], "dtype 'int3' is unknown"),
+        (["8B", "--device", "h200", "--tensor-parallel-size", "3"], "does not divide the 32 attention heads"),
     ],
 )
 def test_warm_says_what_cannot_be_done(arguments: list[str], message: str) -> None:
