@@ -51,12 +51,13 @@ def graph(
     Example, a decode step: strata graph 8B --context 1000 --sequences 32
     """
     from strata.bench.costing import find_config, meta_model
-    from strata.parallel.serving_shard import RankShard
+    from strata.comm.symmetric import imagined
+    from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 
     spec, config = device(on), find_config(folder_shape_or_file(model))
     ranks, shard = tensor_parallel_size, None
     if ranks > 1:
-        shard = RankShard.of(config, ranks, 0, expert_parallel=enable_expert_parallel)
+        shard = RankShard.of(config, ranks, 0, imagined(TENSOR_AXIS, ranks), expert_parallel=enable_expert_parallel)
     elif enable_expert_parallel:
         raise ValueError("--enable-expert-parallel divides experts by --tensor-parallel-size; make that 2 or more")
     beside = (prompt,) * bool(prompt)

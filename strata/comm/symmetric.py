@@ -70,6 +70,18 @@ def with_symmetric_memory(axis: Axis, device: torch.device) -> Axis:
     return replace(axis, symmetric=_exchanged(axis, device))
 
 
+def imagined(name: str, ranks: int) -> Axis:
+    """The first rank's axis of so many GPUs that are not there, with symmetric memory where there are kernels for it:
+    for graphs that are costed, shown or compiled, and not run.
+    """
+    memory = None
+    if HAS_TRITON and ranks in SIZES:
+        words = torch.empty(Layout.of(ranks).end, dtype=torch.int32, device="meta")
+        peers = torch.empty(ranks, dtype=torch.int64, device="meta")
+        memory = SymmetricMemory(words, peers, words.new_empty(2, PROGRAMS), None)
+    return Axis(name, ranks, 0, tuple(range(ranks)), None, symmetric=memory)
+
+
 def _why_not(axis: Axis, device: torch.device) -> str | None:
     """The same on all ranks: what one finds, all are told."""
     if axis.group is None:

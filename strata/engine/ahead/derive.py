@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -17,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from strata.cache.pages import PageAllocator
 from strata.cache.pool import KVPool
 from strata.comm.operations import all_gather
+from strata.comm.symmetric import imagined
 from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS, Ledger
 from strata.engine.loop import EngineLoop
@@ -37,11 +39,12 @@ from strata.kernels import tuned
 from strata.kernels.compiling.noting import noting
 from strata.kernels.compiling.variant import Variant
 from strata.kernels.device_limits import DeviceLimits, implementations_for, meta_means
+from strata.kernels.op import NCCL, Bound
 from strata.models import weights
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.families import build
-from strata.parallel.serving_shard import RankShard, rank_config
+from strata.parallel.serving_shard import TENSOR_AXIS, RankShard, rank_config
 
 META = torch.device("meta")
 # More than any prompt of the warm-up fills; how many there are really is known once memory is measured.
@@ -75,7 +78,8 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
     own, shard = config, None
     if ranks > 1:  # they all launch what the first does
         own = rank_config(config, ranks, 0, expert_parallel=by_experts, redundant=redundant)
-        shard = RankShard.of(shortened(config), ranks, 0, expert_parallel=by_experts, redundant=redundant)
+        axis = imagined(TENSOR_AXIS, ranks)
+        shard = RankShard.of(shortened(config), ranks, 0, axis, expert_parallel=by_experts, redundant=redundant)
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits)
     with as_if_launched(limits, note):
         part = None if shard is None else _Unanswered.of(shard)
@@ -132,14 +136,29 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
 
 
 def _leave_messages_out(graphs: StepGraphs) -> None:
-    """Ranks that are not there answer no message: of a collective only the shape of its result is made."""
+    """Ranks that are not there answer no library: of its collectives only the shape of the result is made."""
     for graph in (getattr(graphs, one.name) for one in fields(graphs)):
         if isinstance(graph, fx.GraphModule):
             for node in graph.graph.nodes:
                 bound = node.meta.get("bound")
                 if bound is not None and bound.operation.collective:
-                    node.target = bound.operation.meta
+                    node.target = _WithoutLibrary(bound)
             make_code(graph)
+
+
+@dataclass(frozen=True, eq=False)
+class _WithoutLibrary:
+    """A collective that runs as bound if kernels of our own do all of it."""
+
+    bound: Bound
+
+    @property
+    def __name__(self) -> str:  # of which torch.fx makes the graph's code
+        return self.bound.__name__
+
+    def __call__(self, *args: Any) -> Any:
+        chosen = self.bound.choose(*args)
+        return self.bound.operation.meta(*args) if NCCL in chosen.launches(*args) else chosen.run(*args)
 
 
 _NO_LEDGER = Ledger("meta", *(0,) * 11)
