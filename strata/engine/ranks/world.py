@@ -74,7 +74,7 @@ def abort(world: World) -> None:
     world.on_shutdown.clear()
     if world.device.type == "cuda":  # gloo sees by itself that a connection has ended
         with suppress(Exception):
-            dist.distributed_c10d._get_default_group().abort()
+            dist.distributed_c10d._get_default_group()._get_backend(world.device).abort()
 
 
 @contextmanager
