@@ -62,12 +62,20 @@ def with_symmetric_memory(axis: Axis, device: torch.device) -> Axis:
     """The axis with symmetric memory, if all its ranks are GPUs of one machine that reach each other's; else as it is,
     and a line in the log says why. All ranks call it together. device: this rank's.
     """
-    reason = _why_not(axis, device)
-    if reason is not None:
-        if axis.size > 1 and axis.index == 0:
-            logging.getLogger("strata.comm").warning("messages along %s go by NCCL alone: %s", axis.name, reason)
-        return axis
-    return replace(axis, symmetric=_exchanged(axis, device))
+    reason, memory = _why_not(axis, device), None
+    if reason is None:
+        failure = None
+        try:
+            memory = _exchanged(axis, device)
+        except RuntimeError as error:  # a system may forbid it
+            failure = str(error).partition("\n")[0]
+        # Nobody writes before all have cleared, and all do or none.
+        reason = next(filter(None, all_gather_json(failure, axis, device)), None)
+    if reason is None:
+        return replace(axis, symmetric=memory)
+    if axis.size > 1 and axis.index == 0:
+        logging.getLogger("strata.comm").warning("messages along %s go by the library alone: %s", axis.name, reason)
+    return axis
 
 
 def imagined(name: str, ranks: int) -> Axis:
@@ -115,5 +123,4 @@ def _exchanged(axis: Axis, device: torch.device) -> SymmetricMemory:
     peers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
     counters = torch.zeros(2, PROGRAMS, dtype=torch.int32, device=device)
     torch.cuda.synchronize(device)
-    all_gather_json("cleared", axis, device)  # nobody writes before
     return SymmetricMemory(inbox, peers, counters, handle)

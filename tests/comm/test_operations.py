@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from strata.comm import symmetric
 from strata.comm.launch import World
 from strata.comm.mesh import Axis, Mesh
 from strata.comm.operations import Along, all_gather, all_reduce, all_to_all, reduce_scatter
@@ -55,6 +56,12 @@ class Sharded(nn.Module):
         return all_gather(all_reduce(linear(x, self.weight, None), self.along), self.along, -1)
 
 
+def fails_on_the_last(axis: Axis, device: torch.device) -> str:
+    if axis.index == axis.size - 1:
+        raise RuntimeError("not permitted\nin this container")
+    return "memory"
+
+
 def on_ranks(world: World, folder: Path) -> dict[str, Any]:
     axis = Mesh.of(world, {"tp": world.size}).axis("tp")
     found: dict[str, Any] = {}
@@ -76,6 +83,10 @@ def on_ranks(world: World, folder: Path) -> dict[str, Any]:
         found[f"gathered {dim}"] = all_gather(part(world.rank), axis, dim).tolist()
     x = torch.randn(5, 4 * world.size, generator=torch.Generator().manual_seed(1))
     graph = bind(capture(Sharded(world.size, world.rank)), "cpu", axes={"tp": axis})
+    assert symmetric.with_symmetric_memory(axis, world.device) is axis, "there is none between processes of a CPU"
+    symmetric._why_not = lambda *_: None
+    symmetric._exchanged = fails_on_the_last
+    assert symmetric.with_symmetric_memory(axis, world.device) is axis, "all ranks have it or none"
     found["graph"] = graph(x[:, 4 * world.rank : 4 * world.rank + 4]).tolist()
     return found
 
