@@ -83,7 +83,7 @@ class Followers:
         self._descriptor = shared_file(self.size)
         self._beats = Beats(self._descriptor)
         pairs = [socket.socketpair() for _ in range(1, self.size)]
-        now = time.monotonic()
+        self._looked = now = time.monotonic()
         self._all = [
             _Follower(rank, ours, theirs, now, heard=now, moved=now) for rank, (ours, theirs) in enumerate(pairs, 1)
         ]
@@ -262,7 +262,10 @@ class Followers:
     def _hanging(self) -> str | None:
         """Who has something to do and has not got on with it for too long, in words; None if nobody."""
         now, slow = time.monotonic(), []
+        stopped, self._looked = max(0.0, now - self._looked - 2 * BEAT_SECONDS), now
         for one in self._all:
+            # While this process was stopped (Ctrl-Z, a frozen container), they may have been, too.
+            one.heard, one.moved = one.heard + stopped, one.moved + stopped
             beats, done = self._beats.of(one.rank)
             if beats != one.beats:
                 one.beats, one.heard = beats, now

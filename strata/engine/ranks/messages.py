@@ -1,7 +1,8 @@
 """What rank 0 and the other ranks of an engine say to each other: msgspec structs, never pickle.
 
 Rank 0 sends `ToFollower`: each makes the calls of the device that it makes itself, in the same order, because the
-collectives in them meet. Followers answer `Agree` alone, and say what has failed.
+collectives in them meet. Followers tell a `Value` where all agree on one, or where
+`CompareIds` asks for it, and what has failed.
 """
 
 from __future__ import annotations
