@@ -230,9 +230,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _listed(ids: Sequence[int]) -> list[int]:
     for id in ids:
-        if not isinstance(id, int):
+        if not isinstance(id, int) or isinstance(id, bool):
             raise ValueError(f"token id {id!r} is no integer")
-    return list(ids)
+    return [int(id) for id in ids]  # ranks tell each other of plain ones
 
 
 @contextmanager

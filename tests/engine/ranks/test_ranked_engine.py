@@ -125,6 +125,18 @@ def test_outputs_follow_a_grammar_beside_others(one: LLM, two: LLM) -> None:
     assert isinstance(json.loads(outputs[1][0].outputs[0].text), dict)
 
 
+class Id(int):
+    """An integer that msgspec does not encode."""
+
+
+def test_ids_of_other_kinds_end_nothing(one: LLM, two: LLM) -> None:
+    for ask in (two.generate, two.embed):
+        with pytest.raises(ValueError, match="token id True is no integer"):
+            ask([[True, 2]], use_tqdm=False)
+    assert_alike(one, two, [[Id(7), 3]], GREEDY)
+    assert len(two.embed([[Id(7), 3]], use_tqdm=False)) == 1
+
+
 def test_embeddings_are_alike(one: LLM, two: LLM) -> None:
     prompts = [prompt(40), prompt(7, 3), prompt(12, 5)]
     for pooling in ("last", "mean"):
