@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there without being listed
+from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]  # there without being listed
 from torch.distributed.distributed_c10d import Store
 
 from strata.comm.launch import World, connected
@@ -20,6 +20,8 @@ from strata.comm.mesh import Axis, Mesh
 from strata.comm.symmetric import with_symmetric_memory
 
 _HOST = "127.0.0.1"
+# In which all ranks connect once all have come so far; one that ends meanwhile leaves the others waiting for so long.
+_JOIN_SECONDS = 60.0
 # Longer than any step: a rank that hangs is found by its beats (`Followers`), whatever its messages wait for.
 _LONGEST_SECONDS = 3600.0
 # Multicast over NVLink is of the whole host, and GPUs of others may be in it: whoever asks for it does not get it.
@@ -54,9 +56,11 @@ def store_at(port: int, ranks: int) -> TCPStore:
 def join(store: Store, index: int, size: int, device: torch.device) -> tuple[World, Axis]:
     """Connect with the other ranks, which do the same at this time; the axis "tp" of all."""
     os.environ.update(_WITHOUT_MULTICAST)
+    distributed_c10d._world.group_count = 0  # groups meet by their number, and one that failed here has counted
     with _loopback():
-        world = connected(store, index, index, size, device, timeout_seconds=_LONGEST_SECONDS)
+        world = connected(store, index, index, size, device, timeout_seconds=_JOIN_SECONDS)
     axis = Mesh.of(world, {"tp": size}).axis("tp")
+    distributed_c10d._set_pg_timeout(timedelta(seconds=_LONGEST_SECONDS), axis.group)
     return world, with_symmetric_memory(axis, device) if device.type == "cuda" else axis
 
 
@@ -74,7 +78,7 @@ def abort(world: World) -> None:
     world.on_shutdown.clear()
     if world.device.type == "cuda":  # gloo sees by itself that a connection has ended
         with suppress(Exception):
-            dist.distributed_c10d._get_default_group()._get_backend(world.device).abort()
+            distributed_c10d._get_default_group()._get_backend(world.device).abort()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,48 @@ def test_a_rank_that_stops_is_named_and_another_engine_can_start(monkeypatch: py
     del again
     assert time.monotonic() - before < 5
     assert not any(alive(pid) for pid in pids.values())
+
+
+def test_ranks_that_were_stopped_together_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-Z and fg: rank 0 may wake up first, and finds the other as it was long ago."""
+    llm = LLM(tensor_parallel_size=2, **OPTIONS)
+    pids, asleep = others(llm), [0.0]
+    monkeypatch.setattr(followers, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + asleep[0]))
+
+    def sleep() -> None:
+        os.kill(pids[1], signal.SIGSTOP)
+        time.sleep(0.6)
+        asleep[0] = 1000.0
+        time.sleep(0.6)
+        os.kill(pids[1], signal.SIGCONT)
+
+    threading.Timer(0.05, sleep).start()
+    outputs = llm.generate([[1, 2, 3]] * 2, LONG, use_tqdm=False)
+    assert asleep[0]
+    assert all(output.finished for output in outputs)
+
+
+def test_a_rank_that_ends_while_ranks_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Followers] = []
+    connected, start = world.connected, Followers.__init__
+
+    def remembered(self: Followers, *arguments: Any) -> None:
+        start(self, *arguments)
+        made.append(self)
+
+    def lonely(*arguments: Any, **options: Any) -> Any:
+        os.kill(made[0].processes[1], signal.SIGSTOP)
+        os.kill(made[0].processes[1], signal.SIGKILL)
+        return connected(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world, "_JOIN_SECONDS", 2.0)
+        patch.setattr(Followers, "__init__", remembered)
+        patch.setattr(world, "connected", lonely)
+        with pytest.raises(EngineFault, match=r"rank 1 of 2 \(process \d+\) was killed by SIGKILL"):
+            LLM(tensor_parallel_size=2, **OPTIONS)
+    again = LLM(tensor_parallel_size=2, **OPTIONS)
+    assert again.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)[0].finished
 
 
 def test_an_error_of_rank_0_in_a_step_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
