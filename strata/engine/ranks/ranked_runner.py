@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher
+from torch import Tensor
 
 from strata.engine.embeddings.pooling import Pooled, Pooler, PoolRequest
 from strata.engine.faults import EngineFault
@@ -44,15 +45,31 @@ class WatchedStep(Launched):
 
     def wait(self) -> list[int]:
         """As `Launched.wait`; raises EngineFault if a rank has ended or the step takes too long."""
-        if not self.ended:
-            until = time.monotonic() + _STEP_SECONDS
-            while not self.ended:
-                self.check()
-                if time.monotonic() > until:
-                    raise EngineFault(f"rank 0 has waited for the end of a step for {_STEP_SECONDS:g} s")
-                time.sleep(_LOOK_SECONDS)
-        self.check()
+        _wait(lambda: self.ended, self.check)
         return super().wait()
+
+
+@dataclass(frozen=True)
+class WatchedVectors(Pooled):
+    """Vectors that do not come if a rank has ended. check: raises EngineFault then."""
+
+    check: Callable[[], None] = field(default=_always_ready, kw_only=True)
+
+    def wait(self) -> Tensor:
+        """As `Pooled.wait`; raises EngineFault if a rank has ended or they take too long."""
+        _wait(lambda: self.done, self.check)
+        return super().wait()
+
+
+def _wait(has_ended: Callable[[], bool], check: Callable[[], None]) -> None:
+    """Until something on the device of rank 0 has ended. check: raises EngineFault if a rank has."""
+    until = time.monotonic() + _STEP_SECONDS
+    while not has_ended():
+        check()
+        if time.monotonic() > until:
+            raise EngineFault(f"rank 0 has waited for the end of a step for {_STEP_SECONDS:g} s")
+        time.sleep(_LOOK_SECONDS)
+    check()
 
 
 class RankedRunner:
@@ -119,8 +136,7 @@ class RankedRunner:
             self.experts.move(layer, placed)
 
     def _watched(self, step: Launched) -> WatchedStep:
-        values: dict[str, Any] = {one.name: getattr(step, one.name) for one in fields(step)}
-        return WatchedStep(**values, check=self._followers.check)
+        return WatchedStep(**_fields(step), check=self._followers.check)
 
 
 class RankedPooler:
@@ -139,7 +155,11 @@ class RankedPooler:
         with together(self._followers):
             prompts = tuple((tuple(request.prompt), request.pooling) for request in requests)
             self._followers.send(messages.Pool(prompts))
-            return self._pooler.launch(requests)
+            return WatchedVectors(**_fields(self._pooler.launch(requests)), check=self._followers.check)
+
+
+def _fields(under_way: Launched | Pooled) -> dict[str, Any]:
+    return {one.name: getattr(under_way, one.name) for one in fields(under_way)}
 
 
 @contextmanager
