@@ -152,12 +152,17 @@ class Followers:
             self._ending = True
             with suppress(EngineFault):
                 self.send(messages.End())
-        if threading.current_thread() is not self._watching:  # in which garbage may be collected, too
+        if threading.current_thread() is self._watching:  # in which garbage may be collected, too; it ends behind this
+            self._kill()
+            for one in self._all:
+                one.gone = True
+        else:
             self._watching.join(_END_SECONDS)
             self._kill()
             self._watching.join()
+            for one in self._all:
+                one.channel.close()
         for one in self._all:
-            one.channel.close()
             one.theirs.close()
         os.close(self._descriptor)
         self._leave()

@@ -130,6 +130,16 @@ def test_a_rank_that_fails_while_it_starts_is_named(tmp_path: Path) -> None:
         ranks.stop()
 
 
+def test_an_engine_that_is_collected_by_the_thread_that_watches_its_ranks_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Followers, "_hanging", Followers.stop)  # garbage is collected wherever something is made
+    ranks = Followers(EngineConfig(str(tmp_path / "nothing"), tensor_parallel_size=2, device="cpu"), lambda line: None)
+    ranks._watching.join(5)
+    assert not ranks._watching.is_alive()
+    assert not any(alive(pid) for pid in ranks.processes.values())
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children with their parent on Linux alone")
 def test_ranks_end_with_a_rank_0_that_is_killed() -> None:
     program = f"""
