@@ -30,8 +30,8 @@ MODULE = "strata.engine.ranks.follower"
 # A rank that has something to do and says nothing for so long has stopped. It speaks from a thread of its own, whatever
 # its messages and its device make it wait for.
 SILENT_SECONDS = 10.0
-# What imports may take on a busy machine before it first speaks.
-_FIRST_BEAT_SECONDS = 120.0
+# The same until all have connected: imports and drivers hold the interpreter's lock, so that no thread of it speaks.
+_START_SECONDS = 120.0
 # In which all that are there must have got on with one message.
 _STEP_SECONDS = 300.0
 # After a rank has ended: who failed because of it says so no later than this.
@@ -278,7 +278,7 @@ class Followers:
                 one.done, one.moved = done, now
             elif now - one.moved > _STEP_SECONDS:
                 slow.append(one)
-            silence = SILENT_SECONDS if beats or _state(one.process) else _FIRST_BEAT_SECONDS
+            silence = SILENT_SECONDS if self._joined or _state(one.process) else _START_SECONDS
             if done >= self._sent and self._joined:
                 one.heard = now  # it has nothing to do
             elif now - one.heard > silence:

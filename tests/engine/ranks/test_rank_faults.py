@@ -121,6 +121,27 @@ def test_an_error_of_rank_0_in_a_step_ends_all(monkeypatch: pytest.MonkeyPatch) 
     assert not any(alive(pid) for pid in pids.values())
 
 
+# Run by a follower before its own program: once it has begun to say that it lives, a library holds Python's lock.
+HELD = """
+import ctypes, threading, time
+def hold():
+    while all(one.name != "beats" for one in threading.enumerate()):
+        time.sleep(0.01)
+    ctypes.PyDLL(None).sleep(2)
+threading.Thread(target=hold, daemon=True).start()
+"""
+
+
+def test_a_library_that_holds_the_lock_of_a_rank_that_starts_is_no_silence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HELD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(followers, "SILENT_SECONDS", 1.0)
+    llm = LLM(tensor_parallel_size=2, **OPTIONS)
+    assert llm.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)[0].finished
+
+
 def test_a_rank_that_fails_while_it_starts_is_named(tmp_path: Path) -> None:
     ranks = Followers(EngineConfig(str(tmp_path / "nothing"), tensor_parallel_size=2, device="cpu"), lambda line: None)
     try:
