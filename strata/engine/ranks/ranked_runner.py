@@ -177,7 +177,8 @@ def together(followers: Followers) -> Iterator[None]:
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Let SIGINT wait for the end of the block. Only the main thread hears it."""
-    if threading.current_thread() is not threading.main_thread():
+    # A handler that is not Python's is None to it, and could not be put back.
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield
         return
     heard: list[tuple[int, FrameType | None]] = []

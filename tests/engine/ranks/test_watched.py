@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from strata.engine.embeddings.pooling import Pooled, PoolRequest
 from strata.engine.faults import EngineFault
 from strata.engine.plan import StepPlan
+from strata.engine.ranks import ranked_runner
 from strata.engine.ranks.ranked_runner import RankedPooler, RankedRunner
 from strata.engine.runner import Launched
 
@@ -57,3 +59,17 @@ def test_a_step_under_way_ends_with_a_rank() -> None:
     assert not step.ended
     with pytest.raises(EngineFault, match="rank 1 of 2 has ended"):
         step.wait()
+
+
+def test_a_handler_of_ctrl_c_that_is_not_pythons_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a program in C that has Python in it."""
+
+    def handle(number: int, handler: object) -> None:
+        if handler is None:
+            raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
+
+    theirs = SimpleNamespace(SIGINT=signal.SIGINT, getsignal=lambda number: None, signal=handle)
+    monkeypatch.setattr(ranked_runner, "signal", theirs)
+    runner: Any = SimpleNamespace(settle=lambda: None)
+    followers: Any = Lost()
+    RankedRunner(runner, followers, None, None).settle()
