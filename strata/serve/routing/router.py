@@ -1,0 +1,194 @@
+"""Routes requests to replicas of an engine: a value in, a value out, without sockets, clocks or tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from strata.serve.routing.held_prefixes import BLOCK_TOKENS, HeldPrefixes, prefix_keys
+
+# What a sample weighs beside tokens of prompts that are to be computed: a guess at the length of an answer, since a
+# token that is decoded in a batch takes about as long as one of a prompt, or less.
+SAMPLE_TOKENS = 256
+# A request that was under way in so many replicas that were lost may be why; no further one is risked.
+MOST_REPLICAS = 2
+
+
+class NoReplica(RuntimeError):
+    """No replica takes the request; the message says why, in one line."""
+
+
+class Standing(Enum):
+    """serving: takes requests. draining: finishes those it has and takes no others. lost: has none, and takes none."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """A request's way to a replica.
+
+    prompt_tokens: to be computed there, as far as is known. samples: sequences that decode.
+    matched_tokens: of the prompt's beginning, which the replica should hold.
+    attempt: 1 for the first replica that got the request.
+    """
+
+    replica: int
+    prompt_tokens: int
+    matched_tokens: int
+    samples: int
+    attempt: int
+
+
+@dataclass(slots=True)
+class _Replica:
+    """prompt_tokens, samples: of the routes that lead here, those begun without their prompts. reported: the load that
+    the engine told of, and own_when_reported what the routes amounted to then."""
+
+    held: HeldPrefixes
+    standing: Standing = Standing.SERVING
+    routes: dict[Route, int] = field(default_factory=dict)  # each with its prompt tokens that are still to be computed
+    prompt_tokens: int = 0
+    samples: int = 0
+    reported: int = 0
+    own_when_reported: int = 0
+
+    @property
+    def own(self) -> int:
+        return self.prompt_tokens + SAMPLE_TOKENS * self.samples
+
+    @property
+    def load(self) -> int:
+        return max(self.own, self.reported + self.own - self.own_when_reported)
+
+    def remove(self, route: Route) -> None:
+        self.prompt_tokens -= self.routes.pop(route)
+        self.samples -= route.samples
+
+
+class Router:
+    """The replica that gets a request is the one with the least
+
+        load + tokens of the prompt that it would have to compute,
+
+    in tokens, where the load is that of the requests under way: tokens of their prompts still to be computed, and
+    SAMPLE_TOKENS for each sample. So a request follows its prefix until the replica that holds it has more load than
+    another by what the prefix saves, and right before a choice the chosen one has at most `Route.matched_tokens` more
+    load than any other. Of equal ones the one that holds the longer prefix is taken, then they take turns.
+
+    The cost is that of NVIDIA Dynamo's KV router (prompt blocks to compute plus blocks under way). As in SGLang's
+    cache-aware router the prefixes are learned from what was routed, not told by the engines; its two thresholds, which
+    switch between prefix and load, have no counterpart in a sum. All replicas are compared: the power of two choices
+    (Mitzenmacher 2001) saves asking many for their loads, and here the loads are known.
+
+    Several routers may send to the same engines (one in each API process). Each knows its own requests, and by `report`
+    how much load there is in all; between two reports it does not see what the others do.
+    """
+
+    def __init__(self, capacities: Iterable[int]) -> None:
+        """capacities: for each replica, the tokens that its KV cache has room for."""
+        self._replicas = [_Replica(HeldPrefixes(capacity // BLOCK_TOKENS)) for capacity in capacities]
+        self._turn = 0
+
+    def __len__(self) -> int:
+        """Replicas, in whatever standing."""
+        return len(self._replicas)
+
+    def standing(self, replica: int) -> Standing:
+        return self._replicas[replica].standing
+
+    def load(self, replica: int) -> int:
+        """In tokens; see the class."""
+        return self._replicas[replica].load
+
+    def under_way(self, replica: int) -> int:
+        """Requests that this router has sent there and that have not ended."""
+        return len(self._replicas[replica].routes)
+
+    def held_blocks(self, replica: int) -> int:
+        """Blocks of BLOCK_TOKENS that the replica is thought to hold."""
+        return len(self._replicas[replica].held)
+
+    def route(self, prompt: Sequence[int], salt: str = "", *, samples: int = 1, caches: bool = True) -> Route:
+        """Choose a replica; until `ended` is told, the request counts as its load.
+
+        salt: prompts of different salts share nothing. samples: sequences that decode; 0 for an embedding.
+        caches: whether the prompt is looked up in the engine's prefix cache and kept there.
+        Raises NoReplica if none serves.
+        """
+        return self._route(prompt, salt, samples, caches, attempt=1)
+
+    def reroute(
+        self, route: Route, prompt: Sequence[int], salt: str = "", *, samples: int = 1, caches: bool = True
+    ) -> Route:
+        """Another replica for a request of which nothing was sent on when its replica was lost. Parameters as of
+        `route`. Raises NoReplica as well when the request has had MOST_REPLICAS."""
+        if route.attempt >= MOST_REPLICAS:
+            raise NoReplica(f"{route.attempt} engines have ended while they had the request")
+        return self._route(prompt, salt, samples, caches, attempt=route.attempt + 1)
+
+    def begun(self, route: Route) -> None:
+        """The request has its first token: its prompt is computed."""
+        replica = self._replicas[route.replica]
+        if route in replica.routes:
+            replica.prompt_tokens -= replica.routes[route]
+            replica.routes[route] = 0
+
+    def ended(self, route: Route) -> None:
+        """The request is over, whichever way. No effect the second time, nor after its replica was lost."""
+        replica = self._replicas[route.replica]
+        if route in replica.routes:
+            replica.remove(route)
+
+    def report(self, replica: int, *, prompt_tokens: int, samples: int) -> None:
+        """What an engine tells of all requests under way in it, whoever sent them: tokens of prompts still to be
+        computed, and sequences."""
+        one = self._replicas[replica]
+        one.reported = prompt_tokens + SAMPLE_TOKENS * samples
+        one.own_when_reported = one.own
+
+    def drain(self, replica: int) -> None:
+        """The replica takes no new requests. No effect on one that is lost."""
+        one = self._replicas[replica]
+        if one.standing is Standing.SERVING:
+            one.standing = Standing.DRAINING
+
+    def lose(self, replica: int) -> list[Route]:
+        """The replica's engine has ended: with it went what it held and the requests under way, which are returned."""
+        one = self._replicas[replica]
+        lost = list(one.routes)
+        for route in lost:
+            one.remove(route)
+        one.held.clear()
+        one.reported = one.own_when_reported = 0
+        one.standing = Standing.LOST
+        return lost
+
+    def recover(self, replica: int) -> None:
+        """The replica serves again: after a drain with what it has, after a loss with a new engine that holds nothing."""
+        self._replicas[replica].standing = Standing.SERVING
+
+    def _route(self, prompt: Sequence[int], salt: str, samples: int, caches: bool, attempt: int) -> Route:
+        serving = [number for number, one in enumerate(self._replicas) if one.standing is Standing.SERVING]
+        if not serving:
+            standings = ", ".join(f"{number} is {one.standing.value}" for number, one in enumerate(self._replicas))
+            raise NoReplica(f"no engine takes requests: {standings}")
+        keys = prefix_keys(prompt, salt) if caches else []
+        matched = {number: BLOCK_TOKENS * self._replicas[number].held.matched(keys) for number in serving}
+
+        def cost(number: int) -> tuple[int, int, int]:
+            turns = (number - self._turn) % len(self._replicas)
+            return self._replicas[number].load - matched[number], -matched[number], turns
+
+        chosen = min(serving, key=cost)
+        self._turn = chosen + 1
+        replica = self._replicas[chosen]
+        route = Route(chosen, len(prompt) - matched[chosen], matched[chosen], samples, attempt)
+        replica.held.note(keys)
+        replica.routes[route] = route.prompt_tokens
+        replica.prompt_tokens += route.prompt_tokens
+        replica.samples += samples
+        return route
