@@ -168,7 +168,7 @@ class Router:
         return lost
 
     def recover(self, replica: int) -> None:
-        """The replica serves again: after a drain with what it has, after a loss with a new engine that holds nothing."""
+        """The replica serves again: after a drain with what it has, after a loss with a new engine that is empty."""
         self._replicas[replica].standing = Standing.SERVING
 
     def _route(self, prompt: Sequence[int], salt: str, samples: int, caches: bool, attempt: int) -> Route:

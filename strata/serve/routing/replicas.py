@@ -1,0 +1,197 @@
+"""An API process's lines to several replicas of an engine, which are used as if they were one `EngineClient`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from strata.engine.process.messages import Add, Delta, Embed, Ready, Statistics, TokenLogprobs
+from strata.serve.client import EngineClient, EngineGone
+from strata.serve.routing.router import NoReplica, Route, Router, Standing
+
+
+class ReplicaStream:
+    """What one request brings, as `Stream`. If its replica is lost before anything came, another one gets the request;
+    once something has been read, an answer begun anew could contradict it, so EngineGone is raised."""
+
+    def __init__(self, replicas: Replicas, add: Add) -> None:
+        """Raises NoReplica."""
+        self.id = add.id
+        self._replicas = replicas
+        self._add = add
+        self._begun = self._expired = False
+        self._route = replicas.router.route(add.prompt, add.salt, samples=add.params.n, caches=_caches(add))
+        self._stream = self.client.submit(add)
+
+    @property
+    def client(self) -> EngineClient:
+        """Of the replica that has the request."""
+        return self._replicas.clients[self._route.replica]
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
+        return self._stream.prompt_logprobs
+
+    def __aiter__(self) -> ReplicaStream:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        while True:
+            try:
+                deltas = await anext(self._stream)
+            except EngineGone as error:
+                self._move(error)
+                continue
+            except Exception:
+                self._replicas._forget(self.id, self._route)
+                raise
+            if not self._begun:
+                self._begun = True
+                self._replicas.router.begun(self._route)
+            return deltas
+
+    def expire(self) -> None:
+        """As of `Stream`."""
+        self._expired = True
+        self._stream.expire()
+
+    async def aclose(self) -> None:
+        """As of `Stream`."""
+        await self._stream.aclose()
+        self._replicas._forget(self.id, self._route)
+
+    def _move(self, error: EngineGone) -> None:
+        """Ask another replica. Raises `error` if it is too late for that, or there is none."""
+        add, route = self._add, self._route
+        self._replicas._look()
+        self._replicas.router.ended(route)
+        try:
+            if self._begun or self._expired:
+                raise error
+            router = self._replicas.router
+            self._route = router.reroute(route, add.prompt, add.salt, samples=add.params.n, caches=_caches(add))
+        except (EngineGone, NoReplica):
+            self._replicas._forget(self.id, route)
+            raise error from None
+        self._stream = self.client.submit(add)
+
+
+class Replicas:
+    """Clients of N engines that serve the same model, with the methods of `EngineClient` that requests use.
+
+    A replica whose engine has ended is lost until `replace` gives it another.
+
+    ready: what the engines are together: their sequences and pages in sum, and the length that all of them take.
+    alive: whether any of them lives.
+    """
+
+    def __init__(self, clients: Sequence[EngineClient]) -> None:
+        """clients: connected, at least one."""
+        self.clients = list(clients)
+        self.router = Router(client.ready.num_pages * client.ready.page_size for client in clients)
+        self._reported: list[Statistics | None] = [None] * len(self.clients)
+        self._streams: dict[str, ReplicaStream] = {}
+
+    @classmethod
+    async def connect(cls, addresses: Sequence[str], *, silence_timeout: float = 0.0) -> Replicas:
+        """Wait until all engines are ready. Raises EngineGone if one of them is not to be; parameters as of
+        `EngineClient.connect`."""
+        connecting = [
+            asyncio.create_task(EngineClient.connect(address, silence_timeout=silence_timeout)) for address in addresses
+        ]
+        try:
+            return cls(await asyncio.gather(*connecting))
+        except BaseException:
+            for task in connecting:
+                task.cancel()
+            made = await asyncio.gather(*connecting, return_exceptions=True)
+            await asyncio.gather(*(client.close() for client in made if isinstance(client, EngineClient)))
+            raise
+
+    @property
+    def ready(self) -> Ready:
+        each = [client.ready for client in self.clients]
+        return msgspec.structs.replace(
+            each[0],
+            max_model_len=min(ready.max_model_len for ready in each),
+            max_sequences=sum(ready.max_sequences for ready in each),
+            num_pages=sum(ready.num_pages for ready in each),
+        )
+
+    @property
+    def alive(self) -> bool:
+        return any(client.alive for client in self.clients)
+
+    async def close(self) -> None:
+        """Abort all requests and end the connections. Safe to call twice."""
+        await asyncio.gather(*(client.close() for client in self.clients))
+
+    def replace(self, replica: int, client: EngineClient) -> None:
+        """Another engine serves in the place of one that has ended, whose client is closed."""
+        self._look()
+        self.clients[replica] = client
+        self._reported[replica] = None
+        self.router.recover(replica)
+
+    def submit(self, add: Add) -> ReplicaStream:
+        """Ask one of the replicas for a generation. Raises ValueError if the id is that of an unfinished request, and
+        EngineGone if no replica takes requests."""
+        if add.id in self._streams:
+            raise ValueError(f"request id {add.id!r} is in use by an unfinished request: choose another")
+        self._look()
+        try:
+            stream = self._streams[add.id] = ReplicaStream(self, add)
+        except NoReplica as error:
+            raise EngineGone(str(error)) from None
+        return stream
+
+    async def embed(self, request: Embed) -> list[float]:
+        """One vector; errors as of `EngineClient.embed`. Another replica is asked when the first is lost."""
+        route: Route | None = None
+        while True:
+            self._look()
+            try:
+                if route is None:
+                    route = self.router.route(request.prompt, samples=0, caches=False)
+                else:
+                    route = self.router.reroute(route, request.prompt, samples=0, caches=False)
+            except NoReplica as error:
+                raise EngineGone(str(error)) from None
+            try:
+                return await self.clients[route.replica].embed(request)
+            except EngineGone:
+                continue
+            finally:
+                self.router.ended(route)
+
+    def finish(self, id: str, index: int, stop: str) -> None:
+        """As of `EngineClient`."""
+        stream = self._streams.get(id)
+        if stream is not None:
+            stream.client.finish(id, index, stop)
+
+    def _look(self) -> None:
+        """See which engines have ended, and how much load the others tell of."""
+        for replica, client in enumerate(self.clients):
+            if not client.alive:
+                if self.router.standing(replica) is not Standing.LOST:
+                    self.router.lose(replica)
+                continue
+            told = client.statistics
+            if told is not self._reported[replica]:
+                self._reported[replica] = told
+                # Tokens of waiting prompts are not told; those of this process are known here.
+                self.router.report(replica, prompt_tokens=0, samples=told.running + told.waiting)
+
+    def _forget(self, id: str, route: Route) -> None:
+        """A request is over."""
+        self.router.ended(route)
+        self._streams.pop(id, None)
+
+
+def _caches(add: Add) -> bool:
+    """Whether the engine looks the prompt up in its prefix cache: one whose log-probabilities are asked for is computed
+    whole."""
+    return add.params.prompt_logprobs is None

@@ -1,0 +1,184 @@
+"""Several engines behind one client, each of which says exactly what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from strata.engine.process.messages import Abort, Add, Delta, Embed, Embedding, Fault, Finish, Hello
+from strata.engine.sampling_params import SamplingParams
+from strata.serve.client import EngineClient, EngineGone
+from strata.serve.routing.held_prefixes import BLOCK_TOKENS
+from strata.serve.routing.replicas import Replicas
+from tests.serve.test_client import READY, ScriptedEngine
+
+DOCUMENT = [7] * (8 * BLOCK_TOKENS)  # saves as much as two samples weigh
+
+Scenario = Callable[[list[ScriptedEngine], Replicas], Awaitable[None]]
+
+
+def play(folder: Path, scenario: Scenario, count: int = 2) -> None:
+    """Run a scenario with so many engines, all ready."""
+
+    async def run() -> None:
+        addresses = [f"ipc://{folder}/engine-{number}.sock" for number in range(count)]
+        engines = [ScriptedEngine(address) for address in addresses]
+        connecting = asyncio.create_task(Replicas.connect(addresses))
+        for engine in engines:
+            assert await engine.heard() == Hello()
+            await engine.say(READY)
+        replicas = await connecting
+        try:
+            await scenario(engines, replicas)
+        finally:
+            await replicas.close()
+            for engine in engines:
+                engine.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def add(id: str, prompt: list[int], **params: int) -> Add:
+    return Add(id, prompt, SamplingParams(**params))  # type: ignore[arg-type]  # by name
+
+
+def test_replicas_are_one_engine_of_the_sum_of_their_sizes(tmp_path: Path) -> None:
+    async def scenario(_: list[ScriptedEngine], replicas: Replicas) -> None:
+        assert replicas.ready.max_sequences == 2 * READY.max_sequences
+        assert replicas.ready.num_pages == 2 * READY.num_pages
+        assert replicas.ready.max_model_len == READY.max_model_len
+        assert replicas.alive
+
+    play(tmp_path, scenario)
+
+
+def test_requests_go_to_different_engines_and_those_of_a_prefix_to_one(tmp_path: Path) -> None:
+    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+        first, other = replicas.submit(add("a", [*DOCUMENT, 1])), replicas.submit(add("b", [2]))
+        assert await engines[0].heard() == add("a", [*DOCUMENT, 1])
+        assert await engines[1].heard() == add("b", [2])
+        await engines[0].tell(Delta("a", 0, [5], "length"))
+        await engines[1].tell(Delta("b", 0, [6], "length"))
+        assert [deltas async for deltas in first] == [[Delta("a", 0, [5], "length")]]
+        assert [deltas async for deltas in other] == [[Delta("b", 0, [6], "length")]]
+        assert [replicas.router.under_way(number) for number in range(2)] == [0, 0]
+        for number in range(3):
+            replicas.submit(add(f"c{number}", [*DOCUMENT, number]))
+            assert isinstance(await engines[0 if number < 2 else 1].heard(), Add)
+
+    play(tmp_path, scenario)
+
+
+def test_a_request_that_had_nothing_yet_is_answered_by_another_replica(tmp_path: Path) -> None:
+    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+        stream = replicas.submit(add("a", [1, 2]))
+        reading = asyncio.create_task(anext(stream))
+        assert await engines[0].heard() == add("a", [1, 2])
+        await engines[0].say(Fault("out of memory"))
+        assert await engines[1].heard() == add("a", [1, 2])
+        await engines[1].tell(Delta("a", 0, [5]))
+        assert await reading == [Delta("a", 0, [5])]
+        replicas.finish("a", 0, "stop")
+        assert await engines[1].heard() == Finish("a", 0, "stop")
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        assert replicas.alive
+        assert replicas.router.under_way(1) == 0
+
+    play(tmp_path, scenario)
+
+
+def test_an_answer_that_has_begun_ends_with_its_replica(tmp_path: Path) -> None:
+    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+        stream = replicas.submit(add("a", [1, 2]))
+        await engines[0].heard()
+        await engines[0].tell(Delta("a", 0, [5]))
+        await anext(stream)
+        await engines[0].say(Fault("out of memory"))
+        with pytest.raises(EngineGone, match="out of memory"):
+            await anext(stream)
+        assert engines[1].heard_nothing()
+        assert replicas.router.under_way(0) == 0
+
+    play(tmp_path, scenario)
+
+
+def test_a_request_whose_time_is_over_is_not_sent_anew(tmp_path: Path) -> None:
+    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+        stream = replicas.submit(add("a", [1, 2]))
+        await engines[0].heard()
+        stream.expire()
+        await engines[0].say(Fault("out of memory"))
+        with pytest.raises((TimeoutError, EngineGone)):
+            await anext(stream)
+        assert engines[1].heard_nothing()
+
+    play(tmp_path, scenario)
+
+
+def test_a_request_ends_no_third_engine(tmp_path: Path) -> None:
+    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+        stream = replicas.submit(add("a", [1, 2]))
+        reading = asyncio.create_task(anext(stream))
+        for engine in engines[:2]:
+            await engine.heard()
+            await engine.say(Fault("illegal address"))
+        with pytest.raises(EngineGone, match="illegal address"):
+            await reading
+        assert engines[2].heard_nothing()
+        replicas.submit(add("b", [3]))
+        assert await engines[2].heard() == add("b", [3])
+
+    play(tmp_path, scenario, count=3)
+
+
+def test_a_new_engine_takes_the_place_of_one_that_has_ended(tmp_path: Path) -> None:
+    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+        for engine in engines:
+            await engine.say(Fault("ended"))
+        assert not replicas.alive
+        with pytest.raises(EngineGone, match="0 is lost, 1 is lost"):
+            replicas.submit(add("a", [1]))
+        address = f"ipc://{tmp_path}/another.sock"
+        another = ScriptedEngine(address)
+        connecting = asyncio.create_task(EngineClient.connect(address))
+        await another.heard()
+        await another.say(READY)
+        await replicas.clients[1].close()
+        replicas.replace(1, await connecting)
+        replicas.submit(add("a", [1]))
+        assert await another.heard() == add("a", [1])
+        another.close()
+
+    play(tmp_path, scenario)
+
+
+def test_a_reader_that_leaves_aborts_its_request_where_it_is(tmp_path: Path) -> None:
+    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+        stream = replicas.submit(add("a", [1]))
+        await engines[0].heard()
+        with pytest.raises(ValueError, match="in use"):
+            replicas.submit(add("a", [1]))
+        await stream.aclose()
+        assert await engines[0].heard() == Abort(["a"])
+        await stream.aclose()
+        assert replicas.router.load(0) == 0
+
+    play(tmp_path, scenario)
+
+
+def test_a_vector_comes_from_another_replica_when_the_first_is_lost(tmp_path: Path) -> None:
+    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+        asked = Embed("a", [1, 2])
+        embedding = asyncio.create_task(replicas.embed(asked))
+        assert await engines[0].heard() == asked
+        await engines[0].say(Fault("ended"))
+        assert await engines[1].heard() == asked
+        await engines[1].say(Embedding("a", b"\x00\x00\x80\x3f\x00\x00\x00\x00"))
+        assert await embedding == [1.0, 0.0]
+        assert replicas.router.load(1) == 0
+
+    play(tmp_path, scenario)
