@@ -92,7 +92,7 @@ def serve(
         bool | None,
         _limit_option(
             "--restart-engine/--no-restart-engine",
-            help="Start another engine when it dies, instead of ending; left out, where there are several ranks.",
+            help="Start another engine when it dies, instead of ending; left out, with several ranks or engines.",
         ),
     ] = None,
     chat_template: Annotated[
@@ -106,6 +106,9 @@ def serve(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     tensor_parallel_size: options.TensorParallelSize = 1,
+    data_parallel_size: Annotated[
+        int, options.engine_option(min=1, help="Engines that requests are divided among, each with GPUs of its own.")
+    ] = 1,
     enable_expert_parallel: options.EnableExpertParallel = False,
     enable_eplb: options.EnableEplb = False,
     num_redundant_experts: options.NumRedundantExperts = 0,
@@ -171,6 +174,7 @@ def serve(
         priority_keys=_priority_keys(priority_keys or [], keys),
         shutdown_timeout=shutdown_timeout,
         api_workers=api_workers,
+        data_parallel_size=data_parallel_size,
         log_json=log_json,
         log_prompts=log_prompts,
     )
@@ -197,7 +201,8 @@ def serve(
         "step_target_ms": step_target_ms or None,
     }
     traces = None if otlp_traces_endpoint is None else _endpoint(otlp_traces_endpoint)
-    restarts = tensor_parallel_size > 1 if restart_engine is None else restart_engine
+    several = tensor_parallel_size > 1 or data_parallel_size > 1
+    restarts = several if restart_engine is None else restart_engine
     sys.exit(launch(ApiJob(settings, keys, tokenizer_folder, restarts, traces), engine))
 
 

@@ -19,6 +19,7 @@ from strata.serve.client import EngineGone, EngineRefused, Stream
 from strata.serve.http.errors import ApiError
 from strata.serve.observe.logs import note_generation
 from strata.serve.observe.metrics import Endpoint, RequestRecord
+from strata.serve.routing.replicas import ReplicaStream
 from strata.serve.state import server_of
 
 
@@ -86,7 +87,7 @@ class Generation:
         self._samples = [Sample.of(params, prompt, self._state.tokenizer) for _ in range(params.n)]
         self._last_times = [0.0] * params.n
         self._running = params.n
-        self._stream: Stream | None = None
+        self._stream: Stream | ReplicaStream | None = None
         self._ended = False
         self._scheduled: float | None = None
         self._first_token: float | None = None
@@ -146,7 +147,7 @@ class Generation:
             self._timer.cancel()
             await self._stream.aclose()
 
-    def _start(self) -> Stream:
+    def _start(self) -> Stream | ReplicaStream:
         params, limit = self._add.params, self._state.client.ready.max_model_len
         self._state.require_serving()
         if not self._add.prompt:
@@ -154,12 +155,15 @@ class Generation:
         room = limit - self.prompt_tokens
         if room <= 0 or (params.max_tokens or 0) > room:
             raise _too_long(self.prompt_tokens, params.max_tokens, limit)
-        stream = self._state.client.submit(self._add)
+        try:
+            stream = self._state.client.submit(self._add)
+        except EngineGone as error:
+            raise self._state.engine_gone(str(error)) from None
         # One timer for all tokens: `asyncio.timeout` around each would take a quarter of what a stream costs.
         self._timer = asyncio.get_running_loop().call_later(self._admission.deadline - time.monotonic(), stream.expire)
         return stream
 
-    async def _next_deltas(self, stream: Stream) -> list[Delta]:
+    async def _next_deltas(self, stream: Stream | ReplicaStream) -> list[Delta]:
         try:
             return await anext(stream)
         except TimeoutError:

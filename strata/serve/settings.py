@@ -20,7 +20,7 @@ class ServeSettings:
     requests_per_minute, tokens_per_minute, concurrency: bounds of each key; None for none.
     priority_keys: names of the keys whose requests may come before others'; "anonymous" where there are no keys.
     shutdown_timeout: seconds that running requests get to finish after SIGTERM.
-    api_workers: processes that serve HTTP.
+    api_workers: processes that serve HTTP. data_parallel_size: engines that requests are divided among.
     log_json, log_prompts: how requests are logged. allowed_origins: browser origins that may read answers (CORS).
     """
 
@@ -42,6 +42,7 @@ class ServeSettings:
     priority_keys: tuple[str, ...] = ()
     shutdown_timeout: float = 30.0
     api_workers: int = 1
+    data_parallel_size: int = 1
     body_limit: int = BODY_LIMIT
     log_json: bool = False
     log_prompts: bool = False

@@ -16,6 +16,7 @@ from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import Caller, Limits
 from strata.serve.http.validation import shown
 from strata.serve.observe.metrics import Metrics
+from strata.serve.routing.replicas import Replicas
 from strata.serve.settings import ServeSettings
 from strata.text.chat_template import AsyncTemplateRenderer
 from strata.text.killable_worker import give_way
@@ -32,7 +33,7 @@ class ServerState:
     """
 
     settings: ServeSettings
-    client: EngineClient
+    client: EngineClient | Replicas
     tokenizer: Tokenizer
     limits: Limits
     metrics: Metrics

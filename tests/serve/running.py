@@ -142,7 +142,9 @@ class Running:
         """What the engine listens on, from the kernel's list of sockets."""
         inodes = {os.readlink(f"/proc/{self.engine()}/fd/{fd}") for fd in os.listdir(f"/proc/{self.engine()}/fd")}
         lines = Path("/proc/net/unix").read_text().splitlines()
-        return next(line for line in lines if "engine.sock" in line and f"socket:[{line.split()[6]}]" in inodes)
+        return next(
+            line for line in lines if re.search(r"engine-\d+\.sock", line) and f"socket:[{line.split()[6]}]" in inodes
+        )
 
     def _read(self) -> None:
         assert self.process.stdout is not None

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from strata.serve.http.keys import ENVIRONMENT
@@ -25,8 +25,19 @@ class Child:
         self.ended: asyncio.Task[int] = asyncio.create_task(process.wait())
 
     @classmethod
-    async def start(cls, module: str, job: bytes, *, pass_fds: Sequence[int] = (), talks: bool = False) -> Child:
-        """Run `module`. What it prints goes to standard error, unless it talks to its parent by `read_line`."""
+    async def start(
+        cls,
+        module: str,
+        job: bytes,
+        *,
+        pass_fds: Sequence[int] = (),
+        talks: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Run `module`. What it prints goes to standard error, unless it talks to its parent by `read_line`.
+
+        environment: variables that it has besides or instead of its parent's.
+        """
         process = await asyncio.create_subprocess_exec(
             # -P: the current folder must not come first in the import path, its modules may have common names.
             *(sys.executable, "-P", "-m", module),
@@ -34,7 +45,8 @@ class Child:
             stdout=PIPE if talks else sys.stderr.fileno(),
             pass_fds=pass_fds,
             start_new_session=True,
-            env={name: value for name, value in os.environ.items() if name not in ENVIRONMENT},
+            env={name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+            | dict(environment or {}),
         )
         assert process.stdin is not None
         process.stdin.write(job + b"\n")

@@ -24,6 +24,7 @@ from strata.serve.client import EngineClient, EngineGone
 from strata.serve.observe.logs import configure_logging
 from strata.serve.processes.api_processes import ApiProcesses
 from strata.serve.processes.child import Child, how_it_ended
+from strata.serve.processes.devices import engine_devices
 from strata.serve.processes.worker import ApiJob, ApiServer, engine_address
 from strata.text.tokenizer import has_chat_template
 
@@ -86,11 +87,16 @@ class _Launcher:
         self._folder = Path(asked.folder)
         self._api = ApiServer(asked) if asked.settings.api_workers == 1 else ApiProcesses(asked)
         self._signalled = asyncio.Event()
+        ranks, device = engine.get("tensor_parallel_size", 1), engine.get("device", "auto")
+        self._devices = engine_devices(asked.settings.data_parallel_size, ranks, device, os.environ)
+        self._engines: list[Child] = []
+        self._gone: set[int] = set()  # replicas whose engine has ended and gets no successor
+        self._replacing: dict[int, asyncio.Task[bool]] = {}
 
     async def run(self) -> int:
         start = time.monotonic()
         self._on_signals(lambda _: self._signalled.set())
-        self._engine = await self._start_engine()
+        self._engines = [await self._start_engine(replica) for replica in range(len(self._devices))]
         self._on_signals(self._on_signal)
         try:
             if not await self._start_api():
@@ -98,7 +104,9 @@ class _Launcher:
             print(greeting(self._asked, self._listener.getsockname(), time.monotonic() - start), flush=True)
             return await self._watch()
         finally:
-            await self._engine.stop(_ENGINE_STOP_SECONDS)
+            for replacing in self._replacing.values():
+                replacing.cancel()
+            await asyncio.gather(*(engine.stop(_ENGINE_STOP_SECONDS) for engine in self._engines))
 
     def _on_signals(self, handle: Callable[[int], None]) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -107,64 +115,83 @@ class _Launcher:
     def _on_signal(self, number: int) -> None:
         """The first signal ends the server in good order, the second at once; API processes end with this one."""
         if self._signalled.is_set():
-            self._engine.kill()
+            for engine in self._engines:
+                engine.kill()
             shutil.rmtree(self._folder, ignore_errors=True)
             os._exit(128 + number)
         self._signalled.set()
 
-    async def _start_engine(self) -> Child:
-        job = {"address": engine_address(self._folder), **self._engine_fields}
-        return await Child.start(ENGINE_MODULE, msgspec.json.encode(job))
+    async def _start_engine(self, replica: int) -> Child:
+        job = {"address": engine_address(self._folder, replica), **self._engine_fields}
+        return await Child.start(ENGINE_MODULE, msgspec.json.encode(job), environment=self._devices[replica])
 
     async def _start_api(self) -> bool:
         """Whether requests are served now; if not, a signal ended the server, or the engine did not start."""
         starting = asyncio.create_task(self._api.start(self._listener))
-        await self._any_of(starting, self._engine.ended)
+        ended = [engine.ended for engine in self._engines]
+        await self._any_of(starting, *ended)
         if not starting.done():
             starting.cancel()
         try:
             await starting
         except (EngineGone, asyncio.CancelledError):
             if not self._signalled.is_set():
-                await asyncio.wait((self._engine.ended,), timeout=_ENGINE_STOP_SECONDS)
-                self._explain_engine()
+                await asyncio.wait(ended, timeout=_ENGINE_STOP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                for engine in self._engines:
+                    _explain(engine)
             return False
         return True
 
-    def _explain_engine(self) -> None:
-        """Say why the engine is not there, unless it could say so itself."""
-        if self._engine.ended.done() and self._engine.ended.result() <= 0:
-            _log.error("the engine process %s", how_it_ended(self._engine.ended.result()))
-
     async def _watch(self) -> int:
         """Until a signal ends the server, or it cannot go on."""
-        while True:
-            await self._any_of(self._engine.ended, self._api.ended)
+        while len(self._gone) < len(self._engines):
+            up = [replica for replica in range(len(self._engines)) if replica not in {*self._gone, *self._replacing}]
+            ended = [self._engines[replica].ended for replica in up]
+            await self._any_of(*ended, *self._replacing.values(), self._api.ended)
             if self._signalled.is_set():
                 _log.info("no new requests are taken; those under way get %g s", self._asked.settings.shutdown_timeout)
                 await self._api.drain(self._asked.settings.shutdown_timeout)
                 return 0
             if self._api.ended.done():
                 return 1
-            self._engine.kill()  # what it may have started
-            _log.error("the engine process %s", how_it_ended(self._engine.ended.result()))
-            if self._asked.restart_engine and await self._replace_engine():
-                continue
-            await self._any_of(asyncio.create_task(asyncio.sleep(_NOTICE_SECONDS)))
-            await self._api.drain(_NOTICE_SECONDS)
-            return 0 if self._signalled.is_set() else 1
+            self._note_replaced()
+            for replica in up:
+                self._note_ended(replica)
+        await self._any_of(asyncio.create_task(asyncio.sleep(_NOTICE_SECONDS)))
+        await self._api.drain(_NOTICE_SECONDS)
+        return 0 if self._signalled.is_set() else 1
 
-    async def _replace_engine(self) -> bool:
+    def _note_ended(self, replica: int) -> None:
+        """If its engine has ended, begin to start another, or give the replica up."""
+        engine = self._engines[replica]
+        if not engine.ended.done():
+            return
+        engine.kill()  # what it may have started
+        which = f" of replica {replica}" if len(self._engines) > 1 else ""
+        _log.error("the engine process%s %s", which, how_it_ended(engine.ended.result()))
+        if self._asked.restart_engine:
+            self._replacing[replica] = asyncio.create_task(self._replace_engine(replica))
+        else:
+            self._gone.add(replica)
+
+    def _note_replaced(self) -> None:
+        for replica, replacing in list(self._replacing.items()):
+            if replacing.done():
+                del self._replacing[replica]
+                if not replacing.result():
+                    self._gone.add(replica)
+
+    async def _replace_engine(self, replica: int) -> bool:
         """Whether another engine is ready. One that dies before it is would do so again, and gets no successor."""
         _log.info("another engine is started")
-        self._engine = await self._start_engine()
-        connecting = asyncio.create_task(EngineClient.connect(engine_address(self._folder)))
-        await self._any_of(connecting, self._engine.ended, self._api.ended)
+        engine = self._engines[replica] = await self._start_engine(replica)
+        connecting = asyncio.create_task(EngineClient.connect(engine_address(self._folder, replica)))
+        await self._any_of(connecting, engine.ended, self._api.ended)
         if connecting.done() and connecting.exception() is None:
             await connecting.result().close()
             return True
         connecting.cancel()
-        self._explain_engine()
+        _explain(engine)
         return False
 
     async def _any_of(self, *tasks: asyncio.Task[Any]) -> None:
@@ -172,6 +199,12 @@ class _Launcher:
         signalled = asyncio.create_task(self._signalled.wait())
         await asyncio.wait((signalled, *tasks), return_when=asyncio.FIRST_COMPLETED)
         signalled.cancel()
+
+
+def _explain(engine: Child) -> None:
+    """Say why an engine is not there, unless it could say so itself."""
+    if engine.ended.done() and engine.ended.result() <= 0:
+        _log.error("the engine process %s", how_it_ended(engine.ended.result()))
 
 
 def greeting(asked: ApiJob, address: tuple[Any, ...], seconds: float) -> str:

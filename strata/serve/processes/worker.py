@@ -35,6 +35,7 @@ from strata.serve.observe.logs import AccessLog, configure_logging
 from strata.serve.observe.metrics import Metrics
 from strata.serve.observe.tracing import RequestTracer, make_tracer
 from strata.serve.processes.drain import Drain
+from strata.serve.routing.replicas import Replicas
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
 from strata.text.chat_template import AsyncTemplateRenderer
@@ -72,9 +73,9 @@ class ApiJob(msgspec.Struct, frozen=True):
     listener: int | None = None
 
 
-def engine_address(folder: Path) -> str:
-    """Where the engine of the server whose private folder this is takes requests."""
-    return f"ipc://{folder}/engine.sock"
+def engine_address(folder: Path, replica: int = 0) -> str:
+    """Where an engine of the server whose private folder this is takes requests."""
+    return f"ipc://{folder}/engine-{replica}.sock"
 
 
 class ApiServer:
@@ -82,7 +83,8 @@ class ApiServer:
 
     def __init__(self, job: ApiJob) -> None:
         self._job = job
-        self._address = engine_address(Path(job.folder))
+        replicas = range(job.settings.data_parallel_size)
+        self._addresses = [engine_address(Path(job.folder), replica) for replica in replicas]
         self._drain = Drain()
 
     async def start(self, listener: socket.socket) -> None:
@@ -94,7 +96,8 @@ class ApiServer:
         self._state = await self._connect()
         self._server = _Server(self._application(tracer))
         self.ended = asyncio.create_task(self._server.serve([listener]))
-        self._connecting = asyncio.create_task(self._connect_again()) if self._job.restart_engine else None
+        again = self._addresses if self._job.restart_engine else ()
+        self._connecting = [asyncio.create_task(self._connect_again(replica)) for replica in range(len(again))]
         accepting = asyncio.create_task(self._server.accepting.wait())
         await asyncio.wait((accepting, self.ended), return_when=asyncio.FIRST_COMPLETED)
         if self.ended.done():
@@ -111,8 +114,8 @@ class ApiServer:
             _log.warning("%d requests are ended: they did not finish in %g s", self._drain.under_way, seconds)
             await self._state.client.close()
             await self._drain.wait(_FLUSH_SECONDS)
-        if self._connecting is not None:
-            self._connecting.cancel()
+        for connecting in self._connecting:
+            connecting.cancel()
         self._server.should_exit = True
         await self.ended
 
@@ -124,7 +127,7 @@ class ApiServer:
             # Starts the process that renders, while the engine starts, too; the first chat would wait for it.
             hello = tokenizer.rendering([{"role": "user", "content": "Hello"}])
             await asyncio.gather(*(renderer.render(hello) for renderer in renderers))
-        client = await EngineClient.connect(self._address, silence_timeout=settings.engine_timeout)
+        client = await self._clients()
         return ServerState(
             settings=settings,
             client=client,
@@ -161,19 +164,32 @@ class ApiServer:
             timeout_graceful_shutdown=_FLUSH_SECONDS,
         )
 
-    async def _connect_again(self) -> None:
+    async def _clients(self) -> EngineClient | Replicas:
+        silence = self._job.settings.engine_timeout
+        if len(self._addresses) > 1:
+            return await Replicas.connect(self._addresses, silence_timeout=silence)
+        return await EngineClient.connect(self._addresses[0], silence_timeout=silence)
+
+    async def _connect_again(self, replica: int) -> None:
+        state, silence = self._state, self._job.settings.engine_timeout
         while True:
-            await self._state.client.wait_dead()
-            self._state.metrics.engine_ended(self._state.client.statistics)
-            await self._state.client.close()
+            client = state.client
+            one = client.clients[replica] if isinstance(client, Replicas) else client
+            await one.wait_dead()
+            if not isinstance(client, Replicas):  # they count on by themselves
+                state.metrics.engine_ended(client.statistics)
+            await one.close()
             try:
-                silence = self._job.settings.engine_timeout
-                self._state.client = await EngineClient.connect(self._address, silence_timeout=silence)
+                another = await EngineClient.connect(self._addresses[replica], silence_timeout=silence)
             except EngineGone as error:
                 _log.warning("the new engine is gone: %s", error)
+                continue
+            if isinstance(client, Replicas):
+                client.replace(replica, another)
             else:
-                self._state.metrics.engine_restarted()
-                _log.info("requests are served again")
+                state.client = another
+            state.metrics.engine_restarted()
+            _log.info("requests are served again")
 
 
 class _Server(uvicorn.Server):
