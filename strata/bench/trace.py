@@ -18,6 +18,7 @@ N = TypeVar("N", int, float)
 # What a kernel does, by the first kind of which its name, in small letters, holds a word. Strata's own kernels, those
 # of cuBLAS and cuDNN, and those of ATen.
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("message", ("one_shot", "two_shot", "nccl")),
     (
         "attention",
         (
@@ -35,13 +36,13 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("norm", ("norm",)),
     ("rotation and KV write", ("rope", "kv_write", "rotate_heads")),
     ("activation", ("silu",)),
-    ("sampling", ("bitmask", "gumbel", "filter_bounds", "logprob", "argmax")),
+    ("sampling", ("bitmask", "gumbel", "filter_bounds", "logprob", "argmax", "exponential_sums", "best_of_parts")),
     ("copy", ("memcpy", "memset", "copy")),
     ("lookup", ("embedding", "index", "gather", "newest_tokens")),
     ("loss", ("softmax_gradient",)),
     ("quantization", ("quantize", "largest_kernel")),
     ("optimizer", ("adamw", "muon")),
-    ("experts", ("combine", "grouped_kernel")),
+    ("experts", ("combine", "grouped_kernel", "held_order", "count_choices")),
 )
 OTHER = "other"
 

@@ -171,7 +171,7 @@ class Unstarted(KernelsAhead):
 
     def __init__(self, process: Compiling, log: Any) -> None:
         self._process, self._log, self._told, self._holding = process, log, SimpleQueue(), None
-        self._are_held = False
+        self._compiles, self._are_held = True, False
         self.held: list[str] = []
         self.following = Thread(target=self._follow, args=(process,))
         self.following.start()
