@@ -16,6 +16,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from strata.comm.observer import Observer
 
+# Multicast over NVLink is of the whole host, and GPUs of others may be in it: not every host allows it to be set up.
+WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from strata.comm.exchange import all_gather_json
+from strata.comm.launch import WITHOUT_MULTICAST
 from strata.comm.mesh import Axis
 from strata.kernels.collective.all_reduce import PACKETS, PROGRAMS, TWO_SHOT_WORDS
 from strata.kernels.triton_import import HAS_TRITON
@@ -114,8 +115,7 @@ def _why_not(axis: Axis, device: torch.device) -> str | None:
 def _exchanged(axis: Axis, device: torch.device) -> SymmetricMemory:
     import torch.distributed._symmetric_memory as symmetric
 
-    # None of these kernels uses NVLink multicast, whose set-up not every host allows.
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    os.environ.update(WITHOUT_MULTICAST)  # which none of these kernels uses
     inbox = symmetric.empty(Layout.of(axis.size).end, dtype=torch.int32, device=device)
     assert axis.group is not None
     handle = symmetric.rendezvous(inbox, axis.group)

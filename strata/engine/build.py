@@ -21,7 +21,7 @@ from strata.engine.ledger import Ledger
 from strata.engine.loop import EngineLoop
 from strata.engine.ranks.expert_balance import ExpertBalance
 from strata.engine.ranks.followers import Followers
-from strata.engine.ranks.rank import OneRank
+from strata.engine.ranks.rank import OneRank, share_of
 from strata.engine.ranks.ranked_runner import RankedPooler, RankedRunner
 from strata.engine.recorded_steps import REASONS, RecordedSteps
 from strata.engine.sampling_params import SamplingParams
@@ -35,7 +35,6 @@ from strata.engine.warm_up import warm_up
 from strata.models import weights
 from strata.models.config import ModelConfig
 from strata.models.generation_config import GenerationDefaults, read_generation_config
-from strata.parallel.serving_shard import rank_config
 from strata.text.tokenizer import Tokenizer
 
 
@@ -73,14 +72,14 @@ def build_engine(asked: EngineConfig, log: Log, *, show_progress: bool = False) 
     log: gets lines about it. show_progress: of what takes long on a new machine, with a bar on standard error.
     Raises ValueError for whatever cannot be honoured, EngineFault if the memory does not suffice after all.
     """
-    with collector_off(), ExitStack() as beside, ExitStack() as unless_built:
-        engine = _build(asked, log, show_progress, beside, unless_built)
-        unless_built.pop_all()
+    with collector_off(), ExitStack() as beside, ExitStack() as with_engine:
+        engine = _build(asked, log, show_progress, beside, with_engine)
+        weakref.finalize(engine, with_engine.pop_all().close)
         return engine
 
 
-def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack, unless_built: ExitStack) -> Engine:
-    """beside: takes what has to end with the start; unless_built: what has to end if that fails."""
+def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack, with_engine: ExitStack) -> Engine:
+    """beside: takes what has to end with the start; with_engine: what has to end with the engine, or if that fails."""
     clock = StartupClock()
     device = asked.resolve_device()
     if device.index is not None:
@@ -90,10 +89,9 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
         followers = None
         if asked.tensor_parallel_size > 1:
             # What cannot be is said before anything is started.
-            by_experts, redundant = asked.enable_expert_parallel, asked.redundant_slots
-            rank_config(config, asked.tensor_parallel_size, 0, expert_parallel=by_experts, redundant=redundant)
+            share_of(asked, config, 0)
             followers = Followers(asked, log)  # they load beside this one
-            unless_built.callback(followers.stop)
+            with_engine.callback(followers.stop)
         tokenizer = None if asked.skip_tokenizer_init else Tokenizer.load(Path(asked.model))
         defaults = read_generation_config(folder) if folder is not None else GenerationDefaults()
         default_params, eos_ids = _default_params(defaults), _eos_ids(config, defaults, tokenizer)
@@ -146,10 +144,8 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
         recorded=recorded,
         ranks=ranks,
     )
-    if followers is not None:
-        if recorded is not None:
-            followers.before_leaving(recorded.drop)
-        weakref.finalize(engine, followers.stop)
+    if followers is not None and recorded is not None:
+        followers.before_leaving(recorded.drop)
     weakref.finalize(engine, compilations.end)
     if device.type == "cuda":
         compilations.begin()  # when nothing is left that could fail, and leave it listening

@@ -111,6 +111,8 @@ def mixed_buckets(max_sequences: int, max_tokens: int, library: bool, fresh: boo
 Reason = Literal["too_large", "prompt_logprobs", "out_of_memory"]
 """Why a step replays no CUDA graph: no size is meant for it, it scores a prompt, or its size could not be recorded."""
 REASONS: tuple[Reason, ...] = get_args(Reason)
+# What is recorded of a size; the last only where ranks divide the vocabulary.
+_PARTS = ("run", "draw", "draw plain")
 
 
 @dataclass
@@ -251,12 +253,12 @@ class RecordedSteps:
                 raise
         # Here, where the error is gone: it held the tensors of what it came from.
         self._buffers.pop(shape, None)
-        self._recordings.discard([(shape, "run"), (shape, "draw"), (shape, "draw plain")])
+        self._recordings.discard([(shape, part) for part in _PARTS])
         insort(self.lacking, shape, key=_size)  # in which the smallest is looked for
 
     def drop(self) -> None:
         """Keep no recording: the messages between ranks in them keep the ranks together."""
-        self._recordings.discard([(shape, part) for shape in self.sizes for part in ("run", "draw")])
+        self._recordings.discard([(shape, part) for shape in self.sizes for part in _PARTS])
         self.sizes.clear()
         self._decode.clear()
         self._mixed.clear()

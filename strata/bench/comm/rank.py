@@ -9,15 +9,14 @@ from pathlib import Path
 
 from strata.bench.comm.measure import Asked, measure
 from strata.bench.result import report
-from strata.comm.launch import join_world
+from strata.comm.launch import WITHOUT_MULTICAST, join_world
 from strata.train.launch import ended_at_once
 
 
 def main() -> None:
     """The one argument is JSON: what is asked for, the device, where the results go, and where they come from."""
     job = json.loads(sys.argv[1])
-    # Multicast over NVLink is of the whole host, and GPUs of others may be in it.
-    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    os.environ.update(WITHOUT_MULTICAST)
     save = None if job["save"] is None else Path(job["save"])
     with (
         ended_at_once(lambda error: str(error) if isinstance(error, ValueError) else None),

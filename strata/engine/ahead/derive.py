@@ -24,6 +24,7 @@ from strata.engine.ledger import PROMPT_LOGPROB_ROWS, Ledger
 from strata.engine.loop import EngineLoop
 from strata.engine.plan import StepPlan
 from strata.engine.ranks.expert_balance import expert_tables
+from strata.engine.ranks.rank import share_of
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.request import Request
 from strata.engine.runner import Launched, PromptLogprobs, Runner, RunnerConfig
@@ -44,7 +45,7 @@ from strata.models import weights
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.families import build
-from strata.parallel.serving_shard import TENSOR_AXIS, RankShard, rank_config
+from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 
 META = torch.device("meta")
 # More than any prompt of the warm-up fills; how many there are really is known once memory is measured.
@@ -74,12 +75,10 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
     Raises ValueError for whatever the engine would refuse.
     """
     config, _ = weights.resolve(asked.model, asked.load_format)
-    ranks, by_experts, redundant = asked.tensor_parallel_size, asked.enable_expert_parallel, asked.redundant_slots
     own, shard = config, None
-    if ranks > 1:  # they all launch what the first does
-        own = rank_config(config, ranks, 0, expert_parallel=by_experts, redundant=redundant)
-        axis = imagined(TENSOR_AXIS, ranks)
-        shard = RankShard.of(shortened(config), ranks, 0, axis, expert_parallel=by_experts, redundant=redundant)
+    if asked.tensor_parallel_size > 1:  # they all launch what the first does
+        own = share_of(asked, config, 0).config
+        shard = share_of(asked, shortened(config), 0, imagined(TENSOR_AXIS, asked.tensor_parallel_size))
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits)
     with as_if_launched(limits, note):
         part = None if shard is None else _Unanswered.of(shard)

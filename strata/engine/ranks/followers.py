@@ -32,8 +32,8 @@ MODULE = "strata.engine.ranks.follower"
 SILENT_SECONDS = 10.0
 # The same until all have connected: imports and drivers hold the interpreter's lock, so that no thread of it speaks.
 _START_SECONDS = 120.0
-# In which all that are there must have got on with one message.
-_STEP_SECONDS = 300.0
+# In which all that are there, rank 0 too, must have got on with one message.
+STEP_SECONDS = 300.0
 # After a rank has ended: who failed because of it says so no later than this.
 _APART_SECONDS = 0.3
 # In which a follower ends by itself when it is told to; also, in which it becomes known why a collective has failed.
@@ -192,7 +192,14 @@ class Followers:
                 return one.values.get(timeout=BEAT_SECONDS)
 
     def _watch(self) -> None:
-        """Start them, take what they say, and find out whether they live, until all have ended."""
+        """Start them and watch them until all have ended."""
+        try:
+            self._start_and_watch()
+        except Exception as error:  # whatever it is, nobody watches any more
+            self._end(f"rank 0 of {self.size} can no longer watch the others: {error!r}")
+
+    def _start_and_watch(self) -> None:
+        """Start them, take what they say, and find out whether they live."""
         try:
             for one in self._all:
                 self._start(one)
@@ -276,7 +283,7 @@ class Followers:
                 one.beats, one.heard = beats, now
             if done != one.done or done >= self._sent:
                 one.done, one.moved = done, now
-            elif now - one.moved > _STEP_SECONDS:
+            elif now - one.moved > STEP_SECONDS:
                 slow.append(one)
             silence = SILENT_SECONDS if self._joined or _state(one.process) else _START_SECONDS
             if done >= self._sent and self._joined:
@@ -285,7 +292,7 @@ class Followers:
                 return f"{self._name(one)} has not answered for {silence:g} s{_state(one.process)}"
         if slow and self._joined:
             last = min(slow, key=lambda one: one.done)
-            return f"{self._name(last)} has not got on with a step for {_STEP_SECONDS:g} s{_state(last.process)}"
+            return f"{self._name(last)} has not got on with a step for {STEP_SECONDS:g} s{_state(last.process)}"
         return None
 
     def _name(self, one: _Follower) -> str:

@@ -7,6 +7,9 @@ from typing import Protocol
 import torch
 
 from strata.comm.mesh import Axis
+from strata.engine.engine_config import EngineConfig
+from strata.models.config import ModelConfig
+from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 
 
 class Rank(Protocol):
@@ -37,4 +40,14 @@ class OneRank:
         return value
 
     def join(self, device: torch.device) -> Axis:
-        return Axis("tp", 1, 0, (0,), None)
+        return Axis(TENSOR_AXIS, 1, 0, (0,), None)
+
+
+def share_of(asked: EngineConfig, config: ModelConfig, index: int, axis: Axis | None = None) -> RankShard:
+    """What rank `index` of such an engine has of a model of `config`. axis: of all ranks, where it is known.
+
+    Raises ValueError if they cannot share it.
+    """
+    by_experts, redundant = asked.enable_expert_parallel, asked.redundant_slots
+    size = asked.tensor_parallel_size
+    return RankShard.of(config, size, index, axis, expert_parallel=by_experts, redundant=redundant)

@@ -20,14 +20,12 @@ from strata.engine.faults import EngineFault
 from strata.engine.plan import StepPlan
 from strata.engine.ranks import messages
 from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
-from strata.engine.ranks.followers import Followers
+from strata.engine.ranks.followers import STEP_SECONDS, Followers
 from strata.engine.runner import Launched, Runner, StepObserver, Undrawn
 
 # How long rank 0 sleeps between two looks at its device, in seconds: a rank that ends meanwhile leaves it waiting for
 # ever, so it must not wait inside the driver.
 _LOOK_SECONDS = 2e-5
-# In which a step must have ended on the device of rank 0.
-_STEP_SECONDS = 300.0
 
 # By which followers launch later than rank 0: they wake up, and decode a plan that rank 0 has. Estimated.
 BEHIND_SECONDS = 0.3e-3
@@ -63,11 +61,11 @@ class WatchedVectors(Pooled):
 
 def _wait(has_ended: Callable[[], bool], check: Callable[[], None]) -> None:
     """Until something on the device of rank 0 has ended. check: raises EngineFault if a rank has."""
-    until = time.monotonic() + _STEP_SECONDS
+    until = time.monotonic() + STEP_SECONDS
     while not has_ended():
         check()
         if time.monotonic() > until:
-            raise EngineFault(f"rank 0 has waited for the end of a step for {_STEP_SECONDS:g} s")
+            raise EngineFault(f"rank 0 has waited for the end of a step for {STEP_SECONDS:g} s")
         time.sleep(_LOOK_SECONDS)
     check()
 

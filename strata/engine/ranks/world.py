@@ -15,17 +15,16 @@ import torch.distributed as dist
 from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]  # there without being listed
 from torch.distributed.distributed_c10d import Store
 
-from strata.comm.launch import World, connected
+from strata.comm.launch import WITHOUT_MULTICAST, World, connected
 from strata.comm.mesh import Axis, Mesh
 from strata.comm.symmetric import with_symmetric_memory
+from strata.parallel.serving_shard import TENSOR_AXIS
 
 _HOST = "127.0.0.1"
 # In which all ranks connect once all have come so far; one that ends meanwhile leaves the others waiting for so long.
 _JOIN_SECONDS = 60.0
 # Longer than any step: a rank that hangs is found by its beats (`Followers`), whatever its messages wait for.
 _LONGEST_SECONDS = 3600.0
-# Multicast over NVLink is of the whole host, and GPUs of others may be in it: whoever asks for it does not get it.
-_WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -55,11 +54,11 @@ def store_at(port: int, ranks: int) -> TCPStore:
 
 def join(store: Store, index: int, size: int, device: torch.device) -> tuple[World, Axis]:
     """Connect with the other ranks, which do the same at this time; the axis "tp" of all."""
-    os.environ.update(_WITHOUT_MULTICAST)
+    os.environ.update(WITHOUT_MULTICAST)  # whoever asks for it does not get it
     distributed_c10d._world.group_count = 0  # groups meet by their number, and one that failed here has counted
     with _loopback():
         world = connected(store, index, index, size, device, timeout_seconds=_JOIN_SECONDS)
-    axis = Mesh.of(world, {"tp": size}).axis("tp")
+    axis = Mesh.of(world, {TENSOR_AXIS: size}).axis(TENSOR_AXIS)
     distributed_c10d._set_pg_timeout(timedelta(seconds=_LONGEST_SECONDS), axis.group)
     return world, with_symmetric_memory(axis, device) if device.type == "cuda" else axis
 

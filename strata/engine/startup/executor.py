@@ -15,7 +15,7 @@ from strata.engine.engine_config import EngineConfig, EngineSizes, library_limit
 from strata.engine.faults import memory_explained
 from strata.engine.ledger import Ledger, plan_memory
 from strata.engine.ranks.expert_balance import RankExperts
-from strata.engine.ranks.rank import Rank
+from strata.engine.ranks.rank import Rank, share_of
 from strata.engine.recorded_steps import RecordedSteps
 from strata.engine.runner import Runner, RunnerConfig
 from strata.engine.startup.clock import Log, StartupClock
@@ -27,7 +27,7 @@ from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
 from strata.models import weights
 from strata.models.config import ModelConfig
-from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
+from strata.parallel.serving_shard import TENSOR_AXIS
 
 # What NCCL takes for the channels between the ranks of one host, estimated.
 _MESSAGE_BYTES = 1 << 30
@@ -87,10 +87,7 @@ def build_executor(
     own_kernels = _runs_own_kernels(asked, device, log)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank.size))
-    shard = None
-    if rank.size > 1:
-        by_experts, redundant = asked.enable_expert_parallel, asked.redundant_slots
-        shard = RankShard.of(config, rank.size, rank.index, expert_parallel=by_experts, redundant=redundant)
+    shard = share_of(asked, config, rank.index) if rank.size > 1 else None
     own = config if shard is None else shard.config
     sizes = EngineSizes.of(asked, own, device, DeviceLimits.of(device) if own_kernels else None)
     kernels = None
@@ -118,10 +115,10 @@ def build_executor(
         experts, tables = None, None
         if shard is not None:
             shard = replace(shard, axes={TENSOR_AXIS: axis})
-        if shard is not None and asked.enable_eplb:
-            experts = RankExperts(model, shard, axis, device)
-            # All ranks route alike, so one of them counts.
-            tables = experts.tables._replace(counts=rank.index == 0)
+            if asked.enable_eplb:
+                experts = RankExperts(model, shard, axis, device)
+                # All ranks route alike, so one of them counts.
+                tables = experts.tables._replace(counts=rank.index == 0)
     with clock.phase("graph"):
         kind = implementations_for(device)
         table = tuned.read(DeviceLimits.of(device).product) if kind == "cuda" else {}

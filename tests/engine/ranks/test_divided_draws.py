@@ -40,7 +40,7 @@ def test_recorded_steps_draw_with_filters_only_where_some_row_has_them(
         undivided.setattr(executor, "step_graphs", step_graphs)
         wanted = ids(LLM(folder, **OPTIONS))
     graphs = Replayed()
-    llm, _ = recording(folder, monkeypatch, graphs)
+    llm, recorded = recording(folder, monkeypatch, graphs)
     assert ids(llm) == wanted
     assert {key[1] for key in graphs.replayed} == {"run", "draw", "draw plain"}
 
@@ -52,6 +52,8 @@ def test_recorded_steps_draw_with_filters_only_where_some_row_has_them(
     assert replayed(temperature=0) == replayed(temperature=1) == {"run", "draw plain"}
     assert replayed(temperature=0, top_k=5) == {"run", "draw plain"}  # filters do not change what is likeliest
     assert replayed(temperature=1, top_p=0.9) == {"run", "draw"}
+    recorded.drop()
+    assert not graphs.runs  # messages in what is left would keep ranks together
 
 
 def test_steps_that_are_not_recorded_and_what_is_reported(

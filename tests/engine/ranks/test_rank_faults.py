@@ -151,6 +151,20 @@ def test_a_rank_that_fails_while_it_starts_is_named(tmp_path: Path) -> None:
         ranks.stop()
 
 
+def test_an_error_of_what_watches_the_ranks_ends_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def unreadable(*arguments: Any) -> bool:
+        raise ValueError("no message")
+
+    monkeypatch.setattr(Followers, "_take", unreadable)
+    ranks = Followers(EngineConfig(str(tmp_path / "nothing"), tensor_parallel_size=2, device="cpu"), lambda line: None)
+    try:
+        with pytest.raises(EngineFault, match="can no longer watch the others: ValueError"):
+            ranks.least(0)
+        assert not any(alive(pid) for pid in ranks.processes.values())
+    finally:
+        ranks.stop()
+
+
 def test_an_engine_that_is_collected_by_the_thread_that_watches_its_ranks_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
