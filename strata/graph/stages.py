@@ -117,4 +117,3 @@ def _renumber(node: fx.Node, first: int) -> None:
     node.args = tuple(
         given._replace(layer=given.layer - first) if isinstance(given, AttentionSpec) else given for given in node.args
     )
-

@@ -1,4 +1,4 @@
-"""A part of a model: what one rank holds where several share a model's matrices."""
+"""A part of a model: what one rank holds where several share a model's matrices, or its layers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,36 @@ class ModelPart(Protocol):
     def config(self) -> ModelConfig:
         """Of the part."""
 
+    def build(self, max_length: int | None) -> CausalLM:
+        """The part on the current default device, as `strata.models.families.build` makes a model."""
+
     def box(self, name: str, shape: tuple[int, ...]) -> Box:
         """What the part holds of a matrix (or vector) that a checkpoint has whole, as `shape`.
 
         name: of the parameter that it belongs to. A box may be smaller than the part's own tensor, at whose beginning
         it lies then; the rest is zeros. Asked of those matrices alone that the part has: of experts, the ones held.
         """
+
+
+def keep_layers(model: CausalLM, first: int, end: int) -> CausalLM:
+    """Leave a model only what the stage of layers [first, end) computes with, under the same names, in place; returns
+    `model`.
+
+    The first stage has the embedding, the last one the last norm and the head; of a model whose head is the embedding,
+    both have that. No such part runs by itself: see `strata.graph.stages`.
+    """
+    decoder, last = model.model, end == len(model.model.layers)
+    tied = model.lm_head is None
+    # Not a list: layers keep their numbers and so their names.
+    decoder.layers = nn.ModuleDict({str(layer): decoder.layers[layer] for layer in range(first, end)})  # type: ignore[assignment]
+    absent: list[tuple[nn.Module, str]] = []
+    if first and not (tied and last):
+        absent.append((decoder, "embed_tokens"))
+    if not last:
+        absent += [(decoder, "norm"), (model, "lm_head")]
+    for owner, name in absent:
+        setattr(owner, name, None)
+    return model
 
 
 def boxes(model: nn.Module, part: ModelPart | None, shapes: dict[str, tuple[int, ...]]) -> dict[str, Box]:
@@ -66,6 +90,8 @@ def randomize_part(model: CausalLM, part: ModelPart, complete: CausalLM, seed: i
     parameters = dict(model.named_parameters())
     like = next(iter(parameters.values()))
     for name, value in dummy_values(complete, seed, like.device, like.dtype):
+        if name not in parameters:  # of another stage
+            continue
         for source, target in _pairs(complete, model, name, value, parameters[name]):
             box = part.box(name, tuple(source.shape))
             held(target, box).copy_(source[tuple(slice(first, end) for first, end in box)])

@@ -96,7 +96,7 @@ def load(
     dtype = resolve_dtype(dtype, config, device)
     with torch.device("meta"):
         complete = build(config, max_length)
-        made = complete if part is None else build(part.config, max_length)
+        made = complete if part is None else part.build(max_length)
     given = config if part is None else part.config
     if folder is None or load_format == "dummy":
         materialize(made, device, dtype)
@@ -110,7 +110,7 @@ def load(
     places = boxes(made, part, {name: stored.shape for name, stored in sources.items()})
     materialize(made, device, dtype)
     _fill(made, sources, places)
-    if config.tied and _HEAD in tensors and _EMBEDDING in tensors:
+    if config.tied and _HEAD in tensors and _EMBEDDING in tensors and _EMBEDDING in places:
         _check_tie(tensors, folder, places[_EMBEDDING])
     return made, given
 

@@ -1,7 +1,8 @@
 """What one rank of several serves: its own config, and where its slices lie in a checkpoint's tensors.
 
 A rank's model is an ordinary model of a smaller config: of fewer heads and narrower matrices, and with expert
-parallelism of fewer experts, each of them whole. The table of its family (`strata.parallel.families`) says how
+parallelism of fewer experts, each of them whole. Where stages of a pipeline share the layers, it has those of its
+stage, under their names in the whole model. The table of its family (`strata.parallel.families`) says how
 each parameter is divided; `strata.graph.shard` puts the messages between the ranks into its graphs.
 """
 
@@ -17,10 +18,13 @@ from strata.comm.operations import Along
 from strata.comm.placement import ExpertSlots, Placement
 from strata.models.config import ModelConfig
 from strata.models.families import build
-from strata.models.part import Box
+from strata.models.layers import CausalLM
+from strata.models.part import Box, keep_layers
 from strata.parallel.families import TABLES, placements, span
+from strata.parallel.stages import Span, layer_spans
 
 TENSOR_AXIS = "tp"
+PIPELINE_AXIS = "pp"
 
 # Of an expert's own matrices [outputs, inputs], by the parameter in which all experts are stacked: what is divided.
 _EXPERT_DIMS = {"gate_up_proj": 0, "down_proj": 1}
@@ -31,7 +35,9 @@ _KEYS_AND_VALUES = ("k_proj", "v_proj")
 class RankShard:
     """The share of one rank in a model whose matrices `size` ranks divide.
 
-    whole: the config of the model. config: the rank's own, from which its model, its KV pool and its attention follow.
+    whole: the config of the model. config: the rank's own, from which its KV pool and its attention follow. divided: of
+    all layers, with matrices as narrow as the rank's. stage: which of `stages` it is in. layers: the first of its
+    stage, and the end.
     slots: where its experts are among all, with expert parallelism; None: it has a part of every expert.
     placements: of every parameter, by name. axes: what its collectives run along, by name; an `Along` where graphs are
     only costed. A `strata.models.part.ModelPart`.
@@ -39,8 +45,12 @@ class RankShard:
 
     whole: ModelConfig
     config: ModelConfig
+    divided: ModelConfig
     size: int
     index: int
+    stages: int
+    stage: int
+    layers: Span
     slots: ExpertSlots | None
     placements: Mapping[str, Placement]
     axes: Mapping[str, Axis | Along]
@@ -54,22 +64,38 @@ class RankShard:
         *,
         expert_parallel: bool = False,
         redundant: int | None = None,
+        stages: int = 1,
+        stage: int = 0,
     ) -> RankShard:
         """Of rank `index` of `size`, whose live axis is `axis`. expert_parallel: ranks have different experts.
         redundant: how many slots for experts they have more than there are experts, for copies, each rank as many as
-        the others; None: ranks need not have equally many experts.
+        the others; None: ranks need not have equally many experts. stages: how many share the layers, each of `size`
+        ranks, so that the one with the most weights has as few as possible; `stage`: which of them this rank is in.
 
         Raises ValueError if they cannot share the model.
         """
-        config = rank_config(whole, size, index, expert_parallel=expert_parallel, redundant=redundant)
+        divided = rank_config(whole, size, index, expert_parallel=expert_parallel, redundant=redundant)
         with torch.device("meta"):
-            names = [name for name, _ in build(config).named_parameters()]
-        placed = placements(names, TABLES[whole.architecture])
+            model = build(divided)
+        placed = placements([name for name, _ in model.named_parameters()], TABLES[whole.architecture])
+        if not 1 <= stages <= whole.num_layers:
+            raise ValueError(
+                f"pipeline_parallel_size={stages}: each stage needs a layer, and this model has {whole.num_layers}; "
+                f"choose 1 to {whole.num_layers}"
+            )
+        layers = layer_spans(model, stages, 0)[stage]
+        config = divided if stages == 1 else stage_config(divided, *layers)
         slots = None
         if config.experts is not None and config.experts.held is not None:
             total = config.experts.count + (redundant or 0)
             slots = ExpertSlots(span(total, size, index)[0], total)
-        return RankShard(whole, config, size, index, slots, placed, {TENSOR_AXIS: axis or Along(TENSOR_AXIS, size)})
+        axes = {TENSOR_AXIS: axis or Along(TENSOR_AXIS, size), PIPELINE_AXIS: Along(PIPELINE_AXIS, stages)}
+        return RankShard(whole, config, divided, size, index, stages, stage, layers, slots, placed, axes)
+
+    def build(self, max_length: int | None = None) -> CausalLM:
+        """The rank's model on the current default device; of several stages, what has the parameters of this one."""
+        model = build(self.divided, max_length)
+        return model if self.stages == 1 else keep_layers(model, *self.layers)
 
     def box(self, name: str, shape: tuple[int, ...]) -> Box:
         """First and end along every dimension of what this rank holds of a checkpoint's tensor of `shape`, whole.
@@ -99,6 +125,14 @@ class RankShard:
             part, parts = part // (parts // self.whole.num_kv_heads), self.whole.num_kv_heads
         own = rows // parts
         return part * own, (part + 1) * own
+
+
+def stage_config(config: ModelConfig, first: int, end: int) -> ModelConfig:
+    """The config of the layers [first, end), from which the KV pool of their stage follows."""
+    experts = config.experts
+    if experts is not None:
+        experts = replace(experts, layers=experts.layers[first:end])
+    return replace(config, num_layers=end - first, windows=config.windows[first:end], experts=experts)
 
 
 def rank_config(
