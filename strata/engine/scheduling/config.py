@@ -13,6 +13,8 @@ class SchedulerConfig:
     seed: of the requests that bring none; target: of steps with decodes, so that prompts make none too long for them;
     None: prompts take what decodes leave of `max_tokens`.
 
+    stages: how many stages of a pipeline work at once, each on a step of other sequences.
+
     No more sequences run at once than a step has tokens, so that each of them gets on at every step.
     """
 
@@ -21,8 +23,9 @@ class SchedulerConfig:
     max_length: int
     seed: int = 0
     target: StepTarget | None = None
+    stages: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_sequences", "max_tokens", "max_length"):
+        for name in ("max_sequences", "max_tokens", "max_length", "stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -44,7 +44,8 @@ class Scheduler:
     waits for the next one and finds them; meanwhile others may go before it if they take nothing that it needs.
 
     `schedule` may be called while one plan is outstanding: then the newest id of each of its sequences is on the device
-    only. Plans are launched and completed in order, each launched before the next call; one that is not needs `reset`.
+    only. With several stages it may be called while many are: a sequence whose id is under way is in no further plan, and
+    a plan decodes for its share of the running ones, so that all stages have work. Plans are launched and completed in order, each launched before the next call; one that is not needs `reset`.
     """
 
     def __init__(self, config: SchedulerConfig, pages: PageAllocator, prefix: PrefixTree | None) -> None:
@@ -233,6 +234,8 @@ class Scheduler:
         """Plan a token for each running sequence that samples; returns those that still prefill."""
         prefilling = []
         running, size, is_shared = self._queues.running, self._pages.page_size, self._pages.is_shared
+        stages = self.config.stages
+        share = -(-len(running) // stages)
         position = 0
         while position < len(running):  # preemption shortens the list behind `position`
             sequence = running[position]
@@ -244,6 +247,8 @@ class Scheduler:
                 continue
             if total >= sequence.max_length:
                 continue  # its last id is on the way
+            if stages > 1 and (sequence.pending or len(builder.decodes) >= share):
+                continue
             pages = sequence.pages
             if (start == len(pages) * size or is_shared(pages[-1])) and not self._grow(sequence, builder):
                 continue
