@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Listed
 from contextlib import contextmanager, suppress
@@ -88,6 +89,9 @@ class EngineLoop:
     What grammars allow in a step follows from the ids of the step before. Such a step is launched like any other and
     drawn last, when the next one has been planned: so its masks are computed beside the device and the host.
 
+    With stages of a pipeline, as many steps are under way as there are stages, and with `run_ahead` one more, which
+    waits for the first stage. All ids that a plan builds on are known then, so that its masks wait for nothing.
+
     A caller who has requests to wait for asks `launch_late`, and steps once `delay` is over (see `LateLaunch`).
 
     Whatever a call raises while it changes something, Ctrl-C too, all requests end and no page stays cached: half a
@@ -105,12 +109,15 @@ class EngineLoop:
         ledger: Ledger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """The scheduler's config tells how many stages there are."""
         self.scheduler = scheduler
         self.clock = clock
         self._runner = runner
         self._run_ahead = run_ahead
         self._ledger = ledger
         self._outstanding: LaunchedStep | UndrawnStep | None = None
+        self._stages = scheduler.config.stages
+        self._in_stages: deque[LaunchedStep] = deque()
         self._late: LateLaunch | None = None
         self._fault: str | None = None
         self._is_inconsistent = False
@@ -118,11 +125,11 @@ class EngineLoop:
     @property
     def idle(self) -> bool:
         """Nothing runs, waits or is under way."""
-        return self._outstanding is None and not self.scheduler.has_work
+        return self._outstanding is None and not self._in_stages and not self.scheduler.has_work
 
     def launch_late(self, behind: float = 0.0) -> None:
         """Learn from now on when a step has to be launched. behind: see `LateLaunch`."""
-        if self._run_ahead:
+        if self._run_ahead and self._stages == 1:
             self._late = LateLaunch(self.clock, behind)
 
     @property
@@ -166,7 +173,7 @@ class EngineLoop:
     def step(self) -> StepOutput | None:
         """Launch what is ready and return what the step before brought; None if there was none."""
         with self._atomic():
-            return self._step()
+            return self._step() if self._stages == 1 else self._step_in_stages()
 
     def outputs(self) -> Iterator[StepOutput]:
         """Step until nothing is left to do."""
@@ -191,6 +198,15 @@ class EngineLoop:
         self._outstanding = self._masked(after) if after is not None else None
         return output
 
+    def _step_in_stages(self) -> StepOutput | None:
+        """Launch a step while a stage has none, or else wait for the oldest."""
+        if len(self._in_stages) < self._stages + self._run_ahead:
+            plan = self.scheduler.schedule()
+            if plan is not None:
+                self._in_stages.append(self._drawn(self._masked(self._launch(plan))))
+                return None
+        return self._complete(self._in_stages.popleft()) if self._in_stages else None
+
     @contextmanager
     def _atomic(self, *refusals: type[Exception]) -> Iterator[None]:
         """What is inside happens as a whole, or everything ends. refusals: errors that leave all as it was."""
@@ -213,6 +229,7 @@ class EngineLoop:
 
     def _clear(self) -> None:
         self._outstanding = None
+        self._in_stages.clear()
         self.forget_under_way()
         with suppress(Exception):  # the device may have broken down; then the next step says so
             self._runner.settle()

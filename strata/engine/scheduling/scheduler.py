@@ -44,8 +44,9 @@ class Scheduler:
     waits for the next one and finds them; meanwhile others may go before it if they take nothing that it needs.
 
     `schedule` may be called while one plan is outstanding: then the newest id of each of its sequences is on the device
-    only. With several stages it may be called while many are: a sequence whose id is under way is in no further plan, and
-    a plan decodes for its share of the running ones, so that all stages have work. Plans are launched and completed in order, each launched before the next call; one that is not needs `reset`.
+    only. With several stages more may be: a sequence whose id is under way is in no further plan, and a plan decodes
+    for its share of those that run, so that all stages have work. Plans are launched and completed in order, each
+    launched before the next call; one that is not needs `reset`.
     """
 
     def __init__(self, config: SchedulerConfig, pages: PageAllocator, prefix: PrefixTree | None) -> None:
