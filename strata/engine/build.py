@@ -87,7 +87,7 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
     with clock.phase("config"):
         config, folder = weights.resolve(asked.model, asked.load_format)
         followers = None
-        if asked.tensor_parallel_size > 1:
+        if asked.ranks > 1:
             # What cannot be is said before anything is started.
             share_of(asked, config, 0)
             followers = Followers(asked, log)  # they load beside this one

@@ -20,6 +20,10 @@ from strata.models import weights
 from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import build
 from strata.models.folder import located
+from strata.parallel.serving_shard import TENSOR_AXIS
+
+# The axes of the ranks' mesh, from the outermost, and the options that give their sizes.
+_AXES = {TENSOR_AXIS: "tensor_parallel_size"}
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class EngineConfig:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         whole = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages")
-        for name in (*whole, "tensor_parallel_size", "eplb_step_interval"):
+        for name in (*whole, *_AXES.values(), "eplb_step_interval"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
@@ -103,6 +107,16 @@ class EngineConfig:
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
         self._check_experts()
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """How many ranks there are along each axis of their mesh, from the outermost."""
+        return {axis: getattr(self, option) for axis, option in _AXES.items()}
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the engine; each has a GPU, or its share of a CPU's cores."""
+        return math.prod(self.axis_sizes.values())
 
     @property
     def redundant_slots(self) -> int | None:
@@ -129,19 +143,17 @@ class EngineConfig:
     def resolve_device(self, rank: int = 0) -> torch.device:
         """Of a rank. Raises ValueError if the device asked for is not there, or a GPU is missing for any rank."""
         device = self._device()
-        if self.tensor_parallel_size == 1 or device.type == "cpu":
+        if self.ranks == 1 or device.type == "cpu":
             return device
+        asked = " and ".join(f"{_AXES[axis]}={size}" for axis, size in self.axis_sizes.items() if size > 1)
         if device.index is not None:
             raise ValueError(
-                f"device {self.device!r} is one GPU, tensor_parallel_size={self.tensor_parallel_size} needs as many: "
-                "give cuda, and choose among GPUs by the environment variable CUDA_VISIBLE_DEVICES"
+                f"device {self.device!r} is one GPU, {asked} needs {self.ranks}: give cuda, and choose among GPUs by "
+                "the environment variable CUDA_VISIBLE_DEVICES"
             )
         count = torch.cuda.device_count()
-        if self.tensor_parallel_size > count:
-            raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size} needs as many GPUs, and torch sees {count}: "
-                f"give at most {count}"
-            )
+        if self.ranks > count:
+            raise ValueError(f"{asked} needs {self.ranks} GPUs, and torch sees {count}: give at most {count} ranks")
         return torch.device("cuda", rank)
 
     def _device(self) -> torch.device:

@@ -76,7 +76,7 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
     """
     config, _ = weights.resolve(asked.model, asked.load_format)
     own, shard = config, None
-    if asked.tensor_parallel_size > 1:  # they all launch what the first does
+    if asked.ranks > 1:  # they all launch what the first does
         own = share_of(asked, config, 0).config
         shard = share_of(asked, shortened(config), 0, imagined(TENSOR_AXIS, asked.tensor_parallel_size))
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits)

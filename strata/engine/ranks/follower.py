@@ -53,7 +53,8 @@ class Leader:
     """Rank 0 as a follower sees it: what it says, one after the other. A `Rank`."""
 
     def __init__(self, job: _Job) -> None:
-        self.index, self.size = job.rank, job.engine.tensor_parallel_size
+        self.index, self.size = job.rank, job.engine.ranks
+        self._axis_sizes = job.engine.axis_sizes
         self._port = job.port
         self._channel = socket.socket(fileno=job.channel)
         self._frames = messages.Frames(self._channel)
@@ -88,11 +89,10 @@ class Leader:
         self.done()
         return agreed.value
 
-    def join(self, device: torch.device) -> Axis:
+    def join(self, device: torch.device) -> dict[str, Axis]:
         """See `Rank`."""
         self.least(0)
-        _, axis = world.join(world.store_at(self._port, self.size), self.index, self.size, device)
-        return axis
+        return world.join(world.store_at(self._port, self.size), self.index, self._axis_sizes, device)[1]
 
 
 class _Steps:

@@ -71,7 +71,7 @@ class Followers:
 
     def __init__(self, asked: EngineConfig, log: Log) -> None:
         """log: is told where an error of another rank came from. Raises ValueError if the ranks could not meet."""
-        self.size = asked.tensor_parallel_size
+        self.size = asked.ranks
         self._store = world.meeting_place(self.size)
         self._asked, self._log = asked, log
         self._encode = msgspec.msgpack.Encoder().encode
@@ -131,15 +131,15 @@ class Followers:
         self.send(messages.CompareIds())
         return all(value == own for value in self._values())
 
-    def join(self, device: torch.device) -> Axis:
+    def join(self, device: torch.device) -> dict[str, Axis]:
         """See `Rank`."""
         self.least(0)  # so that nobody waits for one that is still loading, or has ended
         try:
-            self._world, axis = world.join(self._store, 0, self.size, device)
+            self._world, axes = world.join(self._store, 0, self._asked.axis_sizes, device)
         except Exception as error:
             raise self.fault_of(error) from error
         self._joined = True
-        return axis
+        return axes
 
     def before_leaving(self, drop: Callable[[], None]) -> None:
         """Have `stop` call this before it leaves the process group: NCCL waits for CUDA graphs that hold messages."""

@@ -27,8 +27,8 @@ class Rank(Protocol):
         """The least that any rank tells; all call this in one order, and none goes on before all have. Raises
         EngineFault if one has ended."""
 
-    def join(self, device: torch.device) -> Axis:
-        """The axis "tp" of all ranks, once all have called this."""
+    def join(self, device: torch.device) -> dict[str, Axis]:
+        """The axes of the ranks' mesh on which this one lies, by name, once all have called this."""
 
 
 class OneRank:
@@ -39,8 +39,8 @@ class OneRank:
     def least(self, value: int) -> int:
         return value
 
-    def join(self, device: torch.device) -> Axis:
-        return Axis(TENSOR_AXIS, 1, 0, (0,), None)
+    def join(self, device: torch.device) -> dict[str, Axis]:
+        return {TENSOR_AXIS: Axis(TENSOR_AXIS, 1, 0, (0,), None)}
 
 
 def share_of(asked: EngineConfig, config: ModelConfig, index: int, axis: Axis | None = None) -> RankShard:

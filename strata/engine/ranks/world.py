@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -52,15 +53,21 @@ def store_at(port: int, ranks: int) -> TCPStore:
     return TCPStore(_HOST, port, ranks, False, wait_for_workers=False, timeout=timedelta(seconds=60))
 
 
-def join(store: Store, index: int, size: int, device: torch.device) -> tuple[World, Axis]:
-    """Connect with the other ranks, which do the same at this time; the axis "tp" of all."""
+def join(store: Store, index: int, sizes: Mapping[str, int], device: torch.device) -> tuple[World, dict[str, Axis]]:
+    """Connect with the other ranks, which do the same at this time. sizes: of the mesh along each axis, from the
+    outermost. Returns also the axes on which this rank lies, by name."""
     os.environ.update(WITHOUT_MULTICAST)  # whoever asks for it does not get it
     distributed_c10d._world.group_count = 0  # groups meet by their number, and one that failed here has counted
     with _loopback():
-        world = connected(store, index, index, size, device, timeout_seconds=_JOIN_SECONDS)
-    axis = Mesh.of(world, {TENSOR_AXIS: size}).axis(TENSOR_AXIS)
-    distributed_c10d._set_pg_timeout(timedelta(seconds=_LONGEST_SECONDS), axis.group)
-    return world, with_symmetric_memory(axis, device) if device.type == "cuda" else axis
+        world = connected(store, index, index, math.prod(sizes.values()), device, timeout_seconds=_JOIN_SECONDS)
+    mesh = Mesh.of(world, dict(sizes))
+    axes = {name: mesh.axis(name) for name in sizes}
+    for axis in axes.values():
+        if axis.group is not None:
+            distributed_c10d._set_pg_timeout(timedelta(seconds=_LONGEST_SECONDS), axis.group)
+    if device.type == "cuda":
+        axes[TENSOR_AXIS] = with_symmetric_memory(axes[TENSOR_AXIS], device)
+    return world, axes
 
 
 def leave(world: World) -> None:

@@ -111,12 +111,12 @@ def build_executor(
     with clock.phase("ranks"):
         _require_alike(device, rank)
         ledger = replace(ledger, pages=rank.least(ledger.pages))
-        axis = rank.join(device)
+        axes = rank.join(device)
         experts, tables = None, None
         if shard is not None:
-            shard = replace(shard, axes={TENSOR_AXIS: axis})
+            shard = replace(shard, axes=axes)
             if asked.enable_eplb:
-                experts = RankExperts(model, shard, axis, device)
+                experts = RankExperts(model, shard, axes[TENSOR_AXIS], device)
                 # All ranks route alike, so one of them counts.
                 tables = experts.tables._replace(counts=rank.index == 0)
     with clock.phase("graph"):

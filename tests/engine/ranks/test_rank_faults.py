@@ -218,7 +218,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("gpus")
 def test_more_ranks_than_gpus_are_refused() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size=4 needs as many GPUs, and torch sees 2"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=4 needs 4 GPUs, and torch sees 2"):
         LLM(tensor_parallel_size=4, device="auto")
     with pytest.raises(ValueError, match=r"device 'cuda:1' is one GPU.*CUDA_VISIBLE_DEVICES"):
         LLM(tensor_parallel_size=2, device="cuda:1")
