@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS := tests/clients/frameworks/.installed
 
-.PHONY: setup run test test-gpu lint clients clean
+.PHONY: setup run test test-gpu bench-parallel lint clients clean
 
 setup: $(STAMP)
 
@@ -47,6 +47,17 @@ test-gpu:
 else
 test-gpu: setup
 	$(BIN)/python tools/gpu_tests.py $(FILES)
+endif
+
+# Models on 1, 2, 4, 8 GPUs, up to GPUS (all that are here): make bench-parallel GPUS=8 MODELS=8B,70B. Goes on where it was
+# interrupted; another Python as above.
+PARALLEL = bench parallel --device cuda $(if $(GPUS),--ranks $(GPUS)) $(if $(MODELS),--models $(MODELS))
+ifeq ($(origin PYTHON),command line)
+bench-parallel:
+	$(PYTHON) -m strata $(PARALLEL)
+else
+bench-parallel: setup
+	$(BIN)/strata $(PARALLEL)
 endif
 
 clean:

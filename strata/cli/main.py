@@ -25,7 +25,7 @@ _MODULES = {
     "warm": "strata.cli.warm:warm",
     "train": "strata.cli.train:command",
     "data": "strata.cli.train_data:command",
-    "bench": "strata.cli.bench:bench",
+    "bench": "strata.cli.bench.inference:bench",
 }
 
 

@@ -45,6 +45,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     # Llama-3.1-8B
     "8B": _llama_3(rope_factor=8.0)
     | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128},
+    # Llama-3.1-70B
+    "70B": _llama_3(rope_factor=8.0)
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "head_dim": 128,
+    },
     # Llama-3.2-1B with a head of its own
     "1B": _llama_3(rope_factor=32.0)
     | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64},

@@ -15,8 +15,8 @@ from strata.bench import workloads
 from strata.bench.result import HostGap
 from strata.bench.run import Setup, call, started
 from strata.bench.trace import KINDS, OTHER, GapSplit, Interval, TraceTime, busy_of_steps, kind_of, merged, read_trace
-from strata.cli.bench import bench
-from strata.cli.bench_gaps import GapReport
+from strata.cli.bench.gaps import GapReport
+from strata.cli.bench.inference import bench
 from strata.engine.plan import StepPlan
 
 COPY, GEMV, NORM, FETCH = "Memcpy HtoD (Pinned -> Device)", "gemv_kernel", "rms_norm_kernel", "Memcpy DtoH"

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from strata.bench.run import Setup, engine
-from strata.cli import bench
+from strata.cli.bench import inference as bench
 from strata.cli.ending import ending, explanation
 from strata.cli.main import app
 from strata.engine import ledger

@@ -13,8 +13,8 @@ from strata.cli import options
 Model = Annotated[
     str,
     typer.Option(
-        help="A shape (0.6B, 1B, 8B, 30B-A3B) with random weights, a checkpoint folder, org/model of the Hugging Face "
-        "cache, or builtin."
+        help="A shape (0.6B, 1B, 8B, 70B, 30B-A3B) with random weights, a checkpoint folder, org/model of the Hugging "
+        "Face cache, or builtin."
     ),
 ]
 LoadFormat = Annotated[str | None, options.engine_option(help="auto or dummy; dummy for a shape if left out.")]

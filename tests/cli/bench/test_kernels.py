@@ -12,9 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 from strata.bench.costing import find_config, meta_model
-from strata.cli import bench_kernels
-from strata.cli.bench import bench
-from strata.cli.bench_kernels import HEADINGS, Row, sizes_of
+from strata.cli.bench import kernels as bench_kernels
+from strata.cli.bench.inference import bench
+from strata.cli.bench.kernels import HEADINGS, Row, sizes_of
 from strata.graph.capture import operation_of
 from strata.hardware.specs import device
 from strata.kernels import tuned

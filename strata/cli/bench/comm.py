@@ -12,7 +12,7 @@ import typer
 
 from strata.bench.result import provenance
 from strata.cli import options
-from strata.cli.bench_options import AsJson, Save
+from strata.cli.bench.options import AsJson, Save
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZES = "1KiB, 8KiB, 64KiB, 512KiB, 4MiB, 32MiB"

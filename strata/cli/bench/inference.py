@@ -16,12 +16,13 @@ from strata.bench import workloads
 from strata.bench.result import Result, make_result, report
 from strata.bench.run import Setup, call, device_name, floor_on, started
 from strata.cli import options
-from strata.cli.bench_comm import comm
-from strata.cli.bench_gaps import gaps
-from strata.cli.bench_kernels import kernels
-from strata.cli.bench_options import AsJson, LoadFormat, Model, Save
-from strata.cli.bench_serve import serve
-from strata.cli.bench_train import train
+from strata.cli.bench.comm import comm
+from strata.cli.bench.gaps import gaps
+from strata.cli.bench.kernels import kernels
+from strata.cli.bench.options import AsJson, LoadFormat, Model, Save
+from strata.cli.bench.parallel import parallel
+from strata.cli.bench.serve import serve
+from strata.cli.bench.train import train
 from strata.cli.help import Command
 
 bench = typer.Typer(
@@ -35,6 +36,7 @@ bench = typer.Typer(
 bench.command(cls=Command)(comm)
 bench.command(cls=Command)(gaps)
 bench.command(cls=Command)(kernels)
+bench.command(cls=Command)(parallel)
 bench.command(cls=Command)(serve)
 bench.command(cls=Command)(train)
 

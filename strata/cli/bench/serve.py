@@ -19,7 +19,7 @@ from strata.bench.load.send import run
 from strata.bench.load.server import KEY_VARIABLE
 from strata.bench.load.sweep import SYNTHETIC, LoadConfig, measure
 from strata.bench.result import writable
-from strata.cli.bench_options import AsJson, Save
+from strata.cli.bench.options import AsJson, Save
 
 
 def _picture(file: Path | None) -> Path | None:

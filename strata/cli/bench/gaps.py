@@ -14,7 +14,7 @@ from strata.bench.result import HostGap, provenance, report, short_dtype
 from strata.bench.run import Setup, call, device_name, floor_on, started
 from strata.bench.trace import GapSplit, TraceTime
 from strata.cli import options
-from strata.cli.bench_options import AsJson, LoadFormat, Model, Save
+from strata.cli.bench.options import AsJson, LoadFormat, Model, Save
 
 
 def gaps(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strata.bench.comm.measure import CommResult
-from strata.cli.bench_comm import comm, parse_sizes
+from strata.cli.bench.comm import comm, parse_sizes
 
 COMMAND = [sys.executable, "-m", "strata", "bench", "comm", "--device", "cpu", "--repeat", "2"]
 

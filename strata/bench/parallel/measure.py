@@ -1,0 +1,55 @@
+"""Measuring in processes, each with a time limit: what hangs or fails costs one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from strata.bench.parallel.plan import Measurement
+from strata.bench.parallel.record import Record
+
+# Of what a failed process has said, in a line.
+_MOST_CHARACTERS = 400
+
+
+def measure(measurement: Measurement, repeat: int, limit: float, commit: str | None) -> Record:
+    """Run one measurement, for at most `limit` seconds."""
+    start = time.monotonic()
+    found = run_limited([sys.executable, "-m", "strata", *measurement.command(repeat)], limit)
+    seconds = time.monotonic() - start
+    if isinstance(found, str):
+        return Record(measurement, seconds, commit, fault=found)
+    return Record(measurement, seconds, commit, found)
+
+
+def run_limited(command: Sequence[str], limit: float) -> list[dict[str, Any]] | str:
+    """The lines of JSON that a process prints, or in a line why it has failed."""
+    with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(command, stdout=printed, stderr=said, start_new_session=True)
+        try:
+            status = process.wait(limit)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
+            process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                return f"no end within {limit:g} s"
+            raise
+        lines, words = (_text(file) for file in (printed, said))
+    if status == 0:
+        return [json.loads(line) for line in lines if line.startswith("{")]
+    how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
+    last = next((line for line in reversed(words) if line.strip()), "")
+    return f"{how}: {last.strip()[:_MOST_CHARACTERS]}"
+
+
+def _text(file: Any) -> list[str]:
+    file.seek(0)
+    text: str = file.read().decode("utf-8", "replace")
+    return text.splitlines()

@@ -1,0 +1,1 @@
+"""`strata bench`: a command a file, and what they share."""

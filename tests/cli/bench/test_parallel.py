@@ -1,0 +1,113 @@
+"""`strata bench parallel`: a line as each measurement ends, what fails costs a line, and the next call goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from strata.bench.parallel import measure as measuring
+from strata.bench.parallel.measure import run_limited
+from strata.bench.parallel.record import read
+from strata.cli.main import app
+
+
+def bench(saved: Path, *more: str) -> Result:
+    options = ["--models", "builtin", "--dtype", "float32", "--device", "cpu", "--save", str(saved)]
+    return CliRunner().invoke(app, ["bench", "parallel", *options, *more])
+
+
+def test_one_and_two_ranks_of_the_built_in_model(tmp_path: Path) -> None:
+    saved = tmp_path / "found.jsonl"
+    done = bench(saved, "--tests", "T0")
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in saved.read_text().splitlines()]
+    assert [(one["test"], one["ranks"], one["fault"]) for one in lines] == [("T0", 1, None), ("T0", 2, None)]
+    assert [one["results"][0]["test"] for one in lines] == ["T0", "T0-tp2"]
+    assert all(0 < one["results"][0]["value"] <= one["seconds"] for one in lines)
+    assert "times one rank" in done.output
+    again = bench(saved, "--tests", "T0")
+    assert f"{saved} has 2 of 2 measurements" in again.output
+    assert len(saved.read_text().splitlines()) == 2
+
+
+def test_a_call_goes_on_where_another_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is interrupted while it measures two ranks; T2 on one rank has failed before that."""
+    asked: list[str] = []
+    answers: list[Any] = [[{"value": 4.0, "unit": "s", "floor": None}], "exit code 1: a reason", KeyboardInterrupt()]
+
+    def run(command: list[str], limit: float) -> Any:
+        asked.append(" ".join(command[4:8]))
+        answer = answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(measuring, "run_limited", run)
+    saved = tmp_path / "found.jsonl"
+    assert bench(saved, "--tests", "T0,T2").exit_code != 0
+    assert [one.fault for one in read(saved)] == [None, "exit code 1: a reason"]
+    with saved.open("a") as file:
+        file.write('{"test": "T0", "mod')  # and a line that was cut
+    assert len(read(saved)) == 2
+    asked.clear()
+    answers += [[{"value": value, "unit": "ms", "floor": value / 2}] for value in (12.0, 2.0, 8.0)]
+    done = bench(saved, "--tests", "T0,T2")
+    assert done.exit_code == 0, done.output
+    assert asked == [
+        "latency --model builtin --tensor-parallel-size",
+        "startup --model builtin --tensor-parallel-size",
+        "latency --model builtin --tensor-parallel-size",
+    ]
+    rows = [line.replace("│", " ").split() for line in done.output.splitlines() if "│ builtin" in line]
+    assert rows == [
+        ["builtin", "T0", "1", "4", "s", "1.00", "-", "-"],
+        ["builtin", "T2", "1", "12", "ms", "1.00", "6", "50%"],
+        ["builtin", "T0", "2", "2", "ms", "2.00", "1", "50%"],
+        ["builtin", "T2", "2", "8", "ms", "1.50", "4", "50%"],
+    ]
+
+
+def test_what_hangs_or_fails_is_a_line(tmp_path: Path) -> None:
+    """A process that hangs ends with what it has started."""
+    noted = tmp_path / "child"
+    child = "import subprocess, sys, pathlib; one = subprocess.Popen(['sleep', '60']); "
+    child += f"pathlib.Path({str(noted)!r}).write_text(str(one.pid)); one.wait()"
+    assert run_limited([sys.executable, "-c", child], 1.5) == "no end within 1.5 s"
+    pid = int(noted.read_text())
+    deadline = time.monotonic() + 5
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _runs(pid)
+    ended = "import sys; print('{}'); print('words\\nstrata: error: too small', file=sys.stderr); sys.exit(3)"
+    assert run_limited([sys.executable, "-c", ended], 60) == "exit code 3: strata: error: too small"
+    assert run_limited([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], 60) == "killed by SIGKILL: "
+    assert run_limited([sys.executable, "-c", "print('a\\n{\"value\": 1}')"], 60) == [{"value": 1}]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tests", "T9"], "'T9' is unknown"),
+        (["--dtype", "int3"], "'int3' is unknown"),
+        (["--device", "tpu"], "'tpu' is unknown"),
+        (["--models", "9B"], "9B"),
+    ],
+)
+def test_bad_input_is_one_clear_line(tmp_path: Path, options: list[str], message: str) -> None:
+    done = bench(tmp_path / "none.jsonl", *options)
+    assert isinstance(done.exception, ValueError)
+    assert message in str(done.exception)
+    assert not (tmp_path / "none.jsonl").exists()
