@@ -24,8 +24,8 @@ from strata.engine.step_cost import least_costs
 from strata.engine.step_graphs import DivisionInputs, DrawStep, StepGraphs, StepInputs, step_graphs
 from strata.files.json_object import read_existing_object
 from strata.graph.cost import NodeCost, StepCosts, meta_indices, meta_pages, node_costs
+from strata.hardware.figures import Device
 from strata.hardware.roofline import Workload
-from strata.hardware.specs import Device
 from strata.kernels import tuned
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart
@@ -205,7 +205,7 @@ def meta_model(
     dtype: the checkpoint's by default, bfloat16 if that says nothing. shard: of `config`, for the graphs of its rank.
     """
     dtype = dtype or config.dtype or torch.bfloat16
-    limits = DeviceLimits(device.product, device.capability, device.shared_bytes, device.processors)
+    limits = DeviceLimits.listed(device)
     config = config if shard is None else shard.config
     with torch.device("meta"):
         model = build(config).to(dtype)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from strata.bench import workloads
 from strata.bench.result import cpu_name
 from strata.hardware import roofline
+from strata.hardware.figures import Device
 from strata.hardware.links import Link, link_of
 from strata.hardware.roofline import Workload
-from strata.hardware.specs import Device, recognize
+from strata.hardware.specs import recognize
 from strata.models.folder import folder_or_shape
 
 if TYPE_CHECKING:
@@ -139,13 +140,13 @@ class CostsOn:
 
 
 def costs_on(setup: Setup, product: str) -> CostsOn | None:
-    """By the cost of the model's graph; None if the device is not in the database."""
+    """By the cost of the model's graph; None if the device is no GPU of the database."""
     from strata.bench.costing import dtype_name, find_config, meta_model
     from strata.models.config import DTYPES
     from strata.parallel.serving_shard import RankShard
 
     device = recognize(product)
-    if device is None:
+    if device is None or device.cuda is None:
         return None
     config, ranks = find_config(setup.source), setup.tensor_parallel_size
     shard = link = None

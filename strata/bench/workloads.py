@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from strata.hardware.figures import Device
 from strata.hardware.links import Link
 from strata.hardware.roofline import Cost, Workload, steps_floor
-from strata.hardware.specs import Device
 
 # Prompts are ids from 0 to this, whatever the vocabulary (a smaller one takes the remainder).
 LARGEST_ID = 10_000

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strata.cli import options
+from strata.hardware.figures import Device
 from strata.hardware.links import Link, link_of
 from strata.hardware.roofline import Floor, Workload, floor
-from strata.hardware.specs import Device, device
+from strata.hardware.specs import device
 from strata.models.folder import folder_shape_or_file
 
 if TYPE_CHECKING:

@@ -73,14 +73,11 @@ def _limits(name: str) -> DeviceLimits:
     from strata.engine.engine_config import EngineConfig
     from strata.kernels.device_limits import DeviceLimits, why_not
 
-    known = {
-        name: DeviceLimits(one.product, one.capability, one.shared_bytes, one.processors)
-        for name, one in DEVICES.items()
-    }
-    if name in known:
-        found = known[name]
+    known = {name: DeviceLimits.listed(one) for name, one in DEVICES.items() if one.cuda is not None}
+    if name in DEVICES:
+        found = DeviceLimits.listed(DEVICES[name])
     elif name != "auto" and not name.startswith("cuda"):
-        raise ValueError(f"device {name!r} is unknown; use auto, cuda, cuda:N, or one of {', '.join(DEVICES)}")
+        raise ValueError(f"device {name!r} is unknown; use auto, cuda, cuda:N, or one of {', '.join(known)}")
     elif not torch.cuda.is_available():
         able = [name for name, limits in known.items() if why_not(limits, has_triton=True) is None]
         raise ValueError(f"no CUDA device is here: name the one to compile for, --device {' or '.join(able)}")

@@ -9,9 +9,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from strata.graph.cost import NodeCost, parameter_count, total
+from strata.hardware.figures import Device
 from strata.hardware.links import Link
 from strata.hardware.roofline import Cost, floor
-from strata.hardware.specs import Device
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strata.hardware.specs import Device
+from strata.hardware.figures import Device
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from strata.hardware.figures import Device
 from strata.hardware.links import Link
-from strata.hardware.specs import Device
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from strata.hardware.figures import Device
 from strata.kernels.triton_import import HAS_TRITON
 
 # Ampere: the first with bfloat16 products and asynchronous copies.
@@ -33,6 +34,17 @@ class DeviceLimits:
     def of(device: torch.device | DeviceLimits) -> DeviceLimits:
         """Those of a CUDA device; of a tensor that is `as_if_on` a device, its own."""
         return device if isinstance(device, DeviceLimits) else _limits(device)
+
+    @staticmethod
+    def listed(device: Device) -> DeviceLimits:
+        """Those of a device in the database. Raises ValueError if it runs no CUDA kernels."""
+        if device.cuda is None:
+            raise ValueError(
+                f"{device.product} runs no CUDA kernels, and Strata has no others of its own: give a GPU of NVIDIA's, "
+                "such as h200"
+            )
+        cuda = device.cuda
+        return DeviceLimits(device.product, cuda.capability, cuda.shared_bytes, cuda.processors)
 
 
 _MEANT_BY_META: ContextVar[DeviceLimits] = ContextVar("meant_by_meta")

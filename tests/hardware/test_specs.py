@@ -1,10 +1,15 @@
-"""The device database says what makers say, and keeps dense and sparse, promised and measured apart."""
+"""The device database against what its figures follow from: units times clocks, lanes times rates, and each other."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from strata.hardware.figures import QUANTITIES, Source, promised
 from strata.hardware.specs import DEVICES, device, recognize
+
+ACCELERATORS = [one for one in DEVICES.values() if one.dtypes()]
 
 
 def test_measured_figures_are_preferred_and_promised_ones_stay() -> None:
@@ -18,33 +23,153 @@ def test_measured_figures_are_preferred_and_promised_ones_stay() -> None:
 @pytest.mark.parametrize("key", DEVICES)
 def test_figures_are_complete_and_measured_below_promised(key: str) -> None:
     known = device(key)
-    assert {"memory", "bandwidth", "host", "compute"} <= {figure.quantity for figure in known.figures}
+    assert known.price_per_hour is None
+    assert known.known("bandwidth") is not None
     for figure in known.figures:
+        assert figure.quantity in QUANTITIES
+        assert figure.value > 0
         assert figure.source
         assert figure.date.startswith("20")
+        assert figure.measured or (figure.url or "").startswith("https://")
         assert (figure.dtype is not None) == (figure.quantity == "compute")
         assert (figure.direction is not None) == (figure.quantity in ("bandwidth", "link", "host"))
-        if figure.measured:
-            assert figure.value <= known.ceiling(figure.quantity, figure.dtype, measured=False).value
+        said = known.known(figure.quantity, figure.dtype, measured=False)
+        if figure.measured and said is not None:
+            assert figure.value <= said.value
+
+
+def test_no_figure_is_recorded_twice() -> None:
+    for known in DEVICES.values():
+        names = [(one.quantity, one.dtype, one.sparse, one.measured) for one in known.figures]
+        assert len(names) == len(set(names)), known.key
+    products = [known.product for known in DEVICES.values()]
+    assert len(products) == len(set(products))
+
+
+def test_every_device_asked_for_is_there() -> None:
+    asked = (
+        "a100 h100 h100-pcie h100-nvl h200 b200 gb200 mi300x mi355x ascend-910c tpu-v5e tpu-v5p tpu-v6e gaudi3 l4 l40s "
+        "rtx4090 rtx5090 m3-ultra m4-max epyc-9654 xeon-6980p"
+    )
+    assert set(asked.split()) <= set(DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("key", "dtype", "units", "per_clock", "gigahertz"),
+    [
+        # Multiprocessors, or compute units, and what each does in a clock.
+        ("a100", "bfloat16", 108, 2048, 1.41),
+        ("h100", "bfloat16", 132, 4096, 1.83),
+        ("h100-pcie", "float8", 114, 8192, 1.62),
+        ("l4", "bfloat16", 58, 1024, 2.04),
+        ("rtx4090", "bfloat16", 128, 512, 2.52),
+        ("rtx5090", "bfloat16", 170, 512, 2.407),
+        ("mi300x", "float8", 304, 4096, 2.1),
+        ("mi355x", "float8", 256, 8192, 2.4),
+        # Matrix units: two operations for each place of the array.
+        ("tpu-v5e", "bfloat16", 4, 2 * 128 * 128, 1.5),
+        ("tpu-v5p", "bfloat16", 8, 2 * 128 * 128, 1.75),
+        ("gaudi3", "bfloat16", 8, 2 * 256 * 256, 1.75),
+        # Of two dies.
+        ("ascend-910c", "bfloat16", 2, 376_000, 1.0),
+    ],
+)
+def test_rates_are_units_times_clock(key: str, dtype: str, units: int, per_clock: int, gigahertz: float) -> None:
+    expected = units * per_clock * gigahertz * 1e9
+    assert device(key).ceiling("compute", dtype, measured=False).value == pytest.approx(expected, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("key", "lanes", "gigabytes"),
+    [
+        ("a100", 12, 25), ("h100", 18, 25), ("h100-pcie", 12, 25), ("h100-nvl", 12, 25), ("h200", 18, 25),
+        ("b200", 18, 50), ("gb200", 18, 50), ("mi300x", 7, 64), ("mi355x", 7, 76.8), ("gaudi3", 24, 25),
+        ("tpu-v5e", 4, 50), ("tpu-v5p", 6, 100), ("tpu-v6e", 4, 100),
+    ],
+)  # fmt: skip
+def test_links_are_in_one_direction(key: str, lanes: int, gigabytes: float) -> None:
+    assert device(key).ceiling("link", measured=False).value == pytest.approx(lanes * gigabytes * 1e9)
+
+
+def test_links_to_the_host_are_sixteen_lanes_in_one_direction() -> None:
+    generation = {
+        "a100": 4,
+        "l4": 4,
+        "l40s": 4,
+        "rtx4090": 4,
+        "h100": 5,
+        "h200": 5,
+        "rtx5090": 5,
+        "mi300x": 5,
+        "b200": 6,
+    }
+    for key, number in generation.items():
+        assert device(key).ceiling("host", measured=False).value == 32e9 * 2 ** (number - 4)
+
+
+def test_memory_of_processors_is_channels_times_transfers() -> None:
+    for key, transfers in (("epyc-9654", 4800e6), ("epyc-9755", 6400e6), ("xeon-6980p", 8800e6)):
+        assert device(key).ceiling("bandwidth").value == pytest.approx(12 * 8 * transfers)
+
+
+@pytest.mark.parametrize("known", ACCELERATORS, ids=lambda one: one.key)
+def test_half_the_bits_is_twice_the_rate_and_sparsity_doubles(known) -> None:  # type: ignore[no-untyped-def]
+    rates = {
+        one.dtype: one.value for one in known.figures if one.quantity == "compute" and not one.measured | one.sparse
+    }
+    sparse = {one.dtype: one.value for one in known.figures if one.sparse}
+    assert sparse == {dtype: 2 * rates[dtype] for dtype in sparse}
+    # Gaudi 3 and TPU v5p multiply 8-bit floating point as fast as 16-bit.
+    if "float8" in rates and known.key not in ("gaudi3", "tpu-v5p"):
+        assert rates["float8"] == pytest.approx(2 * rates["bfloat16"], rel=0.02)
+    if "int8" in rates and not known.key.startswith("rtx"):
+        assert rates["int8"] == pytest.approx(2 * rates["bfloat16"], rel=0.02)
+    if "tf32" in rates:
+        assert rates["tf32"] == pytest.approx(rates["bfloat16"] / 2, rel=0.05)
+    if "float4" in rates:
+        assert rates["float4"] in (pytest.approx(2 * rates["float8"], rel=0.01), pytest.approx(4 * rates["float8"]))
+    assert rates.get("float16", rates["bfloat16"]) == rates["bfloat16"]
+
+
+@pytest.mark.parametrize("known", ACCELERATORS, ids=lambda one: one.key)
+def test_units_are_those_of_the_time(known) -> None:  # type: ignore[no-untyped-def]
+    """Operations for each byte, for each joule, and links beside memory: a slip of 1,000 falls out of these ranges."""
+    rate = known.ceiling("compute", "bfloat16", measured=False).value
+    assert 100 < rate / known.ceiling("bandwidth", measured=False).value < 600  # operations for each byte
+    if (power := known.known("power")) is not None:
+        assert 0.3e12 < rate / power.value < 2.3e12
+    if (link := known.known("link", measured=False)) is not None:
+        assert 0.05 < link.value / known.ceiling("bandwidth", measured=False).value < 0.35
 
 
 def test_sparsity_doubles_what_datasheets_print() -> None:
     # The headline figures of the datasheets, in TFLOP/s with 2:4 sparsity.
     for key, dtype, headline in [
         ("h100", "bfloat16", 1979),
+        ("h100-nvl", "bfloat16", 1671),
         ("h200", "float8", 3958),
         ("a100", "bfloat16", 624),
         ("b200", "float8", 9000),
+        ("l4", "float8", 485),
         ("l40s", "float8", 1466),
         ("rtx4090", "bfloat16", 330.4),
+        ("rtx5090", "float4", 3352),
+        ("mi300x", "float8", 5229.8),
     ]:
         sparse = [f.value for f in device(key).figures if f.sparse and f.dtype == dtype]
         assert sparse == [pytest.approx(headline * 1e12, rel=1e-3)]
         assert device(key).ceiling("compute", dtype, measured=False).value == pytest.approx(headline * 5e11, rel=1e-3)
 
 
+def test_what_no_source_says_is_unknown() -> None:
+    assert device("ascend-910c").known("link") is None  # sources disagree
+    assert device("m3-ultra").known("compute", "float16") is None
+    with pytest.raises(ValueError, match="no compute in bfloat16 is recorded for epyc-9654"):
+        device("epyc-9654").ceiling("compute", "bfloat16")
+
+
 def test_unknown_names_are_answered_with_the_known() -> None:
-    with pytest.raises(ValueError, match="'h300' is unknown; known are h200, h100, a100"):
+    with pytest.raises(ValueError, match="'h300' is unknown; known are h200, h100, h100-pcie"):
         device("h300")
     with pytest.raises(ValueError, match=r"no compute in float8 is recorded for a100; known: bfloat16"):
         device("a100").ceiling("compute", "float8")
@@ -52,5 +177,22 @@ def test_unknown_names_are_answered_with_the_known() -> None:
 
 def test_products_are_recognized_by_the_name_that_drivers_give() -> None:
     assert recognize("NVIDIA H200") is device("h200")
+    assert recognize("NVIDIA H100 PCIe") is device("h100-pcie")
     assert recognize("NVIDIA H200 NVL") is None  # another board with other figures
     assert recognize("Intel(R) Xeon(R)") is None
+
+
+def test_the_price_is_the_users() -> None:
+    with pytest.raises(ValueError, match="the price of h200 is not known here"):
+        device("h200").priced(3600)
+    assert replace(device("h200"), price_per_hour=2.5).priced(1800, devices=8) == pytest.approx(10)
+
+
+def test_what_a_source_says_in_its_units() -> None:
+    source = Source("a sheet", "https://example.com", "2026-01")
+    memory, cache, host, dense, doubled = promised(
+        source, memory=80, l2=50, host=64, dense={"bfloat16": 100}, sparse=["bfloat16", "int8"]
+    )
+    assert (memory.value, cache.value, host.value, host.direction) == (80e9, 52_428_800, 32e9, "each")
+    assert (dense.value, dense.sparse, doubled.value, doubled.sparse) == (100e12, False, 200e12, True)
+    assert {one.url for one in (memory, cache, host, dense, doubled)} == {"https://example.com"}

@@ -14,6 +14,7 @@ from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.fuse import fuse
 from strata.graph.merge import merge
+from strata.hardware.specs import device
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
 from strata.kernels.op import OPERATIONS
 
@@ -70,3 +71,9 @@ def test_an_engine_of_references_gives_the_same_tokens(folder: Path) -> None:
     runner._head = bind(capture_head(model), "reference").forward
     llm.engine.loop.scheduler._prefixes.evict(50)
     assert ids(llm) == want
+
+
+def test_listed_devices_are_what_their_kernels_are_compiled_for() -> None:
+    assert DeviceLimits.listed(device("h200")) == H200
+    with pytest.raises(ValueError, match=r"TPU v5e runs no CUDA kernels.*give a GPU of NVIDIA's, such as h200"):
+        DeviceLimits.listed(device("tpu-v5e"))

@@ -178,7 +178,7 @@ def work_of(test: TrainingTest, config: ModelConfig, layout: Layout) -> Training
 def _figures(run: _Run, speeds: list[float], memory: dict[str, float]) -> tuple[dict[str, Any], str]:
     test, work, layout = run.test, run.work, run.layout
     name = torch.cuda.get_device_name() if run.world.device.type == "cuda" else cpu_name()
-    device = recognize(name)
+    device = recognize(name) if run.world.device.type == "cuda" else None
     floor = None
     if device is not None and layout.divides_documents_only:
         floor = work.tokens / work.floor(device, test.precision)

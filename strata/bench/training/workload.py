@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from strata.hardware.figures import Device
 from strata.hardware.roofline import Cost, floor
-from strata.hardware.specs import Device
 from strata.models.config import ModelConfig
 from strata.train.data.pack import PackedBatch
 

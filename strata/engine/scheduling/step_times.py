@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from strata.hardware.figures import Device
 from strata.hardware.roofline import Cost, Workload
-from strata.hardware.specs import Device
 
 if TYPE_CHECKING:
     from strata.graph.cost import StepCosts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from strata.comm.placement import Placement
-from strata.hardware.specs import Device
+from strata.hardware.figures import Device
 from strata.kernels.loss.loss import CHUNK_ELEMENTS
 from strata.kernels.loss.loss_grad import CHUNK_BYTES
 from strata.models.config import ModelConfig

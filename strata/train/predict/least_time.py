@@ -13,9 +13,9 @@ from strata.comm.cost import (
     reduce_scatter_cost,
     shift_cost,
 )
+from strata.hardware.figures import Device
 from strata.hardware.links import LINKS, Link
 from strata.hardware.roofline import Cost, floor
-from strata.hardware.specs import Device
 from strata.parallel.buckets import BUCKET_ELEMENTS
 from strata.parallel.timeline import Durations, simulate
 from strata.train.predict.flops import active_elements, visible_pairs

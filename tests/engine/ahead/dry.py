@@ -24,8 +24,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def hopper() -> DeviceLimits:
-    known = device("h200")
-    return DeviceLimits(known.product, known.capability, known.shared_bytes, known.processors)
+    return DeviceLimits.listed(device("h200"))
 
 
 def derived(model: str, options: dict[str, Any], whole: bool = False) -> list[str]:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from strata.cli.train_estimate import estimate_text
-from strata.hardware.specs import Device, device
+from strata.hardware.figures import Device
+from strata.hardware.specs import device
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.train.config import RECOMPUTE, read_train_config

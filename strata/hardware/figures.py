@@ -1,0 +1,157 @@
+"""What devices can do: every figure with its dtype, dense or sparse, its direction, its source and the date of that.
+
+Units are SI: FLOP/s (operations per second for integers), bytes per second, bytes, watts. Datasheets quote tensor cores
+with 2:4 sparsity and links in both directions together; here links are in each direction, and sparse figures say so.
+What no source says is not recorded: nothing here is guessed. The tables themselves are in `strata.hardware.devices`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+TERA, GIGA, MIB = 1e12, 1e9, 1 << 20
+# A quantity and the unit of its values.
+QUANTITIES = {
+    "compute": "FLOP/s",
+    "bandwidth": "B/s",
+    "memory": "B",
+    "l2": "B",
+    "l3": "B",
+    "link": "B/s",
+    "host": "B/s",
+    "power": "W",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where figures stand. date: of the document, of a page without one when it was read; year and month at least."""
+
+    name: str
+    url: str
+    date: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number about a device.
+
+    quantity: "compute" (FLOP/s), "bandwidth" (device memory, bytes/s), "memory", "l2" or "l3" (bytes of a cache that
+        all of the device shares), "link" (to all other devices of the kind together, bytes/s), "host" (to the CPU,
+        bytes/s) or "power" (watts that the device may take).
+    dtype: of the operands, as torch names it where torch has it ("float8" for either kind); None where none applies.
+    sparse: with 2:4 structured sparsity.
+    direction: "read + written" (bytes moved either way), or "each" (of the two directions of a link).
+    measured: reached by a benchmark on the device, or told by its driver; otherwise promised by the maker.
+    url: of the source; None of what was measured here.
+    """
+
+    quantity: str
+    value: float
+    source: str
+    date: str
+    dtype: str | None = None
+    sparse: bool = False
+    direction: str | None = None
+    measured: bool = False
+    url: str | None = None
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """What kernels are compiled for.
+
+    capability: compute capability, (major, minor). shared_bytes: the most shared memory of one thread block.
+    processors: multiprocessors that are enabled.
+    """
+
+    capability: tuple[int, int]
+    shared_bytes: int
+    processors: int
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device and all that is known of it. `key` is its name here, `product` what drivers or systems call it.
+
+    cuda: None of a device that runs no CUDA kernels. price_per_hour: of one device, in the user's currency; Strata
+    knows no prices, so it is None until `dataclasses.replace` sets what the user pays.
+    """
+
+    key: str
+    product: str
+    figures: tuple[Figure, ...]
+    cuda: Cuda | None = None
+    price_per_hour: float | None = None
+
+    def known(self, quantity: str, dtype: str | None = None, *, measured: bool = True) -> Figure | None:
+        """The figure to plan with: dense, measured if there is one (unless `measured` is False), else the maker's;
+        None where no source says it.
+        """
+        fitting = [
+            figure
+            for figure in self.figures
+            if (figure.quantity, figure.dtype, figure.sparse) == (quantity, dtype, False)
+            and (measured or not figure.measured)
+        ]
+        return max(fitting, key=lambda figure: figure.measured, default=None)
+
+    def ceiling(self, quantity: str, dtype: str | None = None, *, measured: bool = True) -> Figure:
+        """The same. Raises ValueError, naming what is known, if there is none."""
+        found = self.known(quantity, dtype, measured=measured)
+        if found is None:
+            dtypes = ", ".join(sorted(self.dtypes(quantity)))
+            wanted = quantity if dtype is None else f"{quantity} in {dtype}"
+            raise ValueError(f"no {wanted} is recorded for {self.key}" + (f"; known: {dtypes}" if dtypes else ""))
+        return found
+
+    def dtypes(self, quantity: str = "compute") -> set[str]:
+        """Those for which a quantity is recorded."""
+        return {one.dtype for one in self.figures if one.quantity == quantity and one.dtype is not None}
+
+    def priced(self, seconds: float, devices: int = 1) -> float:
+        """What so many devices cost for so long. Raises ValueError if the user gave no price."""
+        if self.price_per_hour is None:
+            raise ValueError(f"the price of {self.key} is not known here: give what you pay for one of it per hour")
+        return self.price_per_hour * devices * seconds / 3600
+
+
+def promised(
+    source: Source,
+    *,
+    memory: float | None = None,
+    bandwidth: float | None = None,
+    dense: dict[str, float] | None = None,
+    sparse: Iterable[str] = (),
+    l2: float | None = None,
+    l3: float | None = None,
+    link: float | None = None,
+    host: float | None = None,
+    power: float | None = None,
+) -> tuple[Figure, ...]:
+    """What a source says of a device, in the units of makers: GB, TB/s, tera-operations per second, MiB of caches, GB/s
+    of a link in both directions together, watts.
+
+    dense: by dtype, without sparsity. sparse: the dtypes for which 2:4 sparsity doubles them.
+    """
+
+    def figure(quantity: str, value: float, dtype: str | None = None, direction: str | None = None) -> Figure:
+        return Figure(quantity, value, source.name, source.date, dtype, direction=direction, url=source.url)
+
+    found = []
+    for quantity, value, unit, direction in (
+        ("memory", memory, GIGA, None),
+        ("bandwidth", bandwidth, TERA, "read + written"),
+        ("l2", l2, MIB, None),
+        ("l3", l3, MIB, None),
+        ("link", link, GIGA / 2, "each"),
+        ("host", host, GIGA / 2, "each"),
+        ("power", power, 1, None),
+    ):
+        if value is not None:
+            found.append(figure(quantity, value * unit, direction=direction))
+    found += [figure("compute", value * TERA, dtype) for dtype, value in (dense or {}).items()]
+    doubled = set(sparse)
+    found += [replace(one, value=2 * one.value, sparse=True) for one in found if one.dtype in doubled]
+    return tuple(found)
