@@ -196,7 +196,7 @@ def step_graphs(
     if shard is not None:
         captured, head = (_of_rank(graph, shard, experts, deterministic) for graph in (captured, head))
     axes = NO_AXES if shard is None else shard.axes
-    part = None if shard is None else VocabularyPart.of(shard)
+    part = None if shard is None or shard.own_tokens else VocabularyPart.of(shard)
     by_rows = kind == "cuda" and not deterministic
 
     def whole() -> fx.GraphModule:
@@ -238,5 +238,5 @@ def _of_rank(
     graph: fx.GraphModule, shard: RankShard, experts: MovingExperts | None, deterministic: bool
 ) -> fx.GraphModule:
     along, turns = Along(TENSOR_AXIS, shard.size), None if experts is None else experts.turns
-    shard_graph(graph, shard.placements, along, shard.index, shard.slots, turns)
+    shard_graph(graph, shard.placements, along, shard.index, shard.slots, turns, own_tokens=shard.own_tokens)
     return slice_products(graph, shard.placements, shard.size) if deterministic else graph

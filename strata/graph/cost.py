@@ -163,7 +163,7 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
     traffic = messages = 0
     attentions: Counter[Cost] = Counter()
     examples: dict[Cost, Callable[[Workload], Cost]] = {}
-    mixtures: Counter[tuple[int, int, int, int, bool]] = Counter()
+    mixtures: Counter[tuple[int, int, int, int, int, bool]] = Counter()
     for one, two in zip(_walk(graph, argument(1, 1)), _walk(graph, argument(2, 1)), strict=True):
         if one.operation is None:
             continue
@@ -183,7 +183,9 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
         if one.operation in (experts, held_experts):
             (_, _, chosen, gate_up, down, *others), rows = one.args, len(two.args[2])
             count = others[1] if one.operation is held_experts else len(down)
-            mixtures[chosen.shape[1], count, len(down), gate_up[0].nbytes + down[0].nbytes, rows == 1] += 1
+            sources = len(chosen)  # ranks that bring tokens, of which each has one here
+            size = gate_up[0].nbytes + down[0].nbytes
+            mixtures[chosen.shape[1], count, len(down), size, sources, rows == sources] += 1
         else:
             weights.update(token=grown.weights - cost.weights, step=2 * cost.weights - grown.weights)
     return StepCosts(
@@ -264,8 +266,10 @@ def _cost(operation: Operation, args: tuple[Any, ...], workload: Workload) -> Co
     return operation.cost(*args, workload=workload)
 
 
-def _expert_bytes(per_token: int, count: int, held: int, size: int, tokens: int) -> int:
-    """Bytes of those of `held` experts out of `count`, `size` each, that some of the tokens are expected to go to."""
+def _expert_bytes(per_token: int, count: int, held: int, size: int, sources: int, tokens: int) -> int:
+    """Bytes of those of `held` experts out of `count`, `size` each, that some of the tokens of `sources` ranks, each of
+    which has so many, are expected to go to."""
+    tokens *= sources
     return round(expected_experts(tokens, per_token * tokens, count) * held / count * size)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
+from strata.comm.expert_rows import combine_rows, dispatch_rows
 from strata.comm.operations import Along, all_reduce
 from strata.comm.placement import ExpertSlots, Placement
 from strata.graph.capture import operation_of
@@ -24,16 +25,21 @@ def shard(
     index: int,
     slots: ExpertSlots | None = None,
     turns: Tensor | None = None,
+    *,
+    own_tokens: bool = False,
 ) -> fx.GraphModule:
     """Put the messages between the ranks along `along` into the graph of rank `index`, in place; returns `graph`.
 
     graph: captured from the rank's own model and not rewritten by a pass yet. placements: of every parameter that it
     fetches, by name. slots: where this rank's experts are among those of all ranks; None: each rank has a part of every
     expert. turns: [layers, experts, period] int32 on the device that runs the graph, of each layer the `placement` of
-    `held_experts`, read anew in every call; None: each slot has the expert of its number.
+    `held_experts`, read anew in every call; None: each slot has the expert of its number. own_tokens: each rank has
+    tokens of its own, as many as the others, and all else than experts whole.
 
     - After a product with a ROW weight, and after what EXPERT weights make: an all-reduce. The bias of the product is
-      added to the sum, once. With `slots` the rank computes the choices of its own experts alone.
+      added to the sum, once. With `slots` the rank computes the choices of its own experts alone. With `own_tokens`
+      the rows of all ranks come before the router (`dispatch_rows`), which so all ranks run on all rows, and sums go
+      back to the rank whose rows they are of (`combine_rows`).
     - Rows of a VOCABULARY table: zeros for ids of other ranks, then an all-reduce.
     - Logits by VOCABULARY rows stay the rank's own, [rows, its ids].
 
@@ -43,7 +49,7 @@ def shard(
     """
     if along.size == 1:
         return graph
-    ranks = _Ranks(along, index, slots, turns)
+    ranks = _Ranks(along, index, slots, turns, own_tokens)
     for node in list(graph.graph.nodes):
         operation = operation_of(node)
         if operation is not None:
@@ -59,6 +65,7 @@ class _Ranks(NamedTuple):
     rank: int
     slots: ExpertSlots | None
     turns: Tensor | None
+    own_tokens: bool
 
 
 def _read(node: fx.Node, placements: Mapping[str, Placement]) -> dict[Placement, fx.Node]:
@@ -84,7 +91,11 @@ def _shard_node(
         if ranks.slots is not None:
             turns = () if ranks.turns is None else (_table(graph, node, ranks.turns),)
             node.target, node.args = held_experts, (*node.args, *ranks.slots, *turns)
-        _follow(node, all_reduce, ranks.along)
+        if ranks.own_tokens:
+            _dispatch(node, ranks.along)
+            _follow(node, combine_rows, ranks.along)
+        else:
+            _follow(node, all_reduce, ranks.along)
     elif Placement.VOCABULARY in read:
         table = read[Placement.VOCABULARY]
         if operation is embedding:
@@ -93,6 +104,28 @@ def _shard_node(
             _follow(node, all_reduce, ranks.along)
             return
         _require(operation.product and node.args[1] is table, node, table)
+
+
+def _dispatch(mixture: fx.Node, along: Along) -> None:
+    """Let a mixture and its router read the rows of all ranks."""
+    own = mixture.args[0]
+    assert isinstance(own, fx.Node)
+    readers = [node for node in own.users if node is mixture or _leads_to(node, mixture)]
+    with mixture.graph.inserting_after(own):
+        rows = mixture.graph.call_function(dispatch_rows, (own, along))
+    rows.meta = {"module": mixture.meta["module"], "layer": mixture.meta["layer"]}
+    for node in readers:
+        node.replace_input_with(own, rows)
+
+
+def _leads_to(node: fx.Node, later: fx.Node) -> bool:
+    """Whether `later` reads what follows from `node`."""
+    reached = {node}
+    while node is not later:
+        node = node.next
+        if not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    return later in reached
 
 
 def _table(graph: fx.GraphModule, node: fx.Node, turns: Tensor) -> fx.Node:

@@ -1,7 +1,8 @@
 """What one rank of several serves: its own config, and where its slices lie in a checkpoint's tensors.
 
 A rank's model is an ordinary model of a smaller config: of fewer heads and narrower matrices, and with expert
-parallelism of fewer experts, each of them whole. Where stages of a pipeline share the layers, it has those of its
+parallelism of fewer experts, each of them whole; where each rank has tokens of its own, of fewer experts and nothing
+else. Where stages of a pipeline share the layers, it has those of its
 stage, under their names in the whole model. The table of its family (`strata.parallel.families`) says how
 each parameter is divided; `strata.graph.shard` puts the messages between the ranks into its graphs.
 """
@@ -39,6 +40,7 @@ class RankShard:
     all layers, with matrices as narrow as the rank's. stage: which of `stages` it is in. layers: the first of its
     stage, and the end.
     slots: where its experts are among all, with expert parallelism; None: it has a part of every expert.
+    own_tokens: each rank has tokens of its own, and all parameters but experts whole (attention data parallelism).
     placements: of every parameter, by name. axes: what its collectives run along, by name; an `Along` where graphs are
     only costed. A `strata.models.part.ModelPart`.
     """
@@ -52,6 +54,7 @@ class RankShard:
     stage: int
     layers: Span
     slots: ExpertSlots | None
+    own_tokens: bool
     placements: Mapping[str, Placement]
     axes: Mapping[str, Axis | Along]
 
@@ -64,20 +67,25 @@ class RankShard:
         *,
         expert_parallel: bool = False,
         redundant: int | None = None,
+        own_tokens: bool = False,
         stages: int = 1,
         stage: int = 0,
     ) -> RankShard:
         """Of rank `index` of `size`, whose live axis is `axis`. expert_parallel: ranks have different experts.
         redundant: how many slots for experts they have more than there are experts, for copies, each rank as many as
-        the others; None: ranks need not have equally many experts. stages: how many share the layers, each of `size`
-        ranks, so that the one with the most weights has as few as possible; `stage`: which of them this rank is in.
+        the others; None: ranks need not have equally many experts. own_tokens: see `RankShard`.
+        stages: how many share the layers, each of `size` ranks, so that the one with the most weights has as few as
+        possible; `stage`: which of them this rank is in.
 
         Raises ValueError if they cannot share the model.
         """
-        divided = rank_config(whole, size, index, expert_parallel=expert_parallel, redundant=redundant)
+        options = {"expert_parallel": expert_parallel, "own_tokens": own_tokens}
+        divided = rank_config(whole, size, index, redundant=redundant, **options)
         with torch.device("meta"):
             model = build(divided)
         placed = placements([name for name, _ in model.named_parameters()], TABLES[whole.architecture])
+        if own_tokens:
+            placed = {name: one if one is Placement.EXPERT else Placement.PER_TOKEN for name, one in placed.items()}
         if not 1 <= stages <= whole.num_layers:
             raise ValueError(
                 f"pipeline_parallel_size={stages}: each stage needs a layer, and this model has {whole.num_layers}; "
@@ -90,7 +98,7 @@ class RankShard:
             total = config.experts.count + (redundant or 0)
             slots = ExpertSlots(span(total, size, index)[0], total)
         axes = {TENSOR_AXIS: axis or Along(TENSOR_AXIS, size), PIPELINE_AXIS: Along(PIPELINE_AXIS, stages)}
-        return RankShard(whole, config, divided, size, index, stages, stage, layers, slots, placed, axes)
+        return RankShard(whole, config, divided, size, index, stages, stage, layers, slots, own_tokens, placed, axes)
 
     def build(self, max_length: int | None = None) -> CausalLM:
         """The rank's model on the current default device; of several stages, what has the parameters of this one."""
@@ -136,7 +144,13 @@ def stage_config(config: ModelConfig, first: int, end: int) -> ModelConfig:
 
 
 def rank_config(
-    config: ModelConfig, size: int, index: int, *, expert_parallel: bool = False, redundant: int | None = None
+    config: ModelConfig,
+    size: int,
+    index: int,
+    *,
+    expert_parallel: bool = False,
+    redundant: int | None = None,
+    own_tokens: bool = False,
 ) -> ModelConfig:
     """The config of the model that rank `index` of `size` holds.
 
@@ -144,17 +158,22 @@ def rank_config(
     neighbouring numbers, as many as the others or one more; `redundant` more slots have copies of the first experts.
     Where there are more ranks than KV heads, each has one, which size / num_kv_heads ranks share. Every rank has as
     many rows of the vocabulary as the first, some of them zeros where the ranks do not divide it: all ranks run one
-    graph. Raises ValueError if the model cannot be divided so.
+    graph. With `own_tokens` nothing but the experts is divided. Raises ValueError if the model cannot be divided so.
     """
     if not 0 <= index < size:
         raise ValueError(f"rank {index} of {size} ranks; ranks count from 0 to {size - 1}")
+    if own_tokens and config.experts is None:
+        raise ValueError(
+            "enable_dp_attention=True needs a mixture of experts, and this model has none: give data_parallel_size "
+            "instead, whose engines hold it whole each and serve requests of their own"
+        )
     if expert_parallel and config.experts is None:
         raise ValueError(
             "enable_expert_parallel=True needs a mixture of experts, and this model has none; leave it out"
         )
-    if fault := _fault(config, size, expert_parallel):
-        heads = range(1, config.num_heads + 1)
-        accepted = ", ".join(str(one) for one in heads if not _fault(config, one, expert_parallel))
+    if fault := _fault(config, size, expert_parallel, own_tokens):
+        sizes = range(1, max(config.num_heads, size) + 1)
+        accepted = ", ".join(str(one) for one in sizes if not _fault(config, one, expert_parallel, own_tokens))
         raise ValueError(f"tensor_parallel_size={size} {fault}; this model takes {accepted}")
     experts = config.experts
     if experts is not None and expert_parallel:
@@ -164,6 +183,8 @@ def rank_config(
         experts = replace(experts, held=tuple(slot % experts.count for slot in own))
     elif experts is not None:
         experts = replace(experts, intermediate_size=experts.intermediate_size // size)
+    if own_tokens:
+        return replace(config, experts=experts)
     return replace(
         config,
         num_heads=config.num_heads // size,
@@ -174,14 +195,14 @@ def rank_config(
     )
 
 
-def _fault(config: ModelConfig, size: int, expert_parallel: bool) -> str:
+def _fault(config: ModelConfig, size: int, expert_parallel: bool, own_tokens: bool) -> str:
     """Why so many ranks cannot share the model; empty if they can."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
+    heads, kv_heads = (0, size) if own_tokens else (config.num_heads, config.num_kv_heads)
     if heads % size:
         return f"does not divide the {heads} attention heads"
     if kv_heads % size and size % kv_heads:
         return f"neither divides the {kv_heads} KV heads nor is a multiple of them"
-    if _has_plain_mlp(config) and config.intermediate_size % size:
+    if _has_plain_mlp(config) and not own_tokens and config.intermediate_size % size:
         return f"does not divide intermediate_size = {config.intermediate_size}"
     if config.experts is None:
         return ""

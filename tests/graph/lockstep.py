@@ -31,6 +31,8 @@ def combine(name: str, parts: Sequence[Tensor], others: tuple[Any, ...]) -> Any:
         return parts[0]
     if name == "all_gather":
         return torch.cat(list(parts), others[1])
+    if name == "dispatch_rows":
+        return torch.cat(list(parts))
     raise AssertionError(f"no test twin of the collective {name}")
 
 
@@ -46,6 +48,11 @@ def run_in_lockstep(
         assert len({(node.op, node.name) for node in nodes}) == 1
         if operation is not None and operation.collective:
             called = [fx.map_arg(node.args, known.__getitem__) for node, known in zip(nodes, values, strict=True)]
+            if operation.name == "combine_rows":
+                totals = reduce(add, [args[0] for args in called]).chunk(len(graphs))
+                for node, known, own_rows in zip(nodes, values, totals, strict=True):
+                    known[node] = own_rows
+                continue
             shared = combine(operation.name, [args[0] for args in called], called[0][1:])
             for node, known in zip(nodes, values, strict=True):
                 known[node] = pytree.tree_map(torch.clone, shared)

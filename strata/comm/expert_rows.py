@@ -1,0 +1,94 @@
+"""Rows of tokens on their way to experts and back, where each rank has tokens of its own, as operations of a graph.
+
+All ranks bring equally many rows and get all rows of all ranks: which expert a row goes to is computed behind the
+message, so nothing but rows travels. For how they run see `strata.comm.operations`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from strata.comm import collectives
+from strata.comm.all_reduce_cuda import fits_one_shot, one_shot
+from strata.comm.cost import all_gather_cost
+from strata.comm.mesh import Axis
+from strata.comm.operations import Along, live, reduce_scatter
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.collective.all_reduce import one_shot_kernel
+from strata.kernels.op import ATEN, NCCL, operation
+from strata.kernels.triton_import import HAS_TRITON
+
+
+def _of_all_ranks(x: Tensor, along: Along | Axis) -> Tensor:
+    return x.new_empty((x.shape[0] * along.size, *x.shape[1:]), device="meta")
+
+
+def _dispatch_cost(x: Tensor, along: Along | Axis, *, workload: Workload) -> Cost:
+    if along.size == 1:
+        return Cost()
+    result = x.nbytes * along.size
+    return Cost(read=x.nbytes, written=result, messages=1, sent=all_gather_cost(result, along.size).bytes)
+
+
+# Rows that every rank leaves out are missing from the result and change no other, so both are rowwise.
+@operation(_dispatch_cost, meta=_of_all_ranks, rowwise=True, collective=True)
+def dispatch_rows(x: Tensor, along: Along | Axis) -> Tensor:
+    """The rows of all ranks, one rank's after another's: [rows, ...] to [ranks * rows, ...]. All have equally many."""
+    return x if along.size == 1 else collectives.all_gather(x, live(along), 0)
+
+
+def _own_rows(x: Tensor, along: Along | Axis) -> Tensor:
+    rows = collectives.part_of(x.shape[0], along.size, along.name)
+    return x.new_empty((rows, *x.shape[1:]), device="meta")
+
+
+def _combine_cost(x: Tensor, along: Along | Axis, *, workload: Workload) -> Cost:
+    return reduce_scatter.cost(x, along, 0, workload=workload)
+
+
+@operation(_combine_cost, meta=_own_rows, rowwise=True, collective=True)
+def combine_rows(x: Tensor, along: Along | Axis) -> Tensor:
+    """What `dispatch_rows` brought goes back: this rank's rows of the sum of x over the ranks, [ranks * rows, ...] to
+    [rows, ...].
+
+    Added up as in `all_reduce`. Raises ValueError if the rows are no multiple of the number of ranks.
+    """
+    summed: Tensor = reduce_scatter.reference(x, along, 0)
+    return summed
+
+
+def _combined_by_library(x: Tensor, axis: Axis) -> Tensor:
+    return x if axis.size == 1 else collectives.reduce_scatter(x, live(axis), 0)
+
+
+def _dispatch_fits(x: Tensor, axis: Any) -> bool:
+    """`one_shot` sums over the rows of all ranks."""
+    return fits_one_shot(x, axis) and fits_one_shot(_of_all_ranks(x, axis), axis)
+
+
+def _dispatch_by_one_shot(x: Tensor, axis: Axis) -> Tensor:
+    """A sum of each rank's rows among zeros: no more than one small message, where a library takes longer to begin."""
+    rows = x.new_zeros((axis.size, *x.shape))
+    rows[axis.index] = x
+    return one_shot(rows, axis).flatten(0, 1)
+
+
+def _combine_by_one_shot(x: Tensor, axis: Axis) -> Tensor:
+    return one_shot(x, axis).chunk(axis.size)[axis.index]
+
+
+if HAS_TRITON:
+    dispatch_rows.implement(
+        "one shot", "cuda", invariant=True, supports=_dispatch_fits, kernels=(ATEN, ATEN, one_shot_kernel)
+    )(_dispatch_by_one_shot)
+    combine_rows.implement("one shot", "cuda", invariant=True, supports=fits_one_shot, kernels=(one_shot_kernel,))(
+        _combine_by_one_shot
+    )
+dispatch_rows.implement("gloo", "cpu", invariant=True)(dispatch_rows.reference)
+dispatch_rows.implement("nccl", "cuda", invariant=True, kernels=(NCCL,))(dispatch_rows.reference)
+combine_rows.implement("gloo", "cpu")(_combined_by_library)
+combine_rows.implement("nccl", "cuda", kernels=(NCCL,))(_combined_by_library)
+combine_rows.implement("in rank order", "cpu", invariant=True)(combine_rows.reference)
+combine_rows.implement("in rank order", "cuda", invariant=True, kernels=(NCCL, ATEN))(combine_rows.reference)
