@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import strata.comm.expert_rows
 import strata.comm.pairwise_sums
 import strata.comm.reduced_norm
 import strata.models.families  # noqa: F401  (every operation of a model)
@@ -55,6 +56,8 @@ def test_these_are_all_that_are_said_to_be_rowwise() -> None:
         "all_gather",
         "pairwise_all_reduce",
         "all_reduce_add_rms_norm",
+        "dispatch_rows",
+        "combine_rows",
     }
 
 
