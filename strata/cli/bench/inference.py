@@ -17,6 +17,7 @@ from strata.bench.result import Result, make_result, report
 from strata.bench.run import Setup, call, device_name, floor_on, started
 from strata.cli import options
 from strata.cli.bench.comm import comm
+from strata.cli.bench.faults import faults
 from strata.cli.bench.gaps import gaps
 from strata.cli.bench.kernels import kernels
 from strata.cli.bench.options import AsJson, LoadFormat, Model, Save
@@ -34,6 +35,7 @@ bench = typer.Typer(
     """,
 )
 bench.command(cls=Command)(comm)
+bench.command(cls=Command)(faults)
 bench.command(cls=Command)(gaps)
 bench.command(cls=Command)(kernels)
 bench.command(cls=Command)(parallel)
