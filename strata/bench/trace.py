@@ -17,8 +17,9 @@ N = TypeVar("N", int, float)
 
 # What a kernel does, by the first kind of which its name, in small letters, holds a word. Strata's own kernels, those
 # of cuBLAS and cuDNN, and those of ATen.
+MESSAGE = "message"  # between ranks: the kernels wait for others in it, and may do more in the same launch
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("message", ("one_shot", "two_shot", "nccl")),
+    (MESSAGE, ("one_shot", "two_shot", "nccl", "memcpy ptop")),
     (
         "attention",
         (
@@ -66,10 +67,10 @@ class KindTime:
 
 @dataclass(frozen=True)
 class GapSplit:
-    """The seconds of a call: wall = floor + (busy - floor) + launch + host.
+    """The seconds of a call: wall = floor + (busy - exposed - floor) + exposed + launch + host.
 
     floor: None if it is not known. busy: the device runs something. launch: it waits inside a step. host: it waits
-    between steps, before the first or after the last.
+    between steps, before the first or after the last. exposed: of busy, messages between ranks run and nothing else.
     """
 
     wall: float
@@ -77,11 +78,15 @@ class GapSplit:
     busy: float
     launch: float
     host: float
+    exposed: float = 0.0
 
     def parts(self) -> dict[str, float]:
-        """What the wall time is made of besides the floor."""
-        kernels = {"kernels": self.busy} if self.floor is None else {"kernels over floor": self.busy - self.floor}
-        return {**kernels, "launch gaps": self.launch, "host gaps": self.host}
+        """What the wall time is made of besides the floor; without exposed messages where there are none."""
+        kernels = self.busy - self.exposed
+        parts = {"kernels": kernels} if self.floor is None else {"kernels over floor": kernels - self.floor}
+        if self.exposed:
+            parts["exposed messages"] = self.exposed
+        return {**parts, "launch gaps": self.launch, "host gaps": self.host}
 
     @property
     def largest(self) -> str:
@@ -95,7 +100,7 @@ class TraceTime:
     """The device's time from its first kernel to its last, in seconds by its own clock.
 
     busy: something runs. host: idle after a step has ended, until the next begins. steps: how many. kernels_per_step:
-    the median. kinds: the longest first.
+    the median. kinds: the longest first. exposed: messages between ranks run and nothing else.
     """
 
     span: float
@@ -104,6 +109,16 @@ class TraceTime:
     steps: int
     kernels_per_step: float
     kinds: dict[str, KindTime]
+    exposed: float = 0.0
+
+    @property
+    def message_line(self) -> str | None:
+        """How much of the messages between ranks other work hides, in words; None if there are none."""
+        if MESSAGE not in self.kinds:
+            return None
+        messages = self.kinds[MESSAGE].seconds
+        hidden = max(0.0, 1 - self.exposed / messages)
+        return f"messages between ranks: {messages:.3f} s, exposed {self.exposed:.3f} s ({hidden:.0%} hidden)"
 
     @property
     def idle_share(self) -> float:
@@ -111,7 +126,7 @@ class TraceTime:
 
     def split(self, floor: float | None) -> GapSplit:
         """The span beside the least seconds that its work could take."""
-        return GapSplit(self.span, floor, self.busy, self.span - self.busy - self.host, self.host)
+        return GapSplit(self.span, floor, self.busy, self.span - self.busy - self.host, self.host, self.exposed)
 
 
 def kind_of(name: str) -> str:
@@ -139,7 +154,16 @@ def read_trace(work: Iterable[Interval], marks: Iterable[Interval]) -> TraceTime
         steps=len(step_ends),
         kernels_per_step=statistics.median(_kernels_of_steps(ordered, step_ends)),
         kinds=_by_kind(ordered),
+        exposed=exposed_messages(ordered) / 1e9,
     )
+
+
+def exposed_messages(work: Iterable[Interval]) -> int:
+    """Nanoseconds in which messages between ranks run, or copies from another's memory, and nothing else does."""
+    everything = list(work)
+    messages = {name for name in {interval.name for interval in everything} if kind_of(name) == MESSAGE}
+    others = (interval for interval in everything if interval.name not in messages)
+    return covered(_spans(everything)) - covered(_spans(others))
 
 
 def busy_of_steps(work: Iterable[Interval], marks: Iterable[Interval]) -> list[float]:

@@ -14,7 +14,18 @@ from typer.testing import CliRunner
 from strata.bench import workloads
 from strata.bench.result import HostGap
 from strata.bench.run import Setup, call, started
-from strata.bench.trace import KINDS, OTHER, GapSplit, Interval, TraceTime, busy_of_steps, kind_of, merged, read_trace
+from strata.bench.trace import (
+    KINDS,
+    MESSAGE,
+    OTHER,
+    GapSplit,
+    Interval,
+    TraceTime,
+    busy_of_steps,
+    kind_of,
+    merged,
+    read_trace,
+)
 from strata.cli.bench.gaps import GapReport
 from strata.cli.bench.inference import bench
 from strata.engine.plan import StepPlan
@@ -52,6 +63,30 @@ def test_steps_and_kernels_are_counted() -> None:
     assert {kind: time.kernels for kind, time in found.kinds.items()} == {"product": 2, "copy": 4, "norm": 2}
     assert list(found.kinds) == ["product", "copy", "norm"]  # the longest first
     assert found.kinds["norm"].seconds == pytest.approx(20e-9)  # each kernel whole, overlap or not
+
+
+def test_messages_that_nothing_hides_are_a_part_of_their_own() -> None:
+    """Of 60 ns of messages 34 run alone: the kernel of symmetric memory whole, NCCL's beside a product for 6, and the
+    copy from another GPU beside NCCL's for 5 and beside a product for 15."""
+    work = [
+        Interval(GEMV, 0, 10),
+        Interval("one_shot_norm_kernel", 10, 24),
+        Interval("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 30, 56),
+        Interval("Memcpy PtoP (Device -> Device)", 51, 71),
+        Interval(GEMV, 24, 36),
+        Interval(NORM, 56, 71),
+    ]
+    found = read_trace(work, [Interval("spin_kernel", 80, 81)])
+    assert found.kinds[MESSAGE].kernels == 3
+    assert found.kinds[MESSAGE].seconds == pytest.approx(60e-9)
+    assert found.exposed == pytest.approx((14 + 20) * 1e-9)
+    split = found.split(30e-9)
+    assert split.parts()["exposed messages"] == found.exposed
+    assert sum(split.parts().values()) + 30e-9 == pytest.approx(split.wall)
+    assert found.message_line is not None
+    assert found.message_line.endswith("(43% hidden)")
+    assert "exposed messages" not in read_trace(WORK, MARKS).split(None).parts()
+    assert read_trace(WORK, MARKS).message_line is None
 
 
 def test_each_step_is_busy_for_its_own_time() -> None:

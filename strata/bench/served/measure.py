@@ -99,6 +99,8 @@ def _measure(engine: Engine, served: ServedEngine, load: Load, name: str, costs:
         busy=sum(busy),
         launch=wall.steps - sum(busy),
         host=wall.host,
+        # Of each second that kernels run, as much as in the steps that were traced.
+        exposed=0.0 if traced is None else sum(busy) * traced[0].exposed / traced[0].busy,
     )
     splits = split_requests(steps, requests)
     later = [one.tpot for one in splits if one.tpot is not None]

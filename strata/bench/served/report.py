@@ -98,3 +98,5 @@ def _trace_lines(trace: TraceTime) -> Iterator[str]:
     total = sum(kind.seconds for kind in trace.kinds.values())
     for name, kind in trace.kinds.items():
         yield f"  {name:22}{kind.seconds:10.3f} s {kind.seconds / total:7.1%}  {kind.kernels:,} of them"
+    if trace.message_line is not None:
+        yield trace.message_line

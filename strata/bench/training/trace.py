@@ -8,9 +8,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from strata.bench.trace import covered, kind_of
+from strata.bench.trace import Interval, exposed_messages, kind_of
 
-_MESSAGE = "nccl"  # in the names of the kernels that send and receive
 _MOST = 45
 
 
@@ -24,18 +23,15 @@ def traced(run: Callable[[], object]) -> dict[str, Any]:
     assert profiled.profiler.kineto_results is not None
     seconds: Counter[str] = Counter()
     launches: Counter[str] = Counter()
-    everything, work = [], []
+    work = []
     for event in profiled.profiler.kineto_results.events():
         if event.device_type().name != "CUDA":
             continue
         name = f"{kind_of(event.name())}: {event.name()[:90]}"
         seconds[name] += event.duration_ns()
         launches[name] += 1
-        interval = event.start_ns(), event.start_ns() + event.duration_ns()
-        everything.append(interval)
-        if _MESSAGE not in event.name().lower():
-            work.append(interval)
+        work.append(Interval(event.name(), event.start_ns(), event.start_ns() + event.duration_ns()))
     return {
-        "exposed_ms": round((covered(everything) - covered(work)) / 1e6, 3),
+        "exposed_ms": round(exposed_messages(work) / 1e6, 3),
         "kernels": {name: [round(time / 1e6, 3), launches[name]] for name, time in seconds.most_common(_MOST)},
     }

@@ -24,6 +24,8 @@ def gaps(
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "auto",
     deterministic: options.Deterministic = False,
+    tensor_parallel_size: options.TensorParallelSize = 1,
+    enable_expert_parallel: options.EnableExpertParallel = False,
     request_rate: Annotated[
         str | None, typer.Option(help="T5: requests a second, several between commas; 55 if left out.")
     ] = None,
@@ -34,11 +36,11 @@ def gaps(
 ) -> None:
     """Split the time of a test into floor, kernels over it, launch gaps and host gaps; of T5, latencies as well.
 
-    T1 to T4 need CUDA.
+    T1 to T4 need CUDA. Over several ranks the device is the first's, and messages that nothing hides are a part.
 
     Example: strata bench gaps T5 --model 8B --request-rate 10,20 --save gaps.jsonl
     """
-    setup = Setup(model, load_format, dtype, device, deterministic)
+    setup = Setup(model, load_format, dtype, device, deterministic, tensor_parallel_size, enable_expert_parallel)
     if test == "T5":
         _served(setup, request_rate, num_prompts, seed, as_json=as_json, save=save)
         return
@@ -84,7 +86,8 @@ def _offline(test: str, setup: Setup, *, as_json: bool, save: Path | None) -> No
     times, traced = time_steps(llm, tested), trace(llm, tested)
     name = device_name(llm)
     floor = floor_on(tested, setup, name)
-    split = GapSplit(times.wall, floor, traced.busy, sum(times.steps) - traced.busy, times.host)
+    launch = sum(times.steps) - traced.busy
+    split = GapSplit(times.wall, floor, traced.busy, launch, times.host, traced.exposed)
     found = GapReport(setup.test_name(test), setup.model, short_dtype(setup.dtype), split, times.host_gap, traced, name)
     report(found.values(), found.text(), as_json=as_json, save=save)
 
@@ -130,6 +133,8 @@ class GapReport:
         yield f"{self.trace.steps:,} steps of {self.trace.kernels_per_step:.0f} kernels and copies (median)"
         for name, kind in self.trace.kinds.items():
             yield f"  {name:22}{kind.seconds:10.3f} s {kind.seconds / total:7.1%}  {kind.kernels:,} of them"
+        if self.trace.message_line is not None:
+            yield self.trace.message_line
 
     @staticmethod
     def _row(name: str, *parts: tuple[float, float]) -> str:
