@@ -6,6 +6,8 @@ from strata.cache.pool import PoolShape
 from strata.engine.scheduling.step_times import StepTimes
 from strata.engine.step_graphs import StepGraphs
 from strata.graph.cost import StepCosts, meta_indices, meta_pages, step_costs
+from strata.hardware.figures import Device
+from strata.hardware.links import Link, link_of
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import recognize
 from strata.models.batch import Batch
@@ -22,9 +24,18 @@ def step_times(graphs: StepGraphs, shape: PoolShape, product: str, recorded: int
     if device is None:
         return None
     dtype = str(shape.dtype).removeprefix("torch.")
+    costs = least_costs(graphs, shape)
     try:
-        return StepTimes.of(least_costs(graphs, shape), device, dtype, recorded)
+        return StepTimes.of(costs, device, dtype, recorded, _link(device) if costs.messages else None)
     except ValueError:  # no peak is recorded for the dtype
+        return None
+
+
+def _link(device: Device) -> Link | None:
+    """Between several of a device; None where none is known."""
+    try:
+        return link_of(device)
+    except ValueError:
         return None
 
 

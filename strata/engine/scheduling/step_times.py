@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from strata.hardware.figures import Device
+from strata.hardware.links import Link
 from strata.hardware.roofline import Cost, Workload
 
 if TYPE_CHECKING:
@@ -18,6 +19,11 @@ PRODUCTS, ATTENTION, MEMORY = 0.71, 0.42, 0.75
 LAYER_SECONDS = 35e-6
 # What the host takes to launch a layer of a step that no CUDA graph holds: 15 to 43 ms for 28 layers beside an H200.
 LAUNCH_SECONDS = 1e-3
+# What a message between ranks takes longer than its way over the link, because its kernel begins and meets the others;
+# and what large ones reach of the link's bandwidth: 3.5 us for 64 KiB in a CUDA graph, 245 us for 64 MiB by NCCL
+# between two H200.
+MESSAGE_SECONDS = 2e-6
+LINK = 0.8
 
 
 @dataclass(frozen=True)
@@ -31,8 +37,9 @@ class StepTimes:
     keys: tokens of the sequences once the step has run, whose keys and values it reads. pairs: of queries and keys, of
     prompts alone, since decoding takes the time to read the keys. All of these seven are positive.
 
-    step: whatever runs. weights: to read them once. product: of one token with all weights. token: its activations'
-    ways through memory, and attention in layers with a window. sequence: its sampled row, and the keys of a window.
+    step: whatever runs, messages between ranks too, of whatever size. weights: to read them once. product: of one token
+    with all weights. token: its activations' ways through memory, its part of messages, and attention in layers with a
+    window. sequence: its sampled row, and the keys of a window.
     recorded: tokens of the largest step with prompts that is replayed. launch: of larger ones, by the host, beside the
     device.
     """
@@ -48,8 +55,12 @@ class StepTimes:
     launch: float = 0.0
 
     @classmethod
-    def of(cls, costs: StepCosts, device: Device, dtype: str, recorded: int = 0) -> StepTimes:
-        """Predicted from a model's costs. Raises ValueError if the peak of the device is not known for `dtype`."""
+    def of(cls, costs: StepCosts, device: Device, dtype: str, recorded: int = 0, link: Link | None = None) -> StepTimes:
+        """Predicted from a model's costs, or those of one rank of several, whose messages go over `link` one after the
+        other and beside nothing else; they take no time without it.
+
+        Raises ValueError if the peak of the device is not known for `dtype`.
+        """
         compute = device.ceiling("compute", dtype, measured=False).value
         memory = device.ceiling("bandwidth", measured=False).value * MEMORY
         linear, bounded = Cost(), Cost()  # attention of one token, by each key before it and whatever is before it
@@ -59,13 +70,17 @@ class StepTimes:
             for _ in range(count):
                 linear, bounded = linear + (far - near), bounded + (near + near - far)
             layers += count
+        message = 0.0 if link is None else link.latency + MESSAGE_SECONDS
+        sent = 0.0 if link is None else 1 / (link.bandwidth * LINK)
         experts = sum(read(_MANY) * count for read, _, count in costs.mixtures)
         return cls(
-            step=layers * LAYER_SECONDS,
+            step=layers * LAYER_SECONDS + costs.messages * message,
             weights=(costs.weights + experts) / memory,
             product=costs.token_flops / (compute * PRODUCTS),
-            token=(costs.token_weights + costs.token_traffic) / memory + bounded.flops / (compute * ATTENTION),
-            sequence=costs.row_flops / (compute * PRODUCTS) + bounded.cached / memory,
+            token=(costs.token_weights + costs.token_traffic) / memory
+            + costs.token_sent * sent
+            + bounded.flops / (compute * ATTENTION),
+            sequence=costs.row_flops / (compute * PRODUCTS) + costs.row_sent * sent + bounded.cached / memory,
             key=linear.cached / _REACH / memory,
             pair=linear.flops / _REACH / (compute * ATTENTION),
             recorded=recorded,
