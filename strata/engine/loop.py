@@ -15,6 +15,7 @@ from strata.engine.grammars.matchers import explain, takes_end
 from strata.engine.plan import StepPlan, UndrawnStep
 from strata.engine.request import Request, Sequence, Update
 from strata.engine.scheduling.late_launch import LateLaunch
+from strata.engine.scheduling.rank_schedulers import RankSchedulers
 from strata.engine.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:  # what a device gives and takes passes through the loop unread
@@ -103,7 +104,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Scheduler | RankSchedulers,
         runner: Runner,
         run_ahead: bool,
         ledger: Ledger,

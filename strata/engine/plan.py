@@ -107,6 +107,21 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         return [draw for chunk in self.chunks for draw in chunk.draws]
 
 
+class RankPlans(StepPlan, frozen=True, array_like=True):
+    """One step of ranks that have sequences of their own: beside the plan of each rank, in their order, what they have
+    together. A rank with nothing to do has a plan without chunks. Slots and pages are those of the rank."""
+
+    parts: tuple[StepPlan, ...] = ()
+
+    @staticmethod
+    def of(parts: tuple[StepPlan, ...]) -> RankPlans:
+        chunks = tuple(chunk for part in parts for chunk in part.chunks)
+        return RankPlans((), (), chunks, (), sum(part.tokens for part in parts), parts=parts)
+
+
+NOTHING = StepPlan((), (), (), (), 0)
+
+
 class PlanArrays:
     """A plan's chunks as arrays: slot, first token and tokens of each, tokens of its sequence and rows of the step up
     to its last; and of each draw the slot, the tokens before it, and the row of the step that it samples."""

@@ -20,6 +20,7 @@ from strata.cache.tables import BufferShape, StepBuffer
 from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS
 from strata.engine.plan import NewSequence, PlanArrays, StepPlan, UndrawnStep
+from strata.engine.ranks.step_room import StepRoom
 from strata.engine.recorded_steps import RecordedSteps, draw_inputs, step_inputs
 from strata.engine.sampler import DrawRow, LogprobTensors, Sampler, filters, is_special
 from strata.engine.step_graphs import DrawStep, StepGraphs
@@ -199,10 +200,11 @@ class Runner:
         return CudaGraphs()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched | Undrawn:
+    def launch(self, plan: StepPlan, room: StepRoom | None = None) -> Launched | Undrawn:
         """Start a step; its ids come later. Pages and slots of the plan may be reused by the next plan at once.
 
-        A step with constrained rows has to be drawn before the next is launched.
+        A step with constrained rows has to be drawn before the next is launched. room: of the steps that other ranks
+        start now, where each has sequences of its own; the plan may have no chunk then.
         """
         self._staging.reverse()
         self._returns.reverse()
@@ -210,9 +212,12 @@ class Runner:
             self.pool.copy_pages(plan.copies)
         arrays = PlanArrays(plan)
         self._admit(plan)
-        bucket = self._bucket(plan, arrays)
+        bucket = self._bucket(plan, arrays) if room is None else self._common_bucket(room)
         self._enter_pages(plan, recorded=bucket is not None)
-        launched = self._launch_eager(plan, arrays) if bucket is None else self._launch_recorded(plan, arrays, bucket)
+        if bucket is None:
+            launched = self._launch_eager(plan, arrays, room)
+        else:
+            launched = self._launch_recorded(plan, arrays, bucket)
         if self.observer is not None and isinstance(launched, Launched):
             self.observer.end()
         return launched
@@ -266,11 +271,25 @@ class Runner:
             self._recorded.count_unrecorded(*size, scores)
         return bucket
 
+    def _common_bucket(self, room: StepRoom) -> BufferShape | None:
+        """The recorded size that all ranks take for their steps."""
+        if self._recorded is None:
+            return None
+        size = room.tokens, room.sequences, room.draws, room.prompts
+        bucket = None
+        if room.decodes:
+            bucket = self._recorded.decode_bucket(room.sequences)
+        elif not room.scored:
+            bucket = self._recorded.mixed_bucket(*size, room.fresh)
+        if bucket is None:
+            self._recorded.count_unrecorded(*size, room.scored)
+        return bucket
+
     def _launch_recorded(self, plan: StepPlan, arrays: PlanArrays, bucket: BufferShape) -> Launched | Undrawn:
         assert self._recorded is not None
         buffer = self._recorded.buffer(bucket, self._staging[0])
         self._fill(buffer, plan, arrays)
-        if not arrays.are_decodes:
+        if bucket.tokens != bucket.sequences:
             buffer.divide(arrays.counts, recorded=True)
         self._send(buffer, plan)
         logits = self._recorded.run(bucket)
@@ -280,12 +299,16 @@ class Runner:
         undrawn = Undrawn(plan, arrays, buffer, logits[:draws], None if self._special(plan, arrays) else bucket)
         return undrawn if meets(self._slots.constrained, arrays.drawn) else self._draw(undrawn)
 
-    def _launch_eager(self, plan: StepPlan, arrays: PlanArrays) -> Launched | Undrawn:
+    def _launch_eager(self, plan: StepPlan, arrays: PlanArrays, room: StepRoom | None) -> Launched | Undrawn:
         draws = len(arrays.drawn)
-        shape = BufferShape(plan.tokens, len(plan.chunks), draws)
+        if room is None:
+            shape = BufferShape(plan.tokens, len(plan.chunks), draws)
+            longest = 1 if arrays.are_decodes else int(arrays.counts.max())
+            scores = meets(self._slots.scored, arrays.slots.tolist())
+        else:
+            shape, longest, scores = room.shape(plan), room.longest(plan), room.scored
         buffer = StepBuffer(shape, self._staging[0], self._staging[0].target(shape.size))
         missing = self._fill(buffer, plan, arrays)
-        longest = 1 if arrays.are_decodes else int(arrays.counts.max())
         parts = buffer.divide(arrays.counts, recorded=False) if longest > 1 else None
         self._send(buffer, plan)
         page_size, tables, recorded = self.pool.shape.page_size, self._tables.on_device, self._recorded
@@ -294,11 +317,11 @@ class Runner:
             tokens, tables, parts = recorded.divide(given, parts)
         else:
             inputs = self._graphs.mixed_inputs if missing else self._graphs.prompt_inputs
-            columns = tables[:, : -(-int(arrays.ends.max()) // page_size)]
+            columns = tables[:, : -(-int(arrays.ends.max(initial=1)) // page_size)]
             tokens, tables = inputs.forward(step_inputs(buffer, columns, page_size, self._newest))
         batch = buffer.batch(self.pool, tables, tokens, longest, self._config.windows, parts)
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-        if meets(self._slots.scored, arrays.slots.tolist()):
+        if scores:
             hidden = self._graphs.hidden.forward(batch)
             prompt_logprobs = tuple(self._prompt_logprobs(plan, hidden))
             logits = self._graphs.head.forward(hidden.index_select(0, buffer.tensors["rows"]))
@@ -306,7 +329,7 @@ class Runner:
             logits = self._graphs.logits.forward(batch, buffer.tensors["rows"])
         if not draws:
             return self._finish(plan, self._newest[:0], None, prompt_logprobs)
-        undrawn = Undrawn(plan, arrays, buffer, logits, None, prompt_logprobs)
+        undrawn = Undrawn(plan, arrays, buffer, logits[:draws], None, prompt_logprobs)
         return undrawn if meets(self._slots.constrained, arrays.drawn) else self._draw(undrawn)
 
     def _special(self, plan: StepPlan, arrays: PlanArrays) -> bool:

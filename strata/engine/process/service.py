@@ -339,7 +339,7 @@ def _ready(engine: Engine, model: str) -> messages.Ready:
         max_model_len=engine.max_model_len,
         eos_ids=sorted(engine.eos_ids),
         default_params=engine.default_params,
-        max_sequences=scheduler.config.max_sequences,
+        max_sequences=scheduler.max_sequences,
         num_pages=engine.pages.num_pages,
         page_size=engine.pages.page_size,
         device=engine.ledger.device,

@@ -14,6 +14,8 @@ class SchedulerConfig:
     None: prompts take what decodes leave of `max_tokens`.
 
     stages: how many stages of a pipeline work at once, each on a step of other sequences.
+    rank, ranks: whose sequences these are, of ranks that have sequences of their own: their ids are rank, rank + ranks
+    and so on.
 
     No more sequences run at once than a step has tokens, so that each of them gets on at every step.
     """
@@ -24,6 +26,8 @@ class SchedulerConfig:
     seed: int = 0
     target: StepTarget | None = None
     stages: int = 1
+    rank: int = 0
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_tokens", "max_length", "stages"):

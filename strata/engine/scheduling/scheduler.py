@@ -59,7 +59,12 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}  # all that are unfinished, by id
         self._queues = Queues(min(config.max_sequences, config.max_tokens))
         self._admission = Admission(pages, self._prefixes, self._queues)
-        self._next_id = 0
+        self._next_id = config.rank
+
+    @property
+    def max_sequences(self) -> int:
+        """How many can run at once."""
+        return self.config.max_sequences
 
     @property
     def has_work(self) -> bool:
@@ -95,6 +100,10 @@ class Scheduler:
         """An unfinished sequence; None once it has ended."""
         return self._sequences.get(id)
 
+    def has(self, request_id: str) -> bool:
+        """Whether a request is unfinished."""
+        return request_id in self._requests
+
     def add(self, request: Request, matcher: LLMatcher | None = None) -> list[Sequence]:
         """Queue a request and return its samples. Raises ValueError if it can never run or its id is in use. Whatever
         it raises, the other requests stay as they are.
@@ -110,7 +119,7 @@ class Scheduler:
             sequence = Sequence(self._next_id, request, index, max_length, prompt, len(prompt))
             sequence.matcher = matcher.deep_copy() if matcher is not None else None
             sequences.append(sequence)
-            self._next_id += 1
+            self._next_id += self.config.ranks
         self._requests[request.id] = list(sequences)
         self._sequences.update((sequence.id, sequence) for sequence in sequences)
         sequences[0].unforked = sequences[1:]

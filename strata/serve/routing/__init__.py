@@ -1,1 +1,1 @@
-"""Which of several replicas of an engine gets a request, by the prefixes that each holds and by its load."""
+"""Several engines that serve the same model, behind one client."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from strata.engine.process.messages import Add, Delta, Embed, Ready, Statistics, TokenLogprobs
+from strata.engine.routing.router import NoReplica, Route, Router, Standing
 from strata.serve.client import EngineClient, EngineGone
-from strata.serve.routing.router import NoReplica, Route, Router, Standing
 
 
 class ReplicaStream:

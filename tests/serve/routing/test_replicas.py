@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from strata.engine.process.messages import Abort, Add, Delta, Embed, Embedding, Fault, Finish, Hello
+from strata.engine.routing.held_prefixes import BLOCK_TOKENS
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.client import EngineClient, EngineGone
-from strata.serve.routing.held_prefixes import BLOCK_TOKENS
 from strata.serve.routing.replicas import Replicas
 from tests.serve.test_client import READY, ScriptedEngine
 

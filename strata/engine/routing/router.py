@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from strata.serve.routing.held_prefixes import BLOCK_TOKENS, HeldPrefixes, prefix_keys
+from strata.engine.routing.held_prefixes import BLOCK_TOKENS, HeldPrefixes, prefix_keys
 
 # What a sample weighs beside tokens of prompts that are to be computed: a guess at the length of an answer, since a
 # token that is decoded in a batch takes about as long as one of a prompt, or less.

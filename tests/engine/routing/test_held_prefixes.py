@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata.serve.routing.held_prefixes import BLOCK_TOKENS, HeldPrefixes, prefix_keys
+from strata.engine.routing.held_prefixes import BLOCK_TOKENS, HeldPrefixes, prefix_keys
 
 
 def _prompt(blocks: list[int]) -> list[int]:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from strata.serve.routing.held_prefixes import BLOCK_TOKENS
-from strata.serve.routing.router import MOST_REPLICAS, SAMPLE_TOKENS, NoReplica, Route, Router, Standing
+from strata.engine.routing.held_prefixes import BLOCK_TOKENS
+from strata.engine.routing.router import MOST_REPLICAS, SAMPLE_TOKENS, NoReplica, Route, Router, Standing
 
 _ROOM = 100_000
 
