@@ -37,9 +37,10 @@ from strata.bench.load.connection import Client
 from strata.bench.load.measures import Distribution, figures
 from strata.bench.load.request_sets import Ask, encode
 from strata.bench.load.send import Outcome, run, send_all
-from strata.bench.result import cpu_name, provenance
+from strata.bench.result import provenance
 from strata.engine.process.messages import Add
 from strata.engine.sampling_params import SamplingParams
+from strata.hardware.machine import cpu_name
 from strata.serve.client import EngineClient
 from strata.serve.processes.worker import READY, ApiJob, engine_address
 from strata.serve.settings import ServeSettings

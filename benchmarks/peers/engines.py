@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from strata.bench.result import cpu_name
 from strata.bench.workloads import MAX_MODEL_LEN
+from strata.hardware.machine import cpu_name
 from strata.models.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import platform
 import shlex
 import statistics
 import subprocess
@@ -118,16 +117,6 @@ def writable(file: Path | None) -> Path | None:
     if file is not None:
         file.open("a").close()
     return file
-
-
-def cpu_name() -> str:
-    """The processor of this machine as the system names it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def number(value: float) -> str:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from strata.bench import workloads
-from strata.bench.result import cpu_name
 from strata.hardware import roofline
 from strata.hardware.figures import Device
 from strata.hardware.links import Link, link_of
+from strata.hardware.machine import cpu_name
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import recognize
 from strata.models.folder import folder_or_shape

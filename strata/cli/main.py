@@ -23,6 +23,7 @@ _MODULES = {
     "chat": "strata.cli.chat:chat",
     "graph": "strata.cli.graph:graph",
     "warm": "strata.cli.warm:warm",
+    "probe": "strata.cli.probe:probe",
     "train": "strata.cli.train:command",
     "data": "strata.cli.train_data:command",
     "bench": "strata.cli.bench.inference:bench",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.bench.result import cpu_name, short_dtype
+from strata.bench.result import short_dtype
 from strata.comm.collectives import start_all_reduce
 from strata.comm.cost import CollectiveCost, all_gather_cost, all_reduce_cost, all_to_all_cost, reduce_scatter_cost
 from strata.comm.launch import World
@@ -20,6 +20,7 @@ from strata.comm.mesh import Axis, Mesh
 from strata.comm.operations import all_gather, all_reduce, all_to_all, reduce_scatter
 from strata.comm.symmetric import with_symmetric_memory
 from strata.hardware.links import Link, link_of
+from strata.hardware.machine import cpu_name
 from strata.hardware.replay import time_replayed
 from strata.hardware.specs import recognize
 from strata.kernels.op import Implementation, Operation

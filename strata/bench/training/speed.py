@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from strata.bench.costing import find_config
-from strata.bench.result import cpu_name, make_result, number
+from strata.bench.result import make_result, number
 from strata.bench.training.trace import traced
 from strata.bench.training.workload import PEAK_RATE, TrainingWork, learning_rate, synthetic_batch
 from strata.comm.exchange import all_gather_json
 from strata.comm.launch import World, join_world
 from strata.comm.mesh import Axis
+from strata.hardware.machine import cpu_name
 from strata.hardware.specs import recognize
 from strata.models.config import ModelConfig
 from strata.models.families import build

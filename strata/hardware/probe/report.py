@@ -1,0 +1,123 @@
+"""What a probe found, as it is kept: JSON in the user's cache folder, one file for a kind and number of devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from strata.hardware.machine import Processor
+from strata.hardware.probe.ceiling import UNITS, Ceiling
+from strata.hardware.telemetry import Summary
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as driver and system tell of it. links: NVLinks that are up. pcie: generation and lanes while it works.
+    ways: over PCIe to each GPU, in their order; peers: of which it can read the memory. numa: its NUMA node.
+    """
+
+    product: str
+    uuid: str
+    memory: int
+    l2: int
+    processors: int
+    power_limit: float | None = None
+    max_clock: float | None = None
+    pcie: tuple[int, int] | None = None
+    links: int | None = None
+    ways: tuple[str | None, ...] = ()
+    peers: tuple[int, ...] = ()
+    numa: int | None = None
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """product: what was measured, by the name of its driver or system. seconds: that the probe took. summaries: what
+    the device told while a product was held. missing: what was not measured, and why. versions: of driver and torch.
+    """
+
+    product: str
+    date: str
+    seconds: float
+    processor: Processor
+    gpus: tuple[Gpu, ...]
+    ceilings: tuple[Ceiling, ...]
+    summaries: dict[str, Summary] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str | None] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it; every ceiling with its unit."""
+        values = asdict(self) | {"format": _FORMAT}
+        values["ceilings"] = [asdict(one) | {"unit": one.unit} for one in self.ceilings]
+        return values
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> ProbeReport:
+        """Raises ValueError for what no probe of this version wrote."""
+        if values.get("format") != _FORMAT:
+            raise ValueError(f"format {values.get('format')!r} is not {_FORMAT}; run `strata probe` again")
+        try:
+            return ProbeReport(
+                values["product"],
+                values["date"],
+                values["seconds"],
+                Processor(**values["processor"]),
+                tuple(Gpu(**{key: _tuples(value) for key, value in one.items()}) for one in values["gpus"]),
+                tuple(_ceiling(one) for one in values["ceilings"]),
+                {key: Summary(**_slowed(one)) for key, one in values["summaries"].items()},
+                dict(values["missing"]),
+                dict(values["versions"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a field is missing or unknown ({error}); run `strata probe` again") from None
+
+
+def file_of(product: str, count: int, environment: Mapping[str, str] = os.environ) -> Path:
+    """Where the report of so many devices of a product is kept: `strata/probe` in XDG_CACHE_HOME or ~/.cache."""
+    name = re.sub(r"[^a-z0-9]+", "-", product.lower()).strip("-") or "unknown"
+    caches = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(caches).expanduser() / "strata" / "probe" / f"{name}{f'-x{count}' if count > 1 else ''}.json"
+
+
+def keep(report: ProbeReport, path: Path) -> None:
+    """Write it whole or not at all. Raises OSError if the folder takes no files."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(report.to_dict(), indent=1), encoding="utf-8")
+    partial.replace(path)
+
+
+def kept(path: Path) -> ProbeReport:
+    """What `keep` wrote. Raises ValueError, naming the file, if it is none of this version's."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("it holds no JSON object; run `strata probe` again")
+        return ProbeReport.from_dict(values)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; `strata probe` writes it") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _ceiling(values: dict[str, Any]) -> Ceiling:
+    given = {key: _tuples(value) for key, value in values.items() if key != "unit"}
+    if values["quantity"] not in UNITS:
+        raise KeyError(values["quantity"])
+    return Ceiling(**given)
+
+
+def _slowed(values: dict[str, Any]) -> dict[str, Any]:
+    return values | {"slowed_by": tuple(values["slowed_by"])}
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

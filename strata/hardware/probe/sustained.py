@@ -1,0 +1,57 @@
+"""What a product reaches in its first moments and when it has run for seconds, as a power limit or heat allows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from strata.hardware.nvml import NvmlDevice
+from strata.hardware.probe.ceiling import Ceiling
+from strata.hardware.telemetry import Sampler, Summary
+
+_IDLE_SECONDS = 0.5
+_BURST_SECONDS = 0.05
+_LAST = 0.3  # the share of the time at whose end the rate counts as sustained
+
+
+@dataclass(frozen=True)
+class HeldProduct:
+    """A square product of `size`. call: starts it. wait: until all that was started is done. batch: how many are
+    started between waits. count: threads of a CPU.
+    """
+
+    call: Callable[[], object]
+    wait: Callable[[], object]
+    batch: int
+    dtype: str
+    size: int
+    count: int = 1
+
+
+def hold(
+    product: HeldProduct, seconds: float, telemetry: NvmlDevice | None, summaries: dict[str, Summary]
+) -> Iterator[Ceiling]:
+    """The rate of a product at first, after a pause, and over the last part of so many seconds.
+
+    summaries: gets what the device told meanwhile, under the quantity.
+    """
+    product.call()
+    product.wait()
+    time.sleep(_IDLE_SECONDS)
+    ends: list[float] = []
+    with Sampler(telemetry) as sampler:
+        start = time.perf_counter()
+        while not ends or ends[-1] - start < seconds:
+            for _ in range(product.batch):
+                product.call()
+            product.wait()
+            ends.append(time.perf_counter())
+    marks = [start, *ends]
+    early = max(1, sum(end <= start + _BURST_SECONDS for end in ends))
+    late = min(len(ends) - 1, int(len(ends) * (1 - _LAST)))
+    for quantity, first, last in (("product, burst", 0, early), ("product, sustained", late, len(ends))):
+        each = (marks[last] - marks[first]) / ((last - first) * product.batch)
+        summaries[quantity] = Summary.of(sampler.between(marks[first], marks[last]))
+        shape = (product.size,) * 3
+        yield Ceiling(quantity, 2 * product.size**3 / each, each, product.dtype, shape, product.count)
