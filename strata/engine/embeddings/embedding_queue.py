@@ -38,6 +38,11 @@ class EmbeddingQueue:
     def __len__(self) -> int:
         return len(self._waiting) + (len(self._under_way[0]) if self._under_way is not None else 0)
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Of prompts that are not under way."""
+        return sum([len(request.prompt) for request in self._waiting.values()])
+
     def __contains__(self, key: Key) -> bool:
         return key in self._wanted
 

@@ -137,6 +137,7 @@ class Statistics(msgspec.Struct, array_like=True, frozen=True):
     compiled_kernels, cached_kernels: met after it was ready (`strata.kernels.compiled`).
     recorded_sizes: sizes of steps that replay CUDA graphs. too_large, scored, not_recorded: steps that replayed none,
     by why (`strata.engine.recorded_steps.Reason`); nothing counts where none is to.
+    waiting_tokens: of prompts, still to be computed, cached ones included; at most 0.05 s old.
     """
 
     running: int = 0
@@ -153,6 +154,7 @@ class Statistics(msgspec.Struct, array_like=True, frozen=True):
     too_large: int = 0
     scored: int = 0
     not_recorded: int = 0
+    waiting_tokens: int = 0
 
 
 class Step(msgspec.Struct, tag="step", frozen=True):

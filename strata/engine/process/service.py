@@ -29,6 +29,8 @@ from strata.engine.startup.clock import Log
 
 # How often clients hear how the engine stands when they hear nothing else, in seconds.
 REPORT_EVERY = 0.5
+# How often tokens that wait are counted anew while something runs, in seconds: every sequence is looked at for it.
+COUNT_EVERY = 0.05
 # How often it is looked whether a grammar has been compiled while there is nothing else to do, in seconds.
 LOOK_EVERY = 0.002
 
@@ -60,6 +62,7 @@ class Service:
         self._numbers = itertools.count()
         self._steps = self._failed = 0
         self._settled = True
+        self._waiting_tokens, self._counted = 0, -math.inf
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode: Callable[[bytes], messages.ToEngine] = msgspec.msgpack.Decoder(messages.ToEngine).decode
 
@@ -138,6 +141,10 @@ class Service:
     def statistics(self) -> messages.Statistics:
         scheduler = self._loop.scheduler
         counted, compiled, recorded = scheduler.statistics, self._engine.compilations.counts, self._engine.recorded
+        now = self._clock()
+        if self._loop.idle or now - self._counted >= COUNT_EVERY:
+            self._waiting_tokens = scheduler.waiting_tokens + self._embeddings.waiting_tokens
+            self._counted = -math.inf if self._loop.idle else now
         unrecorded = recorded.unrecorded if recorded is not None else dict.fromkeys(REASONS, 0)
         return messages.Statistics(
             running=scheduler.running,
@@ -154,6 +161,7 @@ class Service:
             too_large=unrecorded["too_large"],
             scored=unrecorded["prompt_logprobs"],
             not_recorded=unrecorded["out_of_memory"],
+            waiting_tokens=self._waiting_tokens,
         )
 
     def _greet(self, name: bytes, protocol: int) -> None:

@@ -102,6 +102,10 @@ class RankSchedulers:
         return sum(part.waiting for part in self._parts)
 
     @property
+    def waiting_tokens(self) -> int:
+        return sum(part.waiting_tokens for part in self._parts)
+
+    @property
     def needs_known_ids(self) -> bool:
         return any(part.needs_known_ids for part in self._parts)
 

@@ -82,6 +82,14 @@ class Scheduler:
         return len(self._queues.waiting)
 
     @property
+    def waiting_tokens(self) -> int:
+        """Tokens still to be computed before sequences draw again: of those that wait, cached ones included, and of
+        those that run in chunks. It looks at all of them."""
+        running = [sequence for sequence in self._queues.running if len(sequence.tokens) - sequence.computed > 1]
+        in_line = sum([len(sequence.tokens) for sequence in self._queues.waiting])
+        return in_line + sum([len(sequence.tokens) - sequence.computed for sequence in running])
+
+    @property
     def needs_known_ids(self) -> bool:
         """Whether a running sequence must have all its ids on the host before its next step is planned."""
         return any(sequence.long_bad_words for sequence in self._queues.running)

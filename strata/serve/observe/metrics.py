@@ -234,6 +234,7 @@ class Metrics:
         gauges = (
             ("num_requests_running", "Sequences in the running batch.", statistics.running),
             ("num_requests_waiting", "Sequences that wait to be run.", statistics.waiting),
+            ("num_tokens_waiting", "Tokens of prompts that are still to be computed.", statistics.waiting_tokens),
             ("kv_cache_usage_perc", "Share of the KV pages in use; 1 is all.", statistics.kv_usage),
             ("recorded_sizes", "Sizes of steps that replay CUDA graphs.", statistics.recorded_sizes),
         )

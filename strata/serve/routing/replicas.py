@@ -131,6 +131,7 @@ class Replicas:
             _counted([self._former, *(client.statistics for client in self.clients)]),
             running=sum(client.statistics.running for client in living),
             waiting=sum(client.statistics.waiting for client in living),
+            waiting_tokens=sum(client.statistics.waiting_tokens for client in living),
             recorded_sizes=max((client.statistics.recorded_sizes for client in living), default=0),
             kv_usage=sum(client.statistics.kv_usage * client.ready.num_pages for client in living) / max(1, pages),
         )
@@ -198,8 +199,7 @@ class Replicas:
             told = client.statistics
             if told is not self._reported[replica]:
                 self._reported[replica] = told
-                # Tokens of waiting prompts are not told; those of this process are known here.
-                self.router.report(replica, prompt_tokens=0, samples=told.running + told.waiting)
+                self.router.report(replica, prompt_tokens=told.waiting_tokens, samples=told.running + told.waiting)
 
     def _forget(self, id: str, route: Route) -> None:
         """A request is over."""
@@ -209,7 +209,7 @@ class Replicas:
 
 def _counted(each: Sequence[Statistics]) -> Statistics:
     """The sum of what engines have counted; without how they stand."""
-    stands = {"running", "waiting", "kv_usage", "recorded_sizes"}
+    stands = {"running", "waiting", "waiting_tokens", "kv_usage", "recorded_sizes"}
     counts = [name for name in Statistics.__struct_fields__ if name not in stands]
     return Statistics(**{name: sum(getattr(one, name) for one in each) for name in counts})
 

@@ -200,6 +200,7 @@ class TestWhatIsTold:
         before = desk.service.statistics()
         desk.say(A, *(Add(f"{i}", [i, 1, 2], GREEDY) for i in range(3)))
         assert desk.service.statistics().waiting == 3
+        assert desk.service.statistics().waiting_tokens == 9
         desk.steps(1)
         shown = desk.of(A, Step)[-1].statistics
         assert (shown.running, shown.waiting, shown.steps) == (3, 0, 1)
@@ -459,6 +460,7 @@ class TestEmbeddings:
         desk.say(B, Add("a", [5, 6, 7], GREEDY))
         desk.say(A, *(Embed(id, prompt, "mean") for id, prompt in prompts.items()))
         assert desk.service.statistics().waiting == 6
+        assert desk.service.statistics().waiting_tokens == 3 + sum(map(len, prompts.values()))
         desk.run()
         want = llm.embed([{"prompt_token_ids": ids} for ids in prompts.values()], pooling="mean", use_tqdm=False)
         told = {embedding.id: np.frombuffer(embedding.values, "<f4").tolist() for embedding in desk.of(A, Embedding)}
@@ -559,8 +561,9 @@ def test_the_host_time_of_a_step_is_small() -> None:
     scheduler = SimpleNamespace(
         running=256,
         waiting=0,
+        waiting_tokens=0,
         statistics=SimpleNamespace(prefix_queries=0, prefix_hits=0, preemptions=0),
-        config=SimpleNamespace(max_sequences=256),
+        max_sequences=256,
     )
     waiting = iter(sequences)
     loop = SimpleNamespace(

@@ -141,7 +141,9 @@ def test_what_a_loop_asks_of_one_scheduler() -> None:
     with pytest.raises(ValueError, match="max_model_len is 40"):
         scheduler.add(request("long", [5] * 50))
     assert scheduler.has_room
+    assert scheduler.waiting_tokens == 3 + 2
     engine.step()
+    assert scheduler.waiting_tokens == 0
     assert scheduler.running == 3
     scheduler.finish(one[0], "stop", "text")
     assert scheduler.rank_of("one") is None

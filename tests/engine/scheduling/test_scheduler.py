@@ -659,3 +659,17 @@ class TestPreemption:
             assert first in [share[0] for share in shares(of, plan)]
             done += [of.names[chunk.sequence] for chunk in plan.chunks if of.sequence(chunk.sequence) is None]
         assert done == [str(place) for place in range(12)]
+
+
+def test_tokens_that_wait_are_those_of_the_queue_and_of_chunks_to_come() -> None:
+    of = scheduler(slots=2, budget=16, caching=False)
+    assert of.waiting_tokens == 0
+    for name, count in (("a", 20), ("b", 10), ("c", 7)):
+        of.add(request(name, count, max_tokens=3))
+    assert of.waiting_tokens == 37
+    for left in (37 - 16, 37 - 30, 7, 7):  # b has one token in the second step less for a's decode
+        step(of)
+        assert of.waiting_tokens == left
+    while of.has_work:
+        step(of)
+    assert of.waiting_tokens == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.engine.process.messages import Abort, Add, Delta, Embed, Embedding, Fault, Finish, Hello
+from strata.engine.process.messages import Abort, Add, Delta, Embed, Embedding, Fault, Finish, Hello, Statistics, Step
 from strata.engine.routing.held_prefixes import BLOCK_TOKENS
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.client import EngineClient, EngineGone
@@ -68,6 +68,20 @@ def test_requests_go_to_different_engines_and_those_of_a_prefix_to_one(tmp_path:
         for number in range(3):
             replicas.submit(add(f"c{number}", [*DOCUMENT, number]))
             assert isinstance(await engines[0 if number < 2 else 1].heard(), Add)
+
+    play(tmp_path, scenario)
+
+
+def test_prompts_of_other_processes_that_wait_in_an_engine_are_its_load(tmp_path: Path) -> None:
+    """As many sequences in both, of longer prompts in the first."""
+
+    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+        for engine, tokens in zip(engines, (9000, 100), strict=True):
+            await engine.say(Step([], Statistics(waiting=3, waiting_tokens=tokens)))
+        for number in range(4):
+            replicas.submit(add(f"{number}", [number]))
+            assert isinstance(await engines[1].heard(), Add)
+        assert replicas.statistics.waiting_tokens == 9100
 
     play(tmp_path, scenario)
 
