@@ -21,7 +21,7 @@ from strata.engine.recorded_steps import (
 )
 from strata.engine.sampler import DrawInputs
 from strata.engine.step_cost import least_costs
-from strata.engine.step_graphs import DivisionInputs, DrawStep, StepGraphs, StepInputs, step_graphs
+from strata.engine.step_graphs import DivisionInputs, DrawStep, Overlap, StepGraphs, StepInputs, step_graphs
 from strata.files.json_object import read_existing_object
 from strata.graph.cost import NodeCost, StepCosts, meta_indices, meta_pages, node_costs
 from strata.hardware.figures import Device
@@ -116,7 +116,7 @@ class MetaModel:
         """
         graphs, count = self.graphs, len(workload.new)
         size = self._recorded_size(workload)
-        model = graphs.logits
+        model = prompts = graphs.logits_of(workload.tokens if size is None else size.tokens)
         if size is None:
             inputs, draw = graphs.mixed_inputs if 1 in workload.new else graphs.prompt_inputs, graphs.draw
         else:
@@ -140,7 +140,7 @@ class MetaModel:
             ]
 
         name = next(field.name for field in fields(graphs) if getattr(graphs, field.name) is model)
-        return StepNodes(name, nodes(inputs, 0), nodes(model, 2 if model is graphs.logits else 1), nodes(draw, 3))
+        return StepNodes(name, nodes(inputs, 0), nodes(model, 2 if model is prompts else 1), nodes(draw, 3))
 
     def _recorded_size(self, workload: Workload) -> BufferShape | None:
         """The size to which an engine with default options pads a step; None if it launches it eagerly."""
@@ -209,7 +209,9 @@ def meta_model(
     config = config if shard is None else shard.config
     with torch.device("meta"):
         model = build(config).to(dtype)
-    graphs = step_graphs(model, implementations_for(limits), deterministic, tuned.read(limits.product), shard)
+    overlap = Overlap(EngineConfig.overlap_tokens, device)
+    table = tuned.read(limits.product)
+    graphs = step_graphs(model, implementations_for(limits), deterministic, table, shard, overlap=overlap)
     library = not deterministic and library_limit(limits, config, dtype, _PAGE_SIZE) is None
     return MetaModel(config, dtype, limits, graphs, weight_bytes(model, dtype) // dtype.itemsize, library, shard)
 

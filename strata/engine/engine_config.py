@@ -50,6 +50,9 @@ class EngineConfig:
         fills steps up to max_num_batched_tokens, which ends a batch sooner. It needs a device whose peaks are known.
     tensor_parallel_size: ranks that divide each matrix among them; each is a process with a GPU of its own, or with its
         share of a CPU's cores.
+    overlap_tokens: with several ranks, steps with prompts of so many tokens or more divide their rows in two, and the
+        messages of one half travel while the products of the other run; None: of as many as a cost model says that it
+        pays for; 0: none do. Not in deterministic mode.
     enable_expert_parallel: those ranks have different experts of a mixture, each whole, instead of a part of every one.
     enable_eplb: experts that are chosen often get copies and move between the ranks while the engine runs.
     num_redundant_experts: of each layer, how many more than there are the ranks have room for, for copies.
@@ -72,6 +75,7 @@ class EngineConfig:
     num_pages: int | None = None
     step_target_ms: float | None = None
     tensor_parallel_size: int = 1
+    overlap_tokens: int | None = 0
     enable_expert_parallel: bool = False
     enable_eplb: bool = False
     num_redundant_experts: int = 0
@@ -99,6 +103,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        least = self.overlap_tokens
+        if least is not None and (not isinstance(least, int) or least < 0):
+            raise ValueError(f"overlap_tokens must be an integer of at least 0, or None, got {least!r}")
         target = self.step_target_ms
         if target is not None and not (isinstance(target, int | float) and 0 < target < math.inf):
             raise ValueError(f"step_target_ms must be a number over 0, or None for no target, got {target!r}")

@@ -289,7 +289,7 @@ class RecordedSteps:
             if decode is not None:
                 made.logits = decode.forward(batch)
             else:
-                made.logits = graphs.logits.forward(batch, buffer.tensors["rows"])
+                made.logits = graphs.logits_of(shape.tokens).forward(batch, buffer.tensors["rows"])
 
         def drawing() -> DrawStep:
             return DrawStep(made.logits, draw_inputs(buffer, shape.draws), newest, buffer.tensors["draw_slots"])

@@ -326,7 +326,7 @@ class Runner:
             prompt_logprobs = tuple(self._prompt_logprobs(plan, hidden))
             logits = self._graphs.head.forward(hidden.index_select(0, buffer.tensors["rows"]))
         else:
-            logits = self._graphs.logits.forward(batch, buffer.tensors["rows"])
+            logits = self._graphs.logits_of(plan.tokens).forward(batch, buffer.tensors["rows"])
         if not draws:
             return self._finish(plan, self._newest[:0], None, prompt_logprobs)
         undrawn = Undrawn(plan, arrays, buffer, logits[:draws], None, prompt_logprobs)

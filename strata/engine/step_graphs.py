@@ -27,9 +27,12 @@ from strata.graph.fuse_messages import fuse_messages
 from strata.graph.fuse_products import fuse_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
+from strata.graph.overlap import overlap as overlap_messages
+from strata.graph.overlap_rule import overlapping_tokens
 from strata.graph.product_times import measured_seconds, products_of
 from strata.graph.shard import shard as shard_graph
 from strata.graph.slice_products import slice_products
+from strata.hardware.figures import Device
 from strata.kernels import tuned
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
 from strata.kernels.state.clear_page_ends import clear_page_ends
@@ -52,6 +55,8 @@ class StepGraphs:
 
     hidden: Batch to hidden [tokens, hidden]; head: hidden [rows, hidden] to logits [rows, vocabulary].
     logits: Batch and rows [rows] int32 to the logits of these tokens alone; for any step.
+    overlapped_logits: the same for steps of `overlap_tokens` or more, in which messages between ranks travel while
+        products run; None where there is none.
     decode_small_batch, decode_large_batch: for batches in which every sequence has one new token, Batch to logits
         [tokens, vocabulary]; products of the first take up norms and gating. None where no steps are recorded.
     recorded_inputs, mixed_inputs, prompt_inputs: StepInputs to tokens and block tables: of recorded steps; of others in
@@ -67,6 +72,7 @@ class StepGraphs:
     hidden: fx.GraphModule
     head: fx.GraphModule
     logits: fx.GraphModule
+    overlapped_logits: fx.GraphModule | None
     decode_small_batch: fx.GraphModule | None
     decode_large_batch: fx.GraphModule | None
     recorded_inputs: fx.GraphModule
@@ -79,6 +85,12 @@ class StepGraphs:
     part: VocabularyPart | None
     captured: Mapping[str, int]
     table: tuned.Table
+    overlap_tokens: int
+
+    def logits_of(self, tokens: int) -> fx.GraphModule:
+        """The graph for steps with prompts, and others that are not recorded, of so many tokens."""
+        overlapped = self.overlapped_logits
+        return self.logits if overlapped is None or tokens < self.overlap_tokens else overlapped
 
     def decode(self, sequences: int) -> fx.GraphModule | None:
         """The graph for decode steps of so many sequences, the faster by the table; None where none are recorded."""
@@ -90,6 +102,23 @@ class StepGraphs:
         fused, apart = (measured_seconds(products_of(graph), sequences, self.table) for graph in (small, large))
         is_fused = sequences <= _FUSED_ROWS if fused is None or apart is None else fused * _FUSED_IN_LAYERS <= apart
         return small if is_fused else large
+
+
+class Overlap(NamedTuple):
+    """Where messages between ranks may travel while products run. tokens: in steps of so many or more; None: of as many
+    as make it pay on the device by `overlapping_tokens`; 0: in none."""
+
+    tokens: int | None = 0
+    device: Device | None = None
+
+    def least_tokens(self, graph: fx.GraphModule) -> int | None:
+        """Of the steps in which they do, None: of none. graph: of any step, before messages are fused."""
+        if self.tokens is None:
+            return overlapping_tokens(graph, self.device)
+        return self.tokens or None
+
+
+NO_OVERLAP = Overlap()
 
 
 class StepInputs(NamedTuple):
@@ -183,10 +212,11 @@ def step_graphs(
     table: tuned.Table = MappingProxyType({}),
     shard: RankShard | None = None,
     experts: MovingExperts | None = None,
+    overlap: Overlap = NO_OVERLAP,
 ) -> StepGraphs:
     """Capture a model, run the passes, and bind for `kind` (see `Operation.bind`). table: of the device, if it has one.
     shard: of the rank whose model it is, where several share one; a rank of one sums as they do in deterministic mode.
-    experts: where its experts may move.
+    experts: where its experts may move. overlap: from which number of tokens on messages travel while products run.
 
     Raises NotImplementedError if an operation has no implementation there. Only on CUDA, and not in deterministic mode,
     are there implementations for which the passes pay that look at the number of rows.
@@ -199,12 +229,21 @@ def step_graphs(
     part = None if shard is None or shard.own_tokens else VocabularyPart.of(shard)
     by_rows = kind == "cuda" and not deterministic
 
-    def whole() -> fx.GraphModule:
+    def fused() -> fx.GraphModule:
         graph = compose(captured, head)
         if experts is not None and experts.counts:
             count_experts(graph, experts.totals)
-        fuse(merge(graph))
+        return fuse(merge(graph))
+
+    def with_messages(graph: fx.GraphModule) -> fx.GraphModule:
         return fuse_messages(graph) if by_rows and shard is not None else graph
+
+    def whole() -> fx.GraphModule:
+        return with_messages(fused())
+
+    def any_step() -> fx.GraphModule:
+        graph = fused()
+        return gather_after_attention(fuse_gated_products(graph) if by_rows else graph)
 
     def bound(graph: fx.GraphModule) -> fx.GraphModule:
         return bind(graph, kind, deterministic, axes)
@@ -215,8 +254,11 @@ def step_graphs(
         large = bound(fuse_decode_attention(whole()))
     elif kind == "cuda":
         small = large = bound(whole())
+    logits = any_step()
+    overlap_tokens = None if deterministic or shard is None else overlap.least_tokens(logits)
     return StepGraphs(
-        logits=bound(gather_after_attention(fuse_gated_products(whole()) if by_rows else whole())),
+        logits=bound(with_messages(logits)),
+        overlapped_logits=None if overlap_tokens is None else bound(with_messages(overlap_messages(any_step()))),
         hidden=bound(fuse(merge(captured))),
         head=bound(head),
         decode_small_batch=small,
@@ -231,6 +273,7 @@ def step_graphs(
         part=part,
         captured=counts,
         table=table,
+        overlap_tokens=overlap_tokens or 0,
     )
 
 

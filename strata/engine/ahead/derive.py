@@ -32,10 +32,11 @@ from strata.engine.sampler import DrawInputs, LogprobTensors, Sampler, draw_ids
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
-from strata.engine.step_graphs import StepGraphs, step_graphs
+from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
 from strata.engine.warm_up import warm_up
 from strata.graph.cudagraph import Recordings
 from strata.graph.deferred import make_code
+from strata.hardware.specs import recognize
 from strata.kernels import tuned
 from strata.kernels.compiling.noting import noting
 from strata.kernels.compiling.variant import Variant
@@ -118,7 +119,8 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
         model = build(own, sizes.max_length).to(sizes.pool.dtype)
     table = tuned.read(DeviceLimits.of(META).product)
     experts = expert_tables(shard, META) if shard is not None and asked.enable_eplb else None
-    graphs = step_graphs(model, implementations_for(META), asked.deterministic, table, shard, experts)
+    overlap = Overlap(asked.overlap_tokens, recognize(DeviceLimits.of(META).product))
+    graphs = step_graphs(model, implementations_for(META), asked.deterministic, table, shard, experts, overlap)
     if shard is not None:
         _leave_messages_out(graphs)
         graphs = replace(graphs, part=_Unanswered.of(shard))
