@@ -52,7 +52,13 @@ def test_kernels_that_steps_are_costed_by_are_derived(
 
 def test_kernels_of_ranks_are_derived_with_their_messages(elsewhere: Callable[..., Any]) -> None:
     found = kernel_names(elsewhere(derived, "0.6B", DUMMY | {"tensor_parallel_size": 2}))
-    assert {"one_shot_kernel", "one_shot_norm_kernel", "two_shot_kernel", "add_rms_norm_kernel"} <= found
+    assert {
+        "one_shot_kernel",
+        "one_shot_norm_kernel",
+        "two_shot_kernel",
+        "flagged_norm_kernel",
+        "add_rms_norm_kernel",
+    } <= found
 
 
 def test_what_takes_long_to_compile_is_noted_first(elsewhere: Callable[..., Any]) -> None:
