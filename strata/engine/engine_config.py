@@ -54,6 +54,8 @@ class EngineConfig:
         messages of one half travel while the products of the other run; None: of as many as a cost model says that it
         pays for; 0: none do. Not in deterministic mode.
     enable_expert_parallel: those ranks have different experts of a mixture, each whole, instead of a part of every one.
+    enable_dp_attention: those ranks have sequences of their own and all else than experts whole: each its own KV pages,
+        and max_num_seqs, max_num_batched_tokens and num_pages of its own. Of mixtures, with enable_expert_parallel.
     enable_eplb: experts that are chosen often get copies and move between the ranks while the engine runs.
     num_redundant_experts: of each layer, how many more than there are the ranks have room for, for copies.
     eplb_step_interval: steps after which experts are placed anew.
@@ -77,6 +79,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     overlap_tokens: int | None = 0
     enable_expert_parallel: bool = False
+    enable_dp_attention: bool = False
     enable_eplb: bool = False
     num_redundant_experts: int = 0
     eplb_step_interval: int = 3000
@@ -140,6 +143,17 @@ class EngineConfig:
             raise ValueError(
                 "enable_eplb=True moves experts between ranks: it needs enable_expert_parallel=True and a "
                 "tensor_parallel_size over 1"
+            )
+        if self.enable_dp_attention and not (self.enable_expert_parallel and self.tensor_parallel_size > 1):
+            raise ValueError(
+                "enable_dp_attention=True lets ranks with sequences of their own share the experts of a mixture: it "
+                "needs enable_expert_parallel=True and a tensor_parallel_size over 1; for engines that share nothing "
+                "give data_parallel_size"
+            )
+        if self.enable_dp_attention and self.enable_eplb:
+            raise ValueError(
+                "enable_eplb=True counts choices on rank 0, and with enable_dp_attention=True each rank has tokens of "
+                "its own; leave out one of them"
             )
         if self.enable_eplb and self.deterministic:
             raise ValueError(

@@ -73,7 +73,7 @@ class EmbeddingQueue:
 
     def collect(self, wait: bool) -> Iterator[tuple[Key, Tensor]]:
         """The vectors of the batch under way that are still wanted; none if it is not done, unless told to wait."""
-        if self._under_way is None or not (wait or self._under_way[1].done):
+        if self._under_way is None or not (wait or self._under_way[1].ended):
             return
         batch, pooled = self._under_way
         self._under_way = None

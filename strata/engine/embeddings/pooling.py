@@ -30,13 +30,14 @@ class PoolRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Pooled:
-    """Vectors under way. `vectors`: [prompts, hidden] float32, on the host once `done` has come."""
+    """Vectors under way. `vectors`: [prompts, hidden] float32, on the host once they have `ended`."""
 
     _vectors: Tensor
     _arrived: torch.cuda.Event | None = None
 
     @property
-    def done(self) -> bool:
+    def ended(self) -> bool:
+        """Whether `wait` would not block."""
         return self._arrived is None or self._arrived.query()
 
     def wait(self) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import signal
 import socket
 import sys
@@ -30,11 +31,15 @@ from strata.engine.faults import EngineFault, out_of_memory
 from strata.engine.grammars.grammar import MasksUnderWay
 from strata.engine.lifeline import end_with_parent
 from strata.engine.ranks import messages, world
+from strata.engine.ranks.answers import answer_of
 from strata.engine.ranks.beats import Beats
 from strata.engine.runner import Launched, Undrawn
 from strata.engine.startup.clock import StartupClock, collector_off
 from strata.engine.startup.executor import Executor, build_executor
 from strata.models import weights
+
+# How long a rank that tells ids waits for a message before it looks at its device again, in seconds.
+_LOOK_SECONDS = 2e-5
 
 
 class _Job(msgspec.Struct):
@@ -65,11 +70,20 @@ class Leader:
         self._decode: Callable[[bytes], messages.ToFollower] = msgspec.msgpack.Decoder(messages.ToFollower).decode
         self._done = 0
 
-    def next(self) -> messages.ToFollower:
-        """Wait for what is to be done next. Raises _LeaderGone."""
-        frame = self._frames.wait()
-        if frame is None:
-            raise _LeaderGone
+    @property
+    def number(self) -> int:
+        """Of the message that `next` told last."""
+        return self._done
+
+    def next(self, report: Callable[[], bool] = lambda: False) -> messages.ToFollower:
+        """Wait for what is to be done next. report: called while nothing comes, as long as it has something to wait
+        for. Raises _LeaderGone."""
+        waits = report()
+        while (frame := self._frames.next()) is None:
+            while waits and not select.select([self._channel], [], [], _LOOK_SECONDS)[0]:
+                waits = report()
+            if not self._frames.receive():
+                raise _LeaderGone
         return self._decode(frame)
 
     def done(self) -> None:
@@ -96,23 +110,36 @@ class Leader:
 
 
 class _Steps:
-    """What rank 0 has told to launch, and does not wait for here as it does there."""
+    """What rank 0 has told to launch. It is waited for there, or once this rank has told its ids.
 
-    def __init__(self, executor: Executor) -> None:
+    tells: this rank has ids that rank 0 has not.
+    """
+
+    def __init__(self, executor: Executor, leader: Leader, *, tells: bool) -> None:
         self._executor, self._runner = executor, executor.runner
-        self._under_way: deque[Launched] = deque()
+        self._leader, self._tells = leader, tells
+        self._under_way: deque[tuple[int, Launched]] = deque()
         self._undrawn: Undrawn | None = None
+
+    def report(self) -> bool:
+        """Tell what has ended, if this rank does; whether more will."""
+        while self._tells and self._under_way and self._under_way[0][1].ended:
+            self._leader.tell(answer_of(*self._under_way.popleft()))
+        return self._tells and bool(self._under_way)
 
     def do(self, message: messages.ToFollower) -> int | None:
         """Do it; the answer, if it asks for one."""
         if isinstance(message, messages.Launch):
             if len(self._under_way) > 1:  # a runner has buffers for two steps
-                self._under_way.popleft().wait()
+                self._under_way.popleft()[1].wait()
             self._note(self._runner.launch(message.plan))
+        elif isinstance(message, messages.LaunchPart):
+            self._note(self._runner.launch(message.plan, message.room))
         elif isinstance(message, messages.DrawStep):
-            assert self._undrawn is not None
-            masks = _masks(message.masks) if message.masks is not None else None
-            self._note(self._runner.draw(replace(self._undrawn, complete=message.complete, masks=masks)))
+            self._draw(message)
+        elif isinstance(message, messages.DrawPart):
+            if message.step is not None:
+                self._draw(message.step)
         elif isinstance(message, messages.Pool):
             self._executor.pooler.launch([PoolRequest(*prompt) for prompt in message.prompts])
         elif isinstance(message, messages.Settle):
@@ -128,12 +155,17 @@ class _Steps:
             raise _LeaderGone
         return None
 
+    def _draw(self, message: messages.DrawStep) -> None:
+        assert self._undrawn is not None
+        masks = _masks(message.masks) if message.masks is not None else None
+        self._note(self._runner.draw(replace(self._undrawn, complete=message.complete, masks=masks)))
+
     def _note(self, step: Launched | Undrawn) -> None:
         if isinstance(step, Undrawn):
             self._undrawn = step
         else:
             self._undrawn = None
-            self._under_way.append(step)
+            self._under_way.append((self._leader.number, step))
 
 
 def _masks(rows: messages.MaskRows) -> MasksUnderWay:
@@ -155,11 +187,11 @@ def _follow(job: _Job, leader: Leader) -> None:
         executor = build_executor(
             asked, config, device, ids, lambda _: None, StartupClock(), beside, leader, show_progress=False
         )
-    steps = _Steps(executor)
+    steps = _Steps(executor, leader, tells=asked.enable_dp_attention)
     gc.collect()
     gc.freeze()  # no collection walks in the middle of a step what lives as long as the process
     while True:
-        message = leader.next()
+        message = leader.next(steps.report)
         try:
             answer = steps.do(message)
         except (RuntimeError, MemoryError) as error:

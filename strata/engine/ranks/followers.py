@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from strata.comm.mesh import Axis
 from strata.engine.engine_config import EngineConfig
 from strata.engine.faults import EngineFault
 from strata.engine.ranks import messages, world
+from strata.engine.ranks.answers import Answers
 from strata.engine.ranks.beats import BEAT_SECONDS, Beats, shared_file
 from strata.engine.startup.clock import Log
 
@@ -51,6 +52,7 @@ class _Follower:
     started: float
     process: subprocess.Popen[bytes] | None = None
     values: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
+    answers: Answers = field(default_factory=Answers)
     failed: messages.Failed | None = None
     gone: bool = False
     beats: int = 0
@@ -101,16 +103,37 @@ class Followers:
         if self._fault is not None:
             raise self._broken()
 
-    def send(self, message: messages.ToFollower) -> None:
-        """Tell all of them. Raises EngineFault if one has ended or hangs."""
+    def send(self, message: messages.ToFollower) -> int:
+        """Tell all of them; returns the number of the message. Raises EngineFault if one has ended or hangs."""
+        return self._send((messages.framed(self._encode(message)),) * len(self._channels))
+
+    def send_each(self, told: Sequence[messages.ToFollower]) -> int:
+        """Tell each what is its own, in the order of the ranks; otherwise as `send`."""
+        return self._send([messages.framed(self._encode(message)) for message in told])
+
+    def _send(self, frames: Sequence[bytes]) -> int:
         self.check()
-        frame = messages.framed(self._encode(message))
         self._sent += 1
         try:
-            for channel in self._channels:
+            for channel, frame in zip(self._channels, frames, strict=True):
                 channel.sendall(frame)
         except OSError as error:
             raise self.fault_of(error) from None
+        return self._sent - 1
+
+    def answer(self, rank: int, number: int) -> messages.Answer:
+        """What a rank tells of message `number`, once it has come. Raises EngineFault if a rank has ended or hangs."""
+        until = time.monotonic() + STEP_SECONDS
+        while time.monotonic() < until:
+            self.check()
+            if (answer := self._all[rank - 1].answers.take(number, BEAT_SECONDS)) is not None:
+                return answer
+        raise EngineFault(f"rank 0 has waited for the end of a step for {STEP_SECONDS:g} s")
+
+    def forget_steps(self, before: int) -> None:
+        """Nobody will ask for the answers of steps that were launched before message `before`."""
+        for one in self._all:
+            one.answers.forget_steps(before)
 
     def fault_of(self, error: BaseException) -> EngineFault:
         """Why this rank's own part of something has failed: because another has ended, or else by itself, which ends
@@ -249,6 +272,8 @@ class Followers:
             message = self._decode(frame)
             if isinstance(message, messages.Value):
                 one.values.put(message.value)
+            elif isinstance(message, messages.Answer):
+                one.answers.put(message)
             else:
                 one.failed = message
         return True

@@ -14,12 +14,20 @@ from typing import Literal
 import msgspec
 
 from strata.engine.plan import StepPlan
+from strata.engine.ranks.step_room import StepRoom
 
 
 class Launch(msgspec.Struct, tag=0, array_like=True, frozen=True):
     """Run a step."""
 
     plan: StepPlan
+
+
+class LaunchPart(msgspec.Struct, tag=8, array_like=True, frozen=True):
+    """Run a step of sequences that this rank alone has. room: of the steps of all ranks."""
+
+    plan: StepPlan
+    room: StepRoom
 
 
 class MaskRows(msgspec.Struct, array_like=True, frozen=True):
@@ -35,6 +43,12 @@ class DrawStep(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
     complete: tuple[bool, ...]
     masks: MaskRows | None
+
+
+class DrawPart(msgspec.Struct, tag=9, array_like=True, frozen=True):
+    """Draw the step that waits for its masks, if this rank's does."""
+
+    step: DrawStep | None
 
 
 class Settle(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -68,7 +82,7 @@ class End(msgspec.Struct, tag=6, array_like=True, frozen=True):
     """End the process."""
 
 
-ToFollower = Launch | DrawStep | Settle | Pool | Agree | CompareIds | MoveExperts | End
+ToFollower = Launch | LaunchPart | DrawStep | DrawPart | Settle | Pool | Agree | CompareIds | MoveExperts | End
 
 
 class Value(msgspec.Struct, tag=0, array_like=True, frozen=True):
@@ -86,7 +100,40 @@ class Failed(msgspec.Struct, tag=1, array_like=True, frozen=True):
     traceback: str
 
 
-ToLeader = Value | Failed
+class TensorValues(msgspec.Struct, array_like=True, frozen=True):
+    """A tensor of the host, little-endian. dtype: as numpy names it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    values: bytes
+
+
+class PromptScores(msgspec.Struct, array_like=True, frozen=True):
+    """See `PromptLogprobs` of the runner."""
+
+    sequence: int
+    first: int
+    tensors: tuple[TensorValues, ...]
+
+
+class Drawn(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    """What a step has given. number: of the message of rank 0 by which it was drawn, or launched; see `Launched`."""
+
+    number: int
+    ids: tuple[int, ...]
+    logprobs: tuple[TensorValues, ...] | None
+    prompt_logprobs: tuple[PromptScores, ...]
+
+
+class Vectors(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """The vectors of prompts. number: of the `Pool` that asked for them."""
+
+    number: int
+    vectors: TensorValues
+
+
+Answer = Drawn | Vectors
+ToLeader = Value | Failed | Drawn | Vectors
 
 _LENGTH = struct.Struct("<I")
 

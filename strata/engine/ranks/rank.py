@@ -50,4 +50,7 @@ def share_of(asked: EngineConfig, config: ModelConfig, index: int, axis: Axis | 
     """
     by_experts, redundant = asked.enable_expert_parallel, asked.redundant_slots
     size = asked.tensor_parallel_size
-    return RankShard.of(config, size, index, axis, expert_parallel=by_experts, redundant=redundant)
+    own_tokens = asked.enable_dp_attention
+    return RankShard.of(
+        config, size, index, axis, expert_parallel=by_experts, redundant=redundant, own_tokens=own_tokens
+    )

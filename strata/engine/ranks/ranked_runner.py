@@ -17,6 +17,7 @@ from torch import Tensor
 
 from strata.engine.embeddings.pooling import Pooled, Pooler, PoolRequest
 from strata.engine.faults import EngineFault
+from strata.engine.grammars.grammar import MasksUnderWay
 from strata.engine.plan import StepPlan
 from strata.engine.ranks import messages
 from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
@@ -55,7 +56,7 @@ class WatchedVectors(Pooled):
 
     def wait(self) -> Tensor:
         """As `Pooled.wait`; raises EngineFault if a rank has ended or they take too long."""
-        _wait(lambda: self.done, self.check)
+        _wait(lambda: self.ended, self.check)
         return super().wait()
 
 
@@ -103,7 +104,7 @@ class RankedRunner:
 
     def draw(self, step: Undrawn) -> Launched:
         with together(self._followers):
-            self._followers.send(messages.DrawStep(step.complete, _mask_rows(step)))
+            self._followers.send(messages.DrawStep(step.complete, mask_rows(step.masks)))
             return self._watched(self._runner.draw(step))
 
     def settle(self) -> None:
@@ -189,8 +190,8 @@ def _uninterrupted() -> Iterator[None]:
             before(*heard[0])
 
 
-def _mask_rows(step: Undrawn) -> messages.MaskRows | None:
-    masks = step.masks
+def mask_rows(masks: MasksUnderWay | None) -> messages.MaskRows | None:
+    """Masks as they travel, once they are computed."""
     if masks is None:
         return None
     masks.computed.result()

@@ -46,7 +46,7 @@ def test_vectors_under_way_end_with_a_rank() -> None:
     pooler: Any = SimpleNamespace(launch=lambda requests: Pooled(torch.zeros(1, 4), event))
     followers: Any = Lost()
     pooled = RankedPooler(pooler, followers).launch([PoolRequest([1], "last")])
-    assert not pooled.done
+    assert not pooled.ended
     with pytest.raises(EngineFault, match="rank 1 of 2 has ended"):
         pooled.wait()
 
