@@ -110,6 +110,7 @@ def serve(
         int, options.engine_option(min=1, help="Engines that requests are divided among, each with GPUs of its own.")
     ] = 1,
     enable_expert_parallel: options.EnableExpertParallel = False,
+    enable_dp_attention: options.EnableDpAttention = False,
     enable_eplb: options.EnableEplb = False,
     num_redundant_experts: options.NumRedundantExperts = 0,
     eplb_step_interval: options.EplbStepInterval = 3000,
@@ -184,6 +185,7 @@ def serve(
         "device": device,
         "tensor_parallel_size": tensor_parallel_size,
         "enable_expert_parallel": enable_expert_parallel,
+        "enable_dp_attention": enable_dp_attention,
         "enable_eplb": enable_eplb,
         "num_redundant_experts": num_redundant_experts,
         "eplb_step_interval": eplb_step_interval,

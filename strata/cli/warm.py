@@ -29,6 +29,7 @@ def warm(
     deterministic: options.Deterministic = False,
     tensor_parallel_size: options.TensorParallelSize = 1,
     enable_expert_parallel: options.EnableExpertParallel = False,
+    enable_dp_attention: options.EnableDpAttention = False,
 ) -> None:
     """Compile all kernels that serving a model takes, before anybody waits for them.
 
@@ -55,6 +56,7 @@ def warm(
         deterministic=deterministic,
         tensor_parallel_size=tensor_parallel_size,
         enable_expert_parallel=enable_expert_parallel,
+        enable_dp_attention=enable_dp_attention,
     )
     with compiling(asked, limits) as process:
         last = shown(process.progress(), lambda line: typer.echo(line, err=True), show=True)

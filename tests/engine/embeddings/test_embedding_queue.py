@@ -35,7 +35,7 @@ class Machine:
         tokens = sum(len(request.prompt) for request in requests)
         self.batches.append(tokens)
         self.now += tokens * self.seconds_a_token
-        return SimpleNamespace(done=True, wait=lambda: torch.zeros(len(requests), 1))
+        return SimpleNamespace(ended=True, wait=lambda: torch.zeros(len(requests), 1))
 
     def add(self, count: int, length: int) -> None:
         for number in range(count):
