@@ -173,6 +173,11 @@ class EngineClient:
     def alive(self) -> bool:
         return not self._dead.done()
 
+    @property
+    def each_statistics(self) -> tuple[messages.Statistics]:
+        """How the engine stands, as `Replicas` tells it of several; nothing runs or waits in one that has ended."""
+        return (self.statistics if self.alive else messages.ended(self.statistics),)
+
     async def wait_dead(self) -> str:
         """Wait until the engine has ended or the client is closed; returns why, in one line."""
         return await asyncio.shield(self._dead)

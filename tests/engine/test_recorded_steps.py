@@ -340,7 +340,7 @@ def test_only_the_prompt_of_a_scored_sequence_is_launched_eagerly(
     eager: list[StepPlan] = []
     runner: Any = llm.engine.loop._runner
     launch = runner._launch_eager
-    monkeypatch.setattr(runner, "_launch_eager", lambda plan, arrays: eager.append(plan) or launch(plan, arrays))
+    monkeypatch.setattr(runner, "_launch_eager", lambda plan, *more: eager.append(plan) or launch(plan, *more))
     # The second prompt comes in chunks beside the first request, which decodes then.
     prompts = [{"prompt_token_ids": [7] * 20}, {"prompt_token_ids": [9] * 230}]
     params = [

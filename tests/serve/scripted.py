@@ -92,6 +92,7 @@ class ScriptedEngine:
             startup={},
         )
         self.statistics = Statistics()
+        self.each_statistics = (self.statistics,)
         self.alive = True
         self.added: list[Add] = []
         self.finished: list[tuple[int, str]] = []

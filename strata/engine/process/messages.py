@@ -157,6 +157,11 @@ class Statistics(msgspec.Struct, array_like=True, frozen=True):
     waiting_tokens: int = 0
 
 
+def ended(statistics: Statistics) -> Statistics:
+    """What an engine that has ended had counted; nothing of how it stood."""
+    return msgspec.structs.replace(statistics, running=0, waiting=0, waiting_tokens=0, kv_usage=0.0, recorded_sizes=0)
+
+
 class Step(msgspec.Struct, tag="step", frozen=True):
     """What one step brought to this client's requests; also sent twice a second while nothing happens."""
 

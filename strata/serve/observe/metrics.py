@@ -28,6 +28,13 @@ Rejection = Literal[
 ]  # fmt: skip
 REJECTIONS: tuple[Rejection, ...] = get_args(Rejection)
 
+_ENGINE_GAUGES: dict[str, tuple[str, Callable[[Statistics], float]]] = {
+    "num_requests_running": ("Sequences in the running batch.", lambda s: s.running),
+    "num_requests_waiting": ("Sequences that wait to be run.", lambda s: s.waiting),
+    "num_tokens_waiting": ("Tokens of prompts that are still to be computed.", lambda s: s.waiting_tokens),
+    "kv_cache_usage_perc": ("Share of the KV pages in use; 1 is all.", lambda s: s.kv_usage),
+    "recorded_sizes": ("Sizes of steps that replay CUDA graphs.", lambda s: s.recorded_sizes),
+}
 _ENGINE_COUNTERS: dict[str, tuple[str, str | None, dict[str, Callable[[Statistics], int]]]] = {
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", None, {"": lambda s: s.prefix_queries}),
     "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", None, {"": lambda s: s.prefix_hits}),
@@ -108,12 +115,13 @@ class RequestRecord:
 class Metrics:
     """Counters and histograms of one API process.
 
-    model_name: the label that every series bears.
+    model_name: the label that every series bears. engines: how many there are; series of engines bear the label
+        `engine`, numbers from 0.
     folder, worker: where the API processes of one server keep their numbers, and which of them this is; each of them
         then renders the sum over all. Without a folder this process is the only one.
     """
 
-    def __init__(self, model_name: str, folder: Path | None = None, worker: int = 0) -> None:
+    def __init__(self, model_name: str, folder: Path | None = None, worker: int = 0, engines: int = 1) -> None:
         self._model_name, self._worker = model_name, worker
         self._first: dict[str, int] = {}
         count = 0
@@ -123,12 +131,14 @@ class Metrics:
         for name, (_, bounds) in _HISTOGRAMS.items():
             self._first[name] = count
             count += len(bounds) + 2  # one bucket above the last bound, and the sum
-        self._engine_cells: dict[tuple[str, str], int] = {}  # as they were last reported, by name and label
-        for name, (_, _, counts) in _ENGINE_COUNTERS.items():
-            for value in counts:
-                self._engine_cells[name, value] = count
-                count += 1
-        self._former_engines = dict.fromkeys(self._engine_cells, 0.0)
+        names = [(name, value) for name, (_, _, counts) in _ENGINE_COUNTERS.items() for value in counts]
+        # As they were last reported, of each engine by name and label; and what those before it had counted.
+        self._engine_cells: list[dict[tuple[str, str], int]] = []
+        for _ in range(engines):
+            self._engine_cells.append({name: count + at for at, name in enumerate(names)})
+            count += len(names)
+        self._former_engines = [dict.fromkeys(names, 0.0) for _ in range(engines)]
+        self._ended: set[int] = set()  # engines that have ended and are not replaced yet
         self._cells = Cells(count, folder, worker)
         self._values = self._cells.values
         self._endpoints = {value: self._first["requests"] + at for at, value in enumerate(ENDPOINTS)}
@@ -173,19 +183,25 @@ class Metrics:
         if record.first_token is not None:
             self._observe("request_decode_time_seconds", REQUEST_BOUNDS, record.ended - record.first_token)
 
-    def engine_ended(self, statistics: Statistics) -> None:
-        """The next engine counts from 0 again. statistics: the newest of the one that has ended."""
-        self._former_engines = self._engine_counts(statistics)
+    def engine_ended(self, statistics: Statistics, engine: int = 0) -> None:
+        """The next engine of that number counts from 0 again. statistics: the newest of the one that has ended, which
+        count no more, whoever renders them."""
+        self._former_engines[engine] = self._engine_counts(engine, statistics)
+        self._ended.add(engine)
 
-    def engine_restarted(self) -> None:
-        """The next engine is ready. All API processes see it, so the first one counts it."""
+    def engine_restarted(self, engine: int = 0) -> None:
+        """The next engine of that number is ready. All API processes see it, so the first one counts it."""
+        self._ended.discard(engine)
         if self._worker == 0:
             self._values[self._first["engine_restarts"]] += 1
 
-    def render(self, statistics: Statistics) -> bytes:
-        """All series in Prometheus' text format (its media type is `prometheus_client.CONTENT_TYPE_PLAIN_0_0_4`)."""
+    def render(self, *engines: Statistics) -> bytes:
+        """All series in Prometheus' text format (its media type is `prometheus_client.CONTENT_TYPE_PLAIN_0_0_4`).
+
+        engines: how each of them stands.
+        """
         registry = CollectorRegistry()
-        families = [*self._engine_gauges(statistics), *self._engine_counters(statistics), *self._request_families()]
+        families = [*self._engine_gauges(engines), *self._engine_counters(engines), *self._request_families()]
         registry.register(_Families(families))
         return generate_latest(registry)
 
@@ -211,36 +227,35 @@ class Metrics:
             histogram.add_metric([self._model_name], buckets, sum_value=sums[above + 1])
             yield histogram
 
-    def _engine_counts(self, statistics: Statistics) -> dict[tuple[str, str], float]:
-        """What engines have counted, as this process or any other has reported."""
-        largest, former = self._cells.largest(), self._former_engines
+    def _engine_counts(self, engine: int, statistics: Statistics) -> dict[tuple[str, str], float]:
+        """What the engines of a number have counted, as this process or any other has reported."""
+        if engine in self._ended:
+            statistics = Statistics()
+        largest, cells, former = self._cells.largest(), self._engine_cells[engine], self._former_engines[engine]
         return {
-            (name, value): max(largest[self._engine_cells[name, value]], former[name, value] + count(statistics))
+            (name, value): max(largest[cells[name, value]], former[name, value] + count(statistics))
             for name, (_, _, counts) in _ENGINE_COUNTERS.items()
             for value, count in counts.items()
         }
 
-    def _engine_counters(self, statistics: Statistics) -> Iterable[Metric]:
-        found = self._engine_counts(statistics)
+    def _engine_counters(self, engines: Sequence[Statistics]) -> Iterable[Metric]:
+        found = [self._engine_counts(engine, statistics) for engine, statistics in enumerate(engines)]
+        for cells, counted in zip(self._engine_cells, found, strict=True):
+            for key, total in counted.items():
+                self._values[cells[key]] = total
         for name, (help_text, label, counts) in _ENGINE_COUNTERS.items():
-            labels = ["model_name"] if label is None else ["model_name", label]
+            labels = ["model_name", "engine"] if label is None else ["model_name", "engine", label]
             counter = CounterMetricFamily(f"strata_{name}", help_text, labels=labels)
-            for value in counts:
-                self._values[self._engine_cells[name, value]] = found[name, value]
-                counter.add_metric([self._model_name, value][: len(labels)], found[name, value])
+            for engine, counted in enumerate(found):
+                for value in counts:
+                    counter.add_metric([self._model_name, str(engine), value][: len(labels)], counted[name, value])
             yield counter
 
-    def _engine_gauges(self, statistics: Statistics) -> Iterable[Metric]:
-        gauges = (
-            ("num_requests_running", "Sequences in the running batch.", statistics.running),
-            ("num_requests_waiting", "Sequences that wait to be run.", statistics.waiting),
-            ("num_tokens_waiting", "Tokens of prompts that are still to be computed.", statistics.waiting_tokens),
-            ("kv_cache_usage_perc", "Share of the KV pages in use; 1 is all.", statistics.kv_usage),
-            ("recorded_sizes", "Sizes of steps that replay CUDA graphs.", statistics.recorded_sizes),
-        )
-        for name, help_text, value in gauges:
-            gauge = GaugeMetricFamily(f"strata_{name}", help_text, labels=["model_name"])
-            gauge.add_metric([self._model_name], value)
+    def _engine_gauges(self, engines: Sequence[Statistics]) -> Iterable[Metric]:
+        for name, (help_text, value) in _ENGINE_GAUGES.items():
+            gauge = GaugeMetricFamily(f"strata_{name}", help_text, labels=["model_name", "engine"])
+            for engine, statistics in enumerate(engines):
+                gauge.add_metric([self._model_name, str(engine)], value(statistics))
             yield gauge
 
 

@@ -15,4 +15,4 @@ router = api_router("observation")
 async def metrics(request: Request) -> Response:
     """Counters, gauges and histograms in Prometheus' text format."""
     state: ServerState = request.app.state.server
-    return Response(state.metrics.render(state.client.statistics), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    return Response(state.metrics.render(*state.client.each_statistics), media_type=CONTENT_TYPE_PLAIN_0_0_4)

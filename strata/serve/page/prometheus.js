@@ -31,6 +31,12 @@ export function total(samples, name) {
   return found ? found.reduce((sum, { value }) => sum + value, 0) : null;
 }
 
+/** The mean of all samples of a name, such as the shares of several engines; null if there is none. */
+export function mean(samples, name) {
+  const found = samples.get(name);
+  return found ? total(samples, name) / found.length : null;
+}
+
 /** {bounds, counts}: observations up to each bound, the last of which is infinite. */
 export function histogram(samples, name) {
   const buckets = (samples.get(`${name}_bucket`) ?? []).map(({ labels, value }) => [parseNumber(labels.le), value]);

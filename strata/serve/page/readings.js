@@ -1,6 +1,6 @@
 // Successive readings of /metrics as series over time: one point a second, the last ten minutes.
 
-import { histogram, parseMetrics, percentile, total } from "./prometheus.js";
+import { histogram, mean, parseMetrics, percentile, total } from "./prometheus.js";
 
 const KEY = "strata.readings";
 const KEPT = 600; // points, and as many seconds
@@ -57,7 +57,7 @@ export class Readings {
     const point = {
       running: total(samples, "strata_num_requests_running"),
       waiting: total(samples, "strata_num_requests_waiting"),
-      kv: total(samples, "strata_kv_cache_usage_perc"),
+      kv: mean(samples, "strata_kv_cache_usage_perc"),
       hitShare: reading.queries ? reading.hits / reading.queries : null,
       preemptions: reading.preemptions,
       generated: this.rate(reading, "generated"),

@@ -133,7 +133,7 @@ class ApiServer:
             client=client,
             tokenizer=tokenizer,
             limits=Limits(settings, client.ready.max_sequences, callers=len(job.keys)),
-            metrics=Metrics(settings.served_model_names[0], Path(job.folder), job.number),
+            metrics=Metrics(settings.served_model_names[0], Path(job.folder), job.number, len(self._addresses)),
             grammars=GrammarChecker(),
             responses=ResponseStore(),
             renderers=renderers,
@@ -176,8 +176,7 @@ class ApiServer:
             client = state.client
             one = client.clients[replica] if isinstance(client, Replicas) else client
             await one.wait_dead()
-            if not isinstance(client, Replicas):  # they count on by themselves
-                state.metrics.engine_ended(client.statistics)
+            state.metrics.engine_ended(one.statistics, replica)
             await one.close()
             try:
                 another = await EngineClient.connect(self._addresses[replica], silence_timeout=silence)
@@ -188,7 +187,7 @@ class ApiServer:
                 client.replace(replica, another)
             else:
                 state.client = another
-            state.metrics.engine_restarted()
+            state.metrics.engine_restarted(replica)
             _log.info("requests are served again")
 
 

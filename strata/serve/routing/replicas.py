@@ -93,7 +93,6 @@ class Replicas:
         self.router = Router(client.ready.num_pages * client.ready.page_size for client in clients)
         self._reported: list[Statistics | None] = [None] * len(self.clients)
         self._streams: dict[str, ReplicaStream] = {}
-        self._former = Statistics()  # what engines had counted that have been replaced
 
     @classmethod
     async def connect(cls, addresses: Sequence[str], *, silence_timeout: float = 0.0) -> Replicas:
@@ -122,19 +121,9 @@ class Replicas:
         )
 
     @property
-    def statistics(self) -> Statistics:
-        """Of all engines together: what runs and waits in those that live, the share of their pages, and counts since
-        the start of the server."""
-        living = [client for client in self.clients if client.alive]
-        pages = sum(client.ready.num_pages for client in living)
-        return msgspec.structs.replace(
-            _counted([self._former, *(client.statistics for client in self.clients)]),
-            running=sum(client.statistics.running for client in living),
-            waiting=sum(client.statistics.waiting for client in living),
-            waiting_tokens=sum(client.statistics.waiting_tokens for client in living),
-            recorded_sizes=max((client.statistics.recorded_sizes for client in living), default=0),
-            kv_usage=sum(client.statistics.kv_usage * client.ready.num_pages for client in living) / max(1, pages),
-        )
+    def each_statistics(self) -> tuple[Statistics, ...]:
+        """How each engine stands; what it has counted is since its own start."""
+        return tuple(statistics for client in self.clients for statistics in client.each_statistics)
 
     @property
     def alive(self) -> bool:
@@ -147,7 +136,6 @@ class Replicas:
     def replace(self, replica: int, client: EngineClient) -> None:
         """Another engine serves in the place of one that has ended, whose client is closed."""
         self._look()
-        self._former = _counted([self._former, self.clients[replica].statistics])
         self.clients[replica] = client
         self._reported[replica] = None
         self.router.recover(replica)
@@ -205,13 +193,6 @@ class Replicas:
         """A request is over."""
         self.router.ended(route)
         self._streams.pop(id, None)
-
-
-def _counted(each: Sequence[Statistics]) -> Statistics:
-    """The sum of what engines have counted; without how they stand."""
-    stands = {"running", "waiting", "waiting_tokens", "kv_usage", "recorded_sizes"}
-    counts = [name for name in Statistics.__struct_fields__ if name not in stands]
-    return Statistics(**{name: sum(getattr(one, name) for one in each) for name in counts})
 
 
 def _caches(add: Add) -> bool:

@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 from prometheus_client import Counter, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from strata.engine.process.messages import Statistics
+from strata.engine.process.messages import Statistics, ended
 from strata.serve.observe.metrics import ENDPOINTS, REJECTIONS, Metrics, RequestRecord
 from strata.serve.observe.metrics_route import router
 
@@ -31,11 +31,12 @@ VLLM_NAMES = {
 
 
 def samples(rendered: bytes) -> dict[str, float]:
-    """`name{labels}` without the model's name, of every sample."""
+    """`name{labels}` without the model's name and the first engine's number, of every sample."""
     read = {}
     for family in text_string_to_metric_families(rendered.decode()):
         for sample in family.samples:
-            labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
+            without = {"model_name": sample.labels["model_name"], "engine": "0"}
+            labels = {name: value for name, value in sample.labels.items() if without.get(name) != value}
             read[sample.name + "".join(f"{{{name}={value}}}" for name, value in labels.items())] = sample.value
     return read
 
@@ -162,6 +163,10 @@ def test_counters_of_the_engine_fall_neither_from_process_to_process_nor_with_th
     tellings = [samples(metrics.render(told)) for metrics, told in scrapes]
     first.engine_ended(newest)
     second.engine_ended(behind)
+    tellings += [samples(metrics.render(told)) for metrics, told in scrapes]
+    assert tellings[-1]["strata_engine_steps_total"] == 100, "those of the one that has ended count once"
+    first.engine_restarted()
+    second.engine_restarted()
     restarted = [(second, Statistics()), (first, Statistics()), (first, Statistics(steps=5)), (second, Statistics())]
     tellings += [samples(metrics.render(told)) for metrics, told in restarted]
     names = [name for name in tellings[0] if name.endswith("_total")]
@@ -172,6 +177,33 @@ def test_counters_of_the_engine_fall_neither_from_process_to_process_nor_with_th
     assert tellings[-1]["strata_engine_steps_total"] == 105
     again = Metrics("m", tmp_path, 1)  # a process that was started again
     assert samples(again.render(Statistics()))["strata_engine_steps_total"] == 105
+
+
+def test_each_engine_has_series_of_its_own_whose_sum_is_the_servers(tmp_path: Path) -> None:
+    """One of two engines ends and is replaced; the other's numbers stay as they are."""
+    metrics = Metrics("m", tmp_path, 0, engines=2)
+    told = [Statistics(running=3, waiting_tokens=40, kv_usage=0.5, steps=7), Statistics(running=2, steps=9)]
+    read = samples(metrics.render(*told))
+    assert (read["strata_num_requests_running"], read["strata_num_requests_running{engine=1}"]) == (3, 2)
+    assert (read["strata_num_tokens_waiting"], read["strata_num_tokens_waiting{engine=1}"]) == (40, 0)
+    assert (read["strata_kv_cache_usage_perc"], read["strata_kv_cache_usage_perc{engine=1}"]) == (0.5, 0)
+    metrics.engine_ended(told[1], 1)
+    ends = samples(metrics.render(told[0], ended(told[1])))
+    assert ends["strata_num_requests_running{engine=1}"] == 0
+    metrics.engine_restarted(1)
+    after = samples(metrics.render(told[0], Statistics(steps=5)))
+    steps = [(one["strata_engine_steps_total"], one["strata_engine_steps_total{engine=1}"]) for one in (ends, after)]
+    assert steps == [(7, 9), (7, 14)]
+    assert after["strata_engine_restarts_total"] == 1
+    families = text_string_to_metric_families(metrics.render(*told).decode())
+    labels = {family.name: set(family.samples[0].labels) for family in families if family.samples}
+    of_engines = {name for name, found in labels.items() if "engine" in found}
+    assert of_engines == {
+        *(f"strata_{name}" for name in ("num_requests_running", "num_requests_waiting", "num_tokens_waiting")),
+        *(f"strata_{name}" for name in ("kv_cache_usage_perc", "recorded_sizes", "num_preemptions", "engine_steps")),
+        *(f"strata_{name}" for name in ("prefix_cache_queries", "prefix_cache_hits", "corrupted_requests")),
+        *(f"strata_{name}" for name in ("compilations_after_ready", "unrecorded_steps")),
+    }
 
 
 def test_what_a_process_counted_outlives_it(tmp_path: Path) -> None:
@@ -212,7 +244,9 @@ def test_a_delta_costs_a_fraction_of_what_the_library_takes() -> None:
 def test_route() -> None:
     app = FastAPI()
     app.include_router(router)
-    app.state.server = SimpleNamespace(metrics=Metrics("m"), client=SimpleNamespace(statistics=Statistics(running=2)))
+    app.state.server = SimpleNamespace(
+        metrics=Metrics("m"), client=SimpleNamespace(each_statistics=[Statistics(running=2)])
+    )
     answer = TestClient(app).get("/metrics")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")

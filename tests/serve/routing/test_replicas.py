@@ -81,7 +81,9 @@ def test_prompts_of_other_processes_that_wait_in_an_engine_are_its_load(tmp_path
         for number in range(4):
             replicas.submit(add(f"{number}", [number]))
             assert isinstance(await engines[1].heard(), Add)
-        assert replicas.statistics.waiting_tokens == 9100
+        assert [told.waiting_tokens for told in replicas.each_statistics] == [9000, 100]
+        await engines[0].say(Fault("ended"))
+        assert [told.waiting_tokens for told in replicas.each_statistics] == [0, 100]
 
     play(tmp_path, scenario)
 
