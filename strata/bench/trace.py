@@ -19,7 +19,7 @@ N = TypeVar("N", int, float)
 # of cuBLAS and cuDNN, and those of ATen.
 MESSAGE = "message"  # between ranks: the kernels wait for others in it, and may do more in the same launch
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (MESSAGE, ("one_shot", "two_shot", "nccl", "memcpy ptop")),
+    (MESSAGE, ("one_shot", "two_shot", "flagged_norm", "nccl", "memcpy ptop")),
     (
         "attention",
         (

@@ -20,10 +20,10 @@ Device = Annotated[str, engine_option(help="auto, cpu, cuda or cuda:N.")]
 TensorParallelSize = Annotated[
     int, engine_option(min=1, help="Ranks that divide each matrix: GPUs, or processes on a CPU.")
 ]
-PipelineParallelSize = Annotated[
-    int, engine_option(min=1, help="Stages that divide the layers, each of --tensor-parallel-size ranks.")
-]
 EnableExpertParallel = Annotated[bool, engine_option(help="Ranks have different experts of a mixture, each whole.")]
+EnableDpAttention = Annotated[
+    bool, engine_option(help="Those ranks have sequences and KV pages of their own, and share the experts alone.")
+]
 EnableEplb = Annotated[bool, engine_option(help="Experts move between ranks, so that these bear alike.")]
 NumRedundantExperts = Annotated[int, engine_option(min=0, help="Room of a layer for copies of experts, all ranks'.")]
 EplbStepInterval = Annotated[int, engine_option(min=1, help="Steps after which experts are placed anew.")]

@@ -106,11 +106,11 @@ def serve(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     tensor_parallel_size: options.TensorParallelSize = 1,
-    pipeline_parallel_size: options.PipelineParallelSize = 1,
     data_parallel_size: Annotated[
         int, options.engine_option(min=1, help="Engines that requests are divided among, each with GPUs of its own.")
     ] = 1,
     enable_expert_parallel: options.EnableExpertParallel = False,
+    enable_dp_attention: options.EnableDpAttention = False,
     enable_eplb: options.EnableEplb = False,
     num_redundant_experts: options.NumRedundantExperts = 0,
     eplb_step_interval: options.EplbStepInterval = 3000,
@@ -184,8 +184,8 @@ def serve(
         "dtype": dtype,
         "device": device,
         "tensor_parallel_size": tensor_parallel_size,
-        "pipeline_parallel_size": pipeline_parallel_size,
         "enable_expert_parallel": enable_expert_parallel,
+        "enable_dp_attention": enable_dp_attention,
         "enable_eplb": enable_eplb,
         "num_redundant_experts": num_redundant_experts,
         "eplb_step_interval": eplb_step_interval,
@@ -203,7 +203,7 @@ def serve(
         "step_target_ms": step_target_ms or None,
     }
     traces = None if otlp_traces_endpoint is None else _endpoint(otlp_traces_endpoint)
-    several = max(tensor_parallel_size, pipeline_parallel_size, data_parallel_size) > 1
+    several = tensor_parallel_size > 1 or data_parallel_size > 1
     restarts = several if restart_engine is None else restart_engine
     sys.exit(launch(ApiJob(settings, keys, tokenizer_folder, restarts, traces), engine))
 

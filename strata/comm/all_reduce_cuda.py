@@ -20,8 +20,14 @@ from strata.kernels.collective.all_reduce import (
     row_tile,
     two_shot_kernel,
 )
+from strata.kernels.collective.flagged import fits_room, flagged_norm_kernel
+from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
 
+# The largest message whose norm is made from packets.
+PACKETS_NORM_BYTES = 1 << 20
+# For how many ranks messages of many rows go in one shot with flags. Estimated but for two.
+FLAGGED_RANKS = (2, 4)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WORD = 4
 # The largest message in one shot, by the number of ranks: beyond it, that two shots send less outweighs that they wait
@@ -45,6 +51,22 @@ def fits_two_shot(x: Tensor, axis: Any) -> bool:
 
 def fits_one_shot_norm(x: Tensor, axis: Any, residual: Tensor, weight: Tensor, eps: float) -> bool:
     """A program sends one row, and there are no more rows than programs."""
+    return _has_rows(x, axis, residual, weight) and x.shape[0] <= PROGRAMS and x.nbytes <= PACKETS_NORM_BYTES
+
+
+def fits_flagged_norm(x: Tensor, axis: Any, residual: Tensor, weight: Tensor, eps: float) -> bool:
+    """With more ranks, what it sends to each of them outweighs what two shots wait."""
+    memory = memory_of(axis)
+    return (
+        memory is not None
+        and memory.ranks in FLAGGED_RANKS
+        and _has_rows(x, axis, residual, weight)
+        and fits_room(x.shape[0], x.shape[1] * x.itemsize // _WORD)
+    )
+
+
+def _has_rows(x: Tensor, axis: Any, residual: Tensor, weight: Tensor) -> bool:
+    """Whether a program can take a row at once."""
     return (
         memory_of(axis) is not None
         and x.dim() == 2
@@ -53,7 +75,6 @@ def fits_one_shot_norm(x: Tensor, axis: Any, residual: Tensor, weight: Tensor, e
         and _has_words(x)
         and x.shape[1] * x.itemsize <= PACKETS * _WORD
         and x.shape[1] * x.itemsize % 16 == 0
-        and x.shape[0] <= PROGRAMS
         and residual.stride(1) == 1
         and residual.stride(0) * residual.itemsize % 16 == 0
     )
@@ -66,7 +87,7 @@ def _has_words(x: Tensor) -> bool:
 def one_shot(x: Tensor, axis: Axis) -> Tensor:
     memory, words = _memory(axis), x.nbytes // _WORD
     result = torch.empty_like(x)
-    block, warps = block_tile(words)
+    (block, warps), early = block_tile(words), _starts_early(x)
     one_shot_kernel[(ceil_div(words, block),)](
         x,
         result,
@@ -76,9 +97,11 @@ def one_shot(x: Tensor, axis: Axis) -> Tensor:
         words,
         axis.index,
         WORLD=memory.ranks,
+        EARLY=early,
         BLOCK=block,
         num_warps=warps,
         num_stages=1,
+        launch_pdl=early,
     )
     return result
 
@@ -113,7 +136,7 @@ def two_shot(x: Tensor, axis: Axis) -> Tensor:
 def one_shot_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     memory, words = _memory(axis), x.shape[1] * x.itemsize // _WORD
     total, result = torch.empty_like(x), torch.empty_like(x)
-    block, warps = row_tile(words)
+    (block, warps), early = row_tile(words), _starts_early(x)
     one_shot_norm_kernel[(x.shape[0],)](
         x,
         residual,
@@ -130,11 +153,50 @@ def one_shot_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: 
         eps,
         axis.index,
         WORLD=memory.ranks,
+        EARLY=early,
         BLOCK=block,
         num_warps=warps,
         num_stages=1,
+        launch_pdl=early,
     )
     return total, result
+
+
+def flagged_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    memory, words = _memory(axis), x.shape[1] * x.itemsize // _WORD
+    total, result = torch.empty_like(x), torch.empty_like(x)
+    (block, warps), early, layout = row_tile(words), _starts_early(x), Layout.of(memory.ranks)
+    flagged_norm_kernel[(min(PROGRAMS, x.shape[0]),)](
+        x,
+        residual,
+        weight,
+        total,
+        result,
+        memory.inbox,
+        memory.peers,
+        memory.counters[2],
+        words,
+        residual.stride(0) * residual.itemsize // _WORD,
+        x.shape[0],
+        words,
+        x.shape[1],
+        layout.flagged,
+        layout.flagged_flags,
+        eps,
+        axis.index,
+        WORLD=memory.ranks,
+        EARLY=early,
+        BLOCK=block,
+        num_warps=warps,
+        num_stages=1,
+        launch_pdl=early,
+    )
+    return total, result
+
+
+def _starts_early(x: Tensor) -> bool:
+    """Whether a kernel can be launched beside the one ahead of it."""
+    return x.device.type != "cpu" and DeviceLimits.of(x.device).capability >= (9, 0)
 
 
 def _memory(axis: Axis) -> SymmetricMemory:

@@ -73,6 +73,11 @@ class Pending:
     axis: Axis | None = None
     call: Call | None = None
 
+    @property
+    def shape(self) -> torch.Size:
+        """Of the result."""
+        return self.result.shape
+
     def wait(self) -> Tensor:
         """The result. On a GPU the stream waits, not the host."""
         observer = None if self.axis is None or self.call is None else self.axis.observer

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from strata.comm.all_reduce_cuda import fits_one_shot_norm, one_shot_norm
+from strata.comm.all_reduce_cuda import fits_flagged_norm, fits_one_shot_norm, flagged_norm, one_shot_norm
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along, all_reduce
 from strata.kernels.collective.all_reduce import one_shot_norm_kernel
+from strata.kernels.collective.flagged import flagged_norm_kernel
 from strata.kernels.fused import Run, fused
 from strata.kernels.norm.norm import add_rms_norm
 from strata.kernels.triton_import import HAS_TRITON
@@ -39,4 +40,8 @@ if HAS_TRITON:
     all_reduce_add_rms_norm.implement("one shot", "cuda", supports=fits_one_shot_norm, kernels=(one_shot_norm_kernel,))(
         one_shot_norm
     )
+    _flagged = all_reduce_add_rms_norm.implement(
+        "one shot, flags", "cuda", supports=fits_flagged_norm, kernels=(flagged_norm_kernel,)
+    )
+    _flagged(flagged_norm)
 all_reduce_add_rms_norm.implement("apart", "cuda", kernels=_kernels_apart)(_apart)

@@ -15,6 +15,7 @@ from strata.comm.exchange import all_gather_json
 from strata.comm.launch import WITHOUT_MULTICAST
 from strata.comm.mesh import Axis
 from strata.kernels.collective.all_reduce import PACKETS, PROGRAMS, TWO_SHOT_WORDS
+from strata.kernels.collective.flagged import FLAGGED_WORDS
 from strata.kernels.triton_import import HAS_TRITON
 
 # For how many ranks there are kernels: powers of two, as many as a machine has.
@@ -26,7 +27,8 @@ class SymmetricMemory:
     """What the kernels of `strata.kernels.collective.all_reduce` need of one rank.
 
     inbox: [words] int32, where the others write. peers: [ranks] int64, the addresses of all inboxes. counters:
-    [2, PROGRAMS] int32, the calls of each program so far, in one shot and in two. handle: keeps the others' memory.
+    [3, PROGRAMS] int32, the calls of each program so far: in one shot, in two, and in one with flags. handle: keeps the
+    others' memory.
 
     The ranks call the kernels in the same order, each on one stream.
     """
@@ -43,11 +45,14 @@ class SymmetricMemory:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts of an inbox begin, in words: packets, which are first, numbers of both shots, flags; its end."""
+    """Where the parts of an inbox begin, in words: packets, which are first; numbers of both of two shots, and their
+    flags; numbers and flags of one shot without packets; its end."""
 
     first: int
     second: int
     flags: int
+    flagged: int
+    flagged_flags: int
     end: int
 
     @staticmethod
@@ -56,7 +61,9 @@ class Layout:
         first = 2 * 2 * PROGRAMS * ranks * PACKETS
         second = first + 2 * TWO_SHOT_WORDS
         flags = second + 2 * TWO_SHOT_WORDS
-        return Layout(first, second, flags, flags + 2 * PROGRAMS * ranks)
+        flagged = flags + 2 * PROGRAMS * ranks
+        flagged_flags = flagged + 2 * ranks * FLAGGED_WORDS
+        return Layout(first, second, flags, flagged, flagged_flags, flagged_flags + PROGRAMS * ranks)
 
 
 def with_symmetric_memory(axis: Axis, device: torch.device) -> Axis:
@@ -87,7 +94,7 @@ def imagined(name: str, ranks: int) -> Axis:
     if HAS_TRITON and ranks in SIZES:
         words = torch.empty(Layout.of(ranks).end, dtype=torch.int32, device="meta")
         peers = torch.empty(ranks, dtype=torch.int64, device="meta")
-        memory = SymmetricMemory(words, peers, words.new_empty(2, PROGRAMS), None)
+        memory = SymmetricMemory(words, peers, words.new_empty(3, PROGRAMS), None)
     return Axis(name, ranks, 0, tuple(range(ranks)), None, symmetric=memory)
 
 
@@ -121,6 +128,6 @@ def _exchanged(axis: Axis, device: torch.device) -> SymmetricMemory:
     handle = symmetric.rendezvous(inbox, axis.group)
     inbox.zero_()
     peers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-    counters = torch.zeros(2, PROGRAMS, dtype=torch.int32, device=device)
+    counters = torch.zeros(3, PROGRAMS, dtype=torch.int32, device=device)
     torch.cuda.synchronize(device)
     return SymmetricMemory(inbox, peers, counters, handle)

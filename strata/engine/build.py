@@ -6,7 +6,7 @@ import gc
 import secrets
 import weakref
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,11 +21,13 @@ from strata.engine.ledger import Ledger
 from strata.engine.loop import EngineLoop
 from strata.engine.ranks.expert_balance import ExpertBalance
 from strata.engine.ranks.followers import Followers
+from strata.engine.ranks.own_tokens_runner import OwnTokensRunner
 from strata.engine.ranks.rank import OneRank, share_of
 from strata.engine.ranks.ranked_runner import RankedPooler, RankedRunner
 from strata.engine.recorded_steps import REASONS, RecordedSteps
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
+from strata.engine.scheduling.rank_schedulers import RankPages, RankSchedulers
 from strata.engine.scheduling.room import StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.startup.clock import Log, StartupClock, collector_off
@@ -49,7 +51,7 @@ class Engine:
     """
 
     loop: EngineLoop
-    pages: PageAllocator
+    pages: PageAllocator | RankPages
     pooler: PromptPooler
     model: torch.nn.Module
     config: ModelConfig
@@ -105,24 +107,22 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
     if followers is not None:
         experts = executor.experts
         balance = None if experts is None else ExpertBalance(experts, asked.eplb_step_interval, log)
-        ranks = RankedRunner(executor.runner, followers, experts, balance)
+        if asked.enable_dp_attention:
+            ranks = OwnTokensRunner(executor.runner, followers, mask_ids, asked.max_num_seqs, device)
+        else:
+            ranks = RankedRunner(executor.runner, followers, experts, balance)
         pooler = RankedPooler(executor.pooler, followers)
     with clock.phase("graph"):
         target = _step_target(asked, executor, device)
     recorded, ledger = executor.recorded, executor.ledger
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
-    allocator = PageAllocator(ledger.pages, asked.page_size)
-    prefix = PrefixTree(allocator) if asked.enable_prefix_caching else None
-    stages = asked.pipeline_parallel_size
-    scheduler_config = SchedulerConfig(
-        asked.max_num_seqs, executor.max_tokens, executor.max_length, seed, target, stages
-    )
-    scheduler = Scheduler(scheduler_config, allocator, prefix)
+    scheduler_config = SchedulerConfig(asked.max_num_seqs, executor.max_tokens, executor.max_length, seed, target)
+    scheduler, pages = _scheduler(asked, scheduler_config, ledger.pages)
     loop = EngineLoop(scheduler, ranks or executor.runner, run_ahead=device.type == "cuda", ledger=ledger)
     compilations = Compilations(log)
     if device.type == "cuda":
         with clock.phase("warm up"):
-            warm_up(loop, allocator, config.vocab_size, executor.max_recorded_tokens, executor.kernels_are_ready)
+            warm_up(loop, pages, config.vocab_size, executor.max_recorded_tokens, executor.kernels_are_ready)
         if recorded is not None:
             recorded.unrecorded = dict.fromkeys(REASONS, 0)
     # What stands now lives as long as the engine: the collector need not walk it in the middle of a step.
@@ -131,7 +131,7 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
     log(clock.line())
     engine = Engine(
         loop=loop,
-        pages=allocator,
+        pages=pages,
         pooler=pooler,
         model=executor.model,
         config=config,
@@ -154,6 +154,18 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
         compilations.begin()  # when nothing is left that could fail, and leave it listening
     weakref.finalize(engine, gc.unfreeze)  # at its end, or the interpreter's: from then on its cycles can be collected
     return engine
+
+
+def _scheduler(
+    asked: EngineConfig, config: SchedulerConfig, num_pages: int
+) -> tuple[Scheduler, PageAllocator] | tuple[RankSchedulers, RankPages]:
+    """With the pages that it has; num_pages: of a rank."""
+    if asked.enable_dp_attention:
+        config = replace(config, ranks=asked.tensor_parallel_size)
+        of_ranks = RankSchedulers(config, num_pages, asked.page_size, caches=asked.enable_prefix_caching)
+        return of_ranks, of_ranks.pages
+    pages = PageAllocator(num_pages, asked.page_size)
+    return Scheduler(config, pages, PrefixTree(pages) if asked.enable_prefix_caching else None), pages
 
 
 def _step_target(asked: EngineConfig, executor: Executor, device: torch.device) -> StepTarget | None:

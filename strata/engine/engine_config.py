@@ -20,10 +20,10 @@ from strata.models import weights
 from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import build
 from strata.models.folder import located
-from strata.parallel.serving_shard import PIPELINE_AXIS, TENSOR_AXIS, RankShard
+from strata.parallel.serving_shard import TENSOR_AXIS
 
 # The axes of the ranks' mesh, from the outermost, and the options that give their sizes.
-_AXES = {PIPELINE_AXIS: "pipeline_parallel_size", TENSOR_AXIS: "tensor_parallel_size"}
+_AXES = {TENSOR_AXIS: "tensor_parallel_size"}
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,12 @@ class EngineConfig:
         fills steps up to max_num_batched_tokens, which ends a batch sooner. It needs a device whose peaks are known.
     tensor_parallel_size: ranks that divide each matrix among them; each is a process with a GPU of its own, or with its
         share of a CPU's cores.
-    pipeline_parallel_size: stages that divide the layers among them, each of tensor_parallel_size ranks.
+    overlap_tokens: with several ranks, steps with prompts of so many tokens or more divide their rows in two, and the
+        messages of one half travel while the products of the other run; None: of as many as a cost model says that it
+        pays for; 0: none do. Not in deterministic mode.
     enable_expert_parallel: those ranks have different experts of a mixture, each whole, instead of a part of every one.
+    enable_dp_attention: those ranks have sequences of their own and all else than experts whole: each its own KV pages,
+        and max_num_seqs, max_num_batched_tokens and num_pages of its own. Of mixtures, with enable_expert_parallel.
     enable_eplb: experts that are chosen often get copies and move between the ranks while the engine runs.
     num_redundant_experts: of each layer, how many more than there are the ranks have room for, for copies.
     eplb_step_interval: steps after which experts are placed anew.
@@ -73,8 +77,9 @@ class EngineConfig:
     num_pages: int | None = None
     step_target_ms: float | None = None
     tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
+    overlap_tokens: int | None = 0
     enable_expert_parallel: bool = False
+    enable_dp_attention: bool = False
     enable_eplb: bool = False
     num_redundant_experts: int = 0
     eplb_step_interval: int = 3000
@@ -101,6 +106,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        least = self.overlap_tokens
+        if least is not None and (not isinstance(least, int) or least < 0):
+            raise ValueError(f"overlap_tokens must be an integer of at least 0, or None, got {least!r}")
         target = self.step_target_ms
         if target is not None and not (isinstance(target, int | float) and 0 < target < math.inf):
             raise ValueError(f"step_target_ms must be a number over 0, or None for no target, got {target!r}")
@@ -136,10 +144,16 @@ class EngineConfig:
                 "enable_eplb=True moves experts between ranks: it needs enable_expert_parallel=True and a "
                 "tensor_parallel_size over 1"
             )
-        if self.enable_eplb and self.pipeline_parallel_size > 1:
+        if self.enable_dp_attention and not (self.enable_expert_parallel and self.tensor_parallel_size > 1):
             raise ValueError(
-                f"enable_eplb=True moves the experts of all layers, and pipeline_parallel_size="
-                f"{self.pipeline_parallel_size} divides the layers; leave out one of them"
+                "enable_dp_attention=True lets ranks with sequences of their own share the experts of a mixture: it "
+                "needs enable_expert_parallel=True and a tensor_parallel_size over 1; for engines that share nothing "
+                "give data_parallel_size"
+            )
+        if self.enable_dp_attention and self.enable_eplb:
+            raise ValueError(
+                "enable_eplb=True counts choices on rank 0, and with enable_dp_attention=True each rank has tokens of "
+                "its own; leave out one of them"
             )
         if self.enable_eplb and self.deterministic:
             raise ValueError(
@@ -183,15 +197,14 @@ class EngineConfig:
 class EngineSizes:
     """max_length: tokens of one sequence; max_tokens: of one step. pool: of the KV pages, with the weights' dtype.
 
-    recorded: the steps that get a CUDA graph; library: cuDNN attends for prompts in them. weight_bytes: of the model;
-    of a rank of several, of its share. parameters: of the model; of several stages, the mean of a stage.
+    recorded: the steps that get a CUDA graph; library: cuDNN attends for prompts in them. weight_bytes: of the whole
+    model.
     """
 
     max_length: int
     max_tokens: int
     pool: PoolShape
     weight_bytes: int
-    parameters: int
     recorded: tuple[BufferShape, ...]
     library: bool
 
@@ -201,37 +214,26 @@ class EngineSizes:
         return max((size.tokens for size in self.recorded), default=0)
 
     @staticmethod
-    def of(
-        asked: EngineConfig,
-        config: ModelConfig,
-        device: torch.device,
-        limits: DeviceLimits | None,
-        shard: RankShard | None = None,
-    ) -> EngineSizes:
-        """limits: of a CUDA device that runs the own kernels, which need not be here; None: of no such device. shard:
-        whose `config` it is, where several ranks share a model. Raises ValueError for a length that the model cannot
-        have."""
+    def of(asked: EngineConfig, config: ModelConfig, device: torch.device, limits: DeviceLimits | None) -> EngineSizes:
+        """limits: of a CUDA device that runs the own kernels, which need not be here; None: of no such device. Raises
+        ValueError for a length that the model cannot have."""
         max_length = _max_length(asked, config)
         max_tokens = asked.max_num_batched_tokens or (8192 if limits is not None else 2048)
         dtype = weights.resolve_dtype(asked.dtype, config, device)
         pool = PoolShape(config.num_layers, asked.page_size, config.num_kv_heads, config.head_dim, dtype)
         with torch.device("meta"):
-            whole = build(config if shard is None else shard.divided, max_length)
-            weight_bytes = weights.weight_bytes(whole, dtype)
-            # All stages record the same sizes: what one sends has the length that the next one takes.
-            parameters = weight_bytes // dtype.itemsize // asked.pipeline_parallel_size
-            if shard is not None and shard.stages > 1:
-                weight_bytes = weights.weight_bytes(shard.build(max_length), dtype)
+            weight_bytes = weights.weight_bytes(build(config, max_length), dtype)
         library, recorded = False, []
         if limits is not None:
             library = not asked.deterministic and library_limit(limits, config, dtype, asked.page_size) is None
             fresh = library and keeps_neighbours_apart(dtype)
-            recorded = recorded_sizes(asked.max_num_seqs, max_tokens, parameters, library, fresh)
-        return EngineSizes(max_length, max_tokens, pool, weight_bytes, parameters, tuple(recorded), library)
+            recorded = recorded_sizes(asked.max_num_seqs, max_tokens, weight_bytes // dtype.itemsize, library, fresh)
+        return EngineSizes(max_length, max_tokens, pool, weight_bytes, tuple(recorded), library)
 
     def without_library(self, max_sequences: int) -> EngineSizes:
         """The same where cuDNN cannot attend after all."""
-        recorded = recorded_sizes(max_sequences, self.max_tokens, self.parameters, library=False)
+        parameters = self.weight_bytes // self.pool.dtype.itemsize
+        recorded = recorded_sizes(max_sequences, self.max_tokens, parameters, library=False)
         return replace(self, recorded=tuple(recorded), library=False)
 
 

@@ -289,7 +289,7 @@ class RecordedSteps:
             if decode is not None:
                 made.logits = decode.forward(batch)
             else:
-                made.logits = graphs.logits.forward(batch, buffer.tensors["rows"])
+                made.logits = graphs.logits_of(shape.tokens).forward(batch, buffer.tensors["rows"])
 
         def drawing() -> DrawStep:
             return DrawStep(made.logits, draw_inputs(buffer, shape.draws), newest, buffer.tensors["draw_slots"])
@@ -306,9 +306,8 @@ class RecordedSteps:
         sizes |= {("tokens", is_decode, shape.tokens), ("sequences", is_decode, shape.sequences)}
         warm = sizes <= self._warm
         self._recordings.record((shape, "run"), run, warm=warm)
-        if graphs.head is not None:
-            self._recordings.record((shape, "draw"), draw, warm=warm)
-        if graphs.head is not None and graphs.part is not None:
+        self._recordings.record((shape, "draw"), draw, warm=warm)
+        if graphs.part is not None:
             self._recordings.record((shape, "draw plain"), draw_plain, warm=warm)
         self._warm |= sizes
         made.logits = self._recordings.lend(made.logits)

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from llguidance import LLMatcher
+from numpy.typing import NDArray
 from torch import Tensor
 
 from strata.cache.block_tables import BlockTables, table_pages
@@ -18,12 +19,11 @@ from strata.cache.staging import Staging
 from strata.cache.tables import BufferShape, StepBuffer
 from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS
-from strata.engine.plan import PlanArrays, StepPlan, UndrawnStep
+from strata.engine.plan import NewSequence, PlanArrays, StepPlan, UndrawnStep
 from strata.engine.ranks.step_room import StepRoom
 from strata.engine.recorded_steps import RecordedSteps, draw_inputs, step_inputs
-from strata.engine.sampler import DrawRow, LogprobTensors, Sampler
+from strata.engine.sampler import DrawRow, LogprobTensors, Sampler, filters, is_special
 from strata.engine.step_graphs import DrawStep, StepGraphs
-from strata.engine.steps.slots import SlotState, meets
 from strata.engine.transfer import send
 from strata.graph.cudagraph import CudaGraphs, Recordings
 from strata.kernels.attention.virtual_sequences import fresh_rows
@@ -33,8 +33,7 @@ from strata.kernels.sampling.sampling import likeliest
 @dataclass(frozen=True)
 class RunnerConfig:
     """max_sequences: slots; max_tokens: tokens of one step; max_length: tokens of one sequence; windows: the different
-    ones of the model's attention layers; heads: of its queries; mask_ids: how many ids a mask of a grammar tells of.
-    stages: of the pipeline that this is one of; if there are several, `Runner.learn` tells what has been drawn."""
+    ones of the model's attention layers; heads: of its queries; mask_ids: how many ids a mask of a grammar tells of."""
 
     max_sequences: int
     max_tokens: int
@@ -42,7 +41,6 @@ class RunnerConfig:
     windows: frozenset[int | None]
     heads: int
     mask_ids: int
-    stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -108,6 +106,56 @@ class StepObserver(Protocol):
     def end(self) -> None: ...
 
 
+class SlotState:
+    """What the host keeps of each slot: the sequence that has it, as the scheduler told, and how that one samples."""
+
+    def __init__(self, slots: int) -> None:
+        self.sequences: list[NewSequence | None] = [None] * slots
+        self.known = np.zeros(slots, np.int32)  # ids that the host has
+        self.prompt_lengths = np.zeros(slots, np.int32)
+        self.temperatures: NDArray[np.float32] = np.zeros(slots, np.float32)
+        self.seeds: NDArray[np.int64] = np.zeros(slots, np.int64)
+        self.top_k: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.top_p: NDArray[np.float32] = np.ones(slots, np.float32)
+        self.min_p: NDArray[np.float32] = np.zeros(slots, np.float32)
+        # Slots that do not draw greedily from the logits as they are; `scored`: whose prompts are.
+        self.sampled: set[int] = set()
+        self.filtered: set[int] = set()
+        self.special: set[int] = set()
+        self.constrained: set[int] = set()
+        self.scored: set[int] = set()
+
+    def __getitem__(self, slot: int) -> NewSequence:
+        sequence = self.sequences[slot]
+        assert sequence is not None, f"slot {slot} has no sequence"
+        return sequence
+
+    def start(self, sequence: NewSequence) -> None:
+        slot, sampling = sequence.slot, sequence.sampling
+        self.sequences[slot] = sequence
+        self.known[slot], self.prompt_lengths[slot] = len(sequence.tokens), sequence.prompt_length
+        self.temperatures[slot], self.seeds[slot] = sampling.temperature, sequence.seed
+        self.top_k[slot], self.top_p[slot], self.min_p[slot] = sampling.top_k, sampling.top_p, sampling.min_p
+        for slots, has_it in (
+            (self.sampled, sampling.temperature > 0),
+            (self.filtered, sampling.temperature > 0 and filters(sampling)),
+            (self.special, is_special(sampling)),
+            (self.constrained, sequence.constrained),
+            (self.scored, sequence.prompt_logprobs is not None),
+        ):
+            (slots.add if has_it else slots.discard)(slot)
+
+    def end(self, slot: int) -> None:
+        self.sequences[slot] = None
+        for slots in (self.sampled, self.filtered, self.special, self.constrained, self.scored):
+            slots.discard(slot)
+
+
+def meets(some: set[int], slots: list[int]) -> bool:
+    """Whether any of `slots` is among some, which mostly are none."""
+    return bool(some) and not some.isdisjoint(slots)
+
+
 class Runner:
     """Owns the KV pool, the block tables and each slot's newest id; learns of sequences from plans alone.
 
@@ -127,10 +175,10 @@ class Runner:
         # One id more than slots: padding rows of a CUDA graph read and write the last one.
         self._newest = torch.zeros(config.max_sequences + 1, dtype=torch.int32, device=device)
         largest = BufferShape(config.max_tokens, config.max_sequences + 1, config.max_sequences).size
-        # So that a step can be prepared while those before it have not left their buffers.
-        steps, pinned = config.stages + 1, device.type == "cuda"
-        self._staging = [Staging(largest, device) for _ in range(steps)]
-        self._returns = [torch.empty(config.max_sequences, dtype=torch.int32, pin_memory=pinned) for _ in range(steps)]
+        # Two, so that a step can be prepared while the one before it has not left its buffer.
+        self._staging = [Staging(largest, device) for _ in range(2)]
+        pinned = device.type == "cuda"
+        self._returns = [torch.empty(config.max_sequences, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._recorded: RecordedSteps | None = None
         self.observer: StepObserver | None = None
 
@@ -151,11 +199,6 @@ class Runner:
     def _recordings(self) -> Recordings:
         return CudaGraphs()
 
-    def learn(self, drawn: Iterable[tuple[int, int]]) -> None:
-        """Take (slot, id) that the last of several stages has drawn, before steps that run them are launched."""
-        for slot, id in drawn:
-            self._slots.newest[slot] = id
-
     @torch.inference_mode()
     def launch(self, plan: StepPlan, room: StepRoom | None = None) -> Launched | Undrawn:
         """Start a step; its ids come later. Pages and slots of the plan may be reused by the next plan at once.
@@ -163,8 +206,8 @@ class Runner:
         A step with constrained rows has to be drawn before the next is launched. room: of the steps that other ranks
         start now, where each has sequences of its own; the plan may have no chunk then.
         """
-        self._staging.append(self._staging.pop(0))
-        self._returns.append(self._returns.pop(0))
+        self._staging.reverse()
+        self._returns.reverse()
         if plan.copies:
             self.pool.copy_pages(plan.copies)
         arrays = PlanArrays(plan)
@@ -278,13 +321,12 @@ class Runner:
             tokens, tables = inputs.forward(step_inputs(buffer, columns, page_size, self._newest))
         batch = buffer.batch(self.pool, tables, tokens, longest, self._config.windows, parts)
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-        head = self._graphs.head
-        if scores and head is not None:
+        if scores:
             hidden = self._graphs.hidden.forward(batch)
             prompt_logprobs = tuple(self._prompt_logprobs(plan, hidden))
-            logits = head.forward(hidden.index_select(0, buffer.tensors["rows"]))
+            logits = self._graphs.head.forward(hidden.index_select(0, buffer.tensors["rows"]))
         else:
-            logits = self._graphs.logits.forward(batch, buffer.tensors["rows"])
+            logits = self._graphs.logits_of(plan.tokens).forward(batch, buffer.tensors["rows"])
         if not draws:
             return self._finish(plan, self._newest[:0], None, prompt_logprobs)
         undrawn = Undrawn(plan, arrays, buffer, logits[:draws], None, prompt_logprobs)
@@ -295,9 +337,7 @@ class Runner:
         return bool(plan.banned) or meets(self._slots.special, arrays.drawn)
 
     def _draw(self, step: Undrawn, masks: tuple[Tensor, Tensor] | None = None) -> Launched:
-        """Sample a step's rows; masks: see `apply_bitmask`. Of a stage before the last there is nothing to sample."""
-        if self._graphs.head is None:
-            return self._finish(step.plan, self._newest[:0])
+        """Sample a step's rows; masks: see `apply_bitmask`."""
         plan, buffer, logits, slots = step.plan, step.buffer, step.logits, step.arrays.drawn
         draws = len(slots)
         reported = None
@@ -370,15 +410,11 @@ class Runner:
         buffer.place(self._tables, self.pool.shape.page_size, slots, arrays.starts, arrays.counts)
         drawn_here = arrays.starts >= state.known[slots]  # its one token is what its slot drew last
         host["tokens"][:tokens] = 0
-        if self._config.stages > 1:
-            host["sources"][:tokens] = -1
-            host["tokens"][arrays.last_rows[drawn_here]] = state.newest[slots[drawn_here]]
-        elif arrays.are_decodes and bool(drawn_here.all()):
+        if all_drawn_here := arrays.are_decodes and bool(drawn_here.all()):
             host["sources"][:tokens] = slots
         else:
             host["sources"][:tokens] = -1
             host["sources"][arrays.last_rows[drawn_here]] = slots[drawn_here]
-        if not drawn_here.all():
             for index in np.flatnonzero(~drawn_here).tolist():
                 chunk, end = plan.chunks[index], int(arrays.last_rows[index]) + 1
                 ids = state[chunk.slot].tokens[chunk.start : chunk.start + chunk.count]
@@ -393,11 +429,10 @@ class Runner:
         host["steps"][:drawn] = arrays.draw_lengths - state.prompt_lengths[draw_slots]
         if drawn < buffer.shape.draws:
             buffer.pad_draws(drawn, self._config.max_sequences)
-        return self._config.stages == 1 and bool(drawn_here.any())
+        return all_drawn_here or bool(drawn_here.any())
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> Iterator[PromptLogprobs]:
-        head, at = self._graphs.head, 0
-        assert head is not None
+        at = 0
         for chunk in plan.chunks:
             sequence = self._slots[chunk.slot]
             most = sequence.prompt_logprobs
@@ -408,7 +443,7 @@ class Runner:
                     count = min(PROMPT_LOGPROB_ROWS, rows - first)
                     token = chunk.start + first + 1
                     targets = np.array(sequence.tokens[token : token + count], dtype=np.int32)
-                    logits = head.forward(hidden[at + first : at + first + count]).float()
+                    logits = self._graphs.head.forward(hidden[at + first : at + first + count]).float()
                     reported = self._sampler.logprobs(logits, send(self._device, ids=targets)["ids"], most)
                     yield PromptLogprobs(sequence.id, token, reported)
             at += chunk.count

@@ -18,7 +18,7 @@ from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.sampler import DrawInputs, draw_ids
 from strata.graph.bind import NO_AXES, bind
 from strata.graph.capture import capture, capture_head
-from strata.graph.compose import compose, copied
+from strata.graph.compose import compose
 from strata.graph.cost import operation_counts
 from strata.graph.count_experts import count_experts
 from strata.graph.fuse import fuse, fuse_gated_products
@@ -27,17 +27,18 @@ from strata.graph.fuse_messages import fuse_messages
 from strata.graph.fuse_products import fuse_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
+from strata.graph.overlap import overlap as overlap_messages
+from strata.graph.overlap_rule import overlapping_tokens
 from strata.graph.product_times import measured_seconds, products_of
 from strata.graph.shard import shard as shard_graph
 from strata.graph.slice_products import slice_products
-from strata.graph.stages import capture_stage, exchange, take_rows
+from strata.hardware.figures import Device
 from strata.kernels import tuned
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
 from strata.kernels.state.clear_page_ends import clear_page_ends
 from strata.kernels.state.gather_tables import gather_tables
 from strata.kernels.state.newest_tokens import newest_tokens
-from strata.models.families import build
-from strata.parallel.serving_shard import PIPELINE_AXIS, TENSOR_AXIS, RankShard
+from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 
 # Up to so many rows, products that take up norms, gating and residuals were faster than the library's with kernels
 # between them in whole steps of the 0.6B and the 8B shape on an H200; beyond, that depends on the weights.
@@ -54,6 +55,8 @@ class StepGraphs:
 
     hidden: Batch to hidden [tokens, hidden]; head: hidden [rows, hidden] to logits [rows, vocabulary].
     logits: Batch and rows [rows] int32 to the logits of these tokens alone; for any step.
+    overlapped_logits: the same for steps of `overlap_tokens` or more, in which messages between ranks travel while
+        products run; None where there is none.
     decode_small_batch, decode_large_batch: for batches in which every sequence has one new token, Batch to logits
         [tokens, vocabulary]; products of the first take up norms and gating. None where no steps are recorded.
     recorded_inputs, mixed_inputs, prompt_inputs: StepInputs to tokens and block tables: of recorded steps; of others in
@@ -61,16 +64,15 @@ class StepGraphs:
     divided_inputs, fresh_inputs: DivisionInputs to tokens, block tables and the prompts' division, of all steps in
         which cuDNN attends for them: over pages, whose ends are cleared; and over the step's own keys.
     draw, draw_filtered: DrawStep to ids [rows] int32, which are also written where later steps read them.
-        Of a stage before the last there is no head, and instead of logits these graphs give the hidden states
-        [tokens, hidden] that it hands on; it draws nothing.
     part: the ids of which the logits are, where ranks divide the vocabulary; None: of all, [rows, vocabulary].
     captured: how many nodes of each operation the model and its head had before the passes.
     table: what was measured of the device's products.
     """
 
     hidden: fx.GraphModule
-    head: fx.GraphModule | None
+    head: fx.GraphModule
     logits: fx.GraphModule
+    overlapped_logits: fx.GraphModule | None
     decode_small_batch: fx.GraphModule | None
     decode_large_batch: fx.GraphModule | None
     recorded_inputs: fx.GraphModule
@@ -83,6 +85,12 @@ class StepGraphs:
     part: VocabularyPart | None
     captured: Mapping[str, int]
     table: tuned.Table
+    overlap_tokens: int
+
+    def logits_of(self, tokens: int) -> fx.GraphModule:
+        """The graph for steps with prompts, and others that are not recorded, of so many tokens."""
+        overlapped = self.overlapped_logits
+        return self.logits if overlapped is None or tokens < self.overlap_tokens else overlapped
 
     def decode(self, sequences: int) -> fx.GraphModule | None:
         """The graph for decode steps of so many sequences, the faster by the table; None where none are recorded."""
@@ -94,6 +102,23 @@ class StepGraphs:
         fused, apart = (measured_seconds(products_of(graph), sequences, self.table) for graph in (small, large))
         is_fused = sequences <= _FUSED_ROWS if fused is None or apart is None else fused * _FUSED_IN_LAYERS <= apart
         return small if is_fused else large
+
+
+class Overlap(NamedTuple):
+    """Where messages between ranks may travel while products run. tokens: in steps of so many or more; None: of as many
+    as make it pay on the device by `overlapping_tokens`; 0: in none."""
+
+    tokens: int | None = 0
+    device: Device | None = None
+
+    def least_tokens(self, graph: fx.GraphModule) -> int | None:
+        """Of the steps in which they do, None: of none. graph: of any step, before messages are fused."""
+        if self.tokens is None:
+            return overlapping_tokens(graph, self.device)
+        return self.tokens or None
+
+
+NO_OVERLAP = Overlap()
 
 
 class StepInputs(NamedTuple):
@@ -187,31 +212,38 @@ def step_graphs(
     table: tuned.Table = MappingProxyType({}),
     shard: RankShard | None = None,
     experts: MovingExperts | None = None,
+    overlap: Overlap = NO_OVERLAP,
 ) -> StepGraphs:
     """Capture a model, run the passes, and bind for `kind` (see `Operation.bind`). table: of the device, if it has one.
     shard: of the rank whose model it is, where several share one; a rank of one sums as they do in deterministic mode.
-    experts: where its experts may move.
+    experts: where its experts may move. overlap: from which number of tokens on messages travel while products run.
 
     Raises NotImplementedError if an operation has no implementation there. Only on CUDA, and not in deterministic mode,
     are there implementations for which the passes pay that look at the number of rows.
     """
-    captured, head = _captured(model, shard)
-    counts = operation_counts(captured)
-    if head is not None:
-        counts += operation_counts(head)
+    captured, head = capture(model), capture_head(model)
+    counts = operation_counts(captured) + operation_counts(head)
     if shard is not None:
-        captured = _of_rank(captured, shard, experts, deterministic)
-        head = None if head is None else _of_rank(head, shard, experts, deterministic)
+        captured, head = (_of_rank(graph, shard, experts, deterministic) for graph in (captured, head))
     axes = NO_AXES if shard is None else shard.axes
-    part = None if shard is None or shard.own_tokens or _has_all_columns(shard) else VocabularyPart.of(shard)
+    part = None if shard is None or shard.own_tokens else VocabularyPart.of(shard)
     by_rows = kind == "cuda" and not deterministic
 
-    def whole() -> fx.GraphModule:
-        graph = copied(captured) if head is None else compose(captured, head)
+    def fused() -> fx.GraphModule:
+        graph = compose(captured, head)
         if experts is not None and experts.counts:
             count_experts(graph, experts.totals)
-        fuse(merge(graph))
+        return fuse(merge(graph))
+
+    def with_messages(graph: fx.GraphModule) -> fx.GraphModule:
         return fuse_messages(graph) if by_rows and shard is not None else graph
+
+    def whole() -> fx.GraphModule:
+        return with_messages(fused())
+
+    def any_step() -> fx.GraphModule:
+        graph = fused()
+        return gather_after_attention(fuse_gated_products(graph) if by_rows else graph)
 
     def bound(graph: fx.GraphModule) -> fx.GraphModule:
         return bind(graph, kind, deterministic, axes)
@@ -222,11 +254,13 @@ def step_graphs(
         large = bound(fuse_decode_attention(whole()))
     elif kind == "cuda":
         small = large = bound(whole())
-    of_any_step = fuse_gated_products(whole()) if by_rows else whole()
+    logits = any_step()
+    overlap_tokens = None if deterministic or shard is None else overlap.least_tokens(logits)
     return StepGraphs(
-        logits=bound(take_rows(of_any_step) if head is None else gather_after_attention(of_any_step)),
+        logits=bound(with_messages(logits)),
+        overlapped_logits=None if overlap_tokens is None else bound(with_messages(overlap_messages(any_step()))),
         hidden=bound(fuse(merge(captured))),
-        head=None if head is None else bound(head),
+        head=bound(head),
         decode_small_batch=small,
         decode_large_batch=large,
         recorded_inputs=bound(capture(_Inputs(recorded=True, missing=True))),
@@ -239,30 +273,13 @@ def step_graphs(
         part=part,
         captured=counts,
         table=table,
+        overlap_tokens=overlap_tokens or 0,
     )
 
 
 def _of_rank(
     graph: fx.GraphModule, shard: RankShard, experts: MovingExperts | None, deterministic: bool
 ) -> fx.GraphModule:
-    if _has_all_columns(shard):
-        return graph
     along, turns = Along(TENSOR_AXIS, shard.size), None if experts is None else experts.turns
     shard_graph(graph, shard.placements, along, shard.index, shard.slots, turns, own_tokens=shard.own_tokens)
     return slice_products(graph, shard.placements, shard.size) if deterministic else graph
-
-
-def _captured(model: nn.Module, shard: RankShard | None) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-    """A model and its head; of several stages what one of them has, with its messages."""
-    if shard is None or shard.stages == 1:
-        return capture(model), capture_head(model)
-    with torch.device("meta"):
-        whole = build(shard.divided)
-    own, head = capture_stage(whole, *shard.layers, model)
-    dtype = next(model.parameters()).dtype
-    return exchange(own, Along(PIPELINE_AXIS, shard.stages), shard.stage, shard.whole.hidden_size, dtype), head
-
-
-def _has_all_columns(shard: RankShard) -> bool:
-    """Of a stage of one rank, which computes its layers as one rank alone would."""
-    return shard.stages > 1 and shard.size == 1

@@ -11,6 +11,7 @@ from strata.cache.pages import PageAllocator
 from strata.engine.loop import EngineLoop
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
+from strata.engine.scheduling.rank_schedulers import RankPages
 from strata.engine.scheduling.scheduler import Statistics
 
 # Lengths of prompts that fill a step and more, and of prompts that sum up to no round number, for which kernels are
@@ -29,7 +30,7 @@ _SAMPLING: tuple[dict[str, Any], ...] = ({}, _FILTERED, {"logprobs": 1}, {"logpr
 
 def warm_up(
     loop: EngineLoop,
-    pages: PageAllocator,
+    pages: PageAllocator | RankPages,
     vocab_size: int,
     max_recorded_tokens: int,
     kernels_are_ready: bool = False,
@@ -43,7 +44,7 @@ def warm_up(
     """
     scheduler = loop.scheduler
     config = scheduler.config
-    room = min(config.max_length, pages.num_pages * pages.page_size)
+    room = min(config.max_length, pages.num_pages // config.ranks * pages.page_size)
     outputs = min(_OUTPUTS, room - 1)
     if not outputs:  # no request fits
         return

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from strata.graph.capture import operation_of
+from strata.graph.overlap import row_part
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.device_limits import DeviceLimits, as_if_on
 from strata.kernels.moe.experts import expected_experts, experts
@@ -23,7 +24,7 @@ from strata.kernels.state.paged import PagedKV
 from strata.kernels.torch_functions import TORCH_FUNCTIONS
 
 # They only change how the same memory is looked at.
-_VIEWS = {getattr, operator.getitem, "split_with_sizes", "narrow", "unflatten", "flatten"}
+_VIEWS = {getattr, operator.getitem, "split_with_sizes", "narrow", "unflatten", "flatten", row_part}
 
 
 @dataclass(frozen=True)

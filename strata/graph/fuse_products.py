@@ -13,6 +13,7 @@ from strata.graph.fuse import fuse_gating
 from strata.graph.match import Call, Hole, Match, find
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.prenorm import linear_add, scaled_linear, scaled_linear_silu_mul
+from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.norm.norm import add_rms_norm
 
 
@@ -21,7 +22,8 @@ def fuse_products(graph: fx.GraphModule) -> fx.GraphModule:
 
     - A product that a residual is added to, the norm of the sum, and the products that alone read that norm become a
       `linear_add` and a `scaled_linear` for each reader. Others may read the sum.
-    - A `scaled_linear` of which nothing but `silu_mul` of its halves is read becomes `scaled_linear_silu_mul`.
+    - A `scaled_linear` of which nothing but `silu_mul` of its halves is read becomes `scaled_linear_silu_mul`; a
+      `linear`, whose norm is another's (in graphs of ranks, of the message before it), becomes `linear_silu_mul`.
 
     The scale of a norm is applied after the product instead of before it, so results are rounded otherwise: for one
     token this graph and the plain one may differ in bits, and there is no deterministic implementation. In float16 sums
@@ -29,6 +31,7 @@ def fuse_products(graph: fx.GraphModule) -> fx.GraphModule:
     """
     _fuse_norms(graph)
     fuse_gating(graph, scaled_linear, scaled_linear_silu_mul, ("weighted", "squares", "eps", "weight", "bias"))
+    fuse_gating(graph, linear, linear_silu_mul, ("x", "weight", "bias"))
     graph.graph.eliminate_dead_code(is_impure_node=must_stay)
     graph.recompile()
     return graph

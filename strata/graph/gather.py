@@ -12,7 +12,7 @@ from torch import fx
 from strata.graph.capture import operation_of, reads_state
 
 # What is no operation, and treats each token alone as the model layers call it.
-_ROWWISE: set[Any] = {operator.add, getitem, "flatten", "split_with_sizes", "to"}
+ROWWISE: set[Any] = {operator.add, getitem, "flatten", "split_with_sizes", "to"}
 
 
 def gather_after_attention(graph: fx.GraphModule) -> fx.GraphModule:
@@ -31,7 +31,7 @@ def gather_after_attention(graph: fx.GraphModule) -> fx.GraphModule:
     after = _downstream(last)
     for node in after:
         operation = operation_of(node)
-        if not (node.target in _ROWWISE if operation is None else operation.rowwise):
+        if not (node.target in ROWWISE if operation is None else operation.rowwise):
             raise ValueError(f"{node.target} follows the last attention and mixes tokens or is not known not to")
     with graph.graph.inserting_after(argument):
         rows = graph.graph.placeholder("rows")

@@ -38,6 +38,15 @@ def _put_cost(target: Tensor, indices: tuple[Tensor], values: Tensor, *, workloa
     return Cost(read=values.nbytes + indices[0].nbytes, written=values.nbytes)
 
 
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0].new_empty((sum(map(len, parts)), *parts[0].shape[1:]), device="meta")
+
+
+def _joined_cost(parts: list[Tensor], *, workload: Workload) -> Cost:
+    moved = sum(part.nbytes for part in parts)
+    return Cost(read=moved, written=moved)
+
+
 def _converted(source: Tensor, dtype: torch.dtype) -> Tensor:
     return source.new_empty(source.shape, dtype=dtype, device="meta")
 
@@ -52,6 +61,7 @@ add = Operation("add", operator.add, _sum_cost, _sum)
 TORCH_FUNCTIONS: dict[Any, Operation] = {
     operator.add: add,
     torch.index_select: Operation("index_select", torch.index_select, _rows_cost, _rows),
+    torch.cat: Operation("cat", torch.cat, _joined_cost, _joined),
     "to": Operation("to", Tensor.to, _converted_cost, _converted),
     "index_put_": Operation("index_put_", Tensor.index_put_, _put_cost, lambda target, *_: target),
 }

@@ -39,7 +39,14 @@ TRAINING = {
 # No shape of the benchmark has experts; the ids and the tables that a step reads are a few kilobytes.
 APART = {"route", "experts", "combine", "newest_tokens", "gather_tables", "virtual_sequences", "clear_page_ends"}
 # What ranks alone run. What they choose an id from, and what they count, is kilobytes.
-APART |= {"best_of_parts", "count_choices", "held_experts", "sliced_linear", "vocabulary_embedding"}
+APART |= {
+    "best_of_parts",
+    "count_choices",
+    "held_experts",
+    "sliced_linear",
+    "vocabulary_embedding",
+    "finish_all_reduce",
+}
 
 
 def all_cases(config: ModelConfig) -> list[Case]:

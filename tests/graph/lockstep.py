@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from strata.comm.collectives import Pending
 from strata.graph.capture import operation_of
 from strata.kernels.norm.norm import rms_norm
 
@@ -21,6 +22,8 @@ def combine(name: str, parts: Sequence[Tensor], others: tuple[Any, ...]) -> Any:
     """What a collective gives every rank."""
     if name == "all_reduce":
         return reduce(add, parts)
+    if name == "start_all_reduce":
+        return Pending(reduce(add, parts))
     if name == "all_reduce_add_rms_norm":
         _, residual, weight, eps = others
         total = reduce(add, parts) + residual
@@ -55,7 +58,7 @@ def run_in_lockstep(
                 continue
             shared = combine(operation.name, [args[0] for args in called], called[0][1:])
             for node, known in zip(nodes, values, strict=True):
-                known[node] = pytree.tree_map(torch.clone, shared)
+                known[node] = _own(shared)
             continue
         for graph, node, known, own in zip(graphs, nodes, values, given, strict=True):
             if node.op == "output":
@@ -63,6 +66,12 @@ def run_in_lockstep(
             else:
                 known[node] = _run(graph, node, known, own)
     return results
+
+
+def _own(shared: Any) -> Any:
+    if isinstance(shared, Pending):
+        return Pending(shared.result.clone())
+    return pytree.tree_map(torch.clone, shared)
 
 
 def _run(graph: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Any], given: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.engine.ranks.vocabulary_part import VocabularyPart
-from strata.engine.step_graphs import step_graphs
+from strata.engine.step_graphs import Overlap, step_graphs
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.compose import compose
@@ -97,6 +97,26 @@ def test_steps_of_all_ranks_have_the_logits_of_one(name: str, size: int, determi
     graphs = [
         step_graphs(own, "cpu", deterministic, shard=part).logits for part, own in zip(shards, models, strict=True)
     ]
+    ranks = together(graphs)
+    found = follow([part.config for part in shards], config.vocab_size, ranks, of_all_rows(ranks))
+    assert max(map(relative, joined(found, config.vocab_size), wanted)) < CLOSE
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_steps_whose_messages_travel_beside_products_have_the_logits_of_one(name: str, size: int) -> None:
+    config = divisible_config(name, **kv_heads_of(size))
+    model = random_model(config, torch.float32).requires_grad_(False)
+    graph = step_graphs(model, "cpu", deterministic=False, overlap=Overlap(1)).logits_of(100)
+    (wanted,) = follow([config], config.vocab_size, alone(graph), of_all_rows(alone(graph)))
+    shards, models = zip(*(shard_of(model, config, size, index) for index in range(size)), strict=True)
+    graphs = []
+    for part, own in zip(shards, models, strict=True):
+        every = step_graphs(own, "cpu", deterministic=False, shard=part, overlap=Overlap(2))
+        assert every.logits_of(1) is every.logits
+        graphs.append(every.logits_of(2))
+        # All but the two behind the last attention, of each half.
+        assert operation_counts(graphs[-1])["start_all_reduce"] == 2 * (2 * config.num_layers - 1)
     ranks = together(graphs)
     found = follow([part.config for part in shards], config.vocab_size, ranks, of_all_rows(ranks))
     assert max(map(relative, joined(found, config.vocab_size), wanted)) < CLOSE

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.bench.kernels.published import Sizes
+from strata.bench.kernels.published import Published, Sizes
 from strata.hardware.replay import copies_beyond_l2
 from strata.kernels.linear.prenorm import linear_add, scaled_linear_silu_mul
+from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.linear.skinny import SkinnyProduct
 from strata.kernels.op import OPERATIONS, Operation
 
@@ -57,6 +58,8 @@ class Product:
             return SkinnyProduct(x, weight)
         if self.operation == linear_add.name:
             return SkinnyProduct(x, weight, residual=randn(rows, self.out), norm_weight=randn(self.out))
+        if self.operation == linear_silu_mul.name:
+            return SkinnyProduct(x, weight, gated=True)
         # As many blocks of squares as a `linear_add` with few or with more rows leaves.
         blocks = max(1, self.width // (4 if rows <= 2 else 64))
         squares = torch.rand(rows, blocks, device=weight.device).mul_(2 * self.width / blocks)
@@ -77,15 +80,19 @@ def arguments(call: SkinnyProduct) -> tuple[Any, ...]:
 
 
 def products(model: str, sizes: Sizes) -> Iterator[Product]:
-    """The weights of a layer as they are merged, and the head: alone, and fused with what stands around them."""
+    """The weights of a layer as they are merged, and the head: alone, and fused with what stands around them.
+
+    In the graphs of ranks, messages take up the norms.
+    """
+    divided = isinstance(sizes, Published) and sizes.ranks > 1
     hidden, inner, dim = sizes.hidden_size, sizes.intermediate_size, sizes.head_dim
     heads = sizes.num_heads * dim
     for name, fused, out, width in (
         ("qkv", "scaled_linear", heads + 2 * sizes.num_kv_heads * dim, hidden),
         ("o", "linear_add", hidden, heads),
-        ("gate_up", "scaled_linear_silu_mul", 2 * inner, hidden),
+        ("gate_up", "linear_silu_mul" if divided else "scaled_linear_silu_mul", 2 * inner, hidden),
         ("down", "linear_add", hidden, inner),
         ("lm_head", "scaled_linear", sizes.vocab_size, hidden),
     ):
-        for operation in ("linear", fused):
+        for operation in ("linear",) if divided and name != "gate_up" else ("linear", fused):
             yield Product(model, name, operation, out, width)

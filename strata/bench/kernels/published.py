@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 
@@ -25,7 +25,7 @@ class Sizes(Protocol):
 
 @dataclass(frozen=True)
 class Published:
-    """The sizes in a model's config.json."""
+    """The sizes in a model's config.json; of a shard, what one of `ranks` has."""
 
     hidden_size: int
     intermediate_size: int
@@ -33,13 +33,18 @@ class Published:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    ranks: int = 1
+
+    @staticmethod
+    def of(sizes: Sizes) -> Published:
+        return Published(**{one.name: getattr(sizes, one.name) for one in fields(Published) if one.name != "ranks"})
 
     def shard(self, ranks: int) -> Published:
         """What one of several ranks has of it: its part of the heads, of the inner width and of the vocabulary.
 
         Raises ValueError if they cannot be divided.
         """
-        if any(size % ranks for size in (self.num_kv_heads, self.intermediate_size, self.vocab_size)):
+        if ranks < 1 or any(size % ranks for size in (self.num_kv_heads, self.intermediate_size, self.vocab_size)):
             raise ValueError(f"{self} cannot be divided among {ranks} ranks")
         return replace(
             self,
@@ -47,6 +52,7 @@ class Published:
             num_heads=self.num_heads // ranks,
             num_kv_heads=self.num_kv_heads // ranks,
             vocab_size=self.vocab_size // ranks,
+            ranks=ranks,
         )
 
 

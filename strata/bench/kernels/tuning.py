@@ -18,9 +18,11 @@ from triton.runtime.errors import TritonError
 
 from strata.bench.kernels.products import DTYPE, Product, arguments
 from strata.hardware.replay import time_replayed
+from strata.kernels.linear.silu_mul import linear_silu_mul, one_after_the_other
 from strata.kernels.linear.skinny import SkinnyProduct, launch, multiply
 from strata.kernels.linear.skinny_candidates import candidates, variants
 from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, MOST_ROWS, SkinnyTile
+from strata.kernels.linear.tile_rule import LIBRARY_TOO
 from strata.kernels.tuned import Choice, Key
 
 # The most rows that an entry of the table serves, as close together as the sizes of steps where padding costs most.
@@ -78,7 +80,7 @@ def _tune_one(product: Product, buckets: Sequence[int], compilers: _Compilers) -
 def _choose(product: Product, finals: Sequence[tuple[float, SkinnyTile]], library: float) -> Choice | None:
     """The winner, which must beat the library where that does the same work; None if nothing can run."""
     won = finals[0] if finals else None
-    if product.operation == "linear" and (won is None or won[0] * MIN_GAIN > library):
+    if product.operation in LIBRARY_TOO and (won is None or won[0] * MIN_GAIN > library):
         return Choice(LIBRARY, {}, library, library)
     return None if won is None else Choice(IMPLEMENTATION, asdict(won[1]), won[0], library)
 
@@ -91,9 +93,10 @@ class _Bench:
         self._product, self._weights = product, product.weights()
 
     def library(self, rows: int) -> float:
-        """Seconds of the library's product alone."""
+        """Seconds of the library's product alone; with the gating, where the library's would be followed by it."""
         x = self._product.call(rows, self._weights[0]).x
-        calls = [partial(F.linear, x, weight) for weight in self._weights]
+        run = one_after_the_other if self._product.operation == linear_silu_mul.name else F.linear
+        calls = [partial(run, x, weight) for weight in self._weights]
         return time_replayed(calls, repeats=_LAST_REPEATS, estimate=self._product.estimate(rows)).seconds
 
     def fastest(self, rows: int, tiles: Iterable[SkinnyTile], repeats: int) -> list[tuple[float, SkinnyTile]]:

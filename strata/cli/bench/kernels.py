@@ -73,7 +73,10 @@ def kernels(
     ] = False,
     table: Annotated[Path | None, typer.Option(help="The table of tuned tiles; the package's if left out.")] = None,
     models: Annotated[
-        str, typer.Option(help="Shapes, checkpoint folders and published models, between commas; or published: all.")
+        str,
+        typer.Option(
+            help="Shapes, checkpoint folders, published models, between commas; /N: the shard of one of N; or published"
+        ),
     ] = ",".join(MODELS),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")] = False,
 ) -> None:
@@ -126,9 +129,12 @@ def kernels(
 
 
 def sizes_of(models: str) -> dict[str, Sizes]:
-    """The models that are asked for. Raises ValueError, naming what is known, for one that is not."""
+    """The models that are asked for; of NAME/N, the shard of one of N ranks.
+
+    Raises ValueError, naming what is known, for one that is not.
+    """
     from strata.bench.costing import find_config
-    from strata.bench.kernels.published import PUBLISHED
+    from strata.bench.kernels.published import PUBLISHED, Published
 
     found: dict[str, Sizes] = {}
     for name in models.split(","):
@@ -136,6 +142,10 @@ def sizes_of(models: str) -> dict[str, Sizes]:
             found |= PUBLISHED
         elif name in PUBLISHED:
             found[name] = PUBLISHED[name]
+        elif name.rpartition("/")[2].isdigit() and not Path(name).exists():
+            whole, _, ranks = name.rpartition("/")
+            (sizes,) = sizes_of(whole).values()
+            found[name] = Published.of(sizes).shard(int(ranks))
         else:
             try:
                 config = find_config(name)

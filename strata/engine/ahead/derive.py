@@ -24,7 +24,7 @@ from strata.engine.ledger import PROMPT_LOGPROB_ROWS, Ledger
 from strata.engine.loop import EngineLoop
 from strata.engine.plan import StepPlan
 from strata.engine.ranks.expert_balance import expert_tables
-from strata.engine.ranks.rank import share_of_all_layers
+from strata.engine.ranks.rank import share_of
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.request import Request
 from strata.engine.runner import Launched, PromptLogprobs, Runner, RunnerConfig
@@ -32,10 +32,11 @@ from strata.engine.sampler import DrawInputs, LogprobTensors, Sampler, draw_ids
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
-from strata.engine.step_graphs import StepGraphs, step_graphs
+from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
 from strata.engine.warm_up import warm_up
 from strata.graph.cudagraph import Recordings
 from strata.graph.deferred import make_code
+from strata.hardware.specs import recognize
 from strata.kernels import tuned
 from strata.kernels.compiling.noting import noting
 from strata.kernels.compiling.variant import Variant
@@ -75,10 +76,10 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
     Raises ValueError for whatever the engine would refuse.
     """
     config, _ = weights.resolve(asked.model, asked.load_format)
-    # All ranks launch what the first does, or a part of it, where stages divide the layers.
-    axis = imagined(TENSOR_AXIS, asked.tensor_parallel_size)
-    whole, shard = (share_of_all_layers(asked, one, axis) for one in (config, shortened(config)))
-    own = config if whole is None else whole.config
+    own, shard = config, None
+    if asked.ranks > 1:  # they all launch what the first does
+        own = share_of(asked, config, 0).config
+        shard = share_of(asked, shortened(config), 0, imagined(TENSOR_AXIS, asked.tensor_parallel_size))
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits)
     with as_if_launched(limits, note):
         part = None if shard is None else _Unanswered.of(shard)
@@ -118,7 +119,8 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
         model = build(own, sizes.max_length).to(sizes.pool.dtype)
     table = tuned.read(DeviceLimits.of(META).product)
     experts = expert_tables(shard, META) if shard is not None and asked.enable_eplb else None
-    graphs = step_graphs(model, implementations_for(META), asked.deterministic, table, shard, experts)
+    overlap = Overlap(asked.overlap_tokens, recognize(DeviceLimits.of(META).product))
+    graphs = step_graphs(model, implementations_for(META), asked.deterministic, table, shard, experts, overlap)
     if shard is not None:
         _leave_messages_out(graphs)
         graphs = replace(graphs, part=_Unanswered.of(shard))
@@ -240,7 +242,6 @@ def _note_embedded_prompts(graphs: StepGraphs, sizes: EngineSizes) -> None:
 
 def _note_scored_prompts(graphs: StepGraphs, hidden_size: int, sizes: EngineSizes) -> None:
     """Prompts whose log-probabilities are asked for: what gives the logits of any number of rows."""
-    assert graphs.head is not None
     for rows in _lengths(PROMPT_LOGPROB_ROWS):
         graphs.head.forward(torch.empty((rows, hidden_size), dtype=sizes.pool.dtype, device=META))
 

@@ -1,4 +1,4 @@
-"""What a rank of the last stage gives, as it travels to rank 0: ids, log-probabilities, vectors."""
+"""What a rank gives that rank 0 has not, as it travels there: ids, log-probabilities, vectors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from strata.engine.sampler import LogprobTensors
 
 
 class Answers:
-    """What has come from the rank of the last stage that tells; one thread puts it here, another takes it."""
+    """What has come from a rank that tells; one thread puts it here, another takes it."""
 
     def __init__(self) -> None:
         self._coming: queue.SimpleQueue[Answer] = queue.SimpleQueue()

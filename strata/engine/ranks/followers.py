@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -52,6 +52,7 @@ class _Follower:
     started: float
     process: subprocess.Popen[bytes] | None = None
     values: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
+    answers: Answers = field(default_factory=Answers)
     failed: messages.Failed | None = None
     gone: bool = False
     beats: int = 0
@@ -72,13 +73,12 @@ class Followers:
 
     def __init__(self, asked: EngineConfig, log: Log) -> None:
         """log: is told where an error of another rank came from. Raises ValueError if the ranks could not meet."""
-        self.size, self.stages = asked.ranks, asked.pipeline_parallel_size
+        self.size = asked.ranks
         self._store = world.meeting_place(self.size)
         self._asked, self._log = asked, log
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(messages.ToLeader).decode
         self._sent = 0
-        self._answers = Answers()
         self._fault: str | None = None
         self._known = threading.Event()  # that there is a fault, or that they have ended
         self._ending = self._joined = False
@@ -105,33 +105,35 @@ class Followers:
 
     def send(self, message: messages.ToFollower) -> int:
         """Tell all of them; returns the number of the message. Raises EngineFault if one has ended or hangs."""
+        return self._send((messages.framed(self._encode(message)),) * len(self._channels))
+
+    def send_each(self, told: Sequence[messages.ToFollower]) -> int:
+        """Tell each what is its own, in the order of the ranks; otherwise as `send`."""
+        return self._send([messages.framed(self._encode(message)) for message in told])
+
+    def _send(self, frames: Sequence[bytes]) -> int:
         self.check()
-        frame = messages.framed(self._encode(message))
         self._sent += 1
         try:
-            for channel in self._channels:
+            for channel, frame in zip(self._channels, frames, strict=True):
                 channel.sendall(frame)
         except OSError as error:
             raise self.fault_of(error) from None
         return self._sent - 1
 
-    def answer(self, number: int) -> messages.Answer:
-        """What the last of several stages tells of message `number`, once it has come. Raises EngineFault if a rank has
-        ended or hangs."""
+    def answer(self, rank: int, number: int) -> messages.Answer:
+        """What a rank tells of message `number`, once it has come. Raises EngineFault if a rank has ended or hangs."""
         until = time.monotonic() + STEP_SECONDS
         while time.monotonic() < until:
             self.check()
-            if (answer := self._answers.take(number, BEAT_SECONDS)) is not None:
+            if (answer := self._all[rank - 1].answers.take(number, BEAT_SECONDS)) is not None:
                 return answer
         raise EngineFault(f"rank 0 has waited for the end of a step for {STEP_SECONDS:g} s")
 
     def forget_steps(self, before: int) -> None:
         """Nobody will ask for the answers of steps that were launched before message `before`."""
-        self._answers.forget_steps(before)
-
-    @property
-    def _ranks_of_a_stage(self) -> int:
-        return self.size // self.stages
+        for one in self._all:
+            one.answers.forget_steps(before)
 
     def fault_of(self, error: BaseException) -> EngineFault:
         """Why this rank's own part of something has failed: because another has ended, or else by itself, which ends
@@ -148,10 +150,9 @@ class Followers:
         return agreed
 
     def same_ids(self, own: int) -> bool:
-        """Whether all ranks that draw have drawn the same ids. own: of `ids_digest` of this rank's runner."""
+        """Whether all ranks have drawn the same ids. own: of `ids_digest` of this rank's runner."""
         self.send(messages.CompareIds())
-        values = [own, *self._values()]
-        return len(set(values[-self._ranks_of_a_stage :])) == 1
+        return all(value == own for value in self._values())
 
     def join(self, device: torch.device) -> dict[str, Axis]:
         """See `Rank`."""
@@ -272,7 +273,7 @@ class Followers:
             if isinstance(message, messages.Value):
                 one.values.put(message.value)
             elif isinstance(message, messages.Answer):
-                self._answers.put(message)
+                one.answers.put(message)
             else:
                 one.failed = message
         return True
@@ -320,8 +321,7 @@ class Followers:
         return None
 
     def _name(self, one: _Follower) -> str:
-        stage = f"stage {one.rank // self._ranks_of_a_stage}, " if self.stages > 1 else ""
-        return f"rank {one.rank} of {self.size} ({stage}process {one.process.pid if one.process is not None else None})"
+        return f"rank {one.rank} of {self.size} (process {one.process.pid if one.process is not None else None})"
 
     def _end(self, fault: str) -> None:
         """End all of them, because of this."""

@@ -2,7 +2,7 @@
 
 Rank 0 sends `ToFollower`: each makes the calls of the device that it makes itself, in the same order, because the
 collectives in them meet. Followers tell a `Value` where all agree on one, or where
-`CompareIds` asks for it, and what has failed. The last of several stages, which draws, tells what it has `Drawn`.
+`CompareIds` asks for it, and what has failed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ from typing import Literal
 import msgspec
 
 from strata.engine.plan import StepPlan
+from strata.engine.ranks.step_room import StepRoom
 
 
 class Launch(msgspec.Struct, tag=0, array_like=True, frozen=True):
-    """Run a step. drawn: (slot, id) that have become known since the step before, of several stages."""
+    """Run a step."""
 
     plan: StepPlan
-    drawn: tuple[tuple[int, int], ...] = ()
+
+
+class LaunchPart(msgspec.Struct, tag=8, array_like=True, frozen=True):
+    """Run a step of sequences that this rank alone has. room: of the steps of all ranks."""
+
+    plan: StepPlan
+    room: StepRoom
 
 
 class MaskRows(msgspec.Struct, array_like=True, frozen=True):
@@ -36,6 +43,12 @@ class DrawStep(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
     complete: tuple[bool, ...]
     masks: MaskRows | None
+
+
+class DrawPart(msgspec.Struct, tag=9, array_like=True, frozen=True):
+    """Draw the step that waits for its masks, if this rank's does."""
+
+    step: DrawStep | None
 
 
 class Settle(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -69,7 +82,7 @@ class End(msgspec.Struct, tag=6, array_like=True, frozen=True):
     """End the process."""
 
 
-ToFollower = Launch | DrawStep | Settle | Pool | Agree | CompareIds | MoveExperts | End
+ToFollower = Launch | LaunchPart | DrawStep | DrawPart | Settle | Pool | Agree | CompareIds | MoveExperts | End
 
 
 class Value(msgspec.Struct, tag=0, array_like=True, frozen=True):

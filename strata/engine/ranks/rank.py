@@ -9,7 +9,7 @@ import torch
 from strata.comm.mesh import Axis
 from strata.engine.engine_config import EngineConfig
 from strata.models.config import ModelConfig
-from strata.parallel.serving_shard import PIPELINE_AXIS, TENSOR_AXIS, RankShard
+from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 
 
 class Rank(Protocol):
@@ -40,27 +40,17 @@ class OneRank:
         return value
 
     def join(self, device: torch.device) -> dict[str, Axis]:
-        return {name: Axis(name, 1, 0, (0,), None) for name in (PIPELINE_AXIS, TENSOR_AXIS)}
+        return {TENSOR_AXIS: Axis(TENSOR_AXIS, 1, 0, (0,), None)}
 
 
-def share_of(asked: EngineConfig, config: ModelConfig, index: int) -> RankShard:
-    """What rank `index` of such an engine has of a model of `config`. The ranks of a stage are neighbours.
+def share_of(asked: EngineConfig, config: ModelConfig, index: int, axis: Axis | None = None) -> RankShard:
+    """What rank `index` of such an engine has of a model of `config`. axis: of all ranks, where it is known.
 
     Raises ValueError if they cannot share it.
     """
-    size, stages = asked.tensor_parallel_size, asked.pipeline_parallel_size
-    stage, at = divmod(index, size)
     by_experts, redundant = asked.enable_expert_parallel, asked.redundant_slots
-    return RankShard.of(config, size, at, expert_parallel=by_experts, redundant=redundant, stages=stages, stage=stage)
-
-
-def share_of_all_layers(asked: EngineConfig, config: ModelConfig, axis: Axis) -> RankShard | None:
-    """What the first of the ranks that divide matrices would have if one stage had all layers; None if there is one
-    rank then. axis: of these ranks.
-
-    Raises ValueError if they cannot share it.
-    """
-    size, by_experts = asked.tensor_parallel_size, asked.enable_expert_parallel
-    if size == 1:
-        return None
-    return RankShard.of(config, size, 0, axis, expert_parallel=by_experts, redundant=asked.redundant_slots)
+    size = asked.tensor_parallel_size
+    own_tokens = asked.enable_dp_attention
+    return RankShard.of(
+        config, size, index, axis, expert_parallel=by_experts, redundant=redundant, own_tokens=own_tokens
+    )

@@ -57,6 +57,8 @@ def join(store: Store, index: int, sizes: Mapping[str, int], device: torch.devic
     """Connect with the other ranks, which do the same at this time. sizes: of the mesh along each axis, from the
     outermost. Returns also the axes on which this rank lies, by name."""
     os.environ.update(WITHOUT_MULTICAST)  # whoever asks for it does not get it
+    # Messages that travel beside products would otherwise begin once all programs of a product have.
+    os.environ["TORCH_NCCL_HIGH_PRIORITY"] = "1"
     distributed_c10d._world.group_count = 0  # groups meet by their number, and one that failed here has counted
     with _loopback():
         world = connected(store, index, index, math.prod(sizes.values()), device, timeout_seconds=_JOIN_SECONDS)

@@ -20,7 +20,8 @@ from strata.engine.recorded_steps import RecordedSteps
 from strata.engine.runner import Runner, RunnerConfig
 from strata.engine.startup.clock import Log, StartupClock
 from strata.engine.startup.library import has_library_plan, library_scales, without_library
-from strata.engine.step_graphs import StepGraphs, step_graphs
+from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
+from strata.hardware.specs import recognize
 from strata.kernels import tuned
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention import fixed as attention_fixed
@@ -89,7 +90,7 @@ def build_executor(
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank.size))
     shard = share_of(asked, config, rank.index) if rank.size > 1 else None
     own = config if shard is None else shard.config
-    sizes = EngineSizes.of(asked, own, device, DeviceLimits.of(device) if own_kernels else None, shard)
+    sizes = EngineSizes.of(asked, own, device, DeviceLimits.of(device) if own_kernels else None)
     kernels = None
     if own_kernels:
         from strata.engine.ahead.ahead import KernelsAhead  # needs Triton
@@ -122,12 +123,12 @@ def build_executor(
     with clock.phase("graph"):
         kind = implementations_for(device)
         table = tuned.read(DeviceLimits.of(device).product) if kind == "cuda" else {}
-        graphs = step_graphs(model, kind, asked.deterministic, table, shard, tables)
+        overlap = Overlap(asked.overlap_tokens, recognize(DeviceLimits.of(device).product) if kind == "cuda" else None)
+        graphs = step_graphs(model, kind, asked.deterministic, table, shard, tables, overlap)
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool = KVPool(pool_shape, ledger.pages, device)
     windows, heads = frozenset(own.windows), own.num_heads
-    stages = asked.pipeline_parallel_size
-    runner_config = RunnerConfig(asked.max_num_seqs, sizes.max_tokens, max_length, windows, heads, mask_ids, stages)
+    runner_config = RunnerConfig(asked.max_num_seqs, sizes.max_tokens, max_length, windows, heads, mask_ids)
     runner = Runner(graphs, pool, runner_config, device)
     kernels_are_ready = False
     if kernels is not None:

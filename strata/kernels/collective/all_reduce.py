@@ -20,7 +20,7 @@ from functools import partial
 
 from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import next_power_of_2
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import HAS_TRITON, gdc_launch_dependents, gdc_wait, jit, tl
 
 # How many programs may wait at once: less than the multiprocessors of a device.
 PROGRAMS = 128
@@ -76,11 +76,35 @@ def _bits(number, DTYPE: tl.constexpr):
 
 
 @jit
-def _send_packets(words, lane, held, peers, rank, epoch, place, WORLD: tl.constexpr):
+def addresses(peers, WORLD: tl.constexpr):
+    """The addresses of all inboxes, loaded once, before they are needed."""
+    return tl.load(peers + tl.arange(0, WORLD))
+
+
+@jit
+def inbox_of(boxes, peer, WORLD: tl.constexpr):
+    """One of the addresses."""
+    return tl.sum(tl.where(tl.arange(0, WORLD) == peer, boxes, 0), 0)
+
+
+@jit
+def start_early(EARLY: tl.constexpr):
+    """Wait for the kernel ahead, which this one was launched beside, and let the one behind come beside this one.
+
+    What precedes it may read what the step does not write. All programs run when the last of them is here, so the
+    kernel behind takes no room from one that others wait for.
+    """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@jit
+def _send_packets(words, lane, held, boxes, rank, epoch, place, WORLD: tl.constexpr):
     """Words beside their epoch into the region `place` of all inboxes, the next rank's first."""
     packets = (words.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
     for step in range(1, WORLD + 1):
-        box = tl.load(peers + (rank + step) % WORLD).to(tl.pointer_type(tl.int64))
+        box = inbox_of(boxes, (rank + step) % WORLD, WORLD).to(tl.pointer_type(tl.int64))
         tl.store(tl.multiple_of(box, 16) + place + lane, packets, mask=held)
 
 
@@ -94,12 +118,11 @@ def _received(inbox, lane, held, epoch):
 
 
 @jit
-def _summed(words, lane, held, inbox, peers, counters, rank, WORLD: tl.constexpr, DTYPE: tl.constexpr):
+def _summed(words, lane, held, epoch, inbox, boxes, counters, rank, WORLD: tl.constexpr, DTYPE: tl.constexpr):
     """The sum over the ranks of a program's words, in one shot: the words' first numbers and their second, float32."""
     program = tl.program_id(0)
-    epoch = tl.load(counters + program) + 1
     region = ((epoch & 1) * _PROGRAMS + program) * (WORLD * _PACKETS)
-    _send_packets(words, lane, held, peers, rank, epoch, region + rank * _PACKETS, WORLD)
+    _send_packets(words, lane, held, boxes, rank, epoch, region + rank * _PACKETS, WORLD)
     low = tl.zeros_like(words).to(tl.float32)
     high = low
     own = tl.multiple_of(inbox.to(tl.pointer_type(tl.int64), bitcast=True), 16) + region
@@ -112,13 +135,27 @@ def _summed(words, lane, held, inbox, peers, counters, rank, WORLD: tl.constexpr
 
 
 @partial(jit, unspecialized=("rank",))
-def one_shot_kernel(x, result, inbox, peers, counters, words, rank, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+def one_shot_kernel(
+    x,
+    result,
+    inbox,
+    peers,
+    counters,
+    words,
+    rank,
+    WORLD: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Programs [words / BLOCK]. x, result [words] of 4 bytes; inbox: this rank's; peers [WORLD]: addresses of all."""
     lane = tl.arange(0, BLOCK)
     at = tl.program_id(0) * BLOCK + lane
+    boxes = addresses(peers, WORLD)
+    start_early(EARLY)
+    epoch = tl.load(counters + tl.program_id(0)) + 1
     given = tl.load(as_words(x) + at, mask=at < words, other=0)
     dtype: tl.constexpr = x.dtype.element_ty
-    low, high = _summed(given, lane, at < words, inbox, peers, counters, rank, WORLD, dtype)
+    low, high = _summed(given, lane, at < words, epoch, inbox, boxes, counters, rank, WORLD, dtype)
     tl.store(as_words(result) + at, joined(low, high, dtype), mask=at < words)
 
 
@@ -139,6 +176,7 @@ def one_shot_norm_kernel(
     eps,
     rank,
     WORLD: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Programs [rows]. The sum over the ranks of a row of x [rows, width], plus residual, and the norm of that.
@@ -147,23 +185,32 @@ def one_shot_norm_kernel(
     """
     row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     held = lane < words
+    boxes = addresses(peers, WORLD)
+    factor = tl.load(as_words(weight) + lane, mask=held, other=0)
+    start_early(EARLY)
+    epoch = tl.load(counters + tl.program_id(0)) + 1
     given = tl.load(as_words(x) + row * x_stride + lane, mask=held, other=0)
     dtype: tl.constexpr = x.dtype.element_ty
-    # They do not wait for others, so their memory's latency passes beside the messages'.
+    # It does not wait for others, so its memory's latency passes beside the messages'.
     others = tl.load(as_words(residual) + row * residual_stride + lane, mask=held, other=0)
-    factor = tl.load(as_words(weight) + lane, mask=held, other=0)
-    low, high = _summed(given, lane, held, inbox, peers, counters, rank, WORLD, dtype)
-    low = (low.to(dtype).to(tl.float32) + low_half(others, dtype)).to(dtype).to(tl.float32)
-    high = (high.to(dtype).to(tl.float32) + high_half(others, dtype)).to(dtype).to(tl.float32)
-    tl.store(as_words(total) + row * words + lane, joined(low, high, dtype), mask=held)
-    scale = tl.rsqrt(tl.sum(low * low + high * high, 0) / width + eps)
-    low = (low * scale).to(dtype).to(tl.float32) * low_half(factor, dtype)
-    high = (high * scale).to(dtype).to(tl.float32) * high_half(factor, dtype)
-    tl.store(as_words(result) + row * words + lane, joined(low, high, dtype), mask=held)
+    low, high = _summed(given, lane, held, epoch, inbox, boxes, counters, rank, WORLD, dtype)
+    store_normed(low, high, others, factor, total, result, row * words + lane, held, width, eps, dtype)
 
 
 @jit
-def _tell(peers, flag, epoch, rank, WORLD: tl.constexpr):
+def store_normed(low, high, others, factor, total, result, place, held, width, eps, DTYPE: tl.constexpr):
+    """What one row's sums over the ranks (float32) and the residual's words make: the total, and its norm."""
+    low = (low.to(DTYPE).to(tl.float32) + low_half(others, DTYPE)).to(DTYPE).to(tl.float32)
+    high = (high.to(DTYPE).to(tl.float32) + high_half(others, DTYPE)).to(DTYPE).to(tl.float32)
+    tl.store(as_words(total) + place, joined(low, high, DTYPE), mask=held)
+    scale = tl.rsqrt(tl.sum(low * low + high * high, 0) / width + eps)
+    low = (low * scale).to(DTYPE).to(tl.float32) * low_half(factor, DTYPE)
+    high = (high * scale).to(DTYPE).to(tl.float32) * high_half(factor, DTYPE)
+    tl.store(as_words(result) + place, joined(low, high, DTYPE), mask=held)
+
+
+@jit
+def tell(peers, flag, epoch, rank, WORLD: tl.constexpr):
     """All ranks see what this program has written so far once they see its flag."""
     tl.debug_barrier()  # of all threads: one of them speaks for the others
     boxes = tl.load(peers + tl.arange(0, WORLD)).to(tl.pointer_type(tl.int32))
@@ -171,7 +218,7 @@ def _tell(peers, flag, epoch, rank, WORLD: tl.constexpr):
 
 
 @jit
-def _hear(flags, epoch, WORLD: tl.constexpr):
+def hear(flags, epoch, WORLD: tl.constexpr):
     """Wait for the flags of all ranks. One that is further on has told more already."""
     places = flags + tl.arange(0, WORLD)
     seen = _acquired(places)
@@ -223,8 +270,8 @@ def two_shot_kernel(
             lane = done + tl.arange(0, BLOCK)
             held = (lane < span) & (start + lane < words)
             tl.store(box + lane, tl.load(as_words(x) + start + lane, mask=held, other=0), mask=held)
-    _tell(peers, flags + program * WORLD, epoch, rank, WORLD)
-    _hear(own + flags + program * WORLD, epoch, WORLD)
+    tell(peers, flags + program * WORLD, epoch, rank, WORLD)
+    hear(own + flags + program * WORLD, epoch, WORLD)
     start = rank * part + program * span
     for done in range(0, span, BLOCK):
         lane = done + tl.arange(0, BLOCK)
@@ -241,8 +288,8 @@ def two_shot_kernel(
         for step in range(1, WORLD):
             box = tl.load(peers + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
             tl.store(tl.multiple_of(box, 16) + second + sent + lane, added, mask=held)
-    _tell(peers, flags + (_PROGRAMS + program) * WORLD, epoch, rank, WORLD)
-    _hear(own + flags + (_PROGRAMS + program) * WORLD, epoch, WORLD)
+    tell(peers, flags + (_PROGRAMS + program) * WORLD, epoch, rank, WORLD)
+    hear(own + flags + (_PROGRAMS + program) * WORLD, epoch, WORLD)
     for step in range(1, WORLD):
         source = (rank + step) % WORLD
         place = own + second + ((turn + source) * _PROGRAMS + program) * room
@@ -277,11 +324,13 @@ def _cases(dtype: str, ranks: int) -> Iterator[CompileCase]:
     types |= {"i32:16": "words width span first second flags x_stride residual_stride"}
     signature = by_type(types | {f"*{dtype}:16": "x residual weight total result"})
     packets, flags = (
-        ("ld.volatile.global.v2.b64", "st.global.v2.b64"),
+        ("ld.volatile.global.v2.b64", "st.global.v2.b64", "griddepcontrol.wait"),
         ("atom.global.sys.release", "ld.acquire.sys.global"),
     )
     tiles = [(one_shot_kernel, tile, packets) for tile in ONE_SHOT_TILES]
     tiles += [(one_shot_norm_kernel, row_tile(words), packets) for words in (512, 2048, 4096)]
     for kernel, (block, warps), must_contain in (*tiles, (two_shot_kernel, TWO_SHOT_TILE, flags)):
         name = f"{kernel.__name__} of {block} words, {dtype}, {ranks} ranks"
-        yield CompileCase(name, kernel, signature, {"WORLD": ranks, "BLOCK": block}, warps, 1, must_contain)
+        spilled = 8 if kernel is one_shot_norm_kernel and (dtype, block) == ("fp32", 4096) else 0
+        constants = {"WORLD": ranks, "BLOCK": block} | ({} if kernel is two_shot_kernel else {"EARLY": True})
+        yield CompileCase(name, kernel, signature, constants, warps, 1, must_contain, spilled_bytes=spilled)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.fused import Run, fused
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.linear import linear
+from strata.kernels.linear.skinny import SkinnyProduct, kernels_of, multiply
+from strata.kernels.linear.skinny_tiles import IMPLEMENTATION
+from strata.kernels.linear.tile_choice import chosen_tile
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 if HAS_TRITON:
@@ -38,7 +42,7 @@ def linear_silu_mul(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None = N
 _linear, _silu_mul = linear.bind("cuda"), silu_mul.bind("cuda")
 
 
-def _one_after_the_other(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def one_after_the_other(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     gate, up = _linear(x, weight, bias).chunk(2, -1)
     result: Tensor = _silu_mul(gate, up)
     return result
@@ -153,9 +157,25 @@ def _triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return result
 
 
+def _fits_skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    return chosen_tile(linear_silu_mul.name, x, weight) is not None
+
+
+def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    tile = chosen_tile(linear_silu_mul.name, x, weight)
+    assert tile is not None
+    (result,) = multiply(SkinnyProduct(x.reshape(-1, x.shape[-1]), weight, bias, gated=True), tile)
+    return result.view(*x.shape[:-1], result.shape[-1])
+
+
+def _skinny_kernels(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
+    return kernels_of(chosen_tile(linear_silu_mul.name, x, weight))
+
+
 if HAS_TRITON:
+    linear_silu_mul.implement(IMPLEMENTATION, "cuda", supports=_fits_skinny, kernels=_skinny_kernels)(_skinny)
     linear_silu_mul.implement("triton", "cuda", supports=_fits, kernels=(linear_silu_mul_kernel,))(_triton)
-linear_silu_mul.implement("linear, silu_mul", "cuda", kernels=_kernels_of_both)(_one_after_the_other)
+linear_silu_mul.implement("linear, silu_mul", "cuda", kernels=_kernels_of_both)(one_after_the_other)
 
 
 def compile_cases() -> list[CompileCase]:

@@ -10,6 +10,7 @@ from strata.kernels.tuned import row_bucket
 
 # columns, width, warps; of those that a cost model cannot tell apart, what was faster more often comes first.
 _GEMV = (
+    (2, 8192, 8),
     (2, 4096, 4),
     (4, 4096, 4),
     (4, 4096, 8),

@@ -10,7 +10,7 @@ from torch import Tensor
 from strata.kernels import tuned
 from strata.kernels.device_limits import LEAST_CAPABILITY, DeviceLimits
 from strata.kernels.linear.skinny_tiles import MOST_ROWS, SkinnyTile, Tiles, aligned, device_tiles
-from strata.kernels.linear.tile_rule import expected_tile
+from strata.kernels.linear.tile_rule import LIBRARY_TOO, expected_tile
 from strata.kernels.triton_import import HAS_TRITON
 
 # Shapes of calls whose tile stays known.
@@ -41,9 +41,9 @@ def choose_tile(
 ) -> SkinnyTile | None:
     """The tile of a table, or else the one that the rule expects to be fastest; None: the library is.
 
-    Only `linear` is the library's where a table says so: it has nothing that does the work of the others.
+    Only the operations of `LIBRARY_TOO` are the library's where a table says so.
     """
     key = tuned.serving_key(tiles, tuned.Key(operation, str(dtype).removeprefix("torch."), out, width, rows))
-    if key is not None and (operation == "linear" or tiles[key] is not None):
+    if key is not None and (operation in LIBRARY_TOO or tiles[key] is not None):
         return tiles[key]
     return expected_tile(operation, rows, out, width, device)

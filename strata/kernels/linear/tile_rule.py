@@ -45,7 +45,9 @@ _SUM_BYTES_PER_SECOND = 30e9
 # A residual and the norm's weights and squares, in each 64 rows of a program.
 _ADD_SECONDS = 0.13e-6
 
-# `linear` of more rows is the library's, whose tiles come in more shapes.
+# What the library does too, `linear_silu_mul` in two launches. It has nothing that does the work of the others.
+LIBRARY_TOO = ("linear", "linear_silu_mul")
+# Of more rows these are the library's, whose tiles come in more shapes.
 MAX_LINEAR_ROWS = 64
 # Of a GPU that is not in the database, the bandwidth for each of its processors is taken to be that of an H200.
 _BANDWIDTH_PER_PROCESSOR = 4.8e12 / 132
@@ -58,7 +60,7 @@ _SMALL_BYTES, _PREFETCHED_ROWS = 16 << 20, 32
 
 def expected_tile(operation: str, rows: int, out: int, width: int, device: DeviceLimits) -> SkinnyTile | None:
     """The tile that should be fastest for a weight [out, width]; None if the library should be, or no tile fits."""
-    if not 0 < rows <= MOST_ROWS or (operation == "linear" and rows > MAX_LINEAR_ROWS):
+    if not 0 < rows <= MOST_ROWS or (operation in LIBRARY_TOO and rows > MAX_LINEAR_ROWS):
         return None
     return _expected_tile(operation, row_bucket(rows), out, width, device)
 

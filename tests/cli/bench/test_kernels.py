@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 
 from strata.bench.kernels import algorithms, tuning
 from strata.bench.kernels.products import Product, arguments, products
-from strata.bench.kernels.published import PUBLISHED
+from strata.bench.kernels.published import PUBLISHED, Published
 from strata.bench.kernels.tuning import BUCKETS, Finding
 
 
@@ -69,6 +69,9 @@ def test_models_are_shapes_folders_or_published(tmp_path: Path) -> None:
     assert sizes_of("published") == PUBLISHED
     with pytest.raises(ValueError, match=r"0\.6B.*Llama-3\.3-70B/8"):
         sizes_of("8B,Qwen3-5B")
+    assert sizes_of("8B/2")["8B/2"] == Published(4096, 7168, 16, 4, 128, 64128, ranks=2)
+    with pytest.raises(ValueError, match="among 0 ranks"):
+        sizes_of("8B/0")
     with pytest.raises(ValueError, match="30B-A3B has experts"):
         sizes_of("30B-A3B")
     with pytest.raises(ValueError, match="'' is neither a folder"):

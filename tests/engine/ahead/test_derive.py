@@ -52,7 +52,13 @@ def test_kernels_that_steps_are_costed_by_are_derived(
 
 def test_kernels_of_ranks_are_derived_with_their_messages(elsewhere: Callable[..., Any]) -> None:
     found = kernel_names(elsewhere(derived, "0.6B", DUMMY | {"tensor_parallel_size": 2}))
-    assert {"one_shot_kernel", "one_shot_norm_kernel", "two_shot_kernel", "add_rms_norm_kernel"} <= found
+    assert {
+        "one_shot_kernel",
+        "one_shot_norm_kernel",
+        "two_shot_kernel",
+        "flagged_norm_kernel",
+        "add_rms_norm_kernel",
+    } <= found
 
 
 def test_what_takes_long_to_compile_is_noted_first(elsewhere: Callable[..., Any]) -> None:
@@ -70,7 +76,7 @@ def test_what_takes_long_to_compile_is_noted_first(elsewhere: Callable[..., Any]
         ("0.6B", DUMMY, 1500),
         ("1B", DUMMY | {"max_num_seqs": 40, "max_num_batched_tokens": 3000, "dtype": "float16"}, 2500),
         (str(BUILTIN_FOLDER), DUMMY | {"deterministic": True}, 900),
-        ("0.6B", DUMMY | {"tensor_parallel_size": 2, "max_num_seqs": 60}, 900),
+        ("0.6B", DUMMY | {"tensor_parallel_size": 2, "max_num_seqs": 60, "overlap_tokens": 600}, 900),
     ],
 )
 def test_requests_of_all_kinds_launch_nothing_else(
@@ -104,7 +110,7 @@ def test_layers_with_experts_and_without(elsewhere: Callable[..., Any], tmp_path
 def test_experts_that_move_between_ranks(elsewhere: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["30B-A3B"] | {"num_hidden_layers": 2}))
     options = DUMMY | {"max_model_len": 3000, "max_num_seqs": 8, "max_num_batched_tokens": 3000}
-    options |= {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    options |= {"tensor_parallel_size": 2, "enable_expert_parallel": True, "overlap_tokens": 1000}
     stay = kernel_names(elsewhere(derived, str(tmp_path), options))
     options |= {"enable_eplb": True, "num_redundant_experts": 2}
     move = kernel_names(elsewhere(derived, str(tmp_path), options))

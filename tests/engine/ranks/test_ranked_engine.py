@@ -39,7 +39,8 @@ SCHEMA = {
 
 
 def started(ranks: int) -> LLM:
-    return LLM(tensor_parallel_size=ranks, **OPTIONS)
+    # Of the prompts, long chunks are computed in two halves, short ones whole.
+    return LLM(tensor_parallel_size=ranks, overlap_tokens=24, **OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,22 @@ def test_long_prompts_come_in_chunks_and_are_found_again(one: LLM, two: LLM) -> 
     before = two.engine.loop.scheduler.statistics.prefix_hits
     assert_alike(one, two, [prompt(130)], GREEDY)
     assert two.engine.loop.scheduler.statistics.prefix_hits >= before + 128
+
+
+def test_messages_travel_beside_products_in_large_steps(one: LLM, two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert two.engine.ranks is not None
+    graphs = two.engine.ranks._runner._graphs
+    ran = []
+    for name in ("logits", "overlapped_logits"):
+        graph = getattr(graphs, name)
+
+        def noted(*given: Any, name: str = name, forward: Any = graph.forward) -> Any:
+            ran.append((name, len(given[0].tokens)))
+            return forward(*given)
+
+        monkeypatch.setattr(graph, "forward", noted)
+    assert_alike(one, two, [prompt(62, 19)], SamplingParams(temperature=0, max_tokens=2))
+    assert ran == [("overlapped_logits", 48), ("logits", 14), ("logits", 1)]
 
 
 def test_sequences_are_preempted(one: LLM, two: LLM) -> None:

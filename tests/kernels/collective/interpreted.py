@@ -24,7 +24,12 @@ from strata.kernels.collective import all_reduce
 from strata.kernels.triton_import import tl, triton
 
 CALLS = 4
-SHAPES = {"one_shot": [(3, 130), (40, 64)], "two_shot": [(3, 130), (70, 130)], "one_shot_norm": [(3, 132), (2, 132)]}
+SHAPES = {
+    "one_shot": [(3, 130), (40, 64)],
+    "two_shot": [(3, 130), (70, 130)],
+    "one_shot_norm": [(3, 132), (2, 132)],
+    "flagged_norm": [(3, 132), (5, 132)],
+}
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
@@ -56,17 +61,18 @@ def norm_inputs(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Ten
 def main() -> None:
     folder, rank, ranks, dtype = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), DTYPES[sys.argv[4]]
     all_reduce._acquired = _read
+    launches.PROGRAMS = 2  # so that a program takes several rows
     _counts()
     words = Layout.of(ranks).end
     boxes = [torch.from_file(str(folder / f"inbox-{peer}"), True, words, dtype=torch.int32) for peer in range(ranks)]
     peers = torch.tensor([box.data_ptr() for box in boxes])
-    memory = SymmetricMemory(boxes[rank], peers, torch.zeros(2, all_reduce.PROGRAMS, dtype=torch.int32), None)
+    memory = SymmetricMemory(boxes[rank], peers, torch.zeros(3, all_reduce.PROGRAMS, dtype=torch.int32), None)
     axis = Axis("tp", ranks, rank, tuple(range(ranks)), None, symmetric=memory)
     found = {}
     for call in range(CALLS):
         for name, shapes in SHAPES.items():
             x = numbers(rank, call, shapes[call % 2], dtype)
-            given = (*norm_inputs(x.shape, dtype), 1e-5) if name == "one_shot_norm" else ()
+            given = (*norm_inputs(x.shape, dtype), 1e-5) if name.endswith("norm") else ()
             if rank == call % ranks:
                 time.sleep(0.02)  # now this rank is late, now that
             result = getattr(launches, name)(x, axis, *given)

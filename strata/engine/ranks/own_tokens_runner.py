@@ -1,0 +1,193 @@
+"""Runs each step on ranks that have sequences of their own: each has a plan, and what it draws comes to rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from llguidance import LLMatcher
+from torch import Tensor
+
+from strata.engine.grammars.grammar import Masks, MasksUnderWay
+from strata.engine.plan import RankPlans, StepPlan, UndrawnStep
+from strata.engine.ranks import messages
+from strata.engine.ranks.answers import logprobs_of, prompt_logprobs_of
+from strata.engine.ranks.followers import Followers
+from strata.engine.ranks.ranked_runner import RankedRunner, WatchedStep, mask_rows, together
+from strata.engine.ranks.step_room import StepRoom
+from strata.engine.runner import Launched, PromptLogprobs, Runner, Undrawn
+from strata.engine.sampler import LogprobTensors
+
+
+class _Slots:
+    """Of a rank's slots those that matter to the others: whose prompts are scored, and who waits for masks."""
+
+    def __init__(self) -> None:
+        self._scored: dict[int, int] = {}  # the length of the prompt
+        self._constrained: set[int] = set()
+
+    def learn(self, plan: StepPlan) -> None:
+        for slot in plan.ended:
+            self._scored.pop(slot, None)
+            self._constrained.discard(slot)
+        for new in plan.new:
+            self._scored.pop(new.slot, None)
+            if new.prompt_logprobs is not None:
+                self._scored[new.slot] = new.prompt_length
+            (self._constrained.add if new.constrained else self._constrained.discard)(new.slot)
+
+    def scores(self, plan: StepPlan) -> bool:
+        """Whether the step has rows of a prompt whose log-probabilities are reported."""
+        lengths = self._scored
+        return bool(lengths) and any(chunk.start < lengths.get(chunk.slot, 0) - 1 for chunk in plan.chunks)
+
+    def waits(self, plan: StepPlan) -> bool:
+        """Whether the step is drawn once it has masks."""
+        slots = self._constrained
+        return bool(slots) and any(draw.slot in slots for draw in plan.draws)
+
+
+class _Masked(NamedTuple):
+    """See `Undrawn`."""
+
+    complete: tuple[bool, ...]
+    masks: MasksUnderWay | None
+
+
+@dataclass(frozen=True)
+class RanksUndrawn(UndrawnStep):
+    """A step of which some ranks wait for masks. own: of rank 0; number: of the message that launched those of others.
+    waiting: which ranks do. masked: of each what `mask` has made, None if it does not wait."""
+
+    plan: RankPlans
+    own: Launched | Undrawn
+    number: int
+    waiting: tuple[bool, ...]
+    masked: tuple[_Masked | None, ...] = ()
+
+
+class RanksStep:
+    """A step that is under way on all ranks; see the protocol `LaunchedStep` of the loop.
+
+    numbers: of the messages by which each of the other ranks launched or drew it.
+    """
+
+    def __init__(
+        self, plan: RankPlans, own: WatchedStep, numbers: Sequence[int], followers: Followers, *, masked: bool
+    ) -> None:
+        self.plan, self.masked, self.size = plan, masked, own.size
+        self._own, self._numbers, self._followers = own, numbers, followers
+        self._told: list[messages.Drawn] = []
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has on rank 0; the others run the same."""
+        return self._own.ended
+
+    def wait(self) -> list[int]:
+        """The ids of all ranks. Raises EngineFault if a rank has ended or the step takes too long."""
+        ids = self._own.wait()
+        if not self._told:
+            for rank, number in enumerate(self._numbers, 1):
+                answer = self._followers.answer(rank, number)
+                assert isinstance(answer, messages.Drawn)
+                self._told.append(answer)
+        return [*ids, *(id for told in self._told for id in told.ids)]
+
+    @property
+    def logprobs(self) -> LogprobTensors | None:
+        """Of all draws, with zeros for those of ranks where nobody reports any; known once `wait` has returned."""
+        counts = [len(part.draws) for part in self.plan.parts]
+        return joined([self._own.logprobs, *map(logprobs_of, self._told)], counts[: 1 + len(self._told)])
+
+    @property
+    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
+        return (*self._own.prompt_logprobs, *(one for told in self._told for one in prompt_logprobs_of(told)))
+
+
+def joined(parts: Sequence[LogprobTensors | None], rows: Sequence[int]) -> LogprobTensors | None:
+    """Log-probabilities of several ranks, one rank's rows after another's; None if no rank has any. rows: of each."""
+    there = [part for part in parts if part is not None]
+    if not there:
+        return None
+    most = max(part.top.shape[1] for part in there)
+
+    def column(name: str) -> Tensor:
+        example: Tensor = getattr(there[0], name)
+        width = (most,) * (example.dim() - 1)
+        whole = example.new_zeros((sum(rows), *width))
+        for part, own in zip(parts, whole.split(list(rows)), strict=True):
+            if part is not None:
+                values = getattr(part, name)
+                own[tuple(slice(size) for size in values.shape)] = values
+        return whole
+
+    return LogprobTensors(column("chosen"), column("ranks"), column("top_ids"), column("top"))
+
+
+class OwnTokensRunner(RankedRunner):
+    """The runner of rank 0 and, by `followers`, those of the others, each of which runs plans of its own."""
+
+    def __init__(
+        self, runner: Runner, followers: Followers, mask_ids: int, max_sequences: int, device: torch.device
+    ) -> None:
+        """mask_ids, max_sequences: see `RunnerConfig`. device: of rank 0."""
+        super().__init__(runner, followers, None, None)
+        self._slots = [_Slots() for _ in range(followers.size)]
+        # Those of the other ranks leave the host as messages.
+        devices = [device, *(torch.device("cpu") for _ in range(1, followers.size))]
+        self._masks = [Masks(mask_ids, max_sequences, one) for one in devices]
+
+    def launch(self, plan: StepPlan) -> RanksStep | RanksUndrawn:  # type: ignore[override]
+        assert isinstance(plan, RankPlans)
+        for slots, part in zip(self._slots, plan.parts, strict=True):
+            slots.learn(part)
+        parts = list(zip(self._slots, plan.parts, strict=True))
+        room = StepRoom.of(plan.parts, scored=any(slots.scores(part) for slots, part in parts))
+        waiting = tuple(slots.waits(part) for slots, part in parts)
+        with together(self._followers):
+            number = self._followers.send_each([messages.LaunchPart(part, room) for part in plan.parts[1:]])
+            own = self._runner.launch(plan.parts[0], room)
+        if any(waiting):
+            return RanksUndrawn(plan, own, number, waiting)
+        assert isinstance(own, Launched)
+        numbers = (number,) * (len(plan.parts) - 1)
+        return RanksStep(plan, self._watched(own), numbers, self._followers, masked=False)
+
+    def mask(self, step: RanksUndrawn, matchers: Sequence[LLMatcher | None]) -> RanksUndrawn:  # type: ignore[override]
+        """See the protocol; the matchers of one rank's draws come after another's."""
+        left = iter(matchers)
+        masked: list[_Masked | None] = []
+        for masks, part, waits in zip(self._masks, step.plan.parts, step.waiting, strict=True):
+            own = list(islice(left, len(part.draws)))
+            complete = tuple(matcher is not None and matcher.is_stopped() for matcher in own)
+            masked.append(_Masked(complete, masks.start(own)) if waits else None)
+        return replace(step, masked=tuple(masked))
+
+    def draw(self, step: RanksUndrawn) -> RanksStep:  # type: ignore[override]
+        with together(self._followers):
+            told = [
+                None if one is None else messages.DrawStep(one.complete, mask_rows(one.masks)) for one in step.masked
+            ]
+            number = self._followers.send_each([messages.DrawPart(one) for one in told[1:]])
+            own, first = step.own, step.masked[0]
+            if isinstance(own, Undrawn):
+                assert first is not None
+                own = self._runner.draw(replace(own, complete=first.complete, masks=first.masks))
+            numbers = [step.number if one is None else number for one in told[1:]]
+            masked = any(one is not None and one.masks is not None for one in step.masked)
+            return RanksStep(step.plan, self._watched(own), numbers, self._followers, masked=masked)
+
+    def settle(self) -> None:
+        with together(self._followers):
+            for masks in self._masks:
+                masks.settle()
+            self._followers.forget_steps(self._followers.send(messages.Settle()))
+            self._runner.settle()
+
+    def check_ids(self) -> None:
+        """Ranks draw ids of their own; raises EngineFault if one has ended or hangs."""
+        self.check()

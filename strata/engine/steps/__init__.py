@@ -1,1 +1,0 @@
-"""What runs the steps of an engine keeps between them."""

@@ -1,0 +1,140 @@
+"""From how many tokens on `overlap` pays: a cost model of what stands between two attentions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from strata.comm.cost import all_reduce_cost
+from strata.graph.capture import operation_of, reads_state
+from strata.graph.overlap import PARTS, divisible, steps, travels
+from strata.hardware.figures import Device
+from strata.hardware.links import Link, link_of
+
+# Products hold so much of the rate of a short burst for long (cuBLAS on an H200, which its power bounds).
+_SUSTAINED = 0.87
+# What a program of a large product computes at a time.
+_TILE_ROWS, _TILE_COLUMNS = 128, 256
+# Time is to be won by this factor: the model leaves out kernels between products, launches, and what messages take of
+# the device that products run on.
+_WON = 1.02
+_TOKENS = tuple(1 << power for power in range(9, 16))
+
+
+class Product(NamedTuple):
+    """Of a weight [out, width]."""
+
+    out: int
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of the result for a token."""
+        return self.out * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What is computed between two attentions, in steps between which `ranks` add up `summed` bytes for a token."""
+
+    steps: tuple[tuple[Product, ...], ...]
+    summed: tuple[int, ...]
+    ranks: int
+
+    @property
+    def joined(self) -> int:
+        """Bytes of a token that attention reads."""
+        return sum(product.nbytes for product in self.steps[-1])
+
+
+def overlapping_tokens(graph: fx.GraphModule, device: Device | None) -> int | None:
+    """The least number of tokens from which dividing the rows of a graph makes its steps faster on a device.
+
+    graph: as `overlap` takes it. None: never, or what its layers or the device take is not known.
+    """
+    stretch = last_stretch(graph)
+    if stretch is None or device is None or device.cuda is None:
+        return None
+    try:
+        link = link_of(device)
+        pays = [seconds(stretch, n, 1, device, link) > _WON * seconds(stretch, n, PARTS, device, link) for n in _TOKENS]
+    except ValueError:  # it has no link, or no rate for such elements
+        return None
+    lost = [tokens for tokens, one in zip(_TOKENS, pays, strict=True) if not one]
+    return min((tokens for tokens in _TOKENS if tokens > max(lost, default=0)), default=None)
+
+
+def last_stretch(graph: fx.GraphModule) -> Stretch | None:
+    """What stands before the last attention; None if there is no message, or what is summed there is no product."""
+    nodes = list(graph.graph.nodes)
+    between = [list(group) for has_state, group in groupby(nodes, reads_state) if not has_state]
+    divided = divisible(between[-2]) if len(between) > 2 else []
+    at = steps(divided)
+    if not divided:
+        return None
+    products: list[list[Product]] = [[] for _ in range(1 + max(at.values()))]
+    summed = []
+    ranks = 1
+    for node in divided:
+        operation = operation_of(node)
+        if operation is not None and operation.product:
+            products[at[node]].append(_product(graph, node))
+        elif travels(node):
+            (made, *_) = node.all_input_nodes
+            operation = operation_of(made)
+            if operation is None or not operation.product:
+                return None
+            summed.append(_product(graph, made).nbytes)
+            ranks = node.args[1].size  # type: ignore[union-attr, assignment]
+    if len(summed) + 1 != len(products):
+        return None
+    return Stretch(tuple(map(tuple, products)), tuple(summed), ranks)
+
+
+def _product(graph: fx.GraphModule, node: fx.Node) -> Product:
+    source = node.args[1]
+    assert isinstance(source, fx.Node)
+    weight = attrgetter(str(source.target))(graph)
+    assert isinstance(weight, Tensor)
+    return Product(weight.shape[0], weight.shape[1], weight.dtype)
+
+
+def seconds(stretch: Stretch, tokens: int, parts: int, device: Device, link: Link) -> float:
+    """The time between two attentions: products of each part in turn, and each message when its part has come so far
+    and the message before it has arrived. Raises ValueError for a device without a rate for such elements."""
+    rows = -(-tokens // parts)
+    products = [sum(_product_seconds(one, rows, device) for one in step) for step in stretch.steps]
+    costs = [all_reduce_cost(summed * rows, stretch.ranks) for summed in stretch.summed]
+    messages = [link.seconds(cost.messages, cost.bytes) for cost in costs]
+    end = _end(products, messages, parts)
+    moved = 2 * stretch.joined * tokens if parts > 1 else 0
+    return end + moved / device.ceiling("bandwidth").value
+
+
+def _end(products: Sequence[float], messages: Sequence[float], parts: int) -> float:
+    now = sent = 0.0
+    arrived = [0.0] * parts
+    for step, length in enumerate(products):
+        for part in range(parts):
+            now = max(now, arrived[part]) + length
+            if step < len(messages):
+                sent = max(now, sent) + messages[step]
+                arrived[part] = sent
+    return now
+
+
+def _product_seconds(product: Product, rows: int, device: Device) -> float:
+    """Programs compute tiles, as many at a time as there are processors. device: with CUDA."""
+    assert device.cuda is not None
+    processors = device.cuda.processors
+    rate = _SUSTAINED * device.ceiling("compute", str(product.dtype).removeprefix("torch.")).value
+    tiles = -(-rows // _TILE_ROWS) * -(-product.out // _TILE_COLUMNS)
+    rounds = -(-tiles // processors)
+    return rounds * processors * 2 * _TILE_ROWS * _TILE_COLUMNS * product.width / rate

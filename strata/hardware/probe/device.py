@@ -1,0 +1,63 @@
+"""A probed machine as a device to plan with: what it reached, beside what its maker promises if it is a known one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from strata.hardware.efficiency import EfficiencyTable
+from strata.hardware.figures import Device, Figure
+from strata.hardware.probe.ceiling import Ceiling
+from strata.hardware.probe.report import ProbeReport
+from strata.hardware.specs import recognize
+
+# Of which quantity of a device a ceiling is a figure, and its direction.
+_FIGURES = {
+    "copy": ("bandwidth", "read + written"),
+    "product": ("compute", None),
+    "host to device": ("host", "each"),
+    "device to host": ("host", "each"),
+}
+
+
+def device_of(report: ProbeReport) -> Device:
+    """The device of the report with the best that was measured of each kind, in place of what the database has
+    measured; one that is not in the database is known by its measurements alone.
+    """
+    known = recognize(report.product)
+    measured = tuple(_figures(report))
+    if known is None:
+        key = re.sub(r"[^a-z0-9]+", "-", report.product.lower()).strip("-")
+        return Device(key, report.product, measured)
+    names = {(one.quantity, one.dtype) for one in measured}
+    kept = tuple(one for one in known.figures if not one.measured or (one.quantity, one.dtype) not in names)
+    return Device(known.key, known.product, kept + measured, known.cuda, known.price_per_hour)
+
+
+def efficiencies(report: ProbeReport) -> EfficiencyTable:
+    """Utilization by shape from the report's products and prompts, by all threads of a CPU."""
+    most = max((one.count for one in _of_one_device(report)), default=1)
+    return EfficiencyTable.of(
+        device_of(report),
+        (
+            (one.quantity, one.dtype, one.shape, one.seconds)
+            for one in _of_one_device(report)
+            if one.dtype is not None and one.count == most
+        ),
+    )
+
+
+def _figures(report: ProbeReport) -> Iterator[Figure]:
+    best: dict[tuple[str, str | None, str | None], float] = {}
+    for one in report.ceilings:
+        if one.quantity in _FIGURES:
+            quantity, direction = _FIGURES[one.quantity]
+            key = (quantity, one.dtype, direction)
+            best[key] = max(one.value, best.get(key, 0.0))
+    source = f"strata probe, torch {report.versions.get('torch')}"
+    for (quantity, dtype, direction), value in best.items():
+        yield Figure(quantity, value, source, report.date, dtype, direction=direction, measured=True)
+
+
+def _of_one_device(report: ProbeReport) -> list[Ceiling]:
+    return [one for one in report.ceilings if one.quantity in ("product", "attention")]

@@ -1,0 +1,111 @@
+"""What ranks add up and the norm behind it in one shot, for messages too large to travel in packets.
+
+As in `strata.kernels.collective.all_reduce`, a rank writes its numbers into the memory of all others, of which each
+adds up what has arrived. Here they travel as they are, half the bytes of packets, and a flag tells that all of a
+program's rows are there. Against two shots one wait for the others is saved; the more ranks, the more bytes that costs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from strata.kernels.collective.all_reduce import (
+    PROGRAMS,
+    addresses,
+    as_words,
+    hear,
+    high_half,
+    inbox_of,
+    low_half,
+    row_tile,
+    start_early,
+    store_normed,
+    tell,
+)
+from strata.kernels.compile_case import CompileCase, by_type
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
+
+# Words of the largest message; a program has an equal part of the room.
+FLAGGED_WORDS = 1 << 20
+_PROGRAMS = tl.constexpr(PROGRAMS) if HAS_TRITON else PROGRAMS
+_ROOM = tl.constexpr(FLAGGED_WORDS // PROGRAMS) if HAS_TRITON else FLAGGED_WORDS // PROGRAMS
+
+
+@partial(jit, unspecialized=("rank", "rows"))
+def flagged_norm_kernel(
+    x,
+    residual,
+    weight,
+    total,
+    result,
+    inbox,
+    peers,
+    counters,
+    x_stride,
+    residual_stride,
+    rows,
+    words,
+    width,
+    first,
+    flags,
+    eps,
+    rank,
+    WORLD: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Programs that take the rows in turn. As `one_shot_norm_kernel`; first, flags: where they begin in an inbox."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    lane = tl.arange(0, BLOCK)
+    held = lane < words
+    dtype: tl.constexpr = x.dtype.element_ty
+    boxes = addresses(peers, WORLD)
+    factor = tl.load(as_words(weight) + lane, mask=held, other=0)
+    start_early(EARLY)
+    epoch = tl.load(counters + program) + 1
+    turn = first + (epoch & 1) * (WORLD * _PROGRAMS * _ROOM) + program * _ROOM
+    own = tl.multiple_of(inbox, 16)
+    for row in range(program, rows, programs):
+        given = tl.load(as_words(x) + row * x_stride + lane, mask=held, other=0)
+        place = turn + rank * (_PROGRAMS * _ROOM) + row // programs * words
+        for step in range(1, WORLD):
+            box = inbox_of(boxes, (rank + step) % WORLD, WORLD).to(tl.pointer_type(tl.int32))
+            tl.store(tl.multiple_of(box, 16) + place + lane, given, mask=held)
+    tell(peers, flags + program * WORLD, epoch, rank, WORLD)
+    hear(own + flags + program * WORLD, epoch, WORLD)
+    for row in range(program, rows, programs):
+        others = tl.load(as_words(residual) + row * residual_stride + lane, mask=held, other=0)
+        given = tl.load(as_words(x) + row * x_stride + lane, mask=held, other=0)
+        low = tl.zeros([BLOCK], dtype=tl.float32)
+        high = low
+        for source in range(WORLD):
+            place = own + turn + source * (_PROGRAMS * _ROOM) + row // programs * words
+            found = tl.load(place + lane, mask=held & (source != rank), other=0, volatile=True)
+            found = tl.where(source == rank, given, found)
+            low += low_half(found, dtype)
+            high += high_half(found, dtype)
+        store_normed(low, high, others, factor, total, result, row * words + lane, held, width, eps, dtype)
+    tl.store(counters + program, epoch)
+
+
+def fits_room(rows: int, words: int) -> bool:
+    """Whether the rows of each program fit where the others write them. words: of 4 bytes in a row."""
+    return -(-rows // PROGRAMS) * words <= FLAGGED_WORDS // PROGRAMS
+
+
+def compile_cases() -> list[CompileCase]:
+    types = {"*i32:16": "inbox counters", "*i64:16": "peers", "i32": "rank rows", "fp32": "eps"}
+    types |= {"i32:16": "words width first flags x_stride residual_stride"}
+    cases = []
+    for dtype, ranks in (("bf16", 2), ("fp32", 2), ("fp16", 4)):
+        signature = by_type(types | {f"*{dtype}:16": "x residual weight total result"})
+        for words in (512, 2048, 4096):
+            block, warps = row_tile(words)
+            name = f"flagged_norm_kernel of {block} words, {dtype}, {ranks} ranks"
+            constants = {"WORLD": ranks, "EARLY": True, "BLOCK": block}
+            must = ("atom.global.sys.release", "ld.acquire.sys.global", "st.global.v4.b32", "griddepcontrol.wait")
+            spilled = 8 if (dtype, words) == ("fp16", 2048) else 0
+            cases.append(
+                CompileCase(name, flagged_norm_kernel, signature, constants, warps, 1, must, spilled_bytes=spilled)
+            )
+    return cases

@@ -1,0 +1,147 @@
+"""Predicted times: exact where something was measured, between it elsewhere, by hand count; and their origin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strata.hardware.efficiency import KINDS, EfficiencyTable, attention_cost, product_cost
+from strata.hardware.figures import Device, Source, promised
+from strata.hardware.prediction import ORIGINS, Prediction
+from strata.hardware.roofline import Cost
+
+# 100 TFLOP/s and 1 TB/s.
+DEVICE = Device(
+    "a", "a device", promised(Source("", "", ""), bandwidth=1.0, dense={"bfloat16": 100, "float8": 200, "float32": 1})
+)
+
+
+def floor(shape: tuple[int, ...]) -> float:
+    cost = product_cost("bfloat16", shape)
+    return max(cost.flops / 100e12, cost.bytes / 1e12)
+
+
+def table(utilizations: dict[tuple[int, ...], float]) -> EfficiencyTable:
+    return EfficiencyTable.of(DEVICE, products({shape: floor(shape) / value for shape, value in utilizations.items()}))
+
+
+def products(seconds: dict[tuple[int, ...], float]) -> Iterable[tuple[str, str, tuple[int, ...], float]]:
+    return [("product", "bfloat16", shape, value) for shape, value in seconds.items()]
+
+
+def predict(known: EfficiencyTable, *shape: int) -> Prediction:
+    return known.predict("product", "bfloat16", shape)
+
+
+def test_costs_by_hand() -> None:
+    assert product_cost("bfloat16", (2, 3, 5)) == Cost(60, 20 + 30, 12, 30)
+    assert product_cost("float8", (2, 3, 5)) == Cost(60, 10 + 15, 12, 15)
+    # Two sequences of 3 tokens, a head of 4: 6 pairs of 2 * 2 * 4 each; q, k, v read and one written, 24 numbers each.
+    assert attention_cost("bfloat16", (2, 1, 3, 4)) == Cost(2 * 6 * 16, 3 * 48, 48)
+
+
+def test_between_two_sizes_the_utilization_is_linear_in_the_logarithm() -> None:
+    known = table({(4, 64, 64): 0.5, (16, 64, 64): 0.58})
+    # 8192 bytes of weight and 4 rows of 128 bytes in and out, at 1 TB/s.
+    assert predict(known, 4, 64, 64) == Prediction(pytest.approx(9.216e-9 / 0.5), "measured")
+    assert predict(known, 8, 64, 64) == Prediction(pytest.approx(10.24e-9 / 0.54), "interpolated")
+
+
+def test_more_rows_are_not_quicker_where_the_utilization_rises_faster_than_the_floor() -> None:
+    known = table({(4, 64, 64): 0.5, (16, 64, 64): 0.66})  # 18.43 and 18.62 ns; 8 rows at 0.58 would take 17.66
+    assert predict(known, 8, 64, 64).seconds == pytest.approx(9.216e-9 / 0.5)
+
+
+def test_beyond_what_was_measured_the_nearest_tells_and_it_is_analytic() -> None:
+    known = table({(4, 64, 64): 0.5, (16, 64, 64): 0.8})
+    assert predict(known, 64, 64, 64) == Prediction(pytest.approx(floor((64, 64, 64)) / 0.8), "analytic")
+    assert predict(known, 4, 128, 64) == Prediction(pytest.approx(floor((4, 128, 64)) / 0.5), "analytic")
+    assert predict(known, 1, 64, 64).seconds == pytest.approx(floor((1, 64, 64)) / 0.5)
+
+
+def test_between_weights_the_nearest_tell_most() -> None:
+    known = table({(1, 64, 64): 0.4, (8, 64, 64): 0.4, (1, 256, 64): 0.8, (8, 256, 64): 0.8})
+    middle = predict(known, 2, 128, 64)
+    assert middle == Prediction(pytest.approx(floor((2, 128, 64)) / 0.6), "interpolated")  # as far from both
+    near = predict(known, 2, 72, 64)
+    assert floor((2, 72, 64)) / 0.6 < near.seconds < floor((2, 72, 64)) / 0.4
+
+
+def test_without_measurements_it_is_the_roofline() -> None:
+    empty = EfficiencyTable.of(DEVICE, [])
+    assert predict(empty, 4096, 4096, 4096) == Prediction(pytest.approx(2 * 4096**3 / 100e12), "analytic")
+    assert predict(empty, 1, 4096, 4096).seconds == pytest.approx((2 * 4096**2 + 4 * 4096) / 1e12)
+
+
+def test_of_a_shape_that_comes_twice_the_quickest_counts() -> None:
+    known = EfficiencyTable.of(DEVICE, [*products({(4, 64, 64): 2e-6}), *products({(4, 64, 64): 1e-6})])
+    assert predict(known, 4, 64, 64).seconds == pytest.approx(1e-6)
+
+
+def test_what_has_no_cost_or_peak_is_left_out_and_asking_for_it_is_an_error() -> None:
+    known = EfficiencyTable.of(DEVICE, [("copy", "bfloat16", (4,), 1.0), ("product", "int8", (4, 4, 4), 1.0)])
+    assert known.columns == {}
+    with pytest.raises(ValueError, match="no compute in int8 is recorded for a; known: bfloat16, float32, float8"):
+        known.predict("product", "int8", (4, 4, 4))
+    with pytest.raises(ValueError, match="kind 'copy' is unknown; known are product, attention"):
+        known.predict("copy", "bfloat16", (4,))
+    with pytest.raises(ValueError, match="dtype 'int3' has no size here; known are float32"):
+        known.predict("product", "int3", (4, 4, 4))
+
+
+SIZES = st.integers(1, 4096)
+WEIGHTS = st.tuples(st.sampled_from([64, 1024, 4096]), st.sampled_from([64, 512]))
+MEASURED = st.dictionaries(
+    st.tuples(SIZES, WEIGHTS).map(lambda one: (one[0], *one[1])), st.floats(0.01, 1.0), min_size=1, max_size=12
+)
+
+
+@given(MEASURED, SIZES, WEIGHTS)
+def test_properties_of_all_tables(
+    utilizations: dict[tuple[int, ...], float], rows: int, weight: tuple[int, int]
+) -> None:
+    known = table(utilizations)
+    for shape, value in utilizations.items():
+        assert predict(known, *shape) == Prediction(pytest.approx(floor(shape) / value), "measured")
+    found = predict(known, rows, *weight)
+    assert floor((rows, *weight)) * (1 - 1e-9) <= found.seconds  # never below the floor
+    reached = floor((rows, *weight)) / found.seconds
+    assert min(utilizations.values()) * (1 - 1e-9) <= reached <= max(utilizations.values()) * (1 + 1e-9) or (
+        found.origin == "interpolated"  # kept between the times of its neighbours
+    )
+    assert found.origin in ORIGINS
+
+
+@given(st.lists(st.tuples(SIZES, st.floats(0, 1e-4)), min_size=2, max_size=8, unique_by=lambda one: one[0]), SIZES)
+def test_more_rows_take_no_less_time_than_fewer_that_were_measured(steps: list[tuple[int, float]], rows: int) -> None:
+    times, seconds = {}, 0.0
+    for size, more in sorted(steps):  # times that grow with the rows, none below the floor
+        seconds = max(seconds + more, floor((size, 64, 64)))
+        times[(size, 64, 64)] = seconds
+    known = EfficiencyTable.of(DEVICE, products(times))
+    found = predict(known, rows, 64, 64)
+    below = [value for (size, _, _), value in times.items() if size <= rows]
+    above = [value for (size, _, _), value in times.items() if size >= rows]
+    if below and above:
+        assert max(below) * (1 - 1e-9) <= found.seconds <= min(above) * (1 + 1e-9)
+
+
+def test_predictions_add_up_and_are_as_sure_as_the_least_sure() -> None:
+    measured, between, guessed = (Prediction(1.0, origin) for origin in ORIGINS)
+    assert measured + between == Prediction(2.0, "interpolated")
+    assert Prediction.total([measured, guessed, between]) == Prediction(3.0, "analytic")
+    assert Prediction.total([]) == Prediction(0.0, "measured")
+    assert between * 3 == Prediction(3.0, "interpolated")
+
+
+def test_attention_is_interpolated_over_tokens() -> None:
+    seconds = {1024: 1e-3, 4096: 12e-3}
+    measured = [("attention", "bfloat16", (2, 8, tokens, 64), value) for tokens, value in seconds.items()]
+    known = EfficiencyTable.of(DEVICE, measured)
+    found = known.predict("attention", "bfloat16", (2, 8, 2048, 64))
+    assert found.origin == "interpolated"
+    assert 1e-3 < found.seconds < 12e-3
+    assert set(KINDS) == {"product", "attention"}
