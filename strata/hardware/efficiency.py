@@ -20,6 +20,10 @@ _BYTES = {
     "float32": (4, 4), "tf32": (4, 4), "bfloat16": (2, 2), "float16": (2, 2), "float8": (1, 2), "int8": (1, 4),
 }  # fmt: skip
 
+_NEAREST = 2
+# Times that were equal may differ by so much once they have gone through utilizations.
+_ROUNDING = 1e-12
+
 Shape = tuple[int, ...]
 
 
@@ -111,6 +115,15 @@ class EfficiencyTable:
             },
         )
 
+    def without_cached(self) -> EfficiencyTable:
+        """Without calls that were quicker than the roofline: their operands came from a cache, and not from memory."""
+        columns: dict[tuple[str, str], dict[Shape, Column]] = {}
+        for key, of_kind in self.columns.items():
+            for rest, column in of_kind.items():
+                if points := tuple(point for point in column.points if point[1] <= 1):
+                    columns.setdefault(key, {})[rest] = Column(points)
+        return EfficiencyTable(self.device, columns)
+
     def predict(self, kind: str, dtype: str, shape: Shape) -> Prediction:
         """The time of one call.
 
@@ -130,10 +143,12 @@ class EfficiencyTable:
             if between is None:
                 return Prediction(seconds, "measured")
             low, high = (self._measured(column, kind, dtype, rest, one) for one in between)
-            return Prediction(min(max(seconds, low), high) if low <= high else seconds, "interpolated")
+            if low <= high * (1 + _ROUNDING):
+                seconds = min(max(seconds, low), max(low, high))
+            return Prediction(seconds, "interpolated")
         usable = {other: column for other, column in columns.items() if column.encloses(size)}
         inside = _encloses(list(usable), rest)
-        utilization = _weighted(usable or columns, rest, size)
+        utilization = _nearby(usable or columns, rest, size)
         return Prediction(floor / utilization, "interpolated" if inside else "analytic")
 
     def _measured(self, column: Column, kind: str, dtype: str, rest: Shape, size: int) -> float:
@@ -154,13 +169,15 @@ def _floor(device: Device, kind: str, dtype: str, shape: Shape) -> float:
     return max(cost.flops / compute.value, cost.bytes / bandwidth.value)
 
 
-def _weighted(columns: Mapping[Shape, Column], rest: Shape, size: int) -> float:
-    """By the inverse square of the distance of logarithms, so that the nearest shapes tell most."""
-    weights = {other: 1 / _distance(other, rest) ** 2 for other in columns if other != rest}
+def _nearby(columns: Mapping[Shape, Column], rest: Shape, size: int) -> float:
+    """The mean of the nearest, by the inverse of their distance in logarithms. More of them tell less: 483 weights of
+    an H200, each left out, are predicted within 2.8 % (median) by two, 3.6 % by four, 24 % by all."""
     if rest in columns:  # a size beyond what was measured of this very kind
         return columns[rest].utilization(size)
-    total = sum(weights.values())
-    return sum(weight * columns[other].utilization(size) for other, weight in weights.items()) / total
+    nearest = sorted((_distance(other, rest), other) for other in columns)[:_NEAREST]
+    weights = [1 / distance for distance, _ in nearest]
+    reached = [columns[other].utilization(size) for _, other in nearest]
+    return sum(weight * one for weight, one in zip(weights, reached, strict=True)) / sum(weights)
 
 
 def _distance(one: Shape, other: Shape) -> float:

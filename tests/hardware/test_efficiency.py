@@ -70,6 +70,12 @@ def test_between_weights_the_nearest_tell_most() -> None:
     assert floor((2, 72, 64)) / 0.6 < near.seconds < floor((2, 72, 64)) / 0.4
 
 
+def test_far_weights_tell_nothing() -> None:
+    near = {(1, 64, 64): 0.4, (8, 64, 64): 0.4, (1, 256, 64): 0.8, (8, 256, 64): 0.8}
+    far = {(rows, out, 4096): 0.1 for rows in (1, 8) for out in (4096, 8192, 16384)}
+    assert predict(table(near | far), 2, 128, 64) == predict(table(near), 2, 128, 64)
+
+
 def test_without_measurements_it_is_the_roofline() -> None:
     empty = EfficiencyTable.of(DEVICE, [])
     assert predict(empty, 4096, 4096, 4096) == Prediction(pytest.approx(2 * 4096**3 / 100e12), "analytic")
@@ -113,6 +119,12 @@ def test_properties_of_all_tables(
         found.origin == "interpolated"  # kept between the times of its neighbours
     )
     assert found.origin in ORIGINS
+
+
+def test_sizes_that_took_as_long_take_as_long_between_them() -> None:
+    for seconds in (8.649442174337306e-05, 1.1e-06, 3e-07):  # whose way through a utilization rounds
+        known = EfficiencyTable.of(DEVICE, products({(2, 64, 64): seconds, (5, 64, 64): seconds}))
+        assert predict(known, 3, 64, 64).seconds == pytest.approx(seconds, rel=1e-12)
 
 
 @given(st.lists(st.tuples(SIZES, st.floats(0, 1e-4)), min_size=2, max_size=8, unique_by=lambda one: one[0]), SIZES)
