@@ -82,7 +82,7 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
         shard = share_of(asked, shortened(config), 0, imagined(TENSOR_AXIS, asked.tensor_parallel_size))
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits)
     with as_if_launched(limits, note):
-        part = None if shard is None else _Unanswered.of(shard)
+        part = _part(shard)
         _note_draws(own.vocab_size, sizes.pool.dtype, part)  # among them what takes longest to compile
         engine = _start(asked, shortened(config), sizes, shard)
         _note_embedded_prompts(engine.graphs, sizes)
@@ -123,7 +123,7 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
     graphs = step_graphs(model, implementations_for(META), asked.deterministic, table, shard, experts, overlap)
     if shard is not None:
         _leave_messages_out(graphs)
-        graphs = replace(graphs, part=_Unanswered.of(shard))
+        graphs = replace(graphs, part=_part(shard))
     pages = PageAllocator(asked.num_pages or _PAGES, asked.page_size)
     windows, heads = frozenset(own.windows), own.num_heads
     runner_config = RunnerConfig(
@@ -171,6 +171,10 @@ class _Unanswered(VocabularyPart):
     def gather(self, columns: Tensor) -> Tensor:
         gathered: Tensor = all_gather.meta(columns, self.along, -1)
         return gathered
+
+
+def _part(shard: RankShard | None) -> VocabularyPart | None:
+    return None if shard is None or shard.own_tokens else _Unanswered.of(shard)
 
 
 class _NotingRunner(Runner):

@@ -119,6 +119,15 @@ def test_experts_that_move_between_ranks(elsewhere: Callable[..., Any], tmp_path
     assert elsewhere(served_beyond, str(tmp_path), options, 900, 1) == []
 
 
+def test_ranks_with_sequences_of_their_own(elsewhere: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["30B-A3B"] | {"num_hidden_layers": 2}))
+    options = DUMMY | {"max_model_len": 3000, "max_num_seqs": 8, "max_num_batched_tokens": 3000}
+    options |= {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_dp_attention": True}
+    found = kernel_names(elsewhere(derived, str(tmp_path), options))
+    assert {"held_order_kernel", "grouped_kernel", "combine_kernel", "one_shot_kernel", "filter_bounds_kernel"} <= found
+    assert not any("in_part" in name for name in found), "each rank has the logits of all ids"
+
+
 def window(variant: str) -> int | None:
     """That of an attention kernel, 0 for none."""
     told = json.loads(variant)
