@@ -17,6 +17,7 @@ from strata.comm.launch import World
 from strata.comm.observer import Observer
 
 if TYPE_CHECKING:
+    from strata.comm.peer_copies import PeerCopies
     from strata.comm.symmetric import SymmetricMemory
 
 # From the outermost, whose neighbours are far apart and speak little, to the innermost.
@@ -46,6 +47,7 @@ class Axis:
     index: the place of this rank in `ranks`, which holds ranks of the world. group: None if and only if size is 1; the
     collectives are the identity then, so code for one process needs no branches. observer: notified of each collective.
     symmetric: memory through which kernels exchange small messages (`strata.comm.symmetric`), None: there is none.
+    copies: through which copy engines exchange large ones (`strata.comm.peer_copies`), None: likewise.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Axis:
     group: ProcessGroup | None = field(repr=False, compare=False)
     observer: Observer | None = field(default=None, repr=False, compare=False)
     symmetric: SymmetricMemory | None = field(default=None, repr=False, compare=False)
+    copies: PeerCopies | None = field(default=None, repr=False, compare=False)
 
 
 class Mesh:

@@ -31,6 +31,11 @@ def row_part(x: Tensor, index: int, parts: int) -> Tensor:
     return x[first:end]
 
 
+def most_rows(rows: int) -> int:
+    """Of any part."""
+    return _boundary(rows, 1, PARTS)
+
+
 def _boundary(rows: int, number: int, parts: int) -> int:
     boundary = -(-rows * number // parts)
     return min(rows, -(-boundary // _TILE_ROWS) * _TILE_ROWS) if rows >= parts * _TILE_ROWS else boundary
@@ -164,7 +169,7 @@ class _Parts:
     def _add(self, node: fx.Node, part: int) -> None:
         given = {source: self._part_of(source, part, node) for source in node.all_input_nodes}
         if travels(node):
-            arguments = fx.map_arg(node.args, given.__getitem__)
+            arguments = (*fx.map_arg(node.args, given.__getitem__), part)
             self._under_way.setdefault(node, []).append(self._call(start_all_reduce, arguments, node))
         else:
             with self._graph.inserting_after(self._last):

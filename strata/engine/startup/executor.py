@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from strata.cache.pool import KVPool, PoolShape
+from strata.comm.peer_copies import with_peer_copies
 from strata.engine.embeddings.pooling import Pooler
 from strata.engine.engine_config import EngineConfig, EngineSizes, library_limit
 from strata.engine.faults import memory_explained
@@ -21,6 +22,7 @@ from strata.engine.runner import Runner, RunnerConfig
 from strata.engine.startup.clock import Log, StartupClock
 from strata.engine.startup.library import has_library_plan, library_scales, without_library
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
+from strata.graph.overlap import PARTS, most_rows
 from strata.hardware.specs import recognize
 from strata.kernels import tuned
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
@@ -113,6 +115,8 @@ def build_executor(
         _require_alike(device, rank)
         ledger = replace(ledger, pages=rank.least(ledger.pages))
         axes = rank.join(device)
+        overlapped = _overlapped_bytes(asked, own, sizes)
+        axes[TENSOR_AXIS] = with_peer_copies(axes[TENSOR_AXIS], device, PARTS, overlapped)
         experts, tables = None, None
         if shard is not None:
             shard = replace(shard, axes=axes)
@@ -187,6 +191,13 @@ def _recorded(runner: Runner, sizes: EngineSizes, ledger: Ledger, rank: Rank) ->
     return recorded
 
 
+def _overlapped_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes) -> int:
+    """Of the largest message that travels beside products; 0 if none is to."""
+    if asked.overlap_tokens == 0 or asked.deterministic or asked.tensor_parallel_size == 1:
+        return 0
+    return most_rows(sizes.max_tokens) * config.hidden_size * sizes.pool.dtype.itemsize
+
+
 def _runs_own_kernels(asked: EngineConfig, device: torch.device, log: Log) -> bool:
     """Raises ValueError if it does not, where nothing else is deterministic."""
     if device.type != "cuda":
@@ -203,6 +214,7 @@ def _runs_own_kernels(asked: EngineConfig, device: torch.device, log: Log) -> bo
 def _planned(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, device: torch.device, ranks: int) -> Ledger:
     """How the memory of a device is divided."""
     rows = {size.sequences for size in sizes.recorded}
+    overlapped = PARTS * _overlapped_bytes(asked, config, sizes)
     return plan_memory(
         config,
         sizes.pool,
@@ -217,7 +229,7 @@ def _planned(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, devic
         recorded=sizes.recorded,
         scratch=max((_scratch_bytes(asked, config, sizes, count) for count in rows), default=0),
         sharing=ranks,
-        messages=_MESSAGE_BYTES if ranks > 1 and device.type == "cuda" else 0,
+        messages=_MESSAGE_BYTES + overlapped if ranks > 1 and device.type == "cuda" else 0,
     )
 
 
