@@ -15,7 +15,7 @@ from strata.comm.exchange import all_gather_json
 from strata.comm.launch import WITHOUT_MULTICAST
 from strata.comm.mesh import Axis
 from strata.kernels.collective.all_reduce import PACKETS, PROGRAMS, TWO_SHOT_WORDS
-from strata.kernels.collective.flagged import FLAGGED_WORDS
+from strata.kernels.collective.flagged import FLAGGED_PROGRAMS, FLAGGED_WORDS
 from strata.kernels.triton_import import HAS_TRITON
 
 # For how many ranks there are kernels: powers of two, as many as a machine has.
@@ -27,8 +27,8 @@ class SymmetricMemory:
     """What the kernels of `strata.kernels.collective.all_reduce` need of one rank.
 
     inbox: [words] int32, where the others write. peers: [ranks] int64, the addresses of all inboxes. counters:
-    [3, PROGRAMS] int32, the calls of each program so far: in one shot, in two, and in one with flags. handle: keeps the
-    others' memory.
+    [3, FLAGGED_PROGRAMS] int32, the calls of each program so far: in one shot, in two, and in one with flags. handle:
+    keeps the others' memory.
 
     The ranks call the kernels in the same order, each on one stream.
     """
@@ -63,7 +63,7 @@ class Layout:
         flags = second + 2 * TWO_SHOT_WORDS
         flagged = flags + 2 * PROGRAMS * ranks
         flagged_flags = flagged + 2 * ranks * FLAGGED_WORDS
-        return Layout(first, second, flags, flagged, flagged_flags, flagged_flags + PROGRAMS * ranks)
+        return Layout(first, second, flags, flagged, flagged_flags, flagged_flags + FLAGGED_PROGRAMS * ranks)
 
 
 def with_symmetric_memory(axis: Axis, device: torch.device) -> Axis:
@@ -94,7 +94,7 @@ def imagined(name: str, ranks: int) -> Axis:
     if HAS_TRITON and ranks in SIZES:
         words = torch.empty(Layout.of(ranks).end, dtype=torch.int32, device="meta")
         peers = torch.empty(ranks, dtype=torch.int64, device="meta")
-        memory = SymmetricMemory(words, peers, words.new_empty(3, PROGRAMS), None)
+        memory = SymmetricMemory(words, peers, words.new_empty(3, FLAGGED_PROGRAMS), None)
     return Axis(name, ranks, 0, tuple(range(ranks)), None, symmetric=memory)
 
 
@@ -128,6 +128,6 @@ def _exchanged(axis: Axis, device: torch.device) -> SymmetricMemory:
     handle = symmetric.rendezvous(inbox, axis.group)
     inbox.zero_()
     peers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-    counters = torch.zeros(3, PROGRAMS, dtype=torch.int32, device=device)
+    counters = torch.zeros(3, FLAGGED_PROGRAMS, dtype=torch.int32, device=device)
     torch.cuda.synchronize(device)
     return SymmetricMemory(inbox, peers, counters, handle)

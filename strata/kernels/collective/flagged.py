@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import partial
 
 from strata.kernels.collective.all_reduce import (
-    PROGRAMS,
     addresses,
     as_words,
     hear,
@@ -25,10 +24,13 @@ from strata.kernels.collective.all_reduce import (
 from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
+# How many programs may wait at once: two on each multiprocessor of a device, of whose threads they take a quarter.
+FLAGGED_PROGRAMS = 256
 # Words of the largest message; a program has an equal part of the room.
 FLAGGED_WORDS = 1 << 20
-_PROGRAMS = tl.constexpr(PROGRAMS) if HAS_TRITON else PROGRAMS
-_ROOM = tl.constexpr(FLAGGED_WORDS // PROGRAMS) if HAS_TRITON else FLAGGED_WORDS // PROGRAMS
+_PROGRAMS, _ROOM = (
+    tl.constexpr(number) if HAS_TRITON else number for number in (FLAGGED_PROGRAMS, FLAGGED_WORDS // FLAGGED_PROGRAMS)
+)
 
 
 @partial(jit, unspecialized=("rank", "rows"))
@@ -90,7 +92,7 @@ def flagged_norm_kernel(
 
 def fits_room(rows: int, words: int) -> bool:
     """Whether the rows of each program fit where the others write them. words: of 4 bytes in a row."""
-    return -(-rows // PROGRAMS) * words <= FLAGGED_WORDS // PROGRAMS
+    return -(-rows // FLAGGED_PROGRAMS) * words <= FLAGGED_WORDS // FLAGGED_PROGRAMS
 
 
 def compile_cases() -> list[CompileCase]:

@@ -21,6 +21,7 @@ from strata.comm import all_reduce_cuda as launches
 from strata.comm.mesh import Axis
 from strata.comm.symmetric import Layout, SymmetricMemory
 from strata.kernels.collective import all_reduce
+from strata.kernels.collective.flagged import FLAGGED_PROGRAMS
 from strata.kernels.triton_import import tl, triton
 
 CALLS = 4
@@ -61,12 +62,12 @@ def norm_inputs(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Ten
 def main() -> None:
     folder, rank, ranks, dtype = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), DTYPES[sys.argv[4]]
     all_reduce._acquired = _read
-    launches.PROGRAMS = 2  # so that a program takes several rows
+    launches.PROGRAMS = launches.FLAGGED_PROGRAMS = 2  # so that a program takes several rows
     _counts()
     words = Layout.of(ranks).end
     boxes = [torch.from_file(str(folder / f"inbox-{peer}"), True, words, dtype=torch.int32) for peer in range(ranks)]
     peers = torch.tensor([box.data_ptr() for box in boxes])
-    memory = SymmetricMemory(boxes[rank], peers, torch.zeros(3, all_reduce.PROGRAMS, dtype=torch.int32), None)
+    memory = SymmetricMemory(boxes[rank], peers, torch.zeros(3, FLAGGED_PROGRAMS, dtype=torch.int32), None)
     axis = Axis("tp", ranks, rank, tuple(range(ranks)), None, symmetric=memory)
     found = {}
     for call in range(CALLS):
