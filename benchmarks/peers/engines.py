@@ -46,7 +46,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("--models", type=shapes, default=["0.6B", "8B"], help="shapes between commas [0.6B,8B]")
     parser.add_argument("--turns", type=count, default=3, help="of each engine; the first one alternates [3]")
+    add_ranks(parser)
     add_save(parser)
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tensor-parallel-size", type=count, default=1, help="GPUs that share the model [1]")
 
 
 def add_save(parser: argparse.ArgumentParser) -> None:

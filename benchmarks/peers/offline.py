@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.engines import ENGINES, SETUP, add_save, append, count, device_name, now, write_config
+from benchmarks.peers.engines import ENGINES, SETUP, add_ranks, add_save, append, count, device_name, now, write_config
 from strata.bench import workloads
 from strata.bench.result import Result, make_result
 from strata.bench.run import WARMUP_TOKENS
@@ -27,11 +27,15 @@ from strata.models.shapes import SHAPES
 TESTS = ("T1", "T2", "T3-b8", "T3-b32", "T3-b128", "T4")
 
 
-def results(engine: Any, model: str, tests: Sequence[workloads.InferenceTest], repeat: int) -> Iterator[Result]:
-    """The result of each test on one `LLM`, each after a short form of it. engine: the module of `LLM`."""
+def results(
+    engine: Any, model: str, tests: Sequence[workloads.InferenceTest], repeat: int, ranks: int = 1
+) -> Iterator[Result]:
+    """The result of each test on one `LLM` of so many ranks, each after a short form of it. engine: the module of
+    `LLM`."""
+    options = SETUP | ({"tensor_parallel_size": ranks} if ranks > 1 else {})
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), model)
-        llm = engine.LLM(model=folder, skip_tokenizer_init=True, enable_prefix_caching=False, seed=0, **SETUP)
+        llm = engine.LLM(model=folder, skip_tokenizer_init=True, enable_prefix_caching=False, seed=0, **options)
         for test in tests:
             call(engine, llm, test, WARMUP_TOKENS)
             values = [test.value(call(engine, llm, test)) for _ in range(repeat)]
@@ -80,6 +84,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, required=True)
     parser.add_argument("--model", choices=SHAPES, default="0.6B", help="a shape [0.6B]")
     add_options(parser)
+    add_ranks(parser)
     add_save(parser)
     parser.add_argument("--run", default=now(), help="what the run is told by that the lines belong to [the time]")
     parser.add_argument("--turn", type=int, default=0, help="which turn of that run this is [0]")
@@ -91,11 +96,13 @@ def main() -> None:
     origin = {
         "engine": asked.engine,
         "version": engine.__version__,
+        "tensor_parallel_size": asked.tensor_parallel_size,
         "run": asked.run,
         "turn": asked.turn,
         "command": shlex.join(["python", "-m", "benchmarks.peers.offline", *sys.argv[1:]]),
     }
-    for result in results(engine, asked.model, [workloads.named(name) for name in asked.tests], asked.repeat):
+    tests, ranks = [workloads.named(name) for name in asked.tests], asked.tensor_parallel_size
+    for result in results(engine, asked.model, tests, asked.repeat, ranks):
         append(asked.save, result.values() | origin)
         print(f"{asked.engine} {result.text()}", flush=True)
 

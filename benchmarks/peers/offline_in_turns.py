@@ -27,6 +27,7 @@ def run_turns(asked: argparse.Namespace) -> None:
                 print(f"{model}, turn {turn + 1} of {asked.turns}: {engines.NAMES[engine]}", flush=True)
                 command = [pythons[engine], "-m", "benchmarks.peers.offline", "--engine", engine, "--model", model]
                 command += ["--tests", ",".join(asked.tests), "--repeat", str(asked.repeat)]
+                command += ["--tensor-parallel-size", str(asked.tensor_parallel_size)]
                 command += ["--save", str(asked.save), "--run", run, "--turn", str(turn)]
                 with EngineProcess(engines.NAMES[engine], command, engines.ROOT) as process:
                     process.wait(asked.turn_timeout)

@@ -65,11 +65,13 @@ class Client:
         return result
 
 
-def server_command(engine: str, python: str, folder: Path, model: str, port: int) -> list[str]:
+def server_command(engine: str, python: str, folder: Path, model: str, port: int, ranks: int) -> list[str]:
     """Both engines' commands have the same options, but those of OWN_OPTIONS."""
     command = [python, "-m", MODULE[engine], "serve", str(folder), "--host", HOST, "--port", str(port)]
     for name, value in engines.SETUP.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
+    if ranks > 1:
+        command += ["--tensor-parallel-size", str(ranks)]
     return [*command, "--enable-prefix-caching", "--served-model-name", model, *OWN_OPTIONS[engine]]
 
 
@@ -80,7 +82,7 @@ def measure_server(
     port = free_port()
     url = f"http://{HOST}:{port}"
     pythons = engines.pythons(asked)
-    command = server_command(engine, pythons[engine], folder, model, port)
+    command = server_command(engine, pythons[engine], folder, model, port, asked.tensor_parallel_size)
     client = Client(pythons["strata"], url)
     with EngineProcess(f"{engines.NAMES[engine]}'s server", command, log.parent, log) as server:
         seconds = server.wait_until_ready(url + READY[engine], asked.start_timeout)
@@ -92,6 +94,7 @@ def measure_server(
             "turn": turn,
             "device": engines.device_name(),
             "server": shlex.join(command),
+            "tensor_parallel_size": asked.tensor_parallel_size,
         }
         client.measure(WARM_UP)
         for load in loads(model):

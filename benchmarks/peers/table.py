@@ -155,10 +155,12 @@ def rows(lines: Iterable[Line]) -> list[Row]:
 
 
 def row_name(line: Line) -> str:
-    """What is measured: a load on a model, or a test with its unit."""
+    """What is measured: a load on a model, or a test with its unit. Lines of one GPU need not say so."""
+    ranks = line.get("tensor_parallel_size", 1)
+    model = line["model"] if ranks == 1 else f"{line['model']} on {ranks} GPUs"
     if line["test"] == "T5":
-        return f"{line['model']}, {line['load']}"
-    return f"{line['test']} {line['model']} {line['dtype']}, {line['unit']}"
+        return f"{model}, {line['load']}"
+    return f"{line['test']} {model} {line['dtype']}, {line['unit']}"
 
 
 def source(lines: Sequence[Line]) -> str:

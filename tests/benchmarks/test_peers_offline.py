@@ -70,6 +70,9 @@ def test_an_engine_is_set_up_as_strata_bench_does() -> None:
     assert engine.config == SHAPES["8B"]
     named = ("enable_prefix_caching", "dtype", "max_model_len", "load_format", "skip_tokenizer_init")
     assert [engine.options[name] for name in named] == [False, "bfloat16", 4096, "dummy", True]
+    assert "tensor_parallel_size" not in engine.options
+    list(offline.results(engine, "8B", [], repeat=1, ranks=2))
+    assert engine.options["tensor_parallel_size"] == 2
 
 
 def test_too_few_tokens_are_an_error() -> None:
