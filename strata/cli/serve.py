@@ -85,6 +85,10 @@ def serve(
             help="Name of a key whose requests may come before others' (anonymous: all, where there are no keys)."
         ),
     ] = None,
+    admin_keys: Annotated[
+        list[str] | None,
+        _limit_option(help="Name of a key that may drain replicas (anonymous: all, where there are no keys)."),
+    ] = None,
     shutdown_timeout: Annotated[
         float, _limit_option(min=0, help="Seconds that requests get to finish after SIGTERM.")
     ] = 30.0,
@@ -172,7 +176,8 @@ def serve(
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
         concurrency=concurrency,
-        priority_keys=_priority_keys(priority_keys or [], keys),
+        priority_keys=_named_keys("--priority-keys", priority_keys or [], keys),
+        admin_keys=_named_keys("--admin-keys", admin_keys or [], keys),
         shutdown_timeout=shutdown_timeout,
         api_workers=api_workers,
         data_parallel_size=data_parallel_size,
@@ -208,11 +213,11 @@ def serve(
     sys.exit(launch(ApiJob(settings, keys, tokenizer_folder, restarts, traces), engine))
 
 
-def _priority_keys(given: list[str], keys: list[KeyHash]) -> tuple[str, ...]:
+def _named_keys(option: str, given: list[str], keys: list[KeyHash]) -> tuple[str, ...]:
     known = [key.name for key in keys] or [ANONYMOUS.name]
     for name in given:
         if name not in known:
-            raise ValueError(f"--priority-keys {name}: there is no such key; the names are {', '.join(known)}")
+            raise ValueError(f"{option} {name}: there is no such key; the names are {', '.join(known)}")
     return tuple(given)
 
 

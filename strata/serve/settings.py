@@ -19,6 +19,7 @@ class ServeSettings:
     engine_timeout: seconds in which an engine that has requests must say something, or is taken for dead; 0 for no end.
     requests_per_minute, tokens_per_minute, concurrency: bounds of each key; None for none.
     priority_keys: names of the keys whose requests may come before others'; "anonymous" where there are no keys.
+    admin_keys: names of the keys that may drain replicas; "anonymous" where there are no keys.
     shutdown_timeout: seconds that running requests get to finish after SIGTERM.
     api_workers: processes that serve HTTP. data_parallel_size: engines that requests are divided among.
     log_json, log_prompts: how requests are logged. allowed_origins: browser origins that may read answers (CORS).
@@ -40,6 +41,7 @@ class ServeSettings:
     tokens_per_minute: int | None = None
     concurrency: int | None = None
     priority_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
     shutdown_timeout: float = 30.0
     api_workers: int = 1
     data_parallel_size: int = 1

@@ -59,6 +59,8 @@ class ServerState:
                 503, "the server is shutting down; ask another one", code="draining", headers={"Retry-After": "5"}
             )
         self.require_alive()
+        if isinstance(self.client, Replicas) and not self.client.takes_requests:
+            raise self.engine_gone("every engine that lives is drained")
 
     def require_alive(self) -> None:
         """Raises ApiError (503) once the engine is dead."""

@@ -9,7 +9,16 @@ from fastapi import FastAPI
 
 import strata
 from strata.serve import page_route
-from strata.serve.api import chat, completions, embeddings, health, models_route, responses, tokens_route
+from strata.serve.api import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    models_route,
+    replicas_route,
+    responses,
+    tokens_route,
+)
 from strata.serve.http.direct_routes import DirectRoutes
 from strata.serve.http.errors import ERROR_HANDLERS
 from strata.serve.http.openapi import describe
@@ -28,6 +37,7 @@ ROUTERS = (
     tokens_route.router,
     models_route.router,
     health.router,
+    replicas_route.router,
     metrics_route.router,
     page_route.router,
 )

@@ -35,6 +35,7 @@ from strata.serve.observe.logs import AccessLog, configure_logging
 from strata.serve.observe.metrics import Metrics
 from strata.serve.observe.tracing import RequestTracer, make_tracer
 from strata.serve.processes.drain import Drain
+from strata.serve.routing.drains import ReplicaDrains
 from strata.serve.routing.replicas import Replicas
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
@@ -167,7 +168,8 @@ class ApiServer:
     async def _clients(self) -> EngineClient | Replicas:
         silence = self._job.settings.engine_timeout
         if len(self._addresses) > 1:
-            return await Replicas.connect(self._addresses, silence_timeout=silence)
+            drains = ReplicaDrains(len(self._addresses), Path(self._job.folder))
+            return await Replicas.connect(self._addresses, silence_timeout=silence, drains=drains)
         return await EngineClient.connect(self._addresses[0], silence_timeout=silence)
 
     async def _connect_again(self, replica: int) -> None:

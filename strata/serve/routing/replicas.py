@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -10,6 +11,10 @@ import msgspec
 from strata.engine.process.messages import Add, Delta, Embed, Ready, Statistics, TokenLogprobs
 from strata.engine.routing.router import NoReplica, Route, Router, Standing
 from strata.serve.client import EngineClient, EngineGone
+from strata.serve.routing.drains import ReplicaDrains
+
+# After this an engine has told of all that it was sent before it was drained: it tells twice a second.
+_SETTLED_SECONDS = 1.0
 
 
 class ReplicaStream:
@@ -87,22 +92,26 @@ class Replicas:
     alive: whether any of them lives.
     """
 
-    def __init__(self, clients: Sequence[EngineClient]) -> None:
-        """clients: connected, at least one."""
+    def __init__(self, clients: Sequence[EngineClient], drains: ReplicaDrains | None = None) -> None:
+        """clients: connected, at least one. drains: shared with other API processes, if there are any."""
         self.clients = list(clients)
+        self._drains = drains or ReplicaDrains(len(self.clients))
+        self._drained_since = [0.0] * len(self.clients)  # when this process has seen it, in seconds of a clock
         self.router = Router(client.ready.num_pages * client.ready.page_size for client in clients)
         self._reported: list[Statistics | None] = [None] * len(self.clients)
         self._streams: dict[str, ReplicaStream] = {}
 
     @classmethod
-    async def connect(cls, addresses: Sequence[str], *, silence_timeout: float = 0.0) -> Replicas:
+    async def connect(
+        cls, addresses: Sequence[str], *, silence_timeout: float = 0.0, drains: ReplicaDrains | None = None
+    ) -> Replicas:
         """Wait until all engines are ready. Raises EngineGone if one of them is not to be; parameters as of
-        `EngineClient.connect`."""
+        `EngineClient.connect` and of `Replicas`."""
         connecting = [
             asyncio.create_task(EngineClient.connect(address, silence_timeout=silence_timeout)) for address in addresses
         ]
         try:
-            return cls(await asyncio.gather(*connecting))
+            return cls(await asyncio.gather(*connecting), drains)
         except BaseException:
             for task in connecting:
                 task.cancel()
@@ -128,6 +137,35 @@ class Replicas:
     @property
     def alive(self) -> bool:
         return any(client.alive for client in self.clients)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether any of them is neither lost nor drained."""
+        self._look()
+        return any(self.router.standing(replica) is Standing.SERVING for replica in range(len(self.clients)))
+
+    def standing(self, replica: int) -> Standing:
+        self._look()
+        return self.router.standing(replica)
+
+    def drain(self, replica: int) -> None:
+        """Let a replica finish what it has and take no new requests, whatever API process has them.
+
+        Raises LastReplica if no other one would take requests.
+        """
+        others = [other for other, client in enumerate(self.clients) if client.alive and other != replica]
+        self._drains.drain(replica, others)
+
+    def resume(self, replica: int) -> None:
+        """Let it take requests again."""
+        self._drains.resume(replica)
+
+    def has_drained(self, replica: int) -> bool:
+        """Whether a replica that drains has nothing left, by what it has told since all processes know."""
+        if self.standing(replica) is not Standing.DRAINING or self.router.under_way(replica):
+            return False
+        told = self.clients[replica].statistics
+        return time.monotonic() - self._drained_since[replica] > _SETTLED_SECONDS and not told.running + told.waiting
 
     async def close(self) -> None:
         """Abort all requests and end the connections. Safe to call twice."""
@@ -184,10 +222,19 @@ class Replicas:
                 if self.router.standing(replica) is not Standing.LOST:
                     self.router.lose(replica)
                 continue
+            self._follow_operator(replica)
             told = client.statistics
             if told is not self._reported[replica]:
                 self._reported[replica] = told
                 self.router.report(replica, prompt_tokens=told.waiting_tokens, samples=told.running + told.waiting)
+
+    def _follow_operator(self, replica: int) -> None:
+        drains, standing = self._drains.drains(replica), self.router.standing(replica)
+        if drains and standing is Standing.SERVING:
+            self.router.drain(replica)
+            self._drained_since[replica] = time.monotonic()
+        elif not drains and standing is Standing.DRAINING:
+            self.router.recover(replica)
 
     def _forget(self, id: str, route: Route) -> None:
         """A request is over."""

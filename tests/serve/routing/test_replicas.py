@@ -10,8 +10,11 @@ import pytest
 
 from strata.engine.process.messages import Abort, Add, Delta, Embed, Embedding, Fault, Finish, Hello, Statistics, Step
 from strata.engine.routing.held_prefixes import BLOCK_TOKENS
+from strata.engine.routing.router import Standing
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.client import EngineClient, EngineGone
+from strata.serve.routing import replicas as module
+from strata.serve.routing.drains import LastReplica
 from strata.serve.routing.replicas import Replicas
 from tests.serve.test_client import READY, ScriptedEngine
 
@@ -196,5 +199,38 @@ def test_a_vector_comes_from_another_replica_when_the_first_is_lost(tmp_path: Pa
         await engines[1].say(Embedding("a", b"\x00\x00\x80\x3f\x00\x00\x00\x00"))
         assert await embedding == [1.0, 0.0]
         assert replicas.router.load(1) == 0
+
+    play(tmp_path, scenario)
+
+
+def test_a_drained_replica_finishes_what_it_has_and_gets_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SETTLED_SECONDS", 0.0)
+
+    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+        stream = replicas.submit(add("a", [*DOCUMENT, 1]))
+        await engines[0].heard()
+        replicas.drain(0)
+        assert (replicas.standing(0), replicas.standing(1)) == (Standing.DRAINING, Standing.SERVING)
+        assert not replicas.has_drained(0)
+        with pytest.raises(LastReplica, match="replica 1 is the last"):
+            replicas.drain(1)
+        for number in range(3):  # though the other one holds their prefix
+            replicas.submit(add(f"b{number}", [*DOCUMENT, number]))
+            assert isinstance(await engines[1].heard(), Add)
+        await engines[0].tell(Delta("a", 0, [5], "length"))
+        assert [deltas async for deltas in stream] == [[Delta("a", 0, [5], "length")]]
+        assert replicas.has_drained(0)
+        await engines[1].say(Fault("ended"))
+        assert replicas.alive
+        assert not replicas.takes_requests
+        with pytest.raises(EngineGone, match="0 is draining, 1 is lost"):
+            replicas.submit(add("c", [3]))
+        replicas.resume(0)
+        assert replicas.takes_requests
+        assert not replicas.has_drained(0)
+        replicas.submit(add("d", [3]))
+        assert await engines[0].heard() == add("d", [3])
 
     play(tmp_path, scenario)
