@@ -7,6 +7,8 @@ would hold some of the processors meanwhile, a product whose programs count on a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,7 +57,7 @@ class PeerCopies:
 
 @dataclass(frozen=True)
 class PendingSum:
-    """A sum under way. sent: when this rank's part has been."""
+    """A sum under way. result: x until then. sent: when this rank's part has been."""
 
     result: Tensor
     slot: int
@@ -69,12 +71,18 @@ class PendingSum:
 
     def wait(self) -> Tensor:
         """The result, in the memory of x. The current stream waits, not the host."""
+        with self.received() as other:
+            self.result.add_(other)
+        return self.result
+
+    @contextmanager
+    def received(self) -> Iterator[Tensor]:
+        """What the other rank has sent, like x; inside it can be read, and x written. The current stream waits."""
         copies, x = self.copies, self.result
         torch.cuda.current_stream().wait_event(self.sent)
         copies.handle.wait_signal(copies.peer, self.slot)
-        x += copies.inbox[self.slot, : x.nbytes].view(x.dtype).view(x.shape)
+        yield copies.inbox[self.slot, : x.nbytes].view(x.dtype).view(x.shape)
         copies.handle.put_signal(copies.peer, copies.slots + self.slot)
-        return x
 
 
 def with_peer_copies(axis: Axis, device: torch.device, slots: int, nbytes: int) -> Axis:

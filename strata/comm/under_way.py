@@ -1,6 +1,9 @@
-"""An all-reduce in two operations, between which the ranks compute something else while the message travels."""
+"""An all-reduce in two operations, between which ranks compute something else; the second can take up a norm."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -10,7 +13,10 @@ from strata.comm.mesh import Axis
 from strata.comm.operations import Along, all_reduce, live
 from strata.comm.peer_copies import PendingSum
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.norm import received
+from strata.kernels.norm.norm import add_rms_norm
 from strata.kernels.op import ATEN, NCCL, operation
+from strata.kernels.triton_import import HAS_TRITON
 
 
 def _start_cost(x: Tensor, along: Along | Axis, part: int, *, workload: Workload) -> Cost:
@@ -64,3 +70,52 @@ def finish_all_reduce(pending: Pending | PendingSum) -> Tensor:
 
 for _kind in ("cpu", "cuda"):
     finish_all_reduce.implement("wait", _kind, kernels=())(finish_all_reduce.reference)
+
+
+def _norm_cost(pending: Pending, residual: Tensor, weight: Tensor, eps: float, *, workload: Workload) -> Cost:
+    return add_rms_norm.cost(pending.result, residual, weight, eps, workload=workload)
+
+
+def _norm_meta(pending: Pending, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total, normed = add_rms_norm.meta(pending.result, residual, weight, eps)
+    return total, normed
+
+
+@operation(_norm_cost, meta=_norm_meta)
+def finish_add_rms_norm(
+    pending: Pending | PendingSum, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` of the sum that `start_all_reduce` began with and residual, for what is summed [rows, width]."""
+    total, normed = add_rms_norm.reference(pending.wait(), residual, weight, eps)
+    return total, normed
+
+
+def _was_copied(pending: Any, residual: Tensor, weight: Tensor, eps: float) -> bool:
+    return isinstance(pending, PendingSum) and received.fits(pending.result, residual, weight)
+
+
+def _norm_of_received(pending: PendingSum, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    with pending.received() as other:
+        return received.received_rms_norm(pending.result, other, residual, weight, eps)
+
+
+def _norm_apart(kind: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    norm = add_rms_norm.bind(kind)
+
+    def run(pending: Pending | PendingSum, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total, normed = norm(pending.wait(), residual, weight, eps)
+        return total, normed
+
+    return run
+
+
+def _kernels_apart(pending: Pending, residual: Tensor, weight: Tensor, eps: float) -> tuple[str, ...]:
+    return add_rms_norm.bind("cuda").launches(residual, residual, weight, eps)
+
+
+if HAS_TRITON:
+    finish_add_rms_norm.implement(
+        "received", "cuda", supports=_was_copied, kernels=(received.received_rms_norm_kernel,)
+    )(_norm_of_received)
+finish_add_rms_norm.implement("apart", "cpu")(_norm_apart("cpu"))
+finish_add_rms_norm.implement("apart", "cuda", kernels=_kernels_apart)(_norm_apart("cuda"))

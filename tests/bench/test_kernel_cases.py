@@ -46,6 +46,7 @@ APART |= {
     "sliced_linear",
     "vocabulary_embedding",
     "finish_all_reduce",
+    "finish_add_rms_norm",
 }
 
 

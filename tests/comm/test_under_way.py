@@ -10,8 +10,9 @@ from strata.comm.launch import World
 from strata.comm.mesh import Axis, Mesh
 from strata.comm.operations import Along
 from strata.comm.peer_copies import fits, with_peer_copies
-from strata.comm.under_way import finish_all_reduce, start_all_reduce
+from strata.comm.under_way import finish_add_rms_norm, finish_all_reduce, start_all_reduce
 from strata.hardware.roofline import Workload
+from strata.kernels.norm.norm import add_rms_norm
 from tests.parallel.ranks import run_ranks
 
 
@@ -21,7 +22,14 @@ def on_ranks(world: World, folder: Path) -> list[list[float]]:
     parts = [torch.full((2, 3), 10.0**part * (world.rank + 1)) for part in range(2)]
     pending = [start(part, axis, number) for number, part in enumerate(parts)]
     assert with_peer_copies(axis, world.device, 2, 1 << 20) is axis, "there are no copy engines"
-    return [finish(one).flatten().tolist() for one in pending]
+    sums = [finish(one).flatten().tolist() for one in pending]
+    residual, weight = torch.arange(6.0).view(2, 3), torch.tensor([1.0, 2.0, 3.0])
+    x = torch.full((2, 3), float(world.rank))
+    for kind in ("cpu", "reference"):
+        found = finish_add_rms_norm.bind(kind)(start(x.clone(), axis, 0), residual, weight, 1e-5)
+        wanted = add_rms_norm.reference(torch.ones(2, 3), residual, weight, 1e-5)
+        assert all(map(torch.allclose, found, wanted))
+    return sums
 
 
 def test_sums_under_way_together(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from strata.comm.mesh import Axis, Mesh
 from strata.comm.peer_copies import with_peer_copies
 from strata.comm.symmetric import with_symmetric_memory
-from strata.comm.under_way import finish_all_reduce, start_all_reduce
+from strata.comm.under_way import finish_add_rms_norm, finish_all_reduce, start_all_reduce
+from strata.kernels.norm.norm import add_rms_norm
 from tests.gpu.ranks import found_by_ranks
 
 pytestmark = pytest.mark.gpu
@@ -30,6 +31,22 @@ def steps(axis: Axis, parts: list[Tensor], weight: Tensor) -> list[Tensor]:
         for number in range(len(parts)):
             pending[number] = start(finish(pending[number]) @ weight, axis, number)
     return [finish(one) for one in pending]
+
+
+def wrong_norms(axis: Axis, device: torch.device) -> list[str]:
+    """Where the norm behind a sum has other bits than the sum, and the norm after it."""
+    start, finish = start_all_reduce.bind("cuda"), finish_all_reduce.bind("cuda")
+    wrong = []
+    for seed, (rows, width) in enumerate(((1, 4096), (7, 1024), (300, 8192), (2048, 4096))):
+        generator = torch.Generator(device).manual_seed(10 * seed + axis.index)
+        x = torch.randn(rows, width, generator=generator, device=device).bfloat16()
+        residual, weight = torch.sin(torch.arange(2.0 * width, device=device)).bfloat16().chunk(2)
+        carried = torch.stack((residual, -residual)).repeat(rows, 1)[::2]
+        wanted = add_rms_norm.bind("cuda")(finish(start(x.clone(), axis, 0)), carried, weight, 1e-5)
+        found = finish_add_rms_norm.bind("cuda")(start(x.clone(), axis, 1), carried, weight, 1e-5)
+        if not all(map(torch.equal, found, wanted)):
+            wrong.append(f"{rows} {width}")
+    return wrong
 
 
 def wrong_of(axis: Axis, device: torch.device) -> list[str]:
@@ -82,7 +99,8 @@ def main() -> None:
         axis = Mesh.of(world, {"tp": world.size}).axis("tp")
         copies = with_peer_copies(with_symmetric_memory(axis, world.device), world.device, 2, ROWS * WIDTH * 2)
         found: dict[str, Any] = {"copies": copies.copies is not None}
-        found |= {"nccl": wrong_of(axis, world.device), "copy engines": wrong_of(copies, world.device)}
+        for name, one in (("nccl", axis), ("copy engines", copies)):
+            found[name] = wrong_of(one, world.device) + wrong_norms(one, world.device)
         (Path(sys.argv[1]) / f"{world.rank}.json").write_text(json.dumps(found))
 
 

@@ -64,6 +64,13 @@ def test_sums_over_ranks_are_of_their_own_part() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_norms_behind_messages_wait_for_them() -> None:
+    graph = fuse_messages(overlap(prompts_graph(2)))
+    counts = operation_counts(graph)
+    assert counts["finish_add_rms_norm"] == counts["start_all_reduce"] == 2 * PARTS
+    assert counts["finish_all_reduce"] == 0
+
+
 def test_each_message_travels_while_the_other_part_is_computed() -> None:
     """Between two attentions: o, message, gate/up and down, message, q/k/v, each part of the rows in turn."""
     graph = overlap(prompts_graph(2))
