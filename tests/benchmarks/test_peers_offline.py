@@ -133,7 +133,8 @@ def test_turns_alternate_in_one_run(
     calls = made.calls()
     assert [call["module"] for call in calls] == ["benchmarks.peers.offline"] * 6
     asked = [call["options"][: call["options"].index("--save")] for call in calls]
-    assert asked[0] == ["--engine", "strata", "--model", "0.6B", "--tests", "T1,T3-b8", "--repeat", "2"]
+    rest = ["--tests", "T1,T3-b8", "--repeat", "2", "--tensor-parallel-size", "1"]
+    assert asked[0] == ["--engine", "strata", "--model", "0.6B", *rest]
     assert asked[1] == ["--engine", "vllm", *asked[0][2:]]
 
 
@@ -181,7 +182,7 @@ def test_a_python_without_the_engine_is_told(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--models", "9B"], "'9B' is no shape: give some of 8B, 1B"),
+        (["--models", "9B"], "'9B' is no shape: give some of 8B, 70B, 1B"),
         (["--tests", "T1,T9"], "test 'T9' is unknown"),
         (["--vllm-python", "/nowhere/python"], "/nowhere/python cannot be run"),
         (["--save", "/nowhere/results.jsonl"], "/nowhere/results.jsonl cannot be written"),
