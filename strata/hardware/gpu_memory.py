@@ -1,71 +1,43 @@
-"""The memory of GPUs as their driver counts it (NVML): of all processes, and without a context in this one, which
-itself would take some of it."""
+"""The memory of GPUs as their driver counts it: of all processes, and without a context in this one, which itself would
+take some of it."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
-_LIBRARY = "libnvidia-ml.so.1"
-_NAME_BYTES = 96
+from strata.hardware.nvml import Nvml, NvmlDevice, open_nvml
 
 
-@dataclass(frozen=True)
-class GpuMemory:
-    """name: of the product. total, used: bytes."""
+class GpuMemory(NamedTuple):
+    """Bytes."""
 
-    name: str
     total: int
     used: int
 
 
-class _Memory(ctypes.Structure):
-    """nvmlMemory_t, in NVML's header."""
+class GpuMemories:
+    """Of each GPU that this process may use."""
 
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+    def __init__(self, devices: list[NvmlDevice]) -> None:
+        self._devices = devices
 
+    @classmethod
+    def of_this_process(cls) -> GpuMemories:
+        """By NVML and CUDA_VISIBLE_DEVICES; of no GPU where there is no driver."""
+        nvml = open_nvml()
+        return cls([] if nvml is None else visible_devices(nvml, os.environ.get("CUDA_VISIBLE_DEVICES")))
 
-def gpu_memories() -> list[GpuMemory]:
-    """Of each GPU that this process may use, in the order of CUDA_VISIBLE_DEVICES; none where NVML does not tell."""
-    try:
-        library = ctypes.CDLL(_LIBRARY)
-    except OSError:
-        return []
-    return memories_by(library, os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def memories_by(library: Any, visible: str | None) -> list[GpuMemory]:
-    """library: NVML. visible: what CUDA_VISIBLE_DEVICES says: numbers and UUIDs between commas; None: all."""
-    if library.nvmlInit_v2():
-        return []
-    try:
-        handles = [_handle(library, one) for one in _chosen(library, visible)]
-        return [_memory(library, handle) for handle in handles if handle is not None]
-    finally:
-        library.nvmlShutdown()
+    def read(self) -> list[GpuMemory]:
+        """As it is now; nothing unless every device tells."""
+        found = [device.memory() for device in self._devices]
+        told = [GpuMemory(*one) for one in found if one is not None]
+        return told if len(told) == len(found) else []
 
 
-def _chosen(library: Any, visible: str | None) -> list[str]:
-    if visible is not None:
-        return [one.strip() for one in visible.split(",") if one.strip()]
-    count = ctypes.c_uint()
-    library.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    return [str(number) for number in range(count.value)]
-
-
-def _handle(library: Any, device: str) -> ctypes.c_void_p | None:
-    handle = ctypes.c_void_p()
-    if device.isdecimal():
-        failed = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(device)), ctypes.byref(handle))
-    else:
-        failed = library.nvmlDeviceGetHandleByUUID(device.encode(), ctypes.byref(handle))
-    return None if failed else handle
-
-
-def _memory(library: Any, handle: ctypes.c_void_p) -> GpuMemory:
-    name, memory = ctypes.create_string_buffer(_NAME_BYTES), _Memory()
-    library.nvmlDeviceGetName(handle, name, ctypes.c_uint(_NAME_BYTES))
-    library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-    return GpuMemory(name.value.decode(), memory.total, memory.used)
+def visible_devices(nvml: Nvml, chosen: str | None) -> list[NvmlDevice]:
+    """chosen: numbers and UUIDs between commas, as CUDA_VISIBLE_DEVICES has them; None: all. One that is not there is
+    left out."""
+    names = map(str, range(nvml.count())) if chosen is None else (name.strip() for name in chosen.split(","))
+    found = (nvml.numbered(int(name)) if name.isdecimal() else nvml.device(name) for name in names if name)
+    return [device for device in found if device is not None]

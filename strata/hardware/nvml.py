@@ -1,4 +1,4 @@
-"""What the driver tells of NVIDIA's GPUs, by NVML: clocks, power, temperature, links.
+"""What the driver tells of NVIDIA's GPUs, by NVML: clocks, power, temperature, memory, links.
 
 The library comes with the driver and is loaded by ctypes, so that no package is needed; where there is no driver, as on
 a CPU, `open_nvml` answers None. A value that a device or a virtual machine does not tell is None.
@@ -34,6 +34,12 @@ WAYS = {
 }
 
 
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
 class Nvml:
     """The library, once it is initialized. Devices are those of UUIDs, which also tells them apart where only some of
     a machine's are visible to this process."""
@@ -46,6 +52,18 @@ class Nvml:
         handle = ctypes.c_void_p()
         code = self._library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle))
         return NvmlDevice(self._library, handle) if code == 0 else None
+
+    def numbered(self, index: int) -> NvmlDevice | None:
+        """The device of a number, in the order of the PCI bus, or None if there are not so many."""
+        handle = ctypes.c_void_p()
+        code = self._library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
+        return NvmlDevice(self._library, handle) if code == 0 else None
+
+    def count(self) -> int:
+        """Devices of the machine."""
+        count = ctypes.c_uint()
+        code = self._library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        return count.value if code == 0 else 0
 
     def driver(self) -> str | None:
         """The version of the driver."""
@@ -85,6 +103,12 @@ class NvmlDevice:
         """Of `REASONS`, those why its clocks are lower than they may be."""
         bits = self._number("nvmlDeviceGetCurrentClocksThrottleReasons", kind=ctypes.c_ulonglong)
         return None if bits is None else tuple(name for bit, name in REASONS.items() if bits & bit)
+
+    def memory(self) -> tuple[int, int] | None:
+        """Bytes in all, and bytes that all processes and the driver have in use."""
+        told = _Memory()
+        code = self._library.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(told))
+        return (told.total, told.used) if code == 0 else None
 
     def pcie(self) -> tuple[int, int] | None:
         """Generation and lanes of its link to the host, as they are now: both go down while it is idle."""

@@ -1,4 +1,4 @@
-"""Memory by NVML: which GPUs, and what is read of each, by a library that stands in for it."""
+"""Memory of GPUs: which GPUs, and what is read of each, by a library that stands in for the driver's."""
 
 from __future__ import annotations
 
@@ -7,24 +7,14 @@ from typing import Any
 
 import pytest
 
-from strata.hardware import gpu_memory
-from strata.hardware.gpu_memory import GpuMemory, gpu_memories, memories_by
+from strata.hardware.gpu_memory import GpuMemories, GpuMemory, visible_devices
+from strata.hardware.nvml import Nvml
 
 GIB = 1 << 30
 
 
-class FakeNvml:
+class FakeLibrary:
     """Two GPUs; the second has the UUID GPU-two. A handle is the number of the GPU from 1."""
-
-    def __init__(self, fails: bool = False) -> None:
-        self.fails, self.open = fails, 0
-
-    def nvmlInit_v2(self) -> int:
-        self.open += not self.fails
-        return int(self.fails)
-
-    def nvmlShutdown(self) -> None:
-        self.open -= 1
 
     def nvmlDeviceGetCount_v2(self, count: Any) -> int:
         count._obj.value = 2
@@ -38,15 +28,17 @@ class FakeNvml:
         handle._obj.value = 2
         return int(uuid != b"GPU-two")
 
-    def nvmlDeviceGetName(self, handle: ctypes.c_void_p, name: Any, size: ctypes.c_uint) -> None:
-        name.value = f"H{handle.value}".encode()
-
-    def nvmlDeviceGetMemoryInfo(self, handle: ctypes.c_void_p, memory: Any) -> None:
-        found = memory._obj
-        found.total, found.used = 140 * GIB, (handle.value or 0) * GIB
+    def nvmlDeviceGetMemoryInfo(self, handle: ctypes.c_void_p, memory: Any) -> int:
+        memory._obj.total, memory._obj.used = 140 * GIB, (handle.value or 0) * GIB
+        return 0
 
 
-FIRST, SECOND = GpuMemory("H1", 140 * GIB, GIB), GpuMemory("H2", 140 * GIB, 2 * GIB)
+class SilentLibrary(FakeLibrary):
+    def nvmlDeviceGetMemoryInfo(self, handle: ctypes.c_void_p, memory: Any) -> int:
+        return 3
+
+
+FIRST, SECOND = GpuMemory(140 * GIB, GIB), GpuMemory(140 * GIB, 2 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +52,9 @@ FIRST, SECOND = GpuMemory("H1", 140 * GIB, GIB), GpuMemory("H2", 140 * GIB, 2 * 
     ],
 )
 def test_gpus_that_a_process_may_use(visible: str | None, expected: list[GpuMemory]) -> None:
-    library = FakeNvml()
-    assert memories_by(library, visible) == expected
-    assert library.open == 0
+    assert GpuMemories(visible_devices(Nvml(FakeLibrary()), visible)).read() == expected
 
 
-def test_no_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert memories_by(FakeNvml(fails=True), None) == []
-    monkeypatch.setattr(gpu_memory, "_LIBRARY", "libno-such-driver.so.1")
-    assert gpu_memories() == []
+def test_what_is_not_told_of_one_is_told_of_none() -> None:
+    assert GpuMemories(visible_devices(Nvml(SilentLibrary()), None)).read() == []
+    assert GpuMemories([]).read() == []

@@ -17,11 +17,11 @@ from strata.bench.load.connection import Client, ConnectionCut
 from strata.bench.load.request_sets import EvenLengths, RandomSet, encode
 from strata.bench.load.send import run
 from strata.bench.load.server import find_model, text_ids
-from strata.hardware.gpu_memory import gpu_memories
+from strata.hardware.gpu_memory import GpuMemories
 
 LENGTHS = EvenLengths(prompt=64, output=64)
 # Before the fault, and after the server is ready again, requests come for so long.
-_CALM_SECONDS = 1.0
+_CALM_SECONDS = 0.5
 # What was ended has so long to be gone.
 _GONE_SECONDS = 5.0
 # After which a server is not expected to be ready again, and a request is lost.
@@ -127,17 +127,18 @@ def run_rounds(test: FaultTest, show: Callable[[FaultRound], None]) -> FaultSumm
 
     Raises ValueError if the server does not start.
     """
-    start, before = time.monotonic(), _memory_used()
+    start, memories = time.monotonic(), GpuMemories.of_this_process()
+    before = _used(memories)
     found: list[FaultRound] = []
 
     async def play() -> None:
-        async for one in _rounds(test, server.process.pid, server.url, before):
+        async for one in _rounds(test, server.process.pid, server.url, memories, before):
             found.append(one)
             show(one)
 
     with served(test.arguments) as server:
         run(play())
-    memory = _above(_memory_used(), before)
+    memory = _above(_used(memories), before)
     wrong = [f"round {one.round}: {fault}" for one in found for fault in one.faults()]
     if server.exit_code != 0:
         wrong.append(f"the server ended with exit code {server.exit_code}")
@@ -164,7 +165,9 @@ def hit(number: int, ranks: int) -> tuple[int, signal.Signals]:
     return number % ranks, (signal.SIGKILL, signal.SIGSTOP)[number // ranks % 2]
 
 
-async def _rounds(test: FaultTest, server: int, url: str, memory: list[int]) -> AsyncIterator[FaultRound]:
+async def _rounds(
+    test: FaultTest, server: int, url: str, memories: GpuMemories, before: list[int]
+) -> AsyncIterator[FaultRound]:
     client = Client(url)
     try:
         model = await find_model(client, None)
@@ -176,6 +179,7 @@ async def _rounds(test: FaultTest, server: int, url: str, memory: list[int]) -> 
             if engine is None or len(engine.ranks) != test.ranks:
                 raise RuntimeError(f"the engine has not the {test.ranks} ranks that were asked for: {engine}")
             load = SteadyLoad(client, requests, test.rate, _MOST_SECONDS)
+            memory = _LeastMemory(memories, before)
             found = await _round(client, load, engine, number, rank, what, memory)
             yield found
             if found.ready is None:
@@ -191,16 +195,15 @@ async def _round(
     number: int,
     rank: int,
     what: signal.Signals,
-    memory: list[int],
+    memory: _LeastMemory,
 ) -> FaultRound:
     await asyncio.sleep(_CALM_SECONDS)
     start = time.monotonic()
     os.kill(engine.ranks[rank].pid, what)
     noticed = await _until(client, 503, start)
-    least: list[int] | None = None
     watching = asyncio.create_task(_until(client, 200, start))
     while not watching.done():
-        least = _least(least, await asyncio.to_thread(_memory_used))
+        await asyncio.to_thread(memory.look)
         await asyncio.wait([watching], timeout=_POLL_SECONDS)
     ready = await watching if noticed is not None else None
     before = load.answered
@@ -218,7 +221,7 @@ async def _round(
         lost=endings.lost,
         answered_after=endings.answered - before,
         processes_left=await _left(engine.all),
-        memory_left=_above(least or [], memory),
+        memory_left=memory.left,
     )
 
 
@@ -241,12 +244,25 @@ async def _left(processes: list[Process]) -> int:
     return left
 
 
-def _memory_used() -> list[int]:
-    return [memory.used for memory in gpu_memories()]
+class _LeastMemory:
+    """The least that GPUs had in use whenever it was looked. before: what they had before the server."""
+
+    def __init__(self, memories: GpuMemories, before: list[int]) -> None:
+        self._memories, self._before = memories, before
+        self._least: list[int] | None = None
+
+    def look(self) -> None:
+        used = _used(self._memories)
+        self._least = used if self._least is None else [min(two) for two in zip(self._least, used, strict=False)]
+
+    @property
+    def left(self) -> int | None:
+        """The most bytes by which that of a GPU is above what it was before; None where no driver tells."""
+        return _above(self._least or [], self._before)
 
 
-def _least(one: list[int] | None, other: list[int]) -> list[int]:
-    return other if one is None or len(one) != len(other) else list(map(min, one, other))
+def _used(memories: GpuMemories) -> list[int]:
+    return [memory.used for memory in memories.read()]
 
 
 def _above(used: list[int], before: list[int]) -> int | None:

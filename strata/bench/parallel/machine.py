@@ -7,7 +7,7 @@ import os
 import torch
 
 from strata.bench.parallel.plan import Machine
-from strata.hardware.gpu_memory import gpu_memories
+from strata.hardware.gpu_memory import GpuMemories
 
 
 def this_machine(device: str, ranks: int | None) -> Machine:
@@ -22,6 +22,6 @@ def this_machine(device: str, ranks: int | None) -> Machine:
     if device == "cuda" and not gpus:
         raise ValueError("--device cuda: torch sees no GPU here; --device cpu measures processes")
     if gpus:
-        memories = [memory.total for memory in gpu_memories()]
+        memories = [memory.total for memory in GpuMemories.of_this_process().read()]
         return Machine("cuda", gpus, min(memories) if len(memories) == gpus else None)
     return Machine("cpu", ranks or 2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -10,8 +10,8 @@ from strata.bench.result import provenance, report
 from strata.cli import options
 from strata.cli.bench.options import AsJson, LoadFormat, Model, Save
 
-# In which a rank 0 that says nothing is taken for dead; the other ranks are watched by it.
-_ENGINE_TIMEOUT = 5
+# In which a rank 0 that says nothing is taken for dead. It watches the others, and names one that stops after 10 s.
+_ENGINE_TIMEOUT = 12
 _MAX_MODEL_LEN = 1024
 
 

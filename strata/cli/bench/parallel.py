@@ -20,7 +20,7 @@ def parallel(
     ] = "0.6B,8B,70B,30B-A3B",
     tests: Annotated[
         str, typer.Option(help="Between commas: T0 (start), T1, T2, T3-bN, T4, and comm (messages alone).")
-    ] = "comm,T0,T2,T1,T4",
+    ] = "comm,T2,T1,T4,T0",
     dtype: options.Dtype = "bfloat16",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     repeat: Annotated[int, typer.Option(min=1, help="Repetitions of each test but T0; the median counts.")] = 3,

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
@@ -22,6 +24,7 @@ from strata.bench.faults.server import served
 from strata.bench.load.connection import Client
 from strata.bench.load.request_sets import Ask, encode
 from strata.cli.main import app
+from strata.hardware.gpu_memory import GpuMemory
 from tests.cli.fake_server import FakeServer
 
 GOOD = FaultRound(1, 0, "SIGKILL", 0.3, 12.0, "the engine is gone", 30, 90, 0, 16, 0, 5 << 20)
@@ -111,8 +114,12 @@ def test_memory_that_is_left_is_of_the_gpu_with_the_most() -> None:
     assert rounds._above([5, 9], [4, 2]) == 7
     assert rounds._above([1, 2], [4, 2]) == 0
     assert rounds._above([], []) is None
-    assert rounds._least(None, [3, 4]) == [3, 4]
-    assert rounds._least([3, 4], [5, 1]) == [3, 1]
+    readings = iter([[GpuMemory(10, 9), GpuMemory(10, 8)], [GpuMemory(10, 4), GpuMemory(10, 9)]])
+    watched = rounds._LeastMemory(cast(Any, SimpleNamespace(read=lambda: next(readings))), [1, 7])
+    assert watched.left is None
+    watched.look()
+    watched.look()
+    assert watched.left == 3
 
 
 def test_a_server_that_does_not_start_is_told_with_its_own_words() -> None:
