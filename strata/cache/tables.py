@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +22,22 @@ from strata.models.batch import Batch
 Int32Array = NDArray[np.int32]
 
 
+class Share(NamedTuple):
+    """What one of several ranks runs of a step that they divide: i is `counts[i]` tokens of a sequence from `starts[i]`
+    on, whose slot is `slots[i]`; [pieces] int32 each."""
+
+    slots: Int32Array
+    starts: Int32Array
+    counts: Int32Array
+
+
 @dataclass(frozen=True)
 class BufferShape:
     """How many of each a step buffer holds. `draws`: rows that are sampled.
 
     prompts: of a recorded step, most sequences that are no decodes, for which cuDNN attends; None: any number. fresh:
     of one, all are prompts without tokens from before it, so cuDNN reads its own keys and values instead of pages.
+    ranks: how many divide the tokens of the step, each with as many rows; it writes the keys and values of all.
     """
 
     tokens: int
@@ -34,6 +45,7 @@ class BufferShape:
     draws: int
     prompts: int | None = None
     fresh: bool = False
+    ranks: int = 1
 
     def sizes(self) -> dict[str, int]:
         """Elements of each field in the order of the buffer."""
@@ -42,7 +54,7 @@ class BufferShape:
             "tokens": self.tokens,
             "sources": self.tokens,
             "positions": self.tokens,
-            "slot_mapping": self.tokens,
+            "slot_mapping": self.tokens * self.ranks,
             "offsets": self.sequences + 1,
             "starts": self.sequences,
             "decode_lengths": self.sequences,
@@ -50,6 +62,7 @@ class BufferShape:
             "lengths": self.sequences,
             "table_rows": self.sequences,
             "rows": self.draws,
+            "chosen": self.draws if self.ranks > 1 else 0,
             "draw_slots": self.draws,
             "temperatures": self.draws,
             "steps": self.draws,
@@ -71,7 +84,8 @@ class StepBuffer:
     positions, slot_mapping, offsets, lengths: see `Batch` and `PagedKV`.
     table_rows: [sequences] which rows of the block tables are theirs.
     starts, decode_lengths, bounds: see `BatchParts`; only `divide` fills them.
-    rows: [draws] row of the hidden states that is sampled.
+    rows: [draws] row of the hidden states that is sampled. chosen: [draws], of a step that ranks divide; see
+        `strata.graph.divide_tokens`.
     draw_slots: [draws] slot that receives the id.
     temperatures, top_p, min_p: [draws] the bits of a float32 each. top_k: [draws], 0 for no limit.
     seeds: [2 * draws] an int64 each.
@@ -107,17 +121,20 @@ class StepBuffer:
         np.cumsum(counts, out=offsets[1 : sequences + 1])
         host["lengths"][:sequences] = starts + counts
         host["table_rows"][:sequences] = slots
-        if tokens == sequences:  # all decode
-            owner, position = np.arange(sequences), starts
-        else:
-            owner = np.repeat(np.arange(sequences), counts)
-            position = np.arange(tokens, dtype=np.int32) - (offsets[:sequences] - starts)[owner]
-        host["positions"][:tokens] = position
-        page, offset = np.divmod(position, page_size)
-        host["slot_mapping"][:tokens] = tables.rows[slots[owner], page] * page_size + offset
+        host["positions"][:tokens], host["slot_mapping"][:tokens] = _placed(
+            tables, page_size, slots, starts, counts, offsets[:sequences]
+        )
         if sequences < self.shape.sequences:
             host["table_rows"][sequences:] = tables.padding
             self._pad(sequences, tokens)
+
+    def place_written(self, tables: BlockTables, page_size: int, shares: Sequence[Share]) -> None:
+        """Let the step, which ranks divide, write the keys and values of all shares, not of the one placed alone."""
+        mapping = self.host["slot_mapping"].reshape(len(shares), -1)
+        mapping.fill(-1)
+        for slots, share in zip(mapping, shares, strict=True):
+            ends = np.cumsum(share.counts, dtype=np.int32)
+            slots[: ends[-1] if len(ends) else 0] = _placed(tables, page_size, *share, ends - share.counts)[1]
 
     def _pad(self, sequences: int, tokens: int) -> None:
         host = self.host
@@ -183,3 +200,22 @@ class StepBuffer:
         if on_cpu:
             pages = planned(pages, t["offsets"], windows)
         return Batch(tokens, t["positions"], t["offsets"], longest, pages)
+
+
+def _placed(
+    tables: BlockTables,
+    page_size: int,
+    slots: Int32Array,
+    starts: Int32Array,
+    counts: Int32Array,
+    offsets: Int32Array,
+) -> tuple[Int32Array, Int32Array]:
+    """Position of each token, and where its key and value go. offsets: of each sequence the first token's row."""
+    sequences, tokens = len(slots), int(counts.sum())
+    if tokens == sequences:  # all decode
+        owner, position = np.arange(sequences), starts
+    else:
+        owner = np.repeat(np.arange(sequences), counts)
+        position = np.arange(tokens, dtype=np.int32) - (offsets - starts)[owner]
+    page, offset = np.divmod(position, page_size)
+    return position, tables.rows[slots[owner], page] * page_size + offset

@@ -12,6 +12,7 @@ import torch
 
 from strata.cache.pool import PoolShape
 from strata.cache.tables import BufferShape
+from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.sampling_params import RANGES, check_integer
 from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart, why_no_plan
@@ -23,7 +24,7 @@ from strata.models.folder import located
 from strata.parallel.serving_shard import TENSOR_AXIS
 
 # The axes of the ranks' mesh, from the outermost, and the options that give their sizes.
-_AXES = {TENSOR_AXIS: "tensor_parallel_size"}
+_AXES = {CONTEXT_AXIS: "prefill_context_parallel_size", TENSOR_AXIS: "tensor_parallel_size"}
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,13 @@ class EngineConfig:
         fills steps up to max_num_batched_tokens, which ends a batch sooner. It needs a device whose peaks are known.
     tensor_parallel_size: ranks that divide each matrix among them; each is a process with a GPU of its own, or with its
         share of a CPU's cores.
+    prefill_context_parallel_size: ranks that hold the model alike, or by as many ranks each as divide its matrices, and
+        divide the tokens of long prompts among them.
     overlap_tokens: with several ranks, steps with prompts of so many tokens or more divide their rows in two, and the
         messages of one half travel while the products of the other run; None: of as many as a cost model says that it
         pays for; 0: none do. Not in deterministic mode.
-    enable_expert_parallel: those ranks have different experts of a mixture, each whole, instead of a part of every one.
+    enable_expert_parallel: ranks that divide matrices have different experts of a mixture, each whole, instead of a
+        part of every one.
     enable_dp_attention: those ranks have sequences of their own and all else than experts whole: each its own KV pages,
         and max_num_seqs, max_num_batched_tokens and num_pages of its own. Of mixtures, with enable_expert_parallel.
     enable_eplb: experts that are chosen often get copies and move between the ranks while the engine runs.
@@ -77,6 +81,7 @@ class EngineConfig:
     num_pages: int | None = None
     step_target_ms: float | None = None
     tensor_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
     overlap_tokens: int | None = 0
     enable_expert_parallel: bool = False
     enable_dp_attention: bool = False
@@ -128,6 +133,13 @@ class EngineConfig:
         """Processes of the engine; each has a GPU, or its share of a CPU's cores."""
         return math.prod(self.axis_sizes.values())
 
+    def places(self, rank: int) -> dict[str, int]:
+        """Where a rank is along each axis."""
+        found = {}
+        for axis, size in reversed(self.axis_sizes.items()):
+            rank, found[axis] = divmod(rank, size)
+        return found
+
     @property
     def redundant_slots(self) -> int | None:
         """See `RankShard.of`."""
@@ -149,6 +161,11 @@ class EngineConfig:
                 "enable_dp_attention=True lets ranks with sequences of their own share the experts of a mixture: it "
                 "needs enable_expert_parallel=True and a tensor_parallel_size over 1; for engines that share nothing "
                 "give data_parallel_size"
+            )
+        if self.enable_dp_attention and self.prefill_context_parallel_size > 1:
+            raise ValueError(
+                f"prefill_context_parallel_size={self.prefill_context_parallel_size} divides the tokens of a step that "
+                "all ranks have, and with enable_dp_attention=True each has tokens of its own; leave out one of them"
             )
         if self.enable_dp_attention and self.enable_eplb:
             raise ValueError(

@@ -123,11 +123,13 @@ NOTHING = StepPlan((), (), (), (), 0)
 
 
 class PlanArrays:
-    """A plan's chunks as arrays: slot, first token and tokens of each, tokens of its sequence and rows of the step up
-    to its last; and of each draw the slot, the tokens before it, and the row of the step that it samples."""
+    """A plan's tokens, and its chunks as arrays: slot, first token and tokens of each, tokens of its sequence and rows
+    of the step up to its last; and of each draw the slot, the tokens before it, and the row of the step that it
+    samples."""
 
     def __init__(self, plan: StepPlan) -> None:
         chunks = plan.chunks
+        self.tokens = plan.tokens
         slots = [chunk.slot for chunk in chunks]
         draws = [len(chunk.draws) for chunk in chunks]
         self.slots = np.array(slots, dtype=np.int32)

@@ -10,7 +10,6 @@ from typing import Protocol
 import numpy as np
 import torch
 from llguidance import LLMatcher
-from numpy.typing import NDArray
 from torch import Tensor
 
 from strata.cache.block_tables import BlockTables, table_pages
@@ -19,11 +18,13 @@ from strata.cache.staging import Staging
 from strata.cache.tables import BufferShape, StepBuffer
 from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS
-from strata.engine.plan import NewSequence, PlanArrays, StepPlan, UndrawnStep
+from strata.engine.plan import PlanArrays, StepPlan, UndrawnStep
 from strata.engine.ranks.step_room import StepRoom
+from strata.engine.ranks.token_division import RankStep, TokenDivision
 from strata.engine.recorded_steps import RecordedSteps, draw_inputs, step_inputs
-from strata.engine.sampler import DrawRow, LogprobTensors, Sampler, filters, is_special
+from strata.engine.sampler import DrawRow, LogprobTensors, Sampler
 from strata.engine.step_graphs import DrawStep, StepGraphs
+from strata.engine.steps.slots import SlotState, meets
 from strata.engine.transfer import send
 from strata.graph.cudagraph import CudaGraphs, Recordings
 from strata.kernels.attention.virtual_sequences import fresh_rows
@@ -33,7 +34,8 @@ from strata.kernels.sampling.sampling import likeliest
 @dataclass(frozen=True)
 class RunnerConfig:
     """max_sequences: slots; max_tokens: tokens of one step; max_length: tokens of one sequence; windows: the different
-    ones of the model's attention layers; heads: of its queries; mask_ids: how many ids a mask of a grammar tells of."""
+    ones of the model's attention layers; heads: of its queries; mask_ids: how many ids a mask of a grammar tells of;
+    division: how ranks divide the tokens of steps, if they do."""
 
     max_sequences: int
     max_tokens: int
@@ -41,6 +43,7 @@ class RunnerConfig:
     windows: frozenset[int | None]
     heads: int
     mask_ids: int
+    division: TokenDivision | None = None
 
 
 @dataclass(frozen=True)
@@ -106,56 +109,6 @@ class StepObserver(Protocol):
     def end(self) -> None: ...
 
 
-class SlotState:
-    """What the host keeps of each slot: the sequence that has it, as the scheduler told, and how that one samples."""
-
-    def __init__(self, slots: int) -> None:
-        self.sequences: list[NewSequence | None] = [None] * slots
-        self.known = np.zeros(slots, np.int32)  # ids that the host has
-        self.prompt_lengths = np.zeros(slots, np.int32)
-        self.temperatures: NDArray[np.float32] = np.zeros(slots, np.float32)
-        self.seeds: NDArray[np.int64] = np.zeros(slots, np.int64)
-        self.top_k: NDArray[np.int32] = np.zeros(slots, np.int32)
-        self.top_p: NDArray[np.float32] = np.ones(slots, np.float32)
-        self.min_p: NDArray[np.float32] = np.zeros(slots, np.float32)
-        # Slots that do not draw greedily from the logits as they are; `scored`: whose prompts are.
-        self.sampled: set[int] = set()
-        self.filtered: set[int] = set()
-        self.special: set[int] = set()
-        self.constrained: set[int] = set()
-        self.scored: set[int] = set()
-
-    def __getitem__(self, slot: int) -> NewSequence:
-        sequence = self.sequences[slot]
-        assert sequence is not None, f"slot {slot} has no sequence"
-        return sequence
-
-    def start(self, sequence: NewSequence) -> None:
-        slot, sampling = sequence.slot, sequence.sampling
-        self.sequences[slot] = sequence
-        self.known[slot], self.prompt_lengths[slot] = len(sequence.tokens), sequence.prompt_length
-        self.temperatures[slot], self.seeds[slot] = sampling.temperature, sequence.seed
-        self.top_k[slot], self.top_p[slot], self.min_p[slot] = sampling.top_k, sampling.top_p, sampling.min_p
-        for slots, has_it in (
-            (self.sampled, sampling.temperature > 0),
-            (self.filtered, sampling.temperature > 0 and filters(sampling)),
-            (self.special, is_special(sampling)),
-            (self.constrained, sequence.constrained),
-            (self.scored, sequence.prompt_logprobs is not None),
-        ):
-            (slots.add if has_it else slots.discard)(slot)
-
-    def end(self, slot: int) -> None:
-        self.sequences[slot] = None
-        for slots in (self.sampled, self.filtered, self.special, self.constrained, self.scored):
-            slots.discard(slot)
-
-
-def meets(some: set[int], slots: list[int]) -> bool:
-    """Whether any of `slots` is among some, which mostly are none."""
-    return bool(some) and not some.isdisjoint(slots)
-
-
 class Runner:
     """Owns the KV pool, the block tables and each slot's newest id; learns of sequences from plans alone.
 
@@ -175,6 +128,8 @@ class Runner:
         # One id more than slots: padding rows of a CUDA graph read and write the last one.
         self._newest = torch.zeros(config.max_sequences + 1, dtype=torch.int32, device=device)
         largest = BufferShape(config.max_tokens, config.max_sequences + 1, config.max_sequences).size
+        if config.division is not None:
+            largest = max(largest, config.division.largest(config.max_tokens, config.max_sequences).size)
         # Two, so that a step can be prepared while the one before it has not left its buffer.
         self._staging = [Staging(largest, device) for _ in range(2)]
         pinned = device.type == "cuda"
@@ -212,10 +167,12 @@ class Runner:
             self.pool.copy_pages(plan.copies)
         arrays = PlanArrays(plan)
         self._admit(plan)
-        bucket = self._bucket(plan, arrays) if room is None else self._common_bucket(room)
+        share, bucket = self._share(plan, arrays), None
+        if share is None:
+            bucket = self._bucket(plan, arrays) if room is None else self._common_bucket(room)
         self._enter_pages(plan, recorded=bucket is not None)
         if bucket is None:
-            launched = self._launch_eager(plan, arrays, room)
+            launched = self._launch_eager(plan, share or arrays, room)
         else:
             launched = self._launch_recorded(plan, arrays, bucket)
         if self.observer is not None and isinstance(launched, Launched):
@@ -257,10 +214,7 @@ class Runner:
         if self._recorded is None:
             return None
         size = plan.tokens, len(plan.chunks), len(arrays.drawn), arrays.prompts
-        scored, lengths = self._slots.scored, self._slots.prompt_lengths
-        scores = bool(scored) and any(
-            chunk.slot in scored and chunk.start < lengths[chunk.slot] - 1 for chunk in plan.chunks
-        )
+        scores = self._scores(plan)
         bucket = None
         if arrays.are_decodes:
             bucket = self._recorded.decode_bucket(len(plan.chunks))
@@ -270,6 +224,20 @@ class Runner:
         if bucket is None:
             self._recorded.count_unrecorded(*size, scores)
         return bucket
+
+    def _scores(self, plan: StepPlan) -> bool:
+        scored, lengths = self._slots.scored, self._slots.prompt_lengths
+        return bool(scored) and any(
+            chunk.slot in scored and chunk.start < lengths[chunk.slot] - 1 for chunk in plan.chunks
+        )
+
+    def _share(self, plan: StepPlan, arrays: PlanArrays) -> RankStep | None:
+        """What this rank runs of a step that it divides with others; None if each runs all of it. Prompts that are
+        scored need the hidden states of all tokens."""
+        division = self._config.division
+        if division is None or not division.pays(arrays) or self._scores(plan):
+            return None
+        return division.divide(arrays)
 
     def _common_bucket(self, room: StepRoom) -> BufferShape | None:
         """The recorded size that all ranks take for their steps."""
@@ -288,7 +256,7 @@ class Runner:
     def _launch_recorded(self, plan: StepPlan, arrays: PlanArrays, bucket: BufferShape) -> Launched | Undrawn:
         assert self._recorded is not None
         buffer = self._recorded.buffer(bucket, self._staging[0])
-        self._fill(buffer, plan, arrays)
+        self._fill(buffer, arrays)
         if bucket.tokens != bucket.sequences:
             buffer.divide(arrays.counts, recorded=True)
         self._send(buffer, plan)
@@ -300,19 +268,22 @@ class Runner:
         return undrawn if meets(self._slots.constrained, arrays.drawn) else self._draw(undrawn)
 
     def _launch_eager(self, plan: StepPlan, arrays: PlanArrays, room: StepRoom | None) -> Launched | Undrawn:
-        draws = len(arrays.drawn)
-        if room is None:
-            shape = BufferShape(plan.tokens, len(plan.chunks), draws)
-            longest = 1 if arrays.are_decodes else int(arrays.counts.max())
-            scores = meets(self._slots.scored, arrays.slots.tolist())
-        else:
+        draws, share = len(arrays.drawn), arrays if isinstance(arrays, RankStep) else None
+        if room is not None:
             shape, longest, scores = room.shape(plan), room.longest(plan), room.scored
+        else:
+            shape = BufferShape(plan.tokens, len(plan.chunks), draws) if share is None else share.shape
+            longest = 1 if arrays.are_decodes else int(arrays.counts.max(initial=1))
+            scores = share is None and meets(self._slots.scored, arrays.slots.tolist())
         buffer = StepBuffer(shape, self._staging[0], self._staging[0].target(shape.size))
-        missing = self._fill(buffer, plan, arrays)
+        missing = self._fill(buffer, arrays)
+        if share is not None:
+            buffer.place_written(self._tables, self.pool.shape.page_size, share.shares)
+            buffer.host["chosen"][:] = share.chosen
         parts = buffer.divide(arrays.counts, recorded=False) if longest > 1 else None
         self._send(buffer, plan)
         page_size, tables, recorded = self.pool.shape.page_size, self._tables.on_device, self._recorded
-        if parts is not None and recorded is not None and recorded.library_takes(plan.tokens, arrays.prompts):
+        if parts is not None and recorded is not None and recorded.library_takes(arrays.tokens, arrays.prompts):
             given = step_inputs(buffer, tables, page_size, self._newest)
             tokens, tables, parts = recorded.divide(given, parts)
         else:
@@ -325,6 +296,9 @@ class Runner:
             hidden = self._graphs.hidden.forward(batch)
             prompt_logprobs = tuple(self._prompt_logprobs(plan, hidden))
             logits = self._graphs.head.forward(hidden.index_select(0, buffer.tensors["rows"]))
+        elif share is not None:
+            assert self._graphs.divided is not None
+            logits = self._graphs.divided.forward(batch, buffer.tensors["rows"], buffer.tensors["chosen"])
         else:
             logits = self._graphs.logits_of(plan.tokens).forward(batch, buffer.tensors["rows"])
         if not draws:
@@ -404,9 +378,9 @@ class Runner:
                 entered = chunk.start // self.pool.shape.page_size if recorded and chunk.count == 1 else None
                 self._tables.update(chunk.slot, chunk.first_page, chunk.new_pages, entered)
 
-    def _fill(self, buffer: StepBuffer, plan: StepPlan, arrays: PlanArrays) -> bool:
+    def _fill(self, buffer: StepBuffer, arrays: PlanArrays) -> bool:
         """Write what the step runs and draws; returns whether ids are missing that only the device knows."""
-        host, state, slots, tokens = buffer.host, self._slots, arrays.slots, plan.tokens
+        host, state, slots, tokens = buffer.host, self._slots, arrays.slots, arrays.tokens
         buffer.place(self._tables, self.pool.shape.page_size, slots, arrays.starts, arrays.counts)
         drawn_here = arrays.starts >= state.known[slots]  # its one token is what its slot drew last
         host["tokens"][:tokens] = 0
@@ -416,9 +390,8 @@ class Runner:
             host["sources"][:tokens] = -1
             host["sources"][arrays.last_rows[drawn_here]] = slots[drawn_here]
             for index in np.flatnonzero(~drawn_here).tolist():
-                chunk, end = plan.chunks[index], int(arrays.last_rows[index]) + 1
-                ids = state[chunk.slot].tokens[chunk.start : chunk.start + chunk.count]
-                host["tokens"][end - chunk.count : end] = ids
+                start, count, row = (int(field[index]) for field in (arrays.starts, arrays.counts, arrays.last_rows))
+                host["tokens"][row + 1 - count : row + 1] = state[int(slots[index])].tokens[start : start + count]
         draw_slots = arrays.draw_slots
         drawn = len(arrays.drawn)
         host["rows"][:drawn] = arrays.draw_rows

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import torch
+
 from strata.cache.pool import PoolShape
-from strata.engine.scheduling.step_times import StepTimes
+from strata.comm.mesh import Axis
+from strata.engine.ranks.token_division import DivisionTimes, TokenDivision
+from strata.engine.scheduling.step_times import LINK, MESSAGE_SECONDS, StepTimes
 from strata.engine.step_graphs import StepGraphs
 from strata.graph.cost import StepCosts, meta_indices, meta_pages, step_costs
 from strata.hardware.figures import Device
 from strata.hardware.links import Link, link_of
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import recognize
+from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.models.batch import Batch
 
 
@@ -37,6 +42,22 @@ def _link(device: Device) -> Link | None:
         return link_of(device)
     except ValueError:
         return None
+
+
+def token_division(
+    graphs: StepGraphs, shape: PoolShape, context: Axis, device: torch.device, recorded: int
+) -> TokenDivision:
+    """How the ranks along `context` divide the tokens of steps, and which. recorded: see `step_times`."""
+    times, kind = None, implementations_for(device)
+    if kind == "cuda":
+        product = DeviceLimits.of(device).product
+        found, known = step_times(graphs, shape, product, recorded), recognize(product)
+        link = _link(known) if known is not None else None
+        if found is not None and link is not None:
+            token = 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
+            message, way = link.seconds(context.size - 1, 0) + MESSAGE_SECONDS, token / (link.bandwidth * LINK)
+            times = DivisionTimes(found, shape.layers * message, shape.layers * way)
+    return TokenDivision.on(device.type, context.size, context.index, times)
 
 
 def least_costs(graphs: StepGraphs, shape: PoolShape) -> StepCosts:

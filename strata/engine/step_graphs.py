@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from strata.comm.mesh import Axis
 from strata.comm.operations import Along
+from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.sampler import DrawInputs, draw_ids
 from strata.graph.bind import NO_AXES, bind
@@ -21,6 +23,7 @@ from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
 from strata.graph.cost import operation_counts
 from strata.graph.count_experts import count_experts
+from strata.graph.divide_tokens import divide_tokens
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.fuse_attention import fuse_decode_attention
 from strata.graph.fuse_messages import fuse_messages
@@ -57,6 +60,7 @@ class StepGraphs:
     logits: Batch and rows [rows] int32 to the logits of these tokens alone; for any step.
     overlapped_logits: the same for steps of `overlap_tokens` or more, in which messages between ranks travel while
         products run; None where there is none.
+    divided: the same of a step whose tokens ranks divide, see `divide_tokens`; None where none do.
     decode_small_batch, decode_large_batch: for batches in which every sequence has one new token, Batch to logits
         [tokens, vocabulary]; products of the first take up norms and gating. None where no steps are recorded.
     recorded_inputs, mixed_inputs, prompt_inputs: StepInputs to tokens and block tables: of recorded steps; of others in
@@ -73,6 +77,7 @@ class StepGraphs:
     head: fx.GraphModule
     logits: fx.GraphModule
     overlapped_logits: fx.GraphModule | None
+    divided: fx.GraphModule | None
     decode_small_batch: fx.GraphModule | None
     decode_large_batch: fx.GraphModule | None
     recorded_inputs: fx.GraphModule
@@ -213,10 +218,12 @@ def step_graphs(
     shard: RankShard | None = None,
     experts: MovingExperts | None = None,
     overlap: Overlap = NO_OVERLAP,
+    context: Axis | Along | None = None,
 ) -> StepGraphs:
     """Capture a model, run the passes, and bind for `kind` (see `Operation.bind`). table: of the device, if it has one.
     shard: of the rank whose model it is, where several share one; a rank of one sums as they do in deterministic mode.
     experts: where its experts may move. overlap: from which number of tokens on messages travel while products run.
+    context: along which ranks divide the tokens of steps.
 
     Raises NotImplementedError if an operation has no implementation there. Only on CUDA, and not in deterministic mode,
     are there implementations for which the passes pay that look at the number of rows.
@@ -225,7 +232,9 @@ def step_graphs(
     counts = operation_counts(captured) + operation_counts(head)
     if shard is not None:
         captured, head = (_of_rank(graph, shard, experts, deterministic) for graph in (captured, head))
-    axes = NO_AXES if shard is None else shard.axes
+    axes = dict(NO_AXES if shard is None else shard.axes)
+    if context is not None:
+        axes[CONTEXT_AXIS] = context
     part = None if shard is None or shard.own_tokens else VocabularyPart.of(shard)
     by_rows = kind == "cuda" and not deterministic
 
@@ -248,7 +257,9 @@ def step_graphs(
     def bound(graph: fx.GraphModule) -> fx.GraphModule:
         return bind(graph, kind, deterministic, axes)
 
-    small = large = None
+    small = large = divided = None
+    if context is not None and context.size > 1:
+        divided = bound(with_messages(divide_tokens(any_step(), Along(CONTEXT_AXIS, context.size))))
     if by_rows:
         small = bound(fuse_products(fuse_decode_attention(whole())))
         large = bound(fuse_decode_attention(whole()))
@@ -259,6 +270,7 @@ def step_graphs(
     return StepGraphs(
         logits=bound(with_messages(logits)),
         overlapped_logits=None if overlap_tokens is None else bound(with_messages(overlap_messages(any_step()))),
+        divided=divided,
         hidden=bound(fuse(merge(captured))),
         head=bound(head),
         decode_small_batch=small,

@@ -12,7 +12,7 @@ from torch import fx
 from strata.graph.capture import operation_of, reads_state
 
 # What is no operation, and treats each token alone as the model layers call it.
-ROWWISE: set[Any] = {operator.add, getitem, "flatten", "split_with_sizes", "to"}
+ROWWISE: set[Any] = {operator.add, getitem, "flatten", "unflatten", "split_with_sizes", "to"}
 
 
 def gather_after_attention(graph: fx.GraphModule) -> fx.GraphModule:

@@ -32,6 +32,8 @@ def combine(name: str, parts: Sequence[Tensor], others: tuple[Any, ...]) -> Any:
         while len(parts) > 1:
             parts = [add(*parts[at : at + 2]) for at in range(0, len(parts), 2)]
         return parts[0]
+    if name in ("gather_tokens", "gather_keys_values"):
+        return torch.cat(list(parts))
     if name == "all_gather":
         return torch.cat(list(parts), others[1])
     if name == "dispatch_rows":
@@ -57,6 +59,8 @@ def run_in_lockstep(
                     known[node] = own_rows
                 continue
             shared = combine(operation.name, [args[0] for args in called], called[0][1:])
+            if operation.name == "gather_keys_values":
+                shared = shared, combine(operation.name, [args[2] for args in called], ())
             for node, known in zip(nodes, values, strict=True):
                 known[node] = _own(shared)
             continue

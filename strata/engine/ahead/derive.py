@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 
 from strata.cache.pages import PageAllocator
 from strata.cache.pool import KVPool
-from strata.comm.operations import all_gather
+from strata.comm.operations import Along, all_gather
 from strata.comm.symmetric import imagined
 from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS, Ledger
@@ -25,6 +25,7 @@ from strata.engine.loop import EngineLoop
 from strata.engine.plan import StepPlan
 from strata.engine.ranks.expert_balance import expert_tables
 from strata.engine.ranks.rank import share_of
+from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.request import Request
 from strata.engine.runner import Launched, PromptLogprobs, Runner, RunnerConfig
@@ -77,7 +78,7 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
     """
     config, _ = weights.resolve(asked.model, asked.load_format)
     own, shard = config, None
-    if asked.ranks > 1:  # they all launch what the first does
+    if asked.tensor_parallel_size > 1:  # they all launch what the first does
         own = share_of(asked, config, 0).config
         shard = share_of(asked, shortened(config), 0, imagined(TENSOR_AXIS, asked.tensor_parallel_size))
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits)
@@ -120,14 +121,18 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
     table = tuned.read(DeviceLimits.of(META).product)
     experts = expert_tables(shard, META) if shard is not None and asked.enable_eplb else None
     overlap = Overlap(asked.overlap_tokens, recognize(DeviceLimits.of(META).product))
-    graphs = step_graphs(model, implementations_for(META), asked.deterministic, table, shard, experts, overlap)
-    if shard is not None:
+    parts = asked.prefill_context_parallel_size
+    context = Along(CONTEXT_AXIS, parts) if parts > 1 else None
+    division = TokenDivision.on("cuda", parts, 0) if parts > 1 else None
+    graphs = step_graphs(model, implementations_for(META), asked.deterministic, table, shard, experts, overlap, context)
+    if asked.ranks > 1:
         _leave_messages_out(graphs)
+    if shard is not None:
         graphs = replace(graphs, part=_part(shard))
     pages = PageAllocator(asked.num_pages or _PAGES, asked.page_size)
     windows, heads = frozenset(own.windows), own.num_heads
     runner_config = RunnerConfig(
-        asked.max_num_seqs, sizes.max_tokens, sizes.max_length, windows, heads, config.vocab_size
+        asked.max_num_seqs, sizes.max_tokens, sizes.max_length, windows, heads, config.vocab_size, division
     )
     runner = _NotingRunner(graphs, KVPool(sizes.pool, pages.num_pages, META), runner_config, META)
     runner.record(sizes.recorded)

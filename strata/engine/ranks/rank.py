@@ -44,13 +44,14 @@ class OneRank:
 
 
 def share_of(asked: EngineConfig, config: ModelConfig, index: int, axis: Axis | None = None) -> RankShard:
-    """What rank `index` of such an engine has of a model of `config`. axis: of all ranks, where it is known.
+    """What rank `index` of such an engine has of a model of `config`. axis: along which they divide matrices, where it
+    is known.
 
     Raises ValueError if they cannot share it.
     """
     by_experts, redundant = asked.enable_expert_parallel, asked.redundant_slots
     size = asked.tensor_parallel_size
-    own_tokens = asked.enable_dp_attention
+    own_tokens, place = asked.enable_dp_attention, asked.places(index)[TENSOR_AXIS]
     return RankShard.of(
-        config, size, index, axis, expert_parallel=by_experts, redundant=redundant, own_tokens=own_tokens
+        config, size, place, axis, expert_parallel=by_experts, redundant=redundant, own_tokens=own_tokens
     )

@@ -85,8 +85,9 @@ def abort(world: World) -> None:
     """Break off what waits for a rank that has ended."""
     world.on_shutdown.clear()
     if world.device.type == "cuda":  # gloo sees by itself that a connection has ended
-        with suppress(Exception):
-            distributed_c10d._get_default_group()._get_backend(world.device).abort()
+        for group in list(distributed_c10d._world.pg_names):
+            with suppress(Exception):
+                group._get_backend(world.device).abort()
 
 
 @contextmanager

@@ -17,10 +17,12 @@ from strata.engine.faults import memory_explained
 from strata.engine.ledger import Ledger, plan_memory
 from strata.engine.ranks.expert_balance import RankExperts
 from strata.engine.ranks.rank import Rank, share_of
+from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.recorded_steps import RecordedSteps
 from strata.engine.runner import Runner, RunnerConfig
 from strata.engine.startup.clock import Log, StartupClock
 from strata.engine.startup.library import has_library_plan, library_scales, without_library
+from strata.engine.step_cost import token_division
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
 from strata.graph.overlap import PARTS, most_rows
 from strata.hardware.specs import recognize
@@ -90,7 +92,7 @@ def build_executor(
     own_kernels = _runs_own_kernels(asked, device, log)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank.size))
-    shard = share_of(asked, config, rank.index) if rank.size > 1 else None
+    shard = share_of(asked, config, rank.index) if asked.tensor_parallel_size > 1 else None
     own = config if shard is None else shard.config
     sizes = EngineSizes.of(asked, own, device, DeviceLimits.of(device) if own_kernels else None)
     kernels = None
@@ -117,6 +119,7 @@ def build_executor(
         axes = rank.join(device)
         overlapped = _overlapped_bytes(asked, own, sizes)
         axes[TENSOR_AXIS] = with_peer_copies(axes[TENSOR_AXIS], device, PARTS, overlapped)
+        context = axes.get(CONTEXT_AXIS)
         experts, tables = None, None
         if shard is not None:
             shard = replace(shard, axes=axes)
@@ -128,11 +131,14 @@ def build_executor(
         kind = implementations_for(device)
         table = tuned.read(DeviceLimits.of(device).product) if kind == "cuda" else {}
         overlap = Overlap(asked.overlap_tokens, recognize(DeviceLimits.of(device).product) if kind == "cuda" else None)
-        graphs = step_graphs(model, kind, asked.deterministic, table, shard, tables, overlap)
+        graphs = step_graphs(model, kind, asked.deterministic, table, shard, tables, overlap, context)
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool = KVPool(pool_shape, ledger.pages, device)
     windows, heads = frozenset(own.windows), own.num_heads
-    runner_config = RunnerConfig(asked.max_num_seqs, sizes.max_tokens, max_length, windows, heads, mask_ids)
+    division = None
+    if context is not None and context.size > 1:
+        division = token_division(graphs, pool_shape, context, device, sizes.recorded_tokens)
+    runner_config = RunnerConfig(asked.max_num_seqs, sizes.max_tokens, max_length, windows, heads, mask_ids, division)
     runner = Runner(graphs, pool, runner_config, device)
     kernels_are_ready = False
     if kernels is not None:
@@ -229,8 +235,20 @@ def _planned(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, devic
         recorded=sizes.recorded,
         scratch=max((_scratch_bytes(asked, config, sizes, count) for count in rows), default=0),
         sharing=ranks,
-        messages=_MESSAGE_BYTES + overlapped if ranks > 1 and device.type == "cuda" else 0,
+        messages=_message_bytes(asked, sizes, device, overlapped),
     )
+
+
+def _message_bytes(asked: EngineConfig, sizes: EngineSizes, device: torch.device, overlapped: int) -> int:
+    """What messages between ranks need: those of NCCL, the keys and values of a layer where ranks gather them, and
+    `overlapped` for those that travel beside products."""
+    found = _MESSAGE_BYTES + overlapped if asked.ranks > 1 and device.type == "cuda" else 0
+    parts = asked.axis_sizes[CONTEXT_AXIS]
+    if parts > 1:
+        rows = TokenDivision.on(device.type, parts, 0).largest(sizes.max_tokens, asked.max_num_seqs).tokens
+        token = sizes.pool.page_bytes // sizes.pool.page_size // sizes.pool.layers
+        found += (1 + parts) * rows * token
+    return found
 
 
 def _scratch_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, rows: int) -> int:

@@ -1,0 +1,162 @@
+"""Which tokens of a step each of several ranks runs that hold the model alike and divide its prompts (context
+parallelism): the host's side of `strata.graph.divide_tokens`.
+
+A rank's share of a sequence is a sequence to it: with the same block table, and a length up to the share's own end. The
+query at a later position sees more keys, so of a prompt cut into 2 * ranks pieces a rank takes one from the front and
+one from the back, whatever lies in pages before it. All then see equally many keys; one piece each would leave the last
+of two ranks with 6 % more than its share of a prompt of 65,536 tokens in chunks of 8,192, of eight with 11 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata.cache.tables import BufferShape, Share
+from strata.engine.plan import PlanArrays
+from strata.engine.scheduling.step_times import StepTimes
+
+CONTEXT_AXIS = "cp"
+
+# Rows of a rank are a multiple of this, so that kernels need no variant for other numbers.
+_ROW_MULTIPLE = 16
+# Of an H200, estimated: shorter pieces leave kernels of attention half empty.
+_PIECE_ON_CUDA = 128
+# A token takes a CPU so long that a message pays soon.
+_PIECE_ON_CPU = 4
+
+Int32Array = NDArray[np.int32]
+
+
+class Piece(NamedTuple):
+    """Tokens [first, first + count) of a chunk of a step."""
+
+    chunk: int
+    first: int
+    count: int  # type: ignore[assignment]  # hides the method of tuple, which nobody calls
+
+
+@dataclass(frozen=True)
+class DivisionTimes:
+    """What tells whether a division pays. step: of the device. message, token: seconds of all messages of a step, and
+    of what they carry for a token of another rank."""
+
+    step: StepTimes
+    message: float
+    token: float
+
+    def pays(self, step: PlanArrays, ranks: int) -> bool:
+        """Whether a step is expected to take less time if so many ranks divide it, launched kernel by kernel."""
+        times, tokens = self.step, step.tokens
+        pairs = float((step.counts * (step.starts + (step.counts + 1) / 2)).sum())
+        others = times.token * tokens + times.sequence * len(step.counts)
+        others += times.key * float(step.ends.sum()) + times.pair * pairs
+        sent = self.message + self.token * tokens * (ranks - 1) / ranks
+        divided = times.step + max(times.weights, times.product * tokens / ranks) + others / ranks + sent
+        return max(divided, times.launch) < times.total(tokens, others)
+
+
+@dataclass(frozen=True)
+class TokenDivision:
+    """How a rank divides steps with the others.
+
+    ranks: how many; index: which of them this one is. piece: tokens of the shortest piece of a chunk that is cut; a
+    chunk of less than 2 * ranks of them is of one rank. times: None where a device's are not known.
+    """
+
+    ranks: int
+    index: int
+    piece: int
+    times: DivisionTimes | None = None
+
+    @staticmethod
+    def on(device: str, ranks: int, index: int, times: DivisionTimes | None = None) -> TokenDivision:
+        """On a kind of device."""
+        return TokenDivision(ranks, index, _PIECE_ON_CUDA if device == "cuda" else _PIECE_ON_CPU, times)
+
+    def pays(self, step: PlanArrays) -> bool:
+        """Whether a step is divided: one with prompts, of so many tokens that chunks which are not cut leave the ranks
+        with like work, if it is expected to take less time then."""
+        if step.are_decodes or step.tokens < 4 * self.ranks * self.piece:
+            return False
+        return self.times is None or self.times.pays(step, self.ranks)
+
+    def largest(self, max_tokens: int, max_sequences: int) -> BufferShape:
+        """No share of a step of so many tokens and sequences needs more."""
+        rows = -(-max_tokens // self.ranks) + 2 * self.ranks * self.piece + _ROW_MULTIPLE
+        return BufferShape(rows, 2 * max_sequences + 1, max_sequences, ranks=self.ranks)
+
+    def divide(self, step: PlanArrays) -> RankStep:
+        """What this rank runs of a step."""
+        pieces = pieces_of(step.counts.tolist(), self.ranks, self.piece)
+        tables = [np.array(own, dtype=np.int32).reshape(-1, 3).T for own in pieces]
+        shares = [Share(step.slots[chunk], step.starts[chunk] + first, count) for chunk, first, count in tables]
+        rank_of, row_of = np.zeros_like(step.counts), np.zeros_like(step.counts)  # of the last token of each chunk
+        for rank, (chunk, first, count) in enumerate(tables):
+            ends = first + count == step.counts[chunk]
+            rank_of[chunk[ends]], row_of[chunk[ends]] = rank, np.cumsum(count)[ends] - 1
+        drawn = np.searchsorted(step.last_rows, step.draw_rows)  # of which chunk each draw is
+        rows = np.where(rank_of[drawn] == self.index, row_of[drawn], 0)
+        chosen = rank_of[drawn] * len(drawn) + np.arange(len(drawn))
+        return RankStep(step, shares, self.index, rows.astype(np.int32), chosen.astype(np.int32))
+
+
+class RankStep(PlanArrays):
+    """A rank's share of a step, whose pieces of sequences stand for chunks; draws are those of the whole step.
+
+    shares: of all ranks. rows: of each rank, padding included. draw_rows: of each draw the row if it is this rank's,
+    else any. chosen: [draws] int32, see `divide_tokens`.
+    """
+
+    def __init__(
+        self, step: PlanArrays, shares: Sequence[Share], index: int, draw_rows: Int32Array, chosen: Int32Array
+    ) -> None:
+        self.shares, self.chosen = shares, chosen
+        self.slots, self.starts, self.counts = shares[index]
+        self.ends = self.starts + self.counts
+        self.last_rows = np.cumsum(self.counts, dtype=np.int32) - 1
+        self.tokens = int(self.counts.sum())
+        self.are_decodes = False
+        self.drawn, self.draw_slots, self.draw_lengths = step.drawn, step.draw_slots, step.draw_lengths
+        self.draw_rows = draw_rows
+        most = max(int(share.counts.sum()) for share in shares)
+        self.rows = -(-most // _ROW_MULTIPLE) * _ROW_MULTIPLE
+
+    @property
+    def shape(self) -> BufferShape:
+        """What its buffer holds, with a sequence for padding if there is some."""
+        padded = self.rows > self.tokens
+        return BufferShape(self.rows, len(self.slots) + padded, len(self.drawn), ranks=len(self.shares))
+
+
+def pieces_of(counts: Sequence[int], ranks: int, piece: int) -> list[list[Piece]]:
+    """Of each rank the pieces of chunks with so many tokens, those of one token first.
+
+    A chunk of at least 2 * ranks * piece tokens is cut into 2 * ranks pieces, of which rank r takes r and, from the
+    back, r; shorter ones are dealt out whole, the longest first, to whoever has the fewest tokens.
+    """
+    found: list[list[Piece]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for chunk in sorted(range(len(counts)), key=lambda one: -counts[one]):
+        for rank, first, end in _cut(counts[chunk], ranks, piece, tokens):
+            found[rank].append(Piece(chunk, first, end - first))
+            tokens[rank] += end - first
+    return [sorted(own, key=lambda one: (one.count != 1, one)) for own in found]
+
+
+def _cut(count: int, ranks: int, piece: int, tokens: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Rank, first token and end of each piece of a chunk. tokens: of each rank so far."""
+    parts = 2 * ranks
+    if count < parts * piece:
+        yield tokens.index(min(tokens)), 0, count
+        return
+    ends = [count * part // parts for part in range(parts + 1)]
+    for rank in range(ranks - 1):
+        back = parts - 1 - rank
+        yield rank, ends[rank], ends[rank + 1]
+        yield rank, ends[back], ends[back + 1]
+    yield ranks - 1, ends[ranks - 1], ends[ranks + 1]  # both of the last rank are neighbours

@@ -1,0 +1,59 @@
+"""What the host keeps of the sequences that run, by their slots."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata.engine.plan import NewSequence
+from strata.engine.sampler import filters, is_special
+
+
+class SlotState:
+    """What the host keeps of each slot: the sequence that has it, as the scheduler told, and how that one samples."""
+
+    def __init__(self, slots: int) -> None:
+        self.sequences: list[NewSequence | None] = [None] * slots
+        self.known = np.zeros(slots, np.int32)  # ids that the host has
+        self.prompt_lengths = np.zeros(slots, np.int32)
+        self.temperatures: NDArray[np.float32] = np.zeros(slots, np.float32)
+        self.seeds: NDArray[np.int64] = np.zeros(slots, np.int64)
+        self.top_k: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.top_p: NDArray[np.float32] = np.ones(slots, np.float32)
+        self.min_p: NDArray[np.float32] = np.zeros(slots, np.float32)
+        # Slots that do not draw greedily from the logits as they are; `scored`: whose prompts are.
+        self.sampled: set[int] = set()
+        self.filtered: set[int] = set()
+        self.special: set[int] = set()
+        self.constrained: set[int] = set()
+        self.scored: set[int] = set()
+
+    def __getitem__(self, slot: int) -> NewSequence:
+        sequence = self.sequences[slot]
+        assert sequence is not None, f"slot {slot} has no sequence"
+        return sequence
+
+    def start(self, sequence: NewSequence) -> None:
+        slot, sampling = sequence.slot, sequence.sampling
+        self.sequences[slot] = sequence
+        self.known[slot], self.prompt_lengths[slot] = len(sequence.tokens), sequence.prompt_length
+        self.temperatures[slot], self.seeds[slot] = sampling.temperature, sequence.seed
+        self.top_k[slot], self.top_p[slot], self.min_p[slot] = sampling.top_k, sampling.top_p, sampling.min_p
+        for slots, has_it in (
+            (self.sampled, sampling.temperature > 0),
+            (self.filtered, sampling.temperature > 0 and filters(sampling)),
+            (self.special, is_special(sampling)),
+            (self.constrained, sequence.constrained),
+            (self.scored, sequence.prompt_logprobs is not None),
+        ):
+            (slots.add if has_it else slots.discard)(slot)
+
+    def end(self, slot: int) -> None:
+        self.sequences[slot] = None
+        for slots in (self.sampled, self.filtered, self.special, self.constrained, self.scored):
+            slots.discard(slot)
+
+
+def meets(some: set[int], slots: list[int]) -> bool:
+    """Whether any of `slots` is among some, which mostly are none."""
+    return bool(some) and not some.isdisjoint(slots)

@@ -1,0 +1,108 @@
+"""Which tokens of a step each rank runs: all of them once, as many as the others, and as many pairs with keys."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from strata.engine.plan import Chunk, Draw, PlanArrays, StepPlan
+from strata.engine.ranks.token_division import DivisionTimes, TokenDivision, pieces_of
+from strata.engine.scheduling.step_times import StepTimes
+
+CASES: list[Any] = [[8192], [1, 1, 1, 700, 9, 4000], [1] * 40 + [64, 65, 8000], [511] * 8, [1023, 1024, 5]]
+
+
+def plan_of(counts: list[int], starts: list[int]) -> StepPlan:
+    chunks = []
+    for slot, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        draws = (Draw(slot, slot),) * (slot % 3)
+        chunks.append(Chunk(slot, slot, start, count, draws, 0, ()))
+    return StepPlan((), (), tuple(chunks), (), sum(counts))
+
+
+@pytest.mark.parametrize("counts", CASES)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_each_token_is_of_one_rank(counts: list[int], ranks: int) -> None:
+    pieces = pieces_of(counts, ranks, 16)
+    found = sorted((piece.chunk, piece.first, piece.first + piece.count) for own in pieces for piece in own)
+    for chunk, count in enumerate(counts):
+        own = [(first, end) for at, first, end in found if at == chunk]
+        assert own[0][0] == 0
+        assert own[-1][1] == count
+        assert all(before[1] == after[0] for before, after in pairwise(own))
+    for own in pieces:  # those that decode come first
+        assert [piece.count != 1 for piece in own] == sorted(piece.count != 1 for piece in own)
+    tokens = [sum(piece.count for piece in own) for own in pieces]
+    assert max(tokens) - min(tokens) < 2 * ranks * 16 + 2 * len(counts)
+
+
+@pytest.mark.parametrize("start", [0, 8192, 57344])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_have_as_many_pairs_of_queries_and_keys(start: int, ranks: int) -> None:
+    pairs = [
+        sum(piece.count * (2 * (start + piece.first) + piece.count + 1) // 2 for piece in own)
+        for own in pieces_of([8192], ranks, 128)
+    ]
+    assert max(pairs) == min(pairs)
+
+
+def test_a_rank_has_its_pieces_as_sequences_and_the_rows_of_all_draws() -> None:
+    counts, starts = [1, 21, 6], [30, 8, 0]
+    step = PlanArrays(plan_of(counts, starts))
+    found = [TokenDivision(2, index, 4).divide(step) for index in range(2)]
+    # The second chunk is cut at 5, 10 and 15; the third goes to the second rank, which has 10 tokens, then the first.
+    assert found[0].slots.tolist() == [0, 1, 1]
+    assert found[0].starts.tolist() == [30, 8, 23]
+    assert found[0].counts.tolist() == [1, 5, 6]
+    assert found[1].slots.tolist() == [1, 2]
+    assert found[1].starts.tolist() == [13, 0]
+    assert found[1].counts.tolist() == [10, 6]
+    assert [one.tokens for one in found] == [12, 16]
+    assert [one.rows for one in found] == [16, 16]
+    assert [one.shape.sequences for one in found] == [4, 2]  # one for the padding of the first
+    assert [one.ends.tolist() for one in found] == [[31, 13, 29], [23, 6]]
+    for one in found:
+        assert one.drawn == [1, 2, 2]
+        assert one.draw_lengths.tolist() == [29, 6, 6]
+        assert one.chosen.tolist() == [0, 4, 5]
+        assert [share.counts.tolist() for share in one.shares] == [[1, 5, 6], [10, 6]]
+    assert found[0].draw_rows.tolist() == [11, 0, 0]
+    assert found[1].draw_rows.tolist() == [0, 15, 15]
+
+
+@pytest.mark.parametrize("counts", CASES)
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_no_share_needs_more_room_than_the_largest(counts: list[int], ranks: int) -> None:
+    division = TokenDivision(ranks, 0, 16)
+    largest = division.largest(sum(counts), len(counts))
+    step = division.divide(PlanArrays(plan_of(counts, [0] * len(counts))))
+    assert step.shape.tokens <= largest.tokens
+    assert step.shape.sequences <= largest.sequences
+    assert step.shape.size <= largest.size
+
+
+def test_a_step_is_divided_if_that_takes_less_time() -> None:
+    # Of the step, weights, product of a token, token, sequence, key, pair, and of launches beyond 1,024 tokens.
+    times = StepTimes(1e-3, 4e-3, 20e-6, 0.0, 0.0, 0.0, 1e-9, recorded=1024, launch=30e-3)
+    division = TokenDivision(2, 0, 128, DivisionTimes(times, message=1e-3, token=0.1e-6))
+
+    def pays(count: int, start: int = 0) -> bool:
+        return division.pays(PlanArrays(plan_of([count], [start])))
+
+    assert not pays(1023)
+    assert not pays(1024)  # 21.5 ms recorded, 30 ms launched
+    assert pays(1024, 20_000)  # 42 ms, 23 ms and messages
+    assert pays(2048)
+    slow = TokenDivision(2, 0, 128, DivisionTimes(times, message=1.0, token=0.0))
+    assert not slow.pays(PlanArrays(plan_of([2048], [0])))
+
+
+def test_decodes_are_not_divided() -> None:
+    chunks = tuple(Chunk(slot, slot, 9, 1, (Draw(slot, slot),), 0, ()) for slot in range(64))
+    step = PlanArrays(StepPlan((), (), chunks, (), 64))
+    assert step.are_decodes
+    assert not TokenDivision.on("cpu", 2, 0).pays(step)
+    assert np.all(step.counts == 1)
