@@ -7,8 +7,6 @@ would hold some of the processors meanwhile, a product whose programs count on a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,9 +24,12 @@ _ALIGNED = 256
 class PeerCopies:
     """One rank's memory for messages from the other.
 
-    inbox: [slots, bytes] uint8, where the other writes; outbox: the other's. Of each slot there is one message at a
-    time. A slot has two signals: that its message has arrived, and (behind those) that it was read, so that the next
-    may be sent. stream: on which copies run.
+    inbox: [slots, bytes] uint8, where the other writes; outbox: the other's. Each slot has a signal that its message is
+    there. stream: on which copies run.
+
+    Nobody tells that a slot was read. The ranks begin and finish the same messages in the same order; so once a message
+    is finished here, the other rank has begun with it, and has finished what stands before that. A slot is used again
+    when a message has been finished here that was begun after the last one in the slot was finished.
     """
 
     inbox: Tensor
@@ -44,8 +45,6 @@ class PeerCopies:
     def start(self, x: Tensor, slot: int) -> PendingSum:
         """Send x, contiguous and of no more bytes than a slot, when the current stream has come so far. x must be left
         alone and kept until the end."""
-        # Here and not beside the products, where a kernel that waits would find no processor or hold one.
-        self.handle.wait_signal(self.peer, self.slots + slot)
         self.stream.wait_stream(torch.cuda.current_stream())
         arrived = torch.cuda.Event()
         with torch.cuda.stream(self.stream):
@@ -71,18 +70,15 @@ class PendingSum:
 
     def wait(self) -> Tensor:
         """The result, in the memory of x. The current stream waits, not the host."""
-        with self.received() as other:
-            self.result.add_(other)
-        return self.result
+        return self.result.add_(self.received())
 
-    @contextmanager
-    def received(self) -> Iterator[Tensor]:
-        """What the other rank has sent, like x; inside it can be read, and x written. The current stream waits."""
+    def received(self) -> Tensor:
+        """What the other rank has sent, like x, which may be written now. The current stream waits."""
         copies, x = self.copies, self.result
         torch.cuda.current_stream().wait_event(self.sent)
+        # Not on the stream beside: a kernel that waits would find no processor free of products, or hold one.
         copies.handle.wait_signal(copies.peer, self.slot)
-        yield copies.inbox[self.slot, : x.nbytes].view(x.dtype).view(x.shape)
-        copies.handle.put_signal(copies.peer, copies.slots + self.slot)
+        return copies.inbox[self.slot, : x.nbytes].view(x.dtype).view(x.shape)
 
 
 def with_peer_copies(axis: Axis, device: torch.device, slots: int, nbytes: int) -> Axis:
@@ -109,13 +105,11 @@ def _made(axis: Axis, device: torch.device, slots: int, nbytes: int) -> PeerCopi
     handle = symmetric.rendezvous(inbox, axis.group)
     peer = 1 - axis.index
     outbox = handle.get_buffer(peer, (slots, nbytes), torch.uint8)
-    for slot in range(slots):
-        handle.put_signal(peer, slots + slot)
     torch.cuda.synchronize(device)
     return PeerCopies(inbox, outbox, peer, torch.cuda.Stream(device, priority=-1), handle)
 
 
-def fits(x: Tensor, axis: Any, part: int) -> bool:
-    """Whether an axis has a slot for that part of a message."""
+def fits(x: Tensor, axis: Any, slot: int) -> bool:
+    """Whether an axis has such a slot."""
     copies = axis.copies if isinstance(axis, Axis) else None
-    return copies is not None and part < copies.slots and x.is_contiguous() and 0 < x.nbytes <= copies.inbox.shape[1]
+    return copies is not None and slot < copies.slots and x.is_contiguous() and 0 < x.nbytes <= copies.inbox.shape[1]

@@ -19,34 +19,34 @@ from strata.kernels.op import ATEN, NCCL, operation
 from strata.kernels.triton_import import HAS_TRITON
 
 
-def _start_cost(x: Tensor, along: Along | Axis, part: int, *, workload: Workload) -> Cost:
+def _start_cost(x: Tensor, along: Along | Axis, slot: int, *, workload: Workload) -> Cost:
     return all_reduce.cost(x, along, workload=workload)
 
 
-def _start_meta(x: Tensor, along: Along | Axis, part: int) -> Pending:
+def _start_meta(x: Tensor, along: Along | Axis, slot: int) -> Pending:
     return Pending(all_reduce.meta(x, along))
 
 
 @operation(_start_cost, meta=_start_meta, mutates=("x",), collective=True)
-def start_all_reduce(x: Tensor, along: Along | Axis, part: int) -> Pending:
+def start_all_reduce(x: Tensor, along: Along | Axis, slot: int) -> Pending:
     """Begin with the sum of x over the ranks, which `finish_all_reduce` gives.
 
-    x: contiguous, and lost: the sum may come into its memory, so nothing may read or write it any more. part: of
-    messages that are under way together each has its own, from 0 on; of a part the one before it is finished.
+    x: contiguous, and lost: the sum may come into its memory, so nothing may read or write it any more. slot: where
+    it travels to, which must be free (see `PeerCopies`).
     """
     return Pending(all_reduce.reference(x, along))
 
 
-def _start_by_library(x: Tensor, axis: Axis, part: int) -> Pending:
+def _start_by_library(x: Tensor, axis: Axis, slot: int) -> Pending:
     """On a GPU NCCL has a stream of its own, which begins once this one has come so far. x is kept until the end, where
     this stream waits, so its memory goes to nobody else before that.
     """
     return Pending(x) if axis.size == 1 else collectives.start_all_reduce(x, live(axis))
 
 
-def _start_by_copies(x: Tensor, axis: Axis, part: int) -> PendingSum:
+def _start_by_copies(x: Tensor, axis: Axis, slot: int) -> PendingSum:
     assert axis.copies is not None
-    return axis.copies.start(x, part)
+    return axis.copies.start(x, slot)
 
 
 start_all_reduce.implement("gloo", "cpu")(_start_by_library)
@@ -95,8 +95,7 @@ def _was_copied(pending: Any, residual: Tensor, weight: Tensor, eps: float) -> b
 
 
 def _norm_of_received(pending: PendingSum, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    with pending.received() as other:
-        return received.received_rms_norm(pending.result, other, residual, weight, eps)
+    return received.received_rms_norm(pending.result, pending.received(), residual, weight, eps)
 
 
 def _norm_apart(kind: str) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -20,6 +20,8 @@ from strata.graph.capture import must_stay, operation_of, reads_state
 from strata.graph.gather import ROWWISE
 
 PARTS = 2
+# Of messages: those of a part take turns, see `_slot`.
+SLOTS = 3 * PARTS
 # Parts of so many rows or more begin at a multiple of it, as the tiles of products do.
 _TILE_ROWS = 128
 
@@ -133,6 +135,7 @@ class _Parts:
         self._parts: dict[fx.Node, list[fx.Node]] = {}
         self._under_way: dict[fx.Node, list[fx.Node]] = {}
         self._views: dict[fx.Node, list[fx.Node]] = {}  # of what is whole
+        self._messages = [0] * PARTS  # so far, of each part
         self._last: fx.Node  # that has been added
 
     def divide(self, nodes: list[fx.Node], followers: Iterable[fx.Node]) -> None:
@@ -169,7 +172,8 @@ class _Parts:
     def _add(self, node: fx.Node, part: int) -> None:
         given = {source: self._part_of(source, part, node) for source in node.all_input_nodes}
         if travels(node):
-            arguments = (*fx.map_arg(node.args, given.__getitem__), part)
+            arguments = (*fx.map_arg(node.args, given.__getitem__), _slot(part, self._messages[part]))
+            self._messages[part] += 1
             self._under_way.setdefault(node, []).append(self._call(start_all_reduce, arguments, node))
         else:
             with self._graph.inserting_after(self._last):
@@ -198,6 +202,12 @@ class _Parts:
             self._last = self._graph.call_function(target, arguments)
         self._last.meta = _place_of(place)
         return self._last
+
+
+def _slot(part: int, message: int) -> int:
+    """Of a part's messages each is begun when the one before it has been finished, so two slots in turns are enough,
+    and another one for the first, which follows the last of the step before."""
+    return part + PARTS * (0 if message == 0 else 1 + message % 2)
 
 
 def _place_of(node: fx.Node) -> dict[str, Any]:

@@ -24,12 +24,12 @@ ROWS, WIDTH, ROUNDS, REPLAYS = 2048, 4096, 6, 50  # sums whose few digits bfloat
 
 
 def steps(axis: Axis, parts: list[Tensor], weight: Tensor) -> list[Tensor]:
-    """Products of each part, and sums over the ranks of what these make, of which two are always under way."""
+    """Products of each part, and sums over the ranks of what these make: two under way, each part with two slots."""
     start, finish = start_all_reduce.bind("cuda"), finish_all_reduce.bind("cuda")
     pending = [start(part @ weight, axis, number) for number, part in enumerate(parts)]
-    for _ in range(ROUNDS - 1):
+    for turn in range(1, ROUNDS):
         for number in range(len(parts)):
-            pending[number] = start(finish(pending[number]) @ weight, axis, number)
+            pending[number] = start(finish(pending[number]) @ weight, axis, number + turn % 2 * len(parts))
     return [finish(one) for one in pending]
 
 
@@ -97,7 +97,7 @@ def main() -> None:
 
     with join_world("cuda", timeout_seconds=60) as world:
         axis = Mesh.of(world, {"tp": world.size}).axis("tp")
-        copies = with_peer_copies(with_symmetric_memory(axis, world.device), world.device, 2, ROWS * WIDTH * 2)
+        copies = with_peer_copies(with_symmetric_memory(axis, world.device), world.device, 4, ROWS * WIDTH * 2)
         found: dict[str, Any] = {"copies": copies.copies is not None}
         for name, one in (("nccl", axis), ("copy engines", copies)):
             found[name] = wrong_of(one, world.device) + wrong_norms(one, world.device)

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
+from strata.comm.under_way import finish_all_reduce, start_all_reduce
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.step_graphs import Overlap, step_graphs
 from strata.graph.bind import bind
@@ -24,6 +25,7 @@ from strata.graph.fuse_messages import fuse_messages
 from strata.graph.fuse_products import fuse_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
+from strata.graph.overlap import SLOTS
 from strata.graph.shard import shard
 from strata.models.config import ModelConfig
 from strata.parallel.serving_shard import RankShard
@@ -120,6 +122,30 @@ def test_steps_whose_messages_travel_beside_products_have_the_logits_of_one(name
     ranks = together(graphs)
     found = follow([part.config for part in shards], config.vocab_size, ranks, of_all_rows(ranks))
     assert max(map(relative, joined(found, config.vocab_size), wanted)) < CLOSE
+
+
+@pytest.mark.parametrize("layers", [2, 3, 6])
+def test_messages_travel_to_slots_that_were_read(layers: int) -> None:
+    """One step after another: since the last message of a slot was finished, another has been begun and finished."""
+    config = divisible_config("llama", num_hidden_layers=layers)
+    part, own = shard_of(random_model(config, torch.float32).requires_grad_(False), config, 2, 0)
+    nodes = list(step_graphs(own, "cpu", deterministic=False, shard=part, overlap=Overlap(1)).logits_of(1).graph.nodes)
+    begun: dict[tuple[int, fx.Node], int] = {}
+    finished: dict[tuple[int, fx.Node], int] = {}
+    last: dict[int, tuple[int, fx.Node]] = {}
+    for time, (step, node) in enumerate((step, node) for step in range(3) for node in nodes):
+        operation = operation_of(node)
+        if operation is start_all_reduce:
+            slot = node.args[2]
+            assert isinstance(slot, int)
+            assert 0 <= slot < SLOTS
+            if slot in last:
+                assert any(begun[one] > finished[last[slot]] for one in finished)
+            last[slot] = step, node
+            begun[step, node] = time
+        elif operation is finish_all_reduce:
+            finished[step, node.all_input_nodes[0]] = time
+    assert len(begun) == len(finished) == 3 * 2 * (2 * layers - 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -24,7 +24,7 @@ from strata.engine.startup.clock import Log, StartupClock
 from strata.engine.startup.library import has_library_plan, library_scales, without_library
 from strata.engine.step_cost import token_division
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
-from strata.graph.overlap import PARTS, most_rows
+from strata.graph.overlap import SLOTS, most_rows
 from strata.hardware.specs import recognize
 from strata.kernels import tuned
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
@@ -118,7 +118,7 @@ def build_executor(
         ledger = replace(ledger, pages=rank.least(ledger.pages))
         axes = rank.join(device)
         overlapped = _overlapped_bytes(asked, own, sizes)
-        axes[TENSOR_AXIS] = with_peer_copies(axes[TENSOR_AXIS], device, PARTS, overlapped)
+        axes[TENSOR_AXIS] = with_peer_copies(axes[TENSOR_AXIS], device, SLOTS, overlapped)
         context = axes.get(CONTEXT_AXIS)
         experts, tables = None, None
         if shard is not None:
@@ -220,7 +220,7 @@ def _runs_own_kernels(asked: EngineConfig, device: torch.device, log: Log) -> bo
 def _planned(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, device: torch.device, ranks: int) -> Ledger:
     """How the memory of a device is divided."""
     rows = {size.sequences for size in sizes.recorded}
-    overlapped = PARTS * _overlapped_bytes(asked, config, sizes)
+    overlapped = SLOTS * _overlapped_bytes(asked, config, sizes)
     return plan_memory(
         config,
         sizes.pool,
