@@ -131,11 +131,13 @@ def plan_memory(
     scratch: int,
     sharing: int = 1,
     messages: int = 0,
+    sources: int = 1,
 ) -> Ledger:
     """Divide the device's memory.
 
     sharing: how many processes like this one a host's memory is for; a GPU is of one. messages: bytes
-        that those between ranks need.
+        that those between ranks need. sources: ranks whose rows meet at experts, each of them as many as the
+        step of one has.
     utilization: the share of a GPU that may be in use once the engine is, by whomever.
     recorded: sizes of the steps that CUDA graphs run. scratch: bytes that decode attention needs beside its result.
     Raises ValueError if the pages would not hold one sequence of `max_length` tokens, with what to change.
@@ -145,13 +147,13 @@ def plan_memory(
         free //= sharing
     # A step has as many rows of logits as sequences that draw, or as are scored at once.
     rows = max(max_sequences, min(PROMPT_LOGPROB_ROWS, max_tokens))
-    activations = activation_bytes(config, max_tokens, rows, dtype) + scratch
+    activations = activation_bytes(config, max_tokens * sources, rows, dtype) + scratch
     sequences = sequence_bytes(config, max_sequences, max_length, pool.page_size)
     # Recorded steps have memory of their own, which they share.
     graphs = 0
     if recorded:
         logits = max(size.draws for size in recorded) * config.vocab_size * dtype.itemsize
-        largest = activation_bytes(config, max(size.tokens for size in recorded), 0, dtype)
+        largest = activation_bytes(config, max(size.tokens for size in recorded) * sources, 0, dtype)
         graphs = largest + logits + GIB // 2 + scratch
     per_sequence = -(-max_length // pool.page_size)
     fixed = weight_bytes + activations + sequences + graphs + messages

@@ -52,6 +52,14 @@ def test_the_parts_add_up_to_the_budget() -> None:
     assert any(f"{ledger.tokens:,} tokens" in line for line in ledger.lines())
 
 
+def test_experts_of_ranks_with_tokens_of_their_own_compute_the_rows_of_all() -> None:
+    alone, shared = (
+        plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED | {"sources": count, "max_tokens": tokens})
+        for count, tokens in ((1, 256), (4, 64))
+    )
+    assert shared.activations == alone.activations - (256 - 64) * CONFIG.vocab_size * (2 + SAMPLING_BYTES)
+
+
 @pytest.mark.parametrize(("free", "wanted"), [(141, 0.9 * 141), (111, 0.9 * 141 - 30), (20, 0.9 * 141 - 121)])
 def test_others_on_a_gpu_keep_what_they_have_and_the_rest_stays_free(
     free: int, wanted: float, monkeypatch: pytest.MonkeyPatch

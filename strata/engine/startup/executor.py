@@ -236,6 +236,7 @@ def _planned(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, devic
         scratch=max((_scratch_bytes(asked, config, sizes, count) for count in rows), default=0),
         sharing=ranks,
         messages=_message_bytes(asked, sizes, device, overlapped),
+        sources=asked.tensor_parallel_size if asked.enable_dp_attention else 1,
     )
 
 
