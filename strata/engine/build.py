@@ -108,7 +108,8 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
         experts = executor.experts
         balance = None if experts is None else ExpertBalance(experts, asked.eplb_step_interval, log)
         if asked.enable_dp_attention:
-            ranks = OwnTokensRunner(executor.runner, followers, mask_ids, asked.max_num_seqs, device)
+            sizes = mask_ids, asked.max_num_seqs
+            ranks = OwnTokensRunner(executor.runner, followers, experts, balance, *sizes, device)
         else:
             ranks = RankedRunner(executor.runner, followers, experts, balance)
         pooler = RankedPooler(executor.pooler, followers)

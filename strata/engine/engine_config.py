@@ -167,11 +167,6 @@ class EngineConfig:
                 f"prefill_context_parallel_size={self.prefill_context_parallel_size} divides the tokens of a step that "
                 "all ranks have, and with enable_dp_attention=True each has tokens of its own; leave out one of them"
             )
-        if self.enable_dp_attention and self.enable_eplb:
-            raise ValueError(
-                "enable_eplb=True counts choices on rank 0, and with enable_dp_attention=True each rank has tokens of "
-                "its own; leave out one of them"
-            )
         if self.enable_eplb and self.deterministic:
             raise ValueError(
                 "enable_eplb=True changes which ranks add up a token's experts, so its bits depend on what else runs; "

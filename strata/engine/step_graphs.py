@@ -29,6 +29,7 @@ from strata.graph.fuse_attention import fuse_decode_attention
 from strata.graph.fuse_messages import fuse_messages
 from strata.graph.fuse_products import fuse_products
 from strata.graph.gather import gather_after_attention
+from strata.graph.leave_out_padding import leave_out_padding
 from strata.graph.merge import merge
 from strata.graph.overlap import overlap as overlap_messages
 from strata.graph.overlap_rule import overlapping_tokens
@@ -240,6 +241,8 @@ def step_graphs(
 
     def fused() -> fx.GraphModule:
         graph = compose(captured, head)
+        if shard is not None and shard.own_tokens:
+            leave_out_padding(graph, Along(TENSOR_AXIS, shard.size))
         if experts is not None and experts.counts:
             count_experts(graph, experts.totals)
         return fuse(merge(graph))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from strata.comm.expert_rows import dispatch_rows
 from strata.graph.capture import operation_of, reads_state
 
 # What is no operation, and treats each token alone as the model layers call it.
@@ -41,12 +42,23 @@ def gather_after_attention(graph: fx.GraphModule) -> fx.GraphModule:
             continue
         users = [user for user in source.users if user in after]
         with graph.graph.inserting_before(min(users)):
-            kept = graph.graph.call_function(torch.index_select, (source, 0, rows))
-        kept.meta = dict(source.meta)
+            kept = _chosen(graph.graph, source, rows)
         for user in users:
             user.replace_input_with(source, kept)
     graph.recompile()
     return graph
+
+
+def _chosen(graph: fx.Graph, source: fx.Node, rows: fx.Node) -> fx.Node:
+    """The rows of a value; of what all ranks have sent, those that each chooses among its own."""
+    sent = operation_of(source) is dispatch_rows
+    own = source.all_input_nodes[0] if sent else source
+    kept = graph.call_function(torch.index_select, (own, 0, rows))
+    kept.meta = dict(own.meta)
+    if sent:
+        kept = graph.call_function(dispatch_rows, (kept, *source.args[1:]))
+        kept.meta = dict(source.meta)
+    return kept
 
 
 def _downstream(start: fx.Node) -> dict[fx.Node, None]:

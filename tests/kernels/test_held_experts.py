@@ -86,6 +86,19 @@ def test_a_rank_whose_experts_nobody_chose_gives_zeros(way: str) -> None:
     torch.testing.assert_close(last, experts.reference(*given))
 
 
+@pytest.mark.parametrize("way", [*WAYS, "invariant"])
+def test_padding_goes_to_no_expert(way: str) -> None:
+    given = inputs(9, 2)
+    mapping = torch.tensor([0, -1, 7, 3, -1, -1, 4, 5, -1], dtype=torch.int32)
+    there = mapping >= 0
+    run = WAYS.get(way, INVARIANT)
+    found = run(*given, 0, COUNT, None, mapping)
+    assert not found[~there].any()
+    torch.testing.assert_close(found[there], experts.reference(*given)[there], rtol=1e-5, atol=1e-4)
+    numbers = held_numbers(torch.tensor([[2, 0], [5, 2]]), 0, 3, None, torch.tensor([4, -1]))
+    assert numbers.tolist() == [[2, 0], [-1, -1]]
+
+
 def test_numbers_of_experts_here_and_elsewhere() -> None:
     chosen = torch.tensor([[2, 0], [5, 2], [2, 6]])
     assert held_numbers(chosen, 2, 3, None).tolist() == [[0, -1], [-1, 0], [0, -1]]

@@ -48,7 +48,8 @@ def test_each_rank_has_the_logits_of_its_own_tokens(name: str, size: int, determ
     counts = operation_counts(graphs[0].logits)
     assert config.experts is not None
     layers = sum(config.experts.layers)
-    assert (counts["dispatch_rows"], counts["combine_rows"], counts["held_experts"]) == (layers,) * 3
+    # Once for all layers, and for the rows that are left behind the last attention, which rows are padding.
+    assert (counts["dispatch_rows"], counts["combine_rows"], counts["held_experts"]) == (layers + 2, layers, layers)
     assert counts["all_reduce"] == counts["all_gather"] == 0
     assert graphs[0].part is None
     # Pools keep what the steps before wrote, so each run has its own.

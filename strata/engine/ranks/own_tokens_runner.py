@@ -15,6 +15,7 @@ from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.plan import RankPlans, StepPlan, UndrawnStep
 from strata.engine.ranks import messages
 from strata.engine.ranks.answers import logprobs_of, prompt_logprobs_of
+from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
 from strata.engine.ranks.followers import Followers
 from strata.engine.ranks.ranked_runner import RankedRunner, WatchedStep, mask_rows, together
 from strata.engine.ranks.step_room import StepRoom
@@ -132,10 +133,17 @@ class OwnTokensRunner(RankedRunner):
     """The runner of rank 0 and, by `followers`, those of the others, each of which runs plans of its own."""
 
     def __init__(
-        self, runner: Runner, followers: Followers, mask_ids: int, max_sequences: int, device: torch.device
+        self,
+        runner: Runner,
+        followers: Followers,
+        experts: RankExperts | None,
+        balance: ExpertBalance | None,
+        mask_ids: int,
+        max_sequences: int,
+        device: torch.device,
     ) -> None:
-        """mask_ids, max_sequences: see `RunnerConfig`. device: of rank 0."""
-        super().__init__(runner, followers, None, None)
+        """experts, balance: see `RankedRunner`. mask_ids, max_sequences: see `RunnerConfig`. device: of rank 0."""
+        super().__init__(runner, followers, experts, balance)
         self._slots = [_Slots() for _ in range(followers.size)]
         # Those of the other ranks leave the host as messages.
         devices = [device, *(torch.device("cpu") for _ in range(1, followers.size))]
@@ -149,6 +157,7 @@ class OwnTokensRunner(RankedRunner):
         room = StepRoom.of(plan.parts, scored=any(slots.scores(part) for slots, part in parts))
         waiting = tuple(slots.waits(part) for slots, part in parts)
         with together(self._followers):
+            self._move_experts()
             number = self._followers.send_each([messages.LaunchPart(part, room) for part in plan.parts[1:]])
             own = self._runner.launch(plan.parts[0], room)
         if any(waiting):

@@ -27,6 +27,7 @@ def _cost(
     first: int,
     slots: int,
     placement: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
     *,
     workload: Workload,
 ) -> Cost:
@@ -51,6 +52,7 @@ def held_experts(
     first: int,
     slots: int,
     placement: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
 ) -> Tensor:
     """A rank's part of `experts`: the sum over those of a token's experts that this rank computes; zeros for none.
 
@@ -58,10 +60,11 @@ def held_experts(
     experts in the slots [first, first + held) of the `slots` that all ranks have together. The sum over all ranks is
     what `experts` gives.
     placement: [experts, period] int32, the slot that computes expert e for token t at [e, t % period], so that each
-    choice goes to exactly one copy of an expert that several slots hold; None: expert e is in slot e alone. How many
-    choices are this rank's stays on the device. Returns [tokens, hidden] in x's dtype.
+    choice goes to exactly one copy of an expert that several slots hold; None: expert e is in slot e alone.
+    slot_mapping: [tokens] int32 as in `PagedKV`; rows with -1 are padding and go to no expert; None: no row is. How
+    many choices are this rank's stays on the device. Returns [tokens, hidden] in x's dtype.
     """
-    return _by_numbers(experts.reference, x, weights, chosen, gate_up, down, first, placement)
+    return _by_numbers(experts.reference, x, weights, chosen, gate_up, down, first, placement, slot_mapping)
 
 
 def _by_numbers(
@@ -73,9 +76,10 @@ def _by_numbers(
     down: Tensor,
     first: int,
     placement: Tensor | None,
+    slot_mapping: Tensor | None,
 ) -> Tensor:
     """By `experts`, which has to be told on the host how many choices are this rank's."""
-    numbers = held_numbers(chosen, first, len(down), placement)
+    numbers = held_numbers(chosen, first, len(down), placement, slot_mapping)
     result: Tensor = run(x, weights, numbers, gate_up, down, int((numbers >= 0).sum()))
     return result
 
@@ -90,8 +94,9 @@ def _cpu(
     first: int,
     slots: int,
     placement: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
 ) -> Tensor:
-    return _by_numbers(experts.bind("cpu"), x, weights, chosen, gate_up, down, first, placement)
+    return _by_numbers(experts.bind("cpu"), x, weights, chosen, gate_up, down, first, placement, slot_mapping)
 
 
 def _in_place(
@@ -103,6 +108,7 @@ def _in_place(
     first: int,
     slots: int,
     placement: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
 ) -> bool:
     """Which rank rounds a part of the sum may not depend on where in the batch a token stands."""
     return placement is None or placement.shape[1] == 1
@@ -118,9 +124,10 @@ def _fixed(
     first: int,
     slots: int,
     placement: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
 ) -> Tensor:
     run = experts.bind("cpu", deterministic=True)
-    return _by_numbers(run, x, weights, chosen, gate_up, down, first, placement)
+    return _by_numbers(run, x, weights, chosen, gate_up, down, first, placement, slot_mapping)
 
 
 def _is_long(
@@ -162,10 +169,11 @@ def grouped_held(
     first: int,
     slots: int,
     placement: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
 ) -> Tensor:
     """By the library's grouped product, which leaves rows behind the last end unwritten; nobody reads them."""
     held = len(down)
-    order = Order.of(held_numbers(chosen, first, held, placement), held, empty=True)
+    order = Order.of(held_numbers(chosen, first, held, placement, slot_mapping), held, empty=True)
     rows = take_rows(x, order)
     gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=order.ends).chunk(2, -1)
     rows = torch._grouped_mm(silu_mul(gate, up), down.transpose(1, 2), offs=order.ends)
@@ -181,6 +189,7 @@ def held_by_tiles(
     first: int,
     slots: int,
     placement: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
 ) -> Tensor:
     """By products of our own: one fetches the rows of this rank's choices itself and applies the gate, the other
     follows, and neither does anything for what other ranks compute.
@@ -189,9 +198,9 @@ def held_by_tiles(
     if chosen.numel() == 0:
         return torch.zeros_like(x)
     if chosen.numel() <= MOST_CHOICES:
-        order = held_order(chosen, first, held, placement)
+        order = held_order(chosen, first, held, placement, slot_mapping)
     else:
-        order = Order.of(held_numbers(chosen, first, held, placement), held, empty=True)
+        order = Order.of(held_numbers(chosen, first, held, placement, slot_mapping), held, empty=True)
     inner = grouped_product(x, gate_up, order.ends, source=order.source, per_token=chosen.shape[1], gated=True)
     return weighted_sums(grouped_product(inner, down, order.ends), order.inverse, weights, full=False)
 

@@ -13,23 +13,42 @@ from strata.kernels.moe.experts import Order
 from strata.kernels.triton_import import jit, tl
 
 
-def held_numbers(chosen: Tensor, first: int, held: int, placement: Tensor | None) -> Tensor:
-    """For each choice the expert's number among those that this rank holds, -1 if another rank computes it.
+def held_numbers(
+    chosen: Tensor, first: int, held: int, placement: Tensor | None, slot_mapping: Tensor | None = None
+) -> Tensor:
+    """For each choice the expert's number among those that this rank holds, -1 if another rank computes it, or none.
 
-    chosen, first and placement as in `held_experts`; held: how many slots this rank has. Returns int64 or int32 like
-    `chosen` (int32 with a placement), [tokens, per_token].
+    chosen, first, placement and slot_mapping as in `held_experts`; held: how many slots this rank has. Returns int64 or
+    int32 like `chosen` (int32 with a placement), [tokens, per_token].
     """
     slots = chosen
     if placement is not None:
         turn = torch.arange(len(chosen), device=chosen.device) % placement.shape[1]
         slots = placement[chosen.long(), turn[:, None]]
     local = slots - first
-    return local.masked_fill_((local < 0) | (local >= held), -1)
+    elsewhere = (local < 0) | (local >= held)
+    if slot_mapping is not None:
+        elsewhere |= slot_mapping[:, None] < 0
+    return local.masked_fill_(elsewhere, -1)
 
 
 @jit
-def _number(chosen, placement, choice, there, first, held, per_token, period, PLACED: tl.constexpr):
+def _number(
+    chosen,
+    placement,
+    slot_mapping,
+    choice,
+    there,
+    first,
+    held,
+    per_token,
+    period,
+    PLACED: tl.constexpr,
+    PADDED: tl.constexpr,
+):
     """Of choices their experts' numbers among those held; `held` where another rank computes, or there is none."""
+    if PADDED:
+        there = there & (tl.load(slot_mapping + choice // per_token, mask=there, other=-1) >= 0)
     slot = tl.load(chosen + choice, mask=there, other=0)
     if PLACED:
         slot = tl.load(placement + slot * period + choice // per_token % period, mask=there, other=0)
@@ -42,6 +61,7 @@ def _number(chosen, placement, choice, there, first, held, per_token, period, PL
 def held_order_kernel(
     chosen,
     placement,
+    slot_mapping,
     source,
     inverse,
     ends,
@@ -51,6 +71,7 @@ def held_order_kernel(
     per_token,
     period,
     PLACED: tl.constexpr,
+    PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -63,13 +84,16 @@ def held_order_kernel(
     expert = choice - blocks * BLOCK
     places = block < blocks
     there = places & (choice < choices)
-    number = _number(chosen, placement, choice, there, first, held, per_token, period, PLACED)
+    number = _number(chosen, placement, slot_mapping, choice, there, first, held, per_token, period, PLACED, PADDED)
     # Sorted by expert, then as they stand: one number tells which of two comes first.
     rank = tl.where(places, number * choices + choice, (expert + 1) * choices)
     before = tl.zeros((BLOCK, WIDTH), dtype=tl.int32)
     for start in range(0, choices, WIDTH):
         other = start + tl.arange(0, WIDTH)
-        numbers = _number(chosen, placement, other, other < choices, first, held, per_token, period, PLACED)
+        is_one = other < choices
+        numbers = _number(
+            chosen, placement, slot_mapping, other, is_one, first, held, per_token, period, PLACED, PADDED
+        )
         before += (numbers * choices + other)[None, :] < rank[:, None]
     place = tl.sum(before, axis=1)
     if places:
@@ -84,11 +108,13 @@ _BLOCK, _WIDTH, _WARPS = 8, 128, 4
 MOST_CHOICES = 8192
 
 
-def held_order(chosen: Tensor, first: int, held: int, placement: Tensor | None) -> Order:
+def held_order(
+    chosen: Tensor, first: int, held: int, placement: Tensor | None, slot_mapping: Tensor | None = None
+) -> Order:
     """The order of the choices that this rank computes, in one launch; the places behind the last of them are empty.
 
-    Of at most `MOST_CHOICES` choices, contiguous, as is the placement. `Order.source` is not written behind the last
-    end, and `Order.inverse` is -1 for what other ranks compute.
+    Of at most `MOST_CHOICES` choices, contiguous, as are placement and slot mapping. `Order.source` is not written
+    behind the last end, and `Order.inverse` is -1 for what other ranks compute, or none.
     """
     choices = chosen.numel()
     source = torch.empty(choices, dtype=torch.int64, device=chosen.device)
@@ -97,6 +123,7 @@ def held_order(chosen: Tensor, first: int, held: int, placement: Tensor | None) 
     held_order_kernel[(ceil_div(choices, _BLOCK) + ceil_div(held, _BLOCK),)](
         chosen,
         chosen if placement is None else placement,
+        chosen if slot_mapping is None else slot_mapping,
         source,
         inverse,
         ends,
@@ -106,6 +133,7 @@ def held_order(chosen: Tensor, first: int, held: int, placement: Tensor | None) 
         chosen.shape[1],
         1 if placement is None else placement.shape[1],
         PLACED=placement is not None,
+        PADDED=slot_mapping is not None,
         BLOCK=_BLOCK,
         WIDTH=_WIDTH,
         num_warps=_WARPS,
@@ -118,10 +146,10 @@ def compile_cases() -> list[CompileCase]:
     signature |= dict.fromkeys(("choices", "first", "held", "per_token", "period"), "i32")
     constants = {"BLOCK": _BLOCK, "WIDTH": _WIDTH}
     cases = []
-    for placed in (False, True):
+    for placed, padded in ((False, False), (True, False), (False, True), (True, True)):
         kinds = {"chosen": "*i64:16", "placement": "*i32:16" if placed else "*i64:16"}
-        name = f"order of a rank's choices{', placed by a table' if placed else ''}"
-        cases.append(
-            CompileCase(name, held_order_kernel, kinds | signature, {"PLACED": placed, **constants}, _WARPS, 2)
-        )
+        kinds |= {"slot_mapping": "*i32:16" if padded else "*i64:16"}
+        name = f"order of a rank's choices{', placed by a table' * placed}{', with padding' * padded}"
+        known = {"PLACED": placed, "PADDED": padded, **constants}
+        cases.append(CompileCase(name, held_order_kernel, kinds | signature, known, _WARPS, 2))
     return cases

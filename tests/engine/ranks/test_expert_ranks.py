@@ -63,6 +63,22 @@ def test_ranks_with_different_experts_answer_as_one_also_while_they_move(folder:
     del llm, ranks
     gc.collect()
 
+    # Each with tokens of its own, of which rank 0 counts all that are no padding.
+    moving: dict[str, Any] = {"enable_dp_attention": True, "enable_eplb": True, "eplb_step_interval": 15}
+    llm = LLM(folder, **ranked, **moving, **OPTIONS)
+    assert ids(llm) == wanted
+    ranks = llm.engine.ranks
+    assert ranks is not None
+    assert ranks.experts is not None
+    assert not any(np.array_equal(ranks.experts.slots(layer), np.arange(8)) for layer in ranks.experts.layers)
+    assert ranks.experts.tables.totals.sum() % 3 == 0
+    computed = sum(len(prompt) + 63 for prompt in PROMPTS) - llm.engine.loop.scheduler.statistics.prefix_hits
+    counted = ranks.experts.tables.totals[0].sum().item() // 3
+    assert counted >= computed, "what a preempted sequence computes again comes on top"
+    assert counted < 1.5 * computed, "padding is not counted"
+    del llm, ranks
+    gc.collect()
+
     ranked = ranked | {"tensor_parallel_size": 4, "enable_eplb": True, "num_redundant_experts": 4}
     llm = LLM(folder, **ranked, eplb_step_interval=30, **OPTIONS)
     assert ids(llm) == wanted

@@ -179,7 +179,7 @@ def test_each_rank_has_its_experts_and_all_else(one: LLM, two: LLM) -> None:
     ("options", "message"),
     [
         ({"enable_dp_attention": True}, "needs enable_expert_parallel=True and a tensor_parallel_size over 1"),
-        ({**RANKED, "tensor_parallel_size": 2, "enable_eplb": True}, "each rank has tokens of its own"),
+        ({"enable_dp_attention": True, "tensor_parallel_size": 2}, "for engines that share nothing give data_parallel"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:

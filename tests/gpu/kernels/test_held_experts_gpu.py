@@ -76,14 +76,16 @@ def test_the_library_is_near_float64(placed: bool, tokens: int) -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("placed", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 33, 100, 1024])
-def test_choices_are_sorted_by_expert(tokens: int, placed: bool) -> None:
+def test_choices_are_sorted_by_expert(tokens: int, placed: bool, padded: bool) -> None:
     chosen = torch.rand(tokens, COUNT, device="cuda").argsort(1)[:, :8].contiguous()
     assert chosen.numel() <= MOST_CHOICES
     for first, held in ((0, 16), (3, 9), (15, 1)):
         placement = table() if placed else None
-        order, numbers = held_order(chosen, first, held, placement), held_numbers(chosen, first, held, placement)
+        mapping = torch.randint(-1, 2, (tokens,), device="cuda", dtype=torch.int32) if padded else None
+        order, numbers = (make(chosen, first, held, placement, mapping) for make in (held_order, held_numbers))
         wanted = torch.cat([(numbers.flatten() == number).nonzero().flatten() for number in range(held)])
         counts = torch.stack([(numbers == number).sum() for number in range(held)])
         assert torch.equal(order.ends, counts.cumsum(0).int())
