@@ -35,7 +35,6 @@ from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.models.families import build
 from strata.models.shapes import SHAPES
-from strata.models.weights import weight_bytes
 from strata.parallel.serving_shard import RankShard
 
 _MAX_SEQUENCES, _PAGE_SIZE = EngineConfig.max_num_seqs, EngineConfig.page_size
@@ -140,7 +139,8 @@ class MetaModel:
             ]
 
         name = next(field.name for field in fields(graphs) if getattr(graphs, field.name) is model)
-        return StepNodes(name, nodes(inputs, 0), nodes(model, 2 if model is prompts else 1), nodes(draw, 3))
+        drawn = nodes(draw, 3) if graphs.head is not None else []
+        return StepNodes(name, nodes(inputs, 0), nodes(model, 2 if model is prompts else 1), drawn)
 
     def _recorded_size(self, workload: Workload) -> BufferShape | None:
         """The size to which an engine with default options pads a step; None if it launches it eagerly."""
@@ -208,12 +208,15 @@ def meta_model(
     limits = DeviceLimits.listed(device)
     config = config if shard is None else shard.config
     with torch.device("meta"):
-        model = build(config).to(dtype)
+        model = (build(config) if shard is None else shard.build()).to(dtype)
+        whole = build(config if shard is None else shard.divided)
+    # As in `EngineSizes`: all stages record the same sizes.
+    parameters = sum(parameter.numel() for parameter in whole.parameters()) // (1 if shard is None else shard.stages)
     overlap = Overlap(EngineConfig.overlap_tokens, device)
     table = tuned.read(limits.product)
     graphs = step_graphs(model, implementations_for(limits), deterministic, table, shard, overlap=overlap)
     library = not deterministic and library_limit(limits, config, dtype, _PAGE_SIZE) is None
-    return MetaModel(config, dtype, limits, graphs, weight_bytes(model, dtype) // dtype.itemsize, library, shard)
+    return MetaModel(config, dtype, limits, graphs, parameters, library, shard)
 
 
 def _decodes(workload: Workload) -> int:

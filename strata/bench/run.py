@@ -37,6 +37,7 @@ class Setup:
     deterministic: bool
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    pipeline_parallel_size: int = 1
 
     @property
     def source(self) -> str:
@@ -59,6 +60,7 @@ class Setup:
             "skip_tokenizer_init": True,
             "deterministic": self.deterministic,
             "tensor_parallel_size": self.tensor_parallel_size,
+            "pipeline_parallel_size": self.pipeline_parallel_size,
             "enable_expert_parallel": self.enable_expert_parallel,
             "seed": 0,
         }
@@ -67,6 +69,7 @@ class Setup:
         """Deterministic mode, and each number of ranks, is a test of its own, so that none passes for the newest result
         of another."""
         ranks = f"-tp{self.tensor_parallel_size}" if self.tensor_parallel_size > 1 else ""
+        ranks += f"-pp{self.pipeline_parallel_size}" if self.pipeline_parallel_size > 1 else ""
         ranks += "-ep" if self.enable_expert_parallel else ""
         return f"{name}-deterministic{ranks}" if self.deterministic else f"{name}{ranks}"
 
@@ -116,18 +119,21 @@ def call(llm: LLM, test: workloads.InferenceTest, most: int | None = None) -> fl
 
 
 def floor_on(test: workloads.InferenceTest, setup: Setup, product: str) -> float | None:
-    """The least seconds of a test on a device, by the cost of the model's graph: over several ranks, of the first's.
+    """The least seconds of a test on a device, by the cost of the model's graph: over several ranks, of the first's;
+    over stages of a pipeline as if all worked all the time, though one request alone takes as long as they together.
 
     None if the device is not in the database.
     """
     found = costs_on(setup, product)
-    return None if found is None else test.floor(found.costs.step, found.device, found.dtype, found.link)
+    if found is None:
+        return None
+    return test.floor(found.costs.step, found.device, found.dtype, found.link) / setup.pipeline_parallel_size
 
 
 @dataclass(frozen=True)
 class CostsOn:
     """What a model's steps cost at least, and the device and dtype that they run in; of a rank of several, its share's,
-    and the link to the others."""
+    and the link to the others. Of stages of a pipeline all are counted, without what they send each other."""
 
     costs: StepCosts
     device: Device

@@ -39,6 +39,7 @@ def chat(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     tensor_parallel_size: options.TensorParallelSize = 1,
+    pipeline_parallel_size: options.PipelineParallelSize = 1,
     max_model_len: options.MaxModelLen = None,
     deterministic: options.Deterministic = False,
 ) -> None:
@@ -56,6 +57,7 @@ def chat(
             dtype=dtype,
             device=device,
             tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
             max_model_len=max_model_len,
             deterministic=deterministic,
         )

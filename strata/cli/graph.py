@@ -42,11 +42,13 @@ def graph(
     ] = 0,
     on: Annotated[str, typer.Option("--device", help="Device whose kernels and floors are shown.")] = "h200",
     tensor_parallel_size: options.TensorParallelSize = 1,
+    pipeline_parallel_size: options.PipelineParallelSize = 1,
+    stage: Annotated[int, typer.Option(min=0, help="Which of the stages is shown, from 0.")] = 0,
     enable_expert_parallel: options.EnableExpertParallel = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Show what a step runs and costs, by operation and by part of the model, without weights or device; of several
-    ranks, what the first one does.
+    ranks, what the first one of a stage does.
 
     The graph is the one that the engine runs for such a step on that device; a row of each sequence is sampled.
     Merged projections are joined by & (gate_proj&up_proj), fused operations by + (input_layernorm+add).
@@ -58,21 +60,27 @@ def graph(
     from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 
     spec, config = device(on), find_config(folder_shape_or_file(model))
-    ranks, shard = tensor_parallel_size, None
-    if ranks > 1:
-        shard = RankShard.of(config, ranks, 0, imagined(TENSOR_AXIS, ranks), expert_parallel=enable_expert_parallel)
-    elif enable_expert_parallel:
+    size, stages, shard = tensor_parallel_size, pipeline_parallel_size, None
+    ranks = size * stages
+    if enable_expert_parallel and size == 1:
         raise ValueError("--enable-expert-parallel divides experts by --tensor-parallel-size; make that 2 or more")
+    if stage >= stages:
+        raise ValueError(f"--stage {stage} of --pipeline-parallel-size {stages}: stages count from 0 to {stages - 1}")
+    if ranks > 1:
+        axis = imagined(TENSOR_AXIS, size) if size > 1 else None
+        experts = enable_expert_parallel
+        shard = RankShard.of(config, size, 0, axis, expert_parallel=experts, stages=stages, stage=stage)
     beside = (prompt,) * bool(prompt)
     workload = Workload((tokens,) * sequences + beside, (tokens + context,) * sequences + beside)
     priced = price(meta_model(config, spec, shard=shard), workload, spec)
     step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences, "prompt": prompt}
-    step |= {"ranks": ranks}
+    step |= {"ranks": ranks, "stages": stages, "stage": stage}
     if as_json:
         print(json.dumps(step | priced.to_dict()))
     else:
         title = f"{model}: {sequences} x {tokens} new tokens, {context} cached each"
-        priced.draw(title + f"; a new prompt of {prompt}" * bool(prompt) + f"; one rank of {ranks}" * (ranks > 1))
+        title += f"; a new prompt of {prompt}" * bool(prompt) + f"; one rank of {ranks}" * (ranks > 1)
+        priced.draw(title + f", of stage {stage} of {stages}" * (stages > 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +116,9 @@ class PricedStep:
         first = next(index for index, node in enumerate(model) if node.layer is not None)
         last = max(index for index, node in enumerate(model) if node.parameters)
         parts = {id(node): "inputs" for node in self.step.inputs} | {id(node): "sampling" for node in self.step.draw}
-        parts |= {id(node): "embedding" for node in model[:first]} | {id(node): "head" for node in model[last:]}
+        before = "embedding" if any(node.parameters for node in model[:first]) else "stage before"
+        parts |= {id(node): before for node in model[:first]}
+        parts |= {id(node): "head" for node in model[last:] if node.layer is None}
 
         def operation_of(node: NodeCost) -> tuple[str, str, str]:
             part = node.module.rpartition(".")[2]

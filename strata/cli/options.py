@@ -20,6 +20,9 @@ Device = Annotated[str, engine_option(help="auto, cpu, cuda or cuda:N.")]
 TensorParallelSize = Annotated[
     int, engine_option(min=1, help="Ranks that divide each matrix: GPUs, or processes on a CPU.")
 ]
+PipelineParallelSize = Annotated[
+    int, engine_option(min=1, help="Stages that divide the layers, each of --tensor-parallel-size ranks.")
+]
 EnableExpertParallel = Annotated[bool, engine_option(help="Ranks have different experts of a mixture, each whole.")]
 EnableDpAttention = Annotated[
     bool, engine_option(help="Those ranks have sequences and KV pages of their own, and share the experts alone.")

@@ -28,6 +28,7 @@ def warm(
     max_num_batched_tokens: Annotated[int | None, options.engine_option(min=1, help="Most tokens of one step.")] = None,
     deterministic: options.Deterministic = False,
     tensor_parallel_size: options.TensorParallelSize = 1,
+    pipeline_parallel_size: options.PipelineParallelSize = 1,
     enable_expert_parallel: options.EnableExpertParallel = False,
     enable_dp_attention: options.EnableDpAttention = False,
 ) -> None:
@@ -55,6 +56,7 @@ def warm(
         max_num_batched_tokens=max_num_batched_tokens,
         deterministic=deterministic,
         tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
         enable_expert_parallel=enable_expert_parallel,
         enable_dp_attention=enable_dp_attention,
     )

@@ -117,7 +117,10 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
         target = _step_target(asked, executor, device)
     recorded, ledger = executor.recorded, executor.ledger
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
-    scheduler_config = SchedulerConfig(asked.max_num_seqs, executor.max_tokens, executor.max_length, seed, target)
+    stages = asked.pipeline_parallel_size
+    scheduler_config = SchedulerConfig(
+        asked.max_num_seqs, executor.max_tokens, executor.max_length, seed, target, stages
+    )
     scheduler, pages = _scheduler(asked, scheduler_config, ledger.pages)
     loop = EngineLoop(scheduler, ranks or executor.runner, run_ahead=device.type == "cuda", ledger=ledger)
     compilations = Compilations(log)
@@ -176,7 +179,8 @@ def _step_target(asked: EngineConfig, executor: Executor, device: torch.device) 
     mixed_tokens = executor.mixed_tokens
     name = torch.cuda.get_device_name(device)
     times = step_times(executor.graphs, executor.pool_shape, name, max(mixed_tokens, default=0))
-    return None if times is None else StepTarget(asked.step_target_ms / 1e3, times, mixed_tokens)
+    seconds = asked.step_target_ms / 1e3 / asked.pipeline_parallel_size  # stages are alike, and a token passes them all
+    return None if times is None else StepTarget(seconds, times, mixed_tokens)
 
 
 def _default_params(defaults: GenerationDefaults) -> SamplingParams:

@@ -21,10 +21,14 @@ from strata.models import weights
 from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import build
 from strata.models.folder import located
-from strata.parallel.serving_shard import TENSOR_AXIS
+from strata.parallel.serving_shard import PIPELINE_AXIS, TENSOR_AXIS, RankShard
 
 # The axes of the ranks' mesh, from the outermost, and the options that give their sizes.
-_AXES = {CONTEXT_AXIS: "prefill_context_parallel_size", TENSOR_AXIS: "tensor_parallel_size"}
+_AXES = {
+    PIPELINE_AXIS: "pipeline_parallel_size",
+    CONTEXT_AXIS: "prefill_context_parallel_size",
+    TENSOR_AXIS: "tensor_parallel_size",
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class EngineConfig:
     overlap_tokens: with several ranks, steps with prompts of so many tokens or more divide their rows in two, and the
         messages of one half travel while the products of the other run; None: of as many as a cost model says that it
         pays for; 0: none do. Not in deterministic mode.
+    pipeline_parallel_size: stages that divide the layers among them, each of tensor_parallel_size ranks.
     enable_expert_parallel: ranks that divide matrices have different experts of a mixture, each whole, instead of a
         part of every one.
     enable_dp_attention: those ranks have sequences of their own and all else than experts whole: each its own KV pages,
@@ -82,6 +87,7 @@ class EngineConfig:
     step_target_ms: float | None = None
     tensor_parallel_size: int = 1
     prefill_context_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     overlap_tokens: int | None = 0
     enable_expert_parallel: bool = False
     enable_dp_attention: bool = False
@@ -122,6 +128,7 @@ class EngineConfig:
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
         self._check_experts()
+        self._check_stages()
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -173,6 +180,15 @@ class EngineConfig:
                 "leave out one of it and deterministic=True"
             )
 
+    def _check_stages(self) -> None:
+        refused = {"enable_eplb": False, "enable_dp_attention": False, "prefill_context_parallel_size": 1}
+        given = next((name for name, without in refused.items() if getattr(self, name) != without), None)
+        if given is not None and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"{given}={getattr(self, given)} needs all layers on every rank, and pipeline_parallel_size="
+                f"{self.pipeline_parallel_size} divides them; leave out one of them"
+            )
+
     def resolve_device(self, rank: int = 0) -> torch.device:
         """Of a rank. Raises ValueError if the device asked for is not there, or a GPU is missing for any rank."""
         device = self._device()
@@ -209,14 +225,15 @@ class EngineConfig:
 class EngineSizes:
     """max_length: tokens of one sequence; max_tokens: of one step. pool: of the KV pages, with the weights' dtype.
 
-    recorded: the steps that get a CUDA graph; library: cuDNN attends for prompts in them. weight_bytes: of the whole
-    model.
+    recorded: the steps that get a CUDA graph; library: cuDNN attends for prompts in them. weight_bytes: of the model;
+    of a rank of several, of its share. parameters: of the model; of several stages, the mean of a stage.
     """
 
     max_length: int
     max_tokens: int
     pool: PoolShape
     weight_bytes: int
+    parameters: int
     recorded: tuple[BufferShape, ...]
     library: bool
 
@@ -226,26 +243,37 @@ class EngineSizes:
         return max((size.tokens for size in self.recorded), default=0)
 
     @staticmethod
-    def of(asked: EngineConfig, config: ModelConfig, device: torch.device, limits: DeviceLimits | None) -> EngineSizes:
-        """limits: of a CUDA device that runs the own kernels, which need not be here; None: of no such device. Raises
-        ValueError for a length that the model cannot have."""
+    def of(
+        asked: EngineConfig,
+        config: ModelConfig,
+        device: torch.device,
+        limits: DeviceLimits | None,
+        shard: RankShard | None = None,
+    ) -> EngineSizes:
+        """limits: of a CUDA device that runs the own kernels, which need not be here; None: of no such device. shard:
+        whose `config` it is, where several ranks share a model. Raises ValueError for a length that the model cannot
+        have."""
         max_length = _max_length(asked, config)
         max_tokens = asked.max_num_batched_tokens or (8192 if limits is not None else 2048)
         dtype = weights.resolve_dtype(asked.dtype, config, device)
         pool = PoolShape(config.num_layers, asked.page_size, config.num_kv_heads, config.head_dim, dtype)
         with torch.device("meta"):
-            weight_bytes = weights.weight_bytes(build(config, max_length), dtype)
+            whole = build(config if shard is None else shard.divided, max_length)
+            weight_bytes = weights.weight_bytes(whole, dtype)
+            # All stages record the same sizes: what one sends has the length that the next one takes.
+            parameters = weight_bytes // dtype.itemsize // asked.pipeline_parallel_size
+            if shard is not None and shard.stages > 1:
+                weight_bytes = weights.weight_bytes(shard.build(max_length), dtype)
         library, recorded = False, []
         if limits is not None:
             library = not asked.deterministic and library_limit(limits, config, dtype, asked.page_size) is None
             fresh = library and keeps_neighbours_apart(dtype)
-            recorded = recorded_sizes(asked.max_num_seqs, max_tokens, weight_bytes // dtype.itemsize, library, fresh)
-        return EngineSizes(max_length, max_tokens, pool, weight_bytes, tuple(recorded), library)
+            recorded = recorded_sizes(asked.max_num_seqs, max_tokens, parameters, library, fresh)
+        return EngineSizes(max_length, max_tokens, pool, weight_bytes, parameters, tuple(recorded), library)
 
     def without_library(self, max_sequences: int) -> EngineSizes:
         """The same where cuDNN cannot attend after all."""
-        parameters = self.weight_bytes // self.pool.dtype.itemsize
-        recorded = recorded_sizes(max_sequences, self.max_tokens, parameters, library=False)
+        recorded = recorded_sizes(max_sequences, self.max_tokens, self.parameters, library=False)
         return replace(self, recorded=tuple(recorded), library=False)
 
 

@@ -306,8 +306,9 @@ class RecordedSteps:
         sizes |= {("tokens", is_decode, shape.tokens), ("sequences", is_decode, shape.sequences)}
         warm = sizes <= self._warm
         self._recordings.record((shape, "run"), run, warm=warm)
-        self._recordings.record((shape, "draw"), draw, warm=warm)
-        if graphs.part is not None:
+        if graphs.head is not None:
+            self._recordings.record((shape, "draw"), draw, warm=warm)
+        if graphs.head is not None and graphs.part is not None:
             self._recordings.record((shape, "draw plain"), draw_plain, warm=warm)
         self._warm |= sizes
         made.logits = self._recordings.lend(made.logits)

@@ -35,7 +35,8 @@ from strata.kernels.sampling.sampling import likeliest
 class RunnerConfig:
     """max_sequences: slots; max_tokens: tokens of one step; max_length: tokens of one sequence; windows: the different
     ones of the model's attention layers; heads: of its queries; mask_ids: how many ids a mask of a grammar tells of;
-    division: how ranks divide the tokens of steps, if they do."""
+    division: how ranks divide the tokens of steps, if they do. stages: of the pipeline that this is one of; if there
+    are several, `Runner.learn` tells what has been drawn."""
 
     max_sequences: int
     max_tokens: int
@@ -44,6 +45,7 @@ class RunnerConfig:
     heads: int
     mask_ids: int
     division: TokenDivision | None = None
+    stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,10 @@ class Runner:
         largest = BufferShape(config.max_tokens, config.max_sequences + 1, config.max_sequences).size
         if config.division is not None:
             largest = max(largest, config.division.largest(config.max_tokens, config.max_sequences).size)
-        # Two, so that a step can be prepared while the one before it has not left its buffer.
-        self._staging = [Staging(largest, device) for _ in range(2)]
-        pinned = device.type == "cuda"
-        self._returns = [torch.empty(config.max_sequences, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        # So that a step can be prepared while those before it have not left their buffers.
+        steps, pinned = config.stages + 1, device.type == "cuda"
+        self._staging = [Staging(largest, device) for _ in range(steps)]
+        self._returns = [torch.empty(config.max_sequences, dtype=torch.int32, pin_memory=pinned) for _ in range(steps)]
         self._recorded: RecordedSteps | None = None
         self.observer: StepObserver | None = None
 
@@ -154,6 +156,11 @@ class Runner:
     def _recordings(self) -> Recordings:
         return CudaGraphs()
 
+    def learn(self, drawn: Iterable[tuple[int, int]]) -> None:
+        """Take (slot, id) that the last of several stages has drawn, before steps that run them are launched."""
+        for slot, id in drawn:
+            self._slots.newest[slot] = id
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan, room: StepRoom | None = None) -> Launched | Undrawn:
         """Start a step; its ids come later. Pages and slots of the plan may be reused by the next plan at once.
@@ -161,8 +168,8 @@ class Runner:
         A step with constrained rows has to be drawn before the next is launched. room: of the steps that other ranks
         start now, where each has sequences of its own; the plan may have no chunk then.
         """
-        self._staging.reverse()
-        self._returns.reverse()
+        self._staging.append(self._staging.pop(0))
+        self._returns.append(self._returns.pop(0))
         if plan.copies:
             self.pool.copy_pages(plan.copies)
         arrays = PlanArrays(plan)
@@ -292,10 +299,11 @@ class Runner:
             tokens, tables = inputs.forward(step_inputs(buffer, columns, page_size, self._newest))
         batch = buffer.batch(self.pool, tables, tokens, longest, self._config.windows, parts)
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-        if scores:
+        head = self._graphs.head
+        if scores and head is not None:
             hidden = self._graphs.hidden.forward(batch)
             prompt_logprobs = tuple(self._prompt_logprobs(plan, hidden))
-            logits = self._graphs.head.forward(hidden.index_select(0, buffer.tensors["rows"]))
+            logits = head.forward(hidden.index_select(0, buffer.tensors["rows"]))
         elif share is not None:
             assert self._graphs.divided is not None
             logits = self._graphs.divided.forward(batch, buffer.tensors["rows"], buffer.tensors["chosen"])
@@ -311,7 +319,9 @@ class Runner:
         return bool(plan.banned) or meets(self._slots.special, arrays.drawn)
 
     def _draw(self, step: Undrawn, masks: tuple[Tensor, Tensor] | None = None) -> Launched:
-        """Sample a step's rows; masks: see `apply_bitmask`."""
+        """Sample a step's rows; masks: see `apply_bitmask`. Of a stage before the last there is nothing to sample."""
+        if self._graphs.head is None:
+            return self._finish(step.plan, self._newest[:0])
         plan, buffer, logits, slots = step.plan, step.buffer, step.logits, step.arrays.drawn
         draws = len(slots)
         reported = None
@@ -383,12 +393,17 @@ class Runner:
         host, state, slots, tokens = buffer.host, self._slots, arrays.slots, arrays.tokens
         buffer.place(self._tables, self.pool.shape.page_size, slots, arrays.starts, arrays.counts)
         drawn_here = arrays.starts >= state.known[slots]  # its one token is what its slot drew last
+        all_drawn_here = bool(drawn_here.all())
         host["tokens"][:tokens] = 0
-        if all_drawn_here := arrays.are_decodes and bool(drawn_here.all()):
+        if self._config.stages > 1:
+            host["sources"][:tokens] = -1
+            host["tokens"][arrays.last_rows[drawn_here]] = state.newest[slots[drawn_here]]
+        elif arrays.are_decodes and all_drawn_here:
             host["sources"][:tokens] = slots
         else:
             host["sources"][:tokens] = -1
             host["sources"][arrays.last_rows[drawn_here]] = slots[drawn_here]
+        if not all_drawn_here:
             for index in np.flatnonzero(~drawn_here).tolist():
                 start, count, row = (int(field[index]) for field in (arrays.starts, arrays.counts, arrays.last_rows))
                 host["tokens"][row + 1 - count : row + 1] = state[int(slots[index])].tokens[start : start + count]
@@ -402,10 +417,11 @@ class Runner:
         host["steps"][:drawn] = arrays.draw_lengths - state.prompt_lengths[draw_slots]
         if drawn < buffer.shape.draws:
             buffer.pad_draws(drawn, self._config.max_sequences)
-        return all_drawn_here or bool(drawn_here.any())
+        return self._config.stages == 1 and (all_drawn_here or bool(drawn_here.any()))
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> Iterator[PromptLogprobs]:
-        at = 0
+        head, at = self._graphs.head, 0
+        assert head is not None
         for chunk in plan.chunks:
             sequence = self._slots[chunk.slot]
             most = sequence.prompt_logprobs
@@ -416,7 +432,7 @@ class Runner:
                     count = min(PROMPT_LOGPROB_ROWS, rows - first)
                     token = chunk.start + first + 1
                     targets = np.array(sequence.tokens[token : token + count], dtype=np.int32)
-                    logits = self._graphs.head.forward(hidden[at + first : at + first + count]).float()
+                    logits = head.forward(hidden[at + first : at + first + count]).float()
                     reported = self._sampler.logprobs(logits, send(self._device, ids=targets)["ids"], most)
                     yield PromptLogprobs(sequence.id, token, reported)
             at += chunk.count

@@ -20,7 +20,7 @@ from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.sampler import DrawInputs, draw_ids
 from strata.graph.bind import NO_AXES, bind
 from strata.graph.capture import capture, capture_head
-from strata.graph.compose import compose
+from strata.graph.compose import compose, copied
 from strata.graph.cost import operation_counts
 from strata.graph.count_experts import count_experts
 from strata.graph.divide_tokens import divide_tokens
@@ -36,13 +36,15 @@ from strata.graph.overlap_rule import overlapping_tokens
 from strata.graph.product_times import measured_seconds, products_of
 from strata.graph.shard import shard as shard_graph
 from strata.graph.slice_products import slice_products
+from strata.graph.stages import capture_stage, exchange, take_rows
 from strata.hardware.figures import Device
 from strata.kernels import tuned
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
 from strata.kernels.state.clear_page_ends import clear_page_ends
 from strata.kernels.state.gather_tables import gather_tables
 from strata.kernels.state.newest_tokens import newest_tokens
-from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
+from strata.models.families import build
+from strata.parallel.serving_shard import PIPELINE_AXIS, TENSOR_AXIS, RankShard
 
 # Up to so many rows, products that take up norms, gating and residuals were faster than the library's with kernels
 # between them in whole steps of the 0.6B and the 8B shape on an H200; beyond, that depends on the weights.
@@ -69,13 +71,15 @@ class StepGraphs:
     divided_inputs, fresh_inputs: DivisionInputs to tokens, block tables and the prompts' division, of all steps in
         which cuDNN attends for them: over pages, whose ends are cleared; and over the step's own keys.
     draw, draw_filtered: DrawStep to ids [rows] int32, which are also written where later steps read them.
+        Of a stage before the last there is no head, and instead of logits these graphs give the hidden states
+        [tokens, hidden] that it hands on; it draws nothing.
     part: the ids of which the logits are, where ranks divide the vocabulary; None: of all, [rows, vocabulary].
     captured: how many nodes of each operation the model and its head had before the passes.
     table: what was measured of the device's products.
     """
 
     hidden: fx.GraphModule
-    head: fx.GraphModule
+    head: fx.GraphModule | None
     logits: fx.GraphModule
     overlapped_logits: fx.GraphModule | None
     divided: fx.GraphModule | None
@@ -229,18 +233,21 @@ def step_graphs(
     Raises NotImplementedError if an operation has no implementation there. Only on CUDA, and not in deterministic mode,
     are there implementations for which the passes pay that look at the number of rows.
     """
-    captured, head = capture(model), capture_head(model)
-    counts = operation_counts(captured) + operation_counts(head)
+    captured, head = _captured(model, shard)
+    counts = operation_counts(captured)
+    if head is not None:
+        counts += operation_counts(head)
     if shard is not None:
-        captured, head = (_of_rank(graph, shard, experts, deterministic) for graph in (captured, head))
+        captured = _of_rank(captured, shard, experts, deterministic)
+        head = None if head is None else _of_rank(head, shard, experts, deterministic)
     axes = dict(NO_AXES if shard is None else shard.axes)
     if context is not None:
         axes[CONTEXT_AXIS] = context
-    part = None if shard is None or shard.own_tokens else VocabularyPart.of(shard)
+    part = None if shard is None or shard.own_tokens or _has_all_columns(shard) else VocabularyPart.of(shard)
     by_rows = kind == "cuda" and not deterministic
 
     def fused() -> fx.GraphModule:
-        graph = compose(captured, head)
+        graph = copied(captured) if head is None else compose(captured, head)
         if shard is not None and shard.own_tokens:
             leave_out_padding(graph, Along(TENSOR_AXIS, shard.size))
         if experts is not None and experts.counts:
@@ -254,8 +261,8 @@ def step_graphs(
         return with_messages(fused())
 
     def any_step() -> fx.GraphModule:
-        graph = fused()
-        return gather_after_attention(fuse_gated_products(graph) if by_rows else graph)
+        graph = fuse_gated_products(fused()) if by_rows else fused()
+        return take_rows(graph) if head is None else gather_after_attention(graph)
 
     def bound(graph: fx.GraphModule) -> fx.GraphModule:
         return bind(graph, kind, deterministic, axes)
@@ -275,7 +282,7 @@ def step_graphs(
         overlapped_logits=None if overlap_tokens is None else bound(with_messages(overlap_messages(any_step()))),
         divided=divided,
         hidden=bound(fuse(merge(captured))),
-        head=bound(head),
+        head=None if head is None else bound(head),
         decode_small_batch=small,
         decode_large_batch=large,
         recorded_inputs=bound(capture(_Inputs(recorded=True, missing=True))),
@@ -295,6 +302,24 @@ def step_graphs(
 def _of_rank(
     graph: fx.GraphModule, shard: RankShard, experts: MovingExperts | None, deterministic: bool
 ) -> fx.GraphModule:
+    if _has_all_columns(shard):
+        return graph
     along, turns = Along(TENSOR_AXIS, shard.size), None if experts is None else experts.turns
     shard_graph(graph, shard.placements, along, shard.index, shard.slots, turns, own_tokens=shard.own_tokens)
     return slice_products(graph, shard.placements, shard.size) if deterministic else graph
+
+
+def _captured(model: nn.Module, shard: RankShard | None) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+    """A model and its head; of several stages what one of them has, with its messages."""
+    if shard is None or shard.stages == 1:
+        return capture(model), capture_head(model)
+    with torch.device("meta"):
+        whole = build(shard.divided)
+    own, head = capture_stage(whole, *shard.layers, model)
+    dtype = next(model.parameters()).dtype
+    return exchange(own, Along(PIPELINE_AXIS, shard.stages), shard.stage, shard.whole.hidden_size, dtype), head
+
+
+def _has_all_columns(shard: RankShard) -> bool:
+    """Of a stage of one rank, which computes its layers as one rank alone would."""
+    return shard.stages > 1 and shard.size == 1

@@ -1,4 +1,4 @@
-"""Two captured graphs become one that computes them one after the other."""
+"""Two captured graphs become one that computes them one after the other; one is copied."""
 
 from __future__ import annotations
 
@@ -30,12 +30,23 @@ def compose(graph: fx.GraphModule, head: fx.GraphModule) -> fx.GraphModule:
         elif node.op == "get_attr" and node.target in fetched:
             given[node] = fetched[node.target]
     logits = joined.graph_copy(head.graph, given)
-    output = joined.output(logits)
+    return _finished(joined, logits, head, graph)
+
+
+def copied(graph: fx.GraphModule) -> fx.GraphModule:
+    """The same graph for other passes; it shares its parameters with `graph`, which stays as it is."""
+    copy = fx.Graph()
+    return _finished(copy, copy.graph_copy(graph.graph, {}), graph)
+
+
+def _finished(graph: fx.Graph, result: Any, *parts: fx.GraphModule) -> fx.GraphModule:
+    """parts: what it was made of, and fetches from."""
+    output = graph.output(result)
     output.meta = {"module": "", "layer": None}
     attributes: dict[str, Any] = {
         str(node.target): attrgetter(str(node.target))(part)
-        for part in (head, graph)
+        for part in parts
         for node in part.graph.nodes
         if node.op == "get_attr"
     }
-    return DeferredGraph(attributes, joined, class_name=type(graph).__name__)
+    return DeferredGraph(attributes, graph, class_name=type(parts[-1]).__name__)

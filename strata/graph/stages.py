@@ -9,10 +9,28 @@ from torch import fx, nn
 
 from strata.comm.operations import Along
 from strata.comm.stage_messages import receive_previous, send_next
-from strata.graph.capture import must_stay, operation_of
+from strata.graph.capture import capture, capture_head, must_stay, operation_of
 from strata.graph.deferred import DeferredGraph
 from strata.kernels.attention.spec import AttentionSpec
 from strata.kernels.state.kv_write import kv_write
+
+
+def capture_stage(
+    model: nn.Module, first: int, end: int, holder: nn.Module
+) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+    """The layers [first, end) of a model as a graph (see `stage`), and of the last ones its head.
+
+    model: the whole one, which may be on the meta device. holder: what has the parameters of the stage.
+    """
+    graph = capture(model)
+    own = stage(graph, first, end, holder)
+    layers = 1 + max(
+        (node.meta["layer"] for node in graph.graph.nodes if node.meta.get("layer") is not None), default=-1
+    )
+    if end < layers:
+        return own, None
+    head = capture_head(model)
+    return own, DeferredGraph(holder, head.graph, class_name=type(head).__name__)
 
 
 def stage(graph: fx.GraphModule, first: int, end: int, holder: nn.Module) -> fx.GraphModule:
@@ -76,6 +94,18 @@ def exchange(graph: fx.GraphModule, along: Along, index: int, width: int, dtype:
             sent = graph.graph.call_function(send_next, (made, along))
         sent.meta = {"module": made.meta["module"], "layer": made.meta["layer"]}
         output.args = (sent,)
+    graph.recompile()
+    return graph
+
+
+def take_rows(graph: fx.GraphModule) -> fx.GraphModule:
+    """Let the graph of a stage before the last take a second argument, as `gather_after_attention` lets the last one.
+
+    It leaves no rows out: the stages after it attend to all tokens. In place; returns `graph`.
+    """
+    argument = next(node for node in graph.graph.nodes if node.op == "placeholder")
+    with graph.graph.inserting_after(argument):
+        graph.graph.placeholder("rows").meta = dict(argument.meta)
     graph.recompile()
     return graph
 

@@ -140,7 +140,27 @@ def test_a_rank_of_8_of_405b(config: Path) -> None:
     assert re.search(r"messages\s+254, ", drawn)
 
 
+def test_stages_of_405b(config: Path) -> None:
+    """Each has its layers, and one message of hidden states leaves the first; only the last has a head and draws."""
+    rows, options = 32, ("--context", 1000, "--sequences", 32, "--pipeline-parallel-size", 2, "--json")
+    first, last = (run(config, *options, "--stage", stage) for stage in range(2))
+    norms = HIDDEN * (2 * LAYERS + 1)
+    assert first["parameters"] + last["parameters"] == LAYERS * LAYER_WEIGHTS + 2 * VOCABULARY * HIDDEN + norms
+    assert (first["messages"], last["messages"]) == (1, 0)
+    assert first["sent_bytes"] == rows * HIDDEN * 2
+    parts = [{row["part"] for row in shown["parts"]} for shown in (first, last)]
+    assert parts[0] == {"inputs", "embedding", "layers"}
+    assert parts[1] == {"inputs", "stage before", "layers", "head", "sampling"}
+    assert "one rank of 4, of stage 1 of 2" in " ".join(
+        run(config, "--pipeline-parallel-size", 2, "--tensor-parallel-size", 2, "--stage", 1).split()
+    )
+
+
 def test_ranks_that_cannot_share_a_model_or_have_no_link() -> None:
+    with pytest.raises(ValueError, match="--stage 2 of --pipeline-parallel-size 2: stages count from 0 to 1"):
+        run("8B", "--pipeline-parallel-size", 2, "--stage", 2)
+    with pytest.raises(ValueError, match="pipeline_parallel_size=33: each stage needs a layer, and this model has 32"):
+        run("8B", "--pipeline-parallel-size", 33)
     with pytest.raises(ValueError, match="heads"):
         run("8B", "--tensor-parallel-size", 3)
     with pytest.raises(ValueError, match="no link is recorded for l40s"):

@@ -54,6 +54,7 @@ def throughput(
     device: options.Device = "auto",
     deterministic: options.Deterministic = False,
     tensor_parallel_size: options.TensorParallelSize = 1,
+    pipeline_parallel_size: options.PipelineParallelSize = 1,
     enable_expert_parallel: options.EnableExpertParallel = False,
     repeat: Repeat = 3,
     as_json: AsJson = False,
@@ -64,7 +65,16 @@ def throughput(
     Example: strata bench throughput --model 8B --batch 32 --save results.jsonl
     """
     test = workloads.offline() if batch is None else workloads.fixed_batch(batch)
-    setup = Setup(model, load_format, dtype, device, deterministic, tensor_parallel_size, enable_expert_parallel)
+    setup = Setup(
+        model,
+        load_format,
+        dtype,
+        device,
+        deterministic,
+        tensor_parallel_size,
+        enable_expert_parallel,
+        pipeline_parallel_size,
+    )
     result = run(test, setup, repeat)
     report(result.values(), result.text(), as_json=as_json, save=save)
 
@@ -80,12 +90,22 @@ def _command(name: str, measure: Callable[[Setup, int], Result], help: str) -> N
         device: options.Device = "auto",
         deterministic: options.Deterministic = False,
         tensor_parallel_size: options.TensorParallelSize = 1,
+        pipeline_parallel_size: options.PipelineParallelSize = 1,
         enable_expert_parallel: options.EnableExpertParallel = False,
         repeat: Repeat = 3,
         as_json: AsJson = False,
         save: Save = None,
     ) -> None:
-        setup = Setup(model, load_format, dtype, device, deterministic, tensor_parallel_size, enable_expert_parallel)
+        setup = Setup(
+            model,
+            load_format,
+            dtype,
+            device,
+            deterministic,
+            tensor_parallel_size,
+            enable_expert_parallel,
+            pipeline_parallel_size,
+        )
         result = measure(setup, repeat)
         report(result.values(), result.text(), as_json=as_json, save=save)
 

@@ -24,7 +24,7 @@ from strata.engine.ledger import PROMPT_LOGPROB_ROWS, Ledger
 from strata.engine.loop import EngineLoop
 from strata.engine.plan import StepPlan
 from strata.engine.ranks.expert_balance import expert_tables
-from strata.engine.ranks.rank import share_of
+from strata.engine.ranks.rank import share_of_all_layers
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.request import Request
@@ -77,10 +77,10 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
     Raises ValueError for whatever the engine would refuse.
     """
     config, _ = weights.resolve(asked.model, asked.load_format)
-    own, shard = config, None
-    if asked.tensor_parallel_size > 1:  # they all launch what the first does
-        own = share_of(asked, config, 0).config
-        shard = share_of(asked, shortened(config), 0, imagined(TENSOR_AXIS, asked.tensor_parallel_size))
+    # All ranks launch what the first does, or a part of it, where stages divide the layers.
+    axis = imagined(TENSOR_AXIS, asked.tensor_parallel_size)
+    whole, shard = (share_of_all_layers(asked, one, axis) for one in (config, shortened(config)))
+    own = config if whole is None else whole.config
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits)
     with as_if_launched(limits, note):
         part = _part(shard)
@@ -251,6 +251,7 @@ def _note_embedded_prompts(graphs: StepGraphs, sizes: EngineSizes) -> None:
 
 def _note_scored_prompts(graphs: StepGraphs, hidden_size: int, sizes: EngineSizes) -> None:
     """Prompts whose log-probabilities are asked for: what gives the logits of any number of rows."""
+    assert graphs.head is not None
     for rows in _lengths(PROMPT_LOGPROB_ROWS):
         graphs.head.forward(torch.empty((rows, hidden_size), dtype=sizes.pool.dtype, device=META))
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from strata.comm.mesh import Axis
-from strata.engine.embeddings.pooling import PoolRequest
+from strata.engine.embeddings.pooling import Pooled, PoolRequest
 from strata.engine.engine_config import EngineConfig
 from strata.engine.faults import EngineFault, out_of_memory
 from strata.engine.grammars.grammar import MasksUnderWay
@@ -112,13 +112,13 @@ class Leader:
 class _Steps:
     """What rank 0 has told to launch. It is waited for there, or once this rank has told its ids.
 
-    tells: this rank has ids that rank 0 has not.
+    stages: of the pipeline. tells: this rank has ids that rank 0 has not.
     """
 
-    def __init__(self, executor: Executor, leader: Leader, *, tells: bool) -> None:
+    def __init__(self, executor: Executor, leader: Leader, stages: int, *, tells: bool) -> None:
         self._executor, self._runner = executor, executor.runner
-        self._leader, self._tells = leader, tells
-        self._under_way: deque[tuple[int, Launched]] = deque()
+        self._leader, self._stages, self._tells = leader, stages, tells
+        self._under_way: deque[tuple[int, Launched | Pooled]] = deque()
         self._undrawn: Undrawn | None = None
 
     def report(self) -> bool:
@@ -130,8 +130,9 @@ class _Steps:
     def do(self, message: messages.ToFollower) -> int | None:
         """Do it; the answer, if it asks for one."""
         if isinstance(message, messages.Launch):
-            if len(self._under_way) > 1:  # a runner has buffers for two steps
+            if not self._tells and len(self._under_way) > self._stages:  # a runner has buffers for one more
                 self._under_way.popleft()[1].wait()
+            self._runner.learn(message.drawn)
             self._note(self._runner.launch(message.plan))
         elif isinstance(message, messages.LaunchPart):
             self._note(self._runner.launch(message.plan, message.room))
@@ -141,9 +142,12 @@ class _Steps:
             if message.step is not None:
                 self._draw(message.step)
         elif isinstance(message, messages.Pool):
-            self._executor.pooler.launch([PoolRequest(*prompt) for prompt in message.prompts])
+            vectors = self._executor.pooler.launch([PoolRequest(*prompt) for prompt in message.prompts])
+            if self._tells and self._stages > 1:  # else rank 0 has them too
+                self._under_way.append((self._leader.number, vectors))
         elif isinstance(message, messages.Settle):
             self._runner.settle()
+            self.report()  # vectors are still wanted
             self._under_way.clear()
             self._undrawn = None
         elif isinstance(message, messages.MoveExperts):
@@ -187,7 +191,9 @@ def _follow(job: _Job, leader: Leader) -> None:
         executor = build_executor(
             asked, config, device, ids, lambda _: None, StartupClock(), beside, leader, show_progress=False
         )
-    steps = _Steps(executor, leader, tells=asked.enable_dp_attention)
+    stages = asked.pipeline_parallel_size
+    tells = asked.enable_dp_attention or (stages > 1 and job.rank == asked.ranks - asked.ranks // stages)
+    steps = _Steps(executor, leader, stages, tells=tells)
     gc.collect()
     gc.freeze()  # no collection walks in the middle of a step what lives as long as the process
     while True:

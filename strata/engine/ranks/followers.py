@@ -73,7 +73,7 @@ class Followers:
 
     def __init__(self, asked: EngineConfig, log: Log) -> None:
         """log: is told where an error of another rank came from. Raises ValueError if the ranks could not meet."""
-        self.size = asked.ranks
+        self.size, self.stages = asked.ranks, asked.pipeline_parallel_size
         self._store = world.meeting_place(self.size)
         self._asked, self._log = asked, log
         self._encode = msgspec.msgpack.Encoder().encode
@@ -135,6 +135,15 @@ class Followers:
         for one in self._all:
             one.answers.forget_steps(before)
 
+    @property
+    def drawing_rank(self) -> int:
+        """The first that draws: of the last stage."""
+        return self.size - self._ranks_of_a_stage
+
+    @property
+    def _ranks_of_a_stage(self) -> int:
+        return self.size // self.stages
+
     def fault_of(self, error: BaseException) -> EngineFault:
         """Why this rank's own part of something has failed: because another has ended, or else by itself, which ends
         the others: they are not where this one is any more."""
@@ -150,9 +159,10 @@ class Followers:
         return agreed
 
     def same_ids(self, own: int) -> bool:
-        """Whether all ranks have drawn the same ids. own: of `ids_digest` of this rank's runner."""
+        """Whether all ranks that draw have drawn the same ids. own: of `ids_digest` of this rank's runner."""
         self.send(messages.CompareIds())
-        return all(value == own for value in self._values())
+        values = [own, *self._values()]
+        return len(set(values[-self._ranks_of_a_stage :])) == 1
 
     def join(self, device: torch.device) -> dict[str, Axis]:
         """See `Rank`."""
@@ -321,7 +331,8 @@ class Followers:
         return None
 
     def _name(self, one: _Follower) -> str:
-        return f"rank {one.rank} of {self.size} (process {one.process.pid if one.process is not None else None})"
+        stage = f"stage {one.rank // self._ranks_of_a_stage}, " if self.stages > 1 else ""
+        return f"rank {one.rank} of {self.size} ({stage}process {one.process.pid if one.process is not None else None})"
 
     def _end(self, fault: str) -> None:
         """End all of them, because of this."""

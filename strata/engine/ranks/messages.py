@@ -2,7 +2,7 @@
 
 Rank 0 sends `ToFollower`: each makes the calls of the device that it makes itself, in the same order, because the
 collectives in them meet. Followers tell a `Value` where all agree on one, or where
-`CompareIds` asks for it, and what has failed.
+`CompareIds` asks for it, and what has failed. The last of several stages, which draws, tells what it has `Drawn`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from strata.engine.ranks.step_room import StepRoom
 
 
 class Launch(msgspec.Struct, tag=0, array_like=True, frozen=True):
-    """Run a step."""
+    """Run a step. drawn: (slot, id) that have become known since the step before, of several stages."""
 
     plan: StepPlan
+    drawn: tuple[tuple[int, int], ...] = ()
 
 
 class LaunchPart(msgspec.Struct, tag=8, array_like=True, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from strata.comm.mesh import Axis
 from strata.engine.engine_config import EngineConfig
 from strata.models.config import ModelConfig
-from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
+from strata.parallel.serving_shard import PIPELINE_AXIS, TENSOR_AXIS, RankShard
 
 
 class Rank(Protocol):
@@ -40,18 +41,35 @@ class OneRank:
         return value
 
     def join(self, device: torch.device) -> dict[str, Axis]:
-        return {TENSOR_AXIS: Axis(TENSOR_AXIS, 1, 0, (0,), None)}
+        return {name: Axis(name, 1, 0, (0,), None) for name in (PIPELINE_AXIS, TENSOR_AXIS)}
 
 
-def share_of(asked: EngineConfig, config: ModelConfig, index: int, axis: Axis | None = None) -> RankShard:
-    """What rank `index` of such an engine has of a model of `config`. axis: along which they divide matrices, where it
-    is known.
+def share_of(asked: EngineConfig, config: ModelConfig, index: int) -> RankShard:
+    """What rank `index` of such an engine has of a model of `config`.
 
     Raises ValueError if they cannot share it.
     """
     by_experts, redundant = asked.enable_expert_parallel, asked.redundant_slots
-    size = asked.tensor_parallel_size
-    own_tokens, place = asked.enable_dp_attention, asked.places(index)[TENSOR_AXIS]
+    place = asked.places(index)
     return RankShard.of(
-        config, size, place, axis, expert_parallel=by_experts, redundant=redundant, own_tokens=own_tokens
+        config,
+        asked.tensor_parallel_size,
+        place[TENSOR_AXIS],
+        expert_parallel=by_experts,
+        redundant=redundant,
+        own_tokens=asked.enable_dp_attention,
+        stages=asked.pipeline_parallel_size,
+        stage=place[PIPELINE_AXIS],
     )
+
+
+def share_of_all_layers(asked: EngineConfig, config: ModelConfig, axis: Axis) -> RankShard | None:
+    """What the first of the ranks that divide matrices would have if one stage had all layers; None if there is one
+    rank then. axis: of these ranks.
+
+    Raises ValueError if they cannot share it.
+    """
+    if asked.tensor_parallel_size == 1:
+        return None
+    shard = share_of(replace(asked, pipeline_parallel_size=1), config, 0)
+    return replace(shard, axes={**shard.axes, TENSOR_AXIS: axis})

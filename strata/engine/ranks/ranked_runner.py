@@ -18,11 +18,14 @@ from torch import Tensor
 from strata.engine.embeddings.pooling import Pooled, Pooler, PoolRequest
 from strata.engine.faults import EngineFault
 from strata.engine.grammars.grammar import MasksUnderWay
+from strata.engine.loop import LaunchedStep
 from strata.engine.plan import StepPlan
 from strata.engine.ranks import messages
+from strata.engine.ranks.answers import logprobs_of, prompt_logprobs_of, tensor_of
 from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
 from strata.engine.ranks.followers import STEP_SECONDS, Followers
-from strata.engine.runner import Launched, Runner, StepObserver, Undrawn
+from strata.engine.runner import Launched, PromptLogprobs, Runner, StepObserver, Undrawn
+from strata.engine.sampler import LogprobTensors
 
 # How long rank 0 sleeps between two looks at its device, in seconds: a rank that ends meanwhile leaves it waiting for
 # ever, so it must not wait inside the driver.
@@ -71,6 +74,62 @@ def _wait(has_ended: Callable[[], bool], check: Callable[[], None]) -> None:
     check()
 
 
+class ReturnedStep:
+    """A step of several stages, of which the last tells rank 0 what it gives. A `LaunchedStep`.
+
+    number: of the message by which it was launched or drawn. note: is told the ids once they are known.
+    """
+
+    size = None
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        masked: bool,
+        number: int,
+        followers: Followers,
+        note: Callable[[StepPlan, Sequence[int]], None],
+    ) -> None:
+        self.plan, self.masked = plan, masked
+        self._number, self._followers, self._note = number, followers, note
+        self._told: messages.Drawn | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self._told is not None
+
+    @property
+    def logprobs(self) -> LogprobTensors | None:
+        return None if self._told is None else logprobs_of(self._told)
+
+    @property
+    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
+        return () if self._told is None else prompt_logprobs_of(self._told)
+
+    def wait(self) -> list[int]:
+        """As `Launched.wait`; raises EngineFault if a rank has ended or the step takes too long."""
+        if self._told is None:
+            told = self._followers.answer(self._followers.drawing_rank, self._number)
+            assert isinstance(told, messages.Drawn)
+            self._told = told
+            self._note(self.plan, told.ids)
+        return list(self._told.ids)
+
+
+@dataclass(frozen=True)
+class ReturnedVectors(Pooled):
+    """Vectors that the last of several stages tells rank 0."""
+
+    number: int = field(kw_only=True)
+    followers: Followers = field(kw_only=True)
+
+    def wait(self) -> Tensor:
+        """As `Pooled.wait`; raises EngineFault if a rank has ended or they take too long."""
+        told = self.followers.answer(self.followers.drawing_rank, self.number)
+        assert isinstance(told, messages.Vectors)
+        return tensor_of(told.vectors)
+
+
 class RankedRunner:
     """The runner of rank 0 and, by `followers`, those of the others; see the protocol `Runner` of the loop.
 
@@ -83,6 +142,8 @@ class RankedRunner:
     ) -> None:
         """experts: of rank 0, where those of a mixture may move; balance: tells when, and where to."""
         self._runner, self._followers, self.experts, self._balance = runner, followers, experts, balance
+        # (slot, id) that stages have not been told yet.
+        self._drawn: list[tuple[int, int]] = []
 
     @property
     def observer(self) -> StepObserver | None:
@@ -92,25 +153,29 @@ class RankedRunner:
     def observer(self, observer: StepObserver | None) -> None:
         self._runner.observer = observer
 
-    def launch(self, plan: StepPlan) -> Launched | Undrawn:
+    def launch(self, plan: StepPlan) -> LaunchedStep | Undrawn:
         with together(self._followers):
             self._move_experts()
-            self._followers.send(messages.Launch(plan))
+            drawn, self._drawn = tuple(self._drawn), []
+            number = self._followers.send(messages.Launch(plan, drawn))
+            if drawn:
+                self._runner.learn(drawn)
             step = self._runner.launch(plan)
-            return step if isinstance(step, Undrawn) else self._watched(step)
+            return step if isinstance(step, Undrawn) else self._under_way(step, number)
 
     def mask(self, step: Undrawn, matchers: Sequence[LLMatcher | None]) -> Undrawn:
         return self._runner.mask(step, matchers)
 
-    def draw(self, step: Undrawn) -> Launched:
+    def draw(self, step: Undrawn) -> LaunchedStep:
         with together(self._followers):
-            self._followers.send(messages.DrawStep(step.complete, mask_rows(step.masks)))
-            return self._watched(self._runner.draw(step))
+            number = self._followers.send(messages.DrawStep(step.complete, mask_rows(step.masks)))
+            return self._under_way(self._runner.draw(step), number)
 
     def settle(self) -> None:
         with together(self._followers):
-            self._followers.send(messages.Settle())
+            self._followers.forget_steps(self._followers.send(messages.Settle()))
             self._runner.settle()
+            self._drawn.clear()
 
     @property
     def processes(self) -> dict[int, int]:
@@ -134,8 +199,18 @@ class RankedRunner:
             assert self.experts is not None
             self.experts.move(layer, placed)
 
+    def _under_way(self, step: Launched, number: int) -> LaunchedStep:
+        """number: of the message by which it was launched or drawn."""
+        if self._followers.stages > 1:
+            return ReturnedStep(step.plan, step.masked, number, self._followers, self._note)
+        return self._watched(step)
+
     def _watched(self, step: Launched) -> WatchedStep:
         return WatchedStep(**_fields(step), check=self._followers.check)
+
+    def _note(self, plan: StepPlan, ids: Sequence[int]) -> None:
+        """Tell the stages with the next step what has been drawn."""
+        self._drawn += [(draw.slot, id) for draw, id in zip(plan.draws, ids, strict=True)]
 
 
 class RankedPooler:
@@ -153,8 +228,11 @@ class RankedPooler:
     def launch(self, requests: Sequence[PoolRequest]) -> Pooled:
         with together(self._followers):
             prompts = tuple((tuple(request.prompt), request.pooling) for request in requests)
-            self._followers.send(messages.Pool(prompts))
-            return WatchedVectors(**_fields(self._pooler.launch(requests)), check=self._followers.check)
+            number = self._followers.send(messages.Pool(prompts))
+            own = _fields(self._pooler.launch(requests))
+            if self._followers.stages > 1:
+                return ReturnedVectors(**own, number=number, followers=self._followers)
+            return WatchedVectors(**own, check=self._followers.check)
 
 
 def _fields(under_way: Launched | Pooled) -> dict[str, Any]:

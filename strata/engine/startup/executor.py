@@ -92,9 +92,10 @@ def build_executor(
     own_kernels = _runs_own_kernels(asked, device, log)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank.size))
-    shard = share_of(asked, config, rank.index) if asked.tensor_parallel_size > 1 else None
+    divides = max(asked.tensor_parallel_size, asked.pipeline_parallel_size) > 1
+    shard = share_of(asked, config, rank.index) if divides else None
     own = config if shard is None else shard.config
-    sizes = EngineSizes.of(asked, own, device, DeviceLimits.of(device) if own_kernels else None)
+    sizes = EngineSizes.of(asked, own, device, DeviceLimits.of(device) if own_kernels else None, shard)
     kernels = None
     if own_kernels:
         from strata.engine.ahead.ahead import KernelsAhead  # needs Triton
@@ -138,7 +139,10 @@ def build_executor(
     division = None
     if context is not None and context.size > 1:
         division = token_division(graphs, pool_shape, context, device, sizes.recorded_tokens)
-    runner_config = RunnerConfig(asked.max_num_seqs, sizes.max_tokens, max_length, windows, heads, mask_ids, division)
+    stages = asked.pipeline_parallel_size
+    runner_config = RunnerConfig(
+        asked.max_num_seqs, sizes.max_tokens, max_length, windows, heads, mask_ids, division, stages
+    )
     runner = Runner(graphs, pool, runner_config, device)
     kernels_are_ready = False
     if kernels is not None:

@@ -15,6 +15,7 @@ class SlotState:
     def __init__(self, slots: int) -> None:
         self.sequences: list[NewSequence | None] = [None] * slots
         self.known = np.zeros(slots, np.int32)  # ids that the host has
+        self.newest = np.zeros(slots, np.int32)  # what has been drawn last, if the host is told
         self.prompt_lengths = np.zeros(slots, np.int32)
         self.temperatures: NDArray[np.float32] = np.zeros(slots, np.float32)
         self.seeds: NDArray[np.int64] = np.zeros(slots, np.int64)

@@ -34,7 +34,7 @@ def engine_devices(
         return [{}] * engines
     if len(names) < engines * ranks:
         raise ValueError(
-            f"data_parallel_size={engines} with tensor_parallel_size={ranks} needs {engines * ranks} GPUs, and there "
+            f"data_parallel_size={engines} with {ranks} ranks each needs {engines * ranks} GPUs, and there "
             f"are {len(names)}: ask for fewer, or show more by {VARIABLE}"
         )
     return [{VARIABLE: ",".join(names[engine * ranks : (engine + 1) * ranks])} for engine in range(engines)]

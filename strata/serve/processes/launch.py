@@ -87,7 +87,8 @@ class _Launcher:
         self._folder = Path(asked.folder)
         self._api = ApiServer(asked) if asked.settings.api_workers == 1 else ApiProcesses(asked)
         self._signalled = asyncio.Event()
-        ranks, device = engine.get("tensor_parallel_size", 1), engine.get("device", "auto")
+        ranks = engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1)
+        device = engine.get("device", "auto")
         self._devices = engine_devices(asked.settings.data_parallel_size, ranks, device, os.environ)
         self._engines: list[Child] = []
         self._gone: set[int] = set()  # replicas whose engine has ended and gets no successor

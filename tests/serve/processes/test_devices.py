@@ -43,9 +43,7 @@ def test_a_machine_without_gpus_serves_from_its_cpu_unless_gpus_are_asked_for(tm
 
 
 def test_too_few_gpus_and_one_gpu_for_all_are_refused(files: Path) -> None:
-    with pytest.raises(
-        ValueError, match="data_parallel_size=3 with tensor_parallel_size=2 needs 6 GPUs, and there are 4"
-    ):
+    with pytest.raises(ValueError, match="data_parallel_size=3 with 2 ranks each needs 6 GPUs, and there are 4"):
         engine_devices(3, 2, "auto", {}, files)
     with pytest.raises(ValueError, match="'cuda:0' is one GPU"):
         engine_devices(2, 1, "cuda:0", {}, files)

@@ -1,0 +1,43 @@
+"""Stages of a pipeline whose ranks divide its matrices or its experts: they answer as one, and end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strata import LLM
+from strata.engine.faults import EngineFault
+from tests.engine.ranks.test_mixture import CONFIG
+from tests.engine.ranks.test_ranked_engine import GREEDY, OPTIONS, assert_alike, assert_same_ids, prompt
+
+DENSE: dict[str, Any] = {}
+MIXTURE = {"load_format": "dummy", "skip_tokenizer_init": True, "seed": 0}
+
+
+@pytest.mark.parametrize(("options", "killed"), [(DENSE, 2), (MIXTURE, 3)], ids=["dense", "mixture"])
+def test_stages_of_two_ranks_answer_as_one_and_one_that_is_killed_is_named(
+    options: dict[str, Any], killed: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    options = {"model": tmp_path if options else None, **OPTIONS, **options}
+    sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    four = LLM(**sizes, enable_expert_parallel=options["model"] is not None, **options)
+    prompts = [prompt(130), prompt(5, 3), prompt(61, 11)]
+    assert_alike(LLM(**options), four, prompts, GREEDY)
+    assert_same_ids(four)
+    assert four.engine.ranks is not None
+    others = four.engine.ranks.processes
+    assert list(others) == [1, 2, 3]
+
+    threading.Timer(0.2, os.kill, (others[killed], signal.SIGKILL)).start()
+    cause = re.escape(f"rank {killed} of 4 (stage 1, process {others[killed]}) was killed by SIGKILL")
+    with pytest.raises(EngineFault, match=cause):
+        four.generate(prompts * 20, GREEDY, use_tqdm=False)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in others.values())
