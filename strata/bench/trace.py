@@ -17,9 +17,10 @@ N = TypeVar("N", int, float)
 
 # What a kernel does, by the first kind of which its name, in small letters, holds a word. Strata's own kernels, those
 # of cuBLAS and cuDNN, and those of ATen.
+COPY = "copy"
 MESSAGE = "message"  # between ranks: the kernels wait for others in it, and may do more in the same launch
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (MESSAGE, ("one_shot", "two_shot", "flagged_norm", "nccl", "memcpy ptop")),
+    (MESSAGE, ("one_shot", "two_shot", "flagged_norm", "nccl", "memcpy ptop", "put_signal", "wait_signal")),
     (
         "attention",
         (
@@ -38,7 +39,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("rotation and KV write", ("rope", "kv_write", "rotate_heads")),
     ("activation", ("silu",)),
     ("sampling", ("bitmask", "gumbel", "filter_bounds", "logprob", "argmax", "exponential_sums", "best_of_parts")),
-    ("copy", ("memcpy", "memset", "copy")),
+    (COPY, ("memcpy", "memset", "copy")),
     ("lookup", ("embedding", "index", "gather", "newest_tokens")),
     ("loss", ("softmax_gradient",)),
     ("quantization", ("quantize", "largest_kernel")),
@@ -159,11 +160,15 @@ def read_trace(work: Iterable[Interval], marks: Iterable[Interval]) -> TraceTime
 
 
 def exposed_messages(work: Iterable[Interval]) -> int:
-    """Nanoseconds in which messages between ranks run, or copies from another's memory, and nothing else does."""
+    """Nanoseconds in which messages between ranks run, or kernels that wait for them, and no other kernel does.
+
+    Copies hide nothing: they may be what is waited for, and their names do not tell.
+    """
     everything = list(work)
-    messages = {name for name in {interval.name for interval in everything} if kind_of(name) == MESSAGE}
-    others = (interval for interval in everything if interval.name not in messages)
-    return covered(_spans(everything)) - covered(_spans(others))
+    kinds = {name: kind_of(name) for name in {interval.name for interval in everything}}
+    counted = [interval for interval in everything if kinds[interval.name] != COPY]
+    others = (interval for interval in counted if kinds[interval.name] != MESSAGE)
+    return covered(_spans(counted)) - covered(_spans(others))
 
 
 def busy_of_steps(work: Iterable[Interval], marks: Iterable[Interval]) -> list[float]:

@@ -89,6 +89,16 @@ def test_messages_that_nothing_hides_are_a_part_of_their_own() -> None:
     assert read_trace(WORK, MARKS).message_line is None
 
 
+def test_a_copy_engine_hides_no_wait_for_it() -> None:
+    work = [
+        Interval(GEMV, 0, 10),
+        Interval("Memcpy DtoD (Device -> Device)", 5, 30),
+        Interval("void c10d::symmetric_memory::wait_signal_kernel(unsigned int**, int, int, int)", 10, 32),
+        Interval(NORM, 32, 40),
+    ]
+    assert read_trace(work, [Interval("spin_kernel", 41, 42)]).exposed == pytest.approx(22e-9)
+
+
 def test_each_step_is_busy_for_its_own_time() -> None:
     assert busy_of_steps(WORK, MARKS) == pytest.approx([54e-9, 57e-9])
     after = Interval(NORM, 260, 270)  # of a step whose end was not recorded
