@@ -61,12 +61,14 @@ class StepNodes:
     """What the nodes of one step cost, and what runs them.
 
     graph: the one of `StepGraphs` that computes the logits. inputs, model, draw: in the order in which they run.
+    recorded: whether an engine with default options replays them from a CUDA graph.
     """
 
     graph: str
     inputs: list[NodeCost]
     model: list[NodeCost]
     draw: list[NodeCost]
+    recorded: bool
 
     @property
     def kernels(self) -> list[str]:
@@ -140,7 +142,8 @@ class MetaModel:
 
         name = next(field.name for field in fields(graphs) if getattr(graphs, field.name) is model)
         drawn = nodes(draw, 3) if graphs.head is not None else []
-        return StepNodes(name, nodes(inputs, 0), nodes(model, 2 if model is prompts else 1), drawn)
+        ran = nodes(model, 2 if model is prompts else 1)
+        return StepNodes(name, nodes(inputs, 0), ran, drawn, size is not None)
 
     def _recorded_size(self, workload: Workload) -> BufferShape | None:
         """The size to which an engine with default options pads a step; None if it launches it eagerly."""

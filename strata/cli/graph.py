@@ -12,6 +12,7 @@ import typer
 from strata.cli import options
 from strata.hardware.figures import Device
 from strata.hardware.links import Link, link_of
+from strata.hardware.prediction import ORIGINS, Prediction
 from strata.hardware.roofline import Floor, Workload, floor
 from strata.hardware.specs import device
 from strata.models.folder import folder_shape_or_file
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from strata.bench.costing import MetaModel, StepNodes
     from strata.graph.cost import NodeCost
     from strata.graph.draw import Row
+    from strata.graph.predict import StepPredictor
 
 # Beyond these, sizes of tensors no longer fit into 64 bits, or lengths of sequences into the memory.
 _MAX_TOKENS, _MAX_SEQUENCES = 10**8, 10**5
@@ -88,7 +90,8 @@ class PricedStep:
     """A step of a model on a device: what its nodes cost, and their floors.
 
     step_floor: of the model; sampling and the making of inputs stand beside it. captured: how many nodes of each
-    operation the model has before the passes. link: to the other ranks, if there are some.
+    operation the model has before the passes. link: to the other ranks, if there are some. predictor: of the workload's
+    time.
     """
 
     step: StepNodes
@@ -98,6 +101,8 @@ class PricedStep:
     step_floor: Floor
     captured: dict[str, int]
     link: Link | None
+    predictor: StepPredictor
+    workload: Workload
 
     @property
     def run(self) -> dict[str, int]:
@@ -107,6 +112,19 @@ class PricedStep:
     @property
     def nodes(self) -> list[NodeCost]:
         return [*self.step.inputs, *self.step.model, *self.step.draw]
+
+    @property
+    def predicted(self) -> Prediction:
+        """All nodes and their launches; not what the host does beside."""
+        return self.predictor.step(self.nodes, self.workload, recorded=self.step.recorded)
+
+    @property
+    def origins(self) -> dict[str, float]:
+        """Which share of the nodes' predicted time is measured, interpolated and analytic."""
+        seconds = dict.fromkeys(ORIGINS, 0.0)
+        for one in (self.predictor.node(node, self.workload) for node in self.nodes):
+            seconds[one.origin] += one.seconds
+        return {origin: value / sum(seconds.values()) for origin, value in seconds.items()}
 
     @property
     def rows(self) -> dict[str, list[Row]]:
@@ -152,6 +170,8 @@ class PricedStep:
             "messages_floor_s": floor(cost, self.device, self.dtype, self.link).communication,
             "nodes_floor_s": sum(floor(node.cost, self.device, self.dtype, self.link).seconds for node in self.nodes),
             "step_floor_s": self.step_floor.seconds,
+            "predicted_s": self.predicted.seconds,
+            "predicted_from": self.origins,
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -186,6 +206,9 @@ class PricedStep:
             console.print(f"messages          {totals['messages']:,}, {sent}B sent to other ranks: {least} at least")
         console.print(f"floor, summed     {summed}: every operation at its own floor, one after the other")
         console.print(f"floor of the step {duration(whole)}: weights and cached keys and values moved once")
+        shares = ", ".join(f"{share:.0%} {origin}" for origin, share in self.origins.items() if share >= 0.005)
+        launched = "replayed" if self.step.recorded else "launched by the host"
+        console.print(f"predicted         {duration(self.predicted.seconds)}, {launched}: {shares}")
         for figure in (compute, bandwidth):
             kind = "measured" if figure.measured else "promised"
             what = f"{self.dtype}, dense" if figure.quantity == "compute" else "memory, read + written"
@@ -202,8 +225,12 @@ def price(model: MetaModel, workload: Workload, spec: Device) -> PricedStep:
     """Cost every node of a step that samples one row a sequence."""
     from strata.bench.costing import dtype_name
     from strata.graph.cost import total
+    from strata.graph.predict import StepPredictor
+    from strata.hardware import measured
+    from strata.kernels import tuned
 
     step, dtype = model.step(workload), dtype_name(model.dtype)
     link = None if model.shard is None else link_of(spec)
     whole = floor(total(step.model).least, spec, dtype, link)
-    return PricedStep(step, spec, dtype, workload.tokens, whole, dict(model.graphs.captured), link)
+    predictor = StepPredictor.of(spec, dtype, tuned.read(spec.product), measured.read(spec.product), link)
+    return PricedStep(step, spec, dtype, workload.tokens, whole, dict(model.graphs.captured), link, predictor, workload)

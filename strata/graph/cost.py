@@ -31,6 +31,7 @@ _VIEWS = {getattr, operator.getitem, "split_with_sizes", "narrow", "unflatten", 
 class NodeCost:
     """One node that does work. `shape` is its result's; `parameters` maps the names it reads to their sizes.
 
+    weight: [out, width] of the weight that a product multiplies by, merged ones together; None of what is no product.
     implementation, kernels: what runs it on the device that was asked about, and what that launches (see
         `Implementation`); empty if none was.
     """
@@ -44,6 +45,7 @@ class NodeCost:
     parameters: dict[str, int] = field(default_factory=dict)
     implementation: str = ""
     kernels: tuple[str, ...] = ()
+    weight: tuple[int, int] | None = None
 
 
 def node_costs(
@@ -75,6 +77,7 @@ def node_costs(
                 _parameter_sizes(graph, node),
                 implementation,
                 kernels,
+                _weight_shape(node, operation, args),
             )
         )
     return found
@@ -272,6 +275,16 @@ def _expert_bytes(per_token: int, count: int, held: int, size: int, sources: int
     which has so many, are expected to go to."""
     tokens *= sources
     return round(expected_experts(tokens, per_token * tokens, count) * held / count * size)
+
+
+def _weight_shape(node: fx.Node, operation: Operation, args: tuple[Any, ...]) -> tuple[int, int] | None:
+    """Of the one weight among the arguments of a product; an operation that multiplies by several has none here."""
+    weights = [
+        (value.shape[0], value.shape[1])
+        for argument, value in zip(node.args, args, strict=True)
+        if isinstance(argument, fx.Node) and argument.meta.get("parameters") and value.dim() == 2
+    ]
+    return weights[0] if "linear" in operation.name and len(weights) == 1 else None
 
 
 def _parameter_sizes(graph: fx.GraphModule, node: fx.Node) -> dict[str, int]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from strata.hardware.efficiency import EfficiencyTable
 from strata.hardware.figures import Device
+from strata.hardware.prediction import Call
 
 _PACKAGE = "aiconfigurator_core"
 _INSTALL = "pip install 'strata-llm[devices]'"
@@ -47,7 +48,7 @@ def imported_efficiencies(device: Device, folder: Path | None = None) -> Efficie
     return table.without_cached()
 
 
-def _products(file: Path, device: Device) -> Iterator[tuple[str, str, tuple[int, ...], float]]:
+def _products(file: Path, device: Device) -> Iterator[Call]:
     try:
         import pyarrow.compute as compute
         import pyarrow.parquet as parquet

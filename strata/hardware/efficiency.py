@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from strata.hardware.figures import Device
-from strata.hardware.prediction import Prediction
+from strata.hardware.prediction import Call, Prediction
 from strata.hardware.roofline import Cost
 
 # Of operands and of results.
@@ -52,7 +52,15 @@ class Kind:
     along: int
 
 
-KINDS = {"product": Kind(product_cost, 0), "attention": Kind(attention_cost, 2)}
+def decode_cost(dtype: str, shape: Shape) -> Cost:
+    """Attention of one token of each of some sequences: (sequences, query heads that share a key, bytes of keys and
+    values of each sequence)."""
+    sequences, shared, nbytes = shape
+    flops = 2 * sequences * shared * nbytes // _sizes(dtype)[0]
+    return Cost(flops, sequences * nbytes, cached=sequences * nbytes)
+
+
+KINDS = {"product": Kind(product_cost, 0), "attention": Kind(attention_cost, 2), "decode": Kind(decode_cost, 0)}
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,10 @@ class Column:
         share = math.log(size / low) / math.log(high / low)
         return first + share * (second - first)
 
+    def nearest(self, size: int) -> int:
+        """The size itself, or the measured one at the end that it lies beyond."""
+        return min(max(size, self.points[0][0]), self.points[-1][0])
+
     def neighbours(self, size: int) -> tuple[int, int] | None:
         """The measured sizes on both sides of one between them; None for one that was measured or is beyond."""
         sizes = [one for one, _ in self.points]
@@ -86,16 +98,24 @@ class Column:
 
 
 @dataclass(frozen=True)
+class _Nearby:
+    """Of the nearest measured shapes: the utilization, and the seconds beyond their floor."""
+
+    utilization: float
+    excess: float
+
+
+@dataclass(frozen=True)
 class EfficiencyTable:
     """Utilization of a device's roofline, as its maker promises it (as it was measured where nothing is promised), by
-    kind ("product", "attention"), dtype and shape.
+    kind ("product", "attention", "decode"), dtype and shape.
     """
 
     device: Device
     columns: Mapping[tuple[str, str], Mapping[Shape, Column]]
 
     @staticmethod
-    def of(device: Device, measured: Iterable[tuple[str, str, Shape, float]]) -> EfficiencyTable:
+    def of(device: Device, measured: Iterable[Call]) -> EfficiencyTable:
         """From (kind, dtype, shape, seconds); of a shape that comes twice the quickest counts. What is of no kind that
         has a cost here, or of a dtype whose peak is not known, is left out.
         """
@@ -127,8 +147,10 @@ class EfficiencyTable:
     def predict(self, kind: str, dtype: str, shape: Shape) -> Prediction:
         """The time of one call.
 
-        Measured shapes take what they took. Between two measured sizes of the same kind of shape the time is also kept
-        between theirs, if the larger took longer. Raises ValueError for a kind, or a dtype, that has no cost or peak.
+        Measured shapes take what they took. A shape beyond them has their utilization, and, as a small call is mostly
+        the beginning and end of its kernels, no fewer seconds beyond its floor than they. Between two measured sizes of
+        the same kind of shape the time is also kept between theirs, if the larger took longer. Raises ValueError for a
+        kind, or a dtype, that has no cost or peak.
         """
         if kind not in KINDS:
             raise ValueError(f"kind {kind!r} is unknown; known are {', '.join(KINDS)}")
@@ -148,8 +170,26 @@ class EfficiencyTable:
             return Prediction(seconds, "interpolated")
         usable = {other: column for other, column in columns.items() if column.encloses(size)}
         inside = _encloses(list(usable), rest)
-        utilization = _nearby(usable or columns, rest, size)
-        return Prediction(floor / utilization, "interpolated" if inside else "analytic")
+        near = self._nearby(usable or columns, kind, dtype, rest, size)
+        if inside:
+            return Prediction(floor / near.utilization, "interpolated")
+        return Prediction(max(floor / near.utilization, floor + near.excess), "analytic")
+
+    def _nearby(self, columns: Mapping[Shape, Column], kind: str, dtype: str, rest: Shape, size: int) -> _Nearby:
+        """The mean of the nearest, by the inverse of their distance in logarithms. More of them tell less: 483 weights
+        of an H200, each left out, are predicted within 2.8 % (median) by two, 3.6 % by four, 24 % by all."""
+        if rest in columns:  # a size beyond what was measured of this very kind
+            nearest = [(1.0, rest)]
+        else:
+            nearest = sorted((_distance(other, rest), other) for other in columns)[:_NEAREST]
+        whole = sum(1 / distance for distance, _ in nearest)
+        utilization = excess = 0.0
+        for distance, other in nearest:
+            reached = columns[other].utilization(size)
+            least = _floor(self.device, kind, dtype, _joined(kind, other, columns[other].nearest(size)))
+            utilization += reached / distance / whole
+            excess += least * (1 / reached - 1) / distance / whole
+        return _Nearby(utilization, excess)
 
     def _measured(self, column: Column, kind: str, dtype: str, rest: Shape, size: int) -> float:
         return _floor(self.device, kind, dtype, _joined(kind, rest, size)) / column.utilization(size)
@@ -167,17 +207,6 @@ def _floor(device: Device, kind: str, dtype: str, shape: Shape) -> float:
     compute = device.known("compute", dtype, measured=False) or device.ceiling("compute", dtype)
     bandwidth = device.known("bandwidth", measured=False) or device.ceiling("bandwidth")
     return max(cost.flops / compute.value, cost.bytes / bandwidth.value)
-
-
-def _nearby(columns: Mapping[Shape, Column], rest: Shape, size: int) -> float:
-    """The mean of the nearest, by the inverse of their distance in logarithms. More of them tell less: 483 weights of
-    an H200, each left out, are predicted within 2.8 % (median) by two, 3.6 % by four, 24 % by all."""
-    if rest in columns:  # a size beyond what was measured of this very kind
-        return columns[rest].utilization(size)
-    nearest = sorted((_distance(other, rest), other) for other in columns)[:_NEAREST]
-    weights = [1 / distance for distance, _ in nearest]
-    reached = [columns[other].utilization(size) for _, other in nearest]
-    return sum(weight * one for weight, one in zip(weights, reached, strict=True)) / sum(weights)
 
 
 def _distance(one: Shape, other: Shape) -> float:

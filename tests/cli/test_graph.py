@@ -51,6 +51,18 @@ def run(*arguments: object) -> Any:
     return json.loads(done.stdout) if "--json" in arguments else done.stdout
 
 
+def test_predicted_times_are_above_the_floor_and_say_where_they_come_from() -> None:
+    shown = run("8B", "--context", 383, "--json")
+    # T2 takes 3.87 ms a token on an H200; the host is not in it.
+    assert shown["predicted_s"] == pytest.approx(3.87e-3, rel=0.04)
+    assert shown["predicted_s"] > shown["step_floor_s"]
+    origins = shown["predicted_from"]
+    assert sum(origins.values()) == pytest.approx(1)
+    assert origins["measured"] > 0.9
+    assert "replayed: 9" in run("8B", "--context", 383)
+    assert run("8B", "--device", "a100", "--json")["predicted_from"]["analytic"] == 1
+
+
 def test_405b_parameters_and_flops_per_token(config: Path) -> None:
     context = 4000
     shown = run(config, "--context", context, "--device", "a100", "--json")

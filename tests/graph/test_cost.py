@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, fx, nn
 
+from strata.bench.costing import find_config, meta_model
 from strata.comm.operations import Along, all_gather, all_reduce
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
@@ -164,6 +165,16 @@ def test_messages_of_any_step() -> None:
         drawn.print(table("", shown, whole=1.0))
     assert "sent" in text.get()
     assert f"{quantity(sums.cost.sent)}B" in text.get()
+
+
+def test_products_know_their_weight_merged_ones_together() -> None:
+    h200 = device("h200")
+    nodes = meta_model(find_config("0.6B"), h200).step(Workload((1, 1), (9, 9))).model
+    weights = {node.operation: node.weight for node in reversed(nodes)}  # the first of each
+    assert weights["scaled_linear"] == ((16 + 2 * 8) * 128, 1024)
+    assert weights["scaled_linear_silu_mul"] == (2 * 3072, 1024)
+    assert weights["decode_attention"] is None
+    assert weights["embedding"] is None
 
 
 def test_an_uncosted_function_is_named() -> None:

@@ -59,7 +59,8 @@ def test_beyond_what_was_measured_the_nearest_tells_and_it_is_analytic() -> None
     known = table({(4, 64, 64): 0.5, (16, 64, 64): 0.8})
     assert predict(known, 64, 64, 64) == Prediction(pytest.approx(floor((64, 64, 64)) / 0.8), "analytic")
     assert predict(known, 4, 128, 64) == Prediction(pytest.approx(floor((4, 128, 64)) / 0.5), "analytic")
-    assert predict(known, 1, 64, 64).seconds == pytest.approx(floor((1, 64, 64)) / 0.5)
+    # A smaller call begins and ends as the smallest that was measured.
+    assert predict(known, 1, 64, 64).seconds == pytest.approx(floor((1, 64, 64)) + floor((4, 64, 64)))
 
 
 def test_between_weights_the_nearest_tell_most() -> None:
@@ -92,7 +93,7 @@ def test_what_has_no_cost_or_peak_is_left_out_and_asking_for_it_is_an_error() ->
     assert known.columns == {}
     with pytest.raises(ValueError, match="no compute in int8 is recorded for a; known: bfloat16, float32, float8"):
         known.predict("product", "int8", (4, 4, 4))
-    with pytest.raises(ValueError, match="kind 'copy' is unknown; known are product, attention"):
+    with pytest.raises(ValueError, match="kind 'copy' is unknown; known are product, attention, decode"):
         known.predict("copy", "bfloat16", (4,))
     with pytest.raises(ValueError, match="dtype 'int3' has no size here; known are float32"):
         known.predict("product", "int3", (4, 4, 4))
@@ -115,7 +116,7 @@ def test_properties_of_all_tables(
     found = predict(known, rows, *weight)
     assert floor((rows, *weight)) * (1 - 1e-9) <= found.seconds  # never below the floor
     reached = floor((rows, *weight)) / found.seconds
-    assert min(utilizations.values()) * (1 - 1e-9) <= reached <= max(utilizations.values()) * (1 + 1e-9) or (
+    assert reached <= max(utilizations.values()) * (1 + 1e-9) or (
         found.origin == "interpolated"  # kept between the times of its neighbours
     )
     assert found.origin in ORIGINS
@@ -156,4 +157,13 @@ def test_attention_is_interpolated_over_tokens() -> None:
     found = known.predict("attention", "bfloat16", (2, 8, 2048, 64))
     assert found.origin == "interpolated"
     assert 1e-3 < found.seconds < 12e-3
-    assert set(KINDS) == {"product", "attention"}
+
+
+def test_decode_attention_by_sequences_and_bytes_of_each() -> None:
+    # A megabyte takes a microsecond; small ones take longer than that by what begins and ends a kernel.
+    known = EfficiencyTable.of(DEVICE, [("decode", "bfloat16", (n, 4, 10**6), n * 1e-6 + 5e-6) for n in (1, 4, 64)])
+    assert known.predict("decode", "bfloat16", (4, 4, 10**6)) == Prediction(pytest.approx(9e-6), "measured")
+    assert 9e-6 <= known.predict("decode", "bfloat16", (16, 4, 10**6)).seconds <= 69e-6
+    # Two heads of 64 over 3 keys, in bf16, four queries each: 2 * 2 FLOPs for each of 4 * 2 * 64 * 3.
+    assert KINDS["decode"].cost("bfloat16", (1, 4, 2 * 2 * 64 * 3 * 2)).flops == 4 * 4 * 2 * 64 * 3
+    assert set(KINDS) == {"product", "attention", "decode"}

@@ -74,6 +74,8 @@ NVIDIA = (
             _measured("compute", 855 * TERA, "int8"),
             _measured("bandwidth", 4.28 * TERA, direction="read + written"),
             _measured("host", 55 * GIGA, direction="each"),
+            _measured("launch", 7.06e-6),
+            _measured("kernel", 1.15e-6),
             replace(_measured("l2", 62_914_560), source="the driver's property of one H200 SXM"),
         ),
         _cuda((9, 0), 227, 132),

@@ -17,6 +17,8 @@ _FIGURES = {
     "product": ("compute", None),
     "host to device": ("host", "each"),
     "device to host": ("host", "each"),
+    "launch": ("launch", None),
+    "kernel in a graph": ("kernel", None),
 }
 
 
@@ -53,7 +55,8 @@ def _figures(report: ProbeReport) -> Iterator[Figure]:
         if one.quantity in _FIGURES:
             quantity, direction = _FIGURES[one.quantity]
             key = (quantity, one.dtype, direction)
-            best[key] = max(one.value, best.get(key, 0.0))
+            better = min if one.unit == "s" else max
+            best[key] = better(one.value, best.get(key, one.value))
     source = f"strata probe, torch {report.versions.get('torch')}"
     for (quantity, dtype, direction), value in best.items():
         yield Figure(quantity, value, source, report.date, dtype, direction=direction, measured=True)
