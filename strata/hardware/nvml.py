@@ -122,16 +122,16 @@ class NvmlDevice:
 
     def way_to(self, other: NvmlDevice) -> str | None:
         """Of `WAYS`, the one over PCIe to another device."""
-        level = ctypes.c_uint()
-        code = self._library.nvmlDeviceGetTopologyCommonAncestor(self._handle, other._handle, ctypes.byref(level))
-        return WAYS.get(level.value) if code == 0 else None
+        level = self._number("nvmlDeviceGetTopologyCommonAncestor", other._handle)
+        return None if level is None else WAYS.get(level)
 
-    def _number(self, function: str, *arguments: int, kind: Any = ctypes.c_uint) -> int | None:
+    def _number(self, function: str, *arguments: int | ctypes.c_void_p, kind: Any = ctypes.c_uint) -> int | None:
         call: Callable[..., int] | None = getattr(self._library, function, None)
         if call is None:  # a driver without it
             return None
         value = kind()
-        code = call(self._handle, *map(ctypes.c_uint, arguments), ctypes.byref(value))
+        given = (ctypes.c_uint(one) if isinstance(one, int) else one for one in arguments)
+        code = call(self._handle, *given, ctypes.byref(value))
         return int(value.value) if code == 0 else None
 
 

@@ -61,6 +61,7 @@ def test_what_a_driver_does_not_tell_is_none() -> None:
     old = device()
     assert (old.power(), old.clock("sm"), old.slowed_by(), old.pcie(), old.links()) == (None, None, None, None, 0)
     assert device(nvmlDeviceGetPowerUsage=None).power() is None
+    assert old.way_to(device()) is None
     assert open_nvml(["libthat-is-not-here.so"]) is None
 
 
