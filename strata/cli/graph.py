@@ -47,10 +47,11 @@ def graph(
     pipeline_parallel_size: options.PipelineParallelSize = 1,
     stage: Annotated[int, typer.Option(min=0, help="Which of the stages is shown, from 0.")] = 0,
     enable_expert_parallel: options.EnableExpertParallel = False,
+    enable_dp_attention: options.EnableDpAttention = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Show what a step runs and costs, by operation and by part of the model, without weights or device; of several
-    ranks, what the first one of a stage does.
+    ranks, what the first one of a stage does; with --enable-dp-attention as many sequences are on each of the others.
 
     The graph is the one that the engine runs for such a step on that device; a row of each sequence is sampled.
     Merged projections are joined by & (gate_proj&up_proj), fused operations by + (input_layernorm+add).
@@ -64,14 +65,14 @@ def graph(
     spec, config = device(on), find_config(folder_shape_or_file(model))
     size, stages, shard = tensor_parallel_size, pipeline_parallel_size, None
     ranks = size * stages
-    if enable_expert_parallel and size == 1:
+    if (enable_expert_parallel or enable_dp_attention) and size == 1:
         raise ValueError("--enable-expert-parallel divides experts by --tensor-parallel-size; make that 2 or more")
     if stage >= stages:
         raise ValueError(f"--stage {stage} of --pipeline-parallel-size {stages}: stages count from 0 to {stages - 1}")
     if ranks > 1:
         axis = imagined(TENSOR_AXIS, size) if size > 1 else None
-        experts = enable_expert_parallel
-        shard = RankShard.of(config, size, 0, axis, expert_parallel=experts, stages=stages, stage=stage)
+        by = {"expert_parallel": enable_expert_parallel, "own_tokens": enable_dp_attention}
+        shard = RankShard.of(config, size, 0, axis, stages=stages, stage=stage, **by)
     beside = (prompt,) * bool(prompt)
     workload = Workload((tokens,) * sequences + beside, (tokens + context,) * sequences + beside)
     priced = price(meta_model(config, spec, shard=shard), workload, spec)

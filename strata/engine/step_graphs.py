@@ -276,7 +276,8 @@ def step_graphs(
     elif kind == "cuda":
         small = large = bound(whole())
     logits = any_step()
-    overlap_tokens = None if deterministic or shard is None else overlap.least_tokens(logits)
+    has_sums = shard is not None and not shard.own_tokens
+    overlap_tokens = overlap.least_tokens(logits) if has_sums and not deterministic else None
     return StepGraphs(
         logits=bound(with_messages(logits)),
         overlapped_logits=None if overlap_tokens is None else bound(with_messages(overlap_messages(any_step()))),

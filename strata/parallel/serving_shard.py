@@ -167,6 +167,10 @@ def rank_config(
             "enable_dp_attention=True needs a mixture of experts, and this model has none: give data_parallel_size "
             "instead, whose engines hold it whole each and serve requests of their own"
         )
+    if own_tokens and not expert_parallel:
+        raise ValueError(
+            "enable_dp_attention=True lets ranks share experts alone: it needs enable_expert_parallel=True"
+        )
     if expert_parallel and config.experts is None:
         raise ValueError(
             "enable_expert_parallel=True needs a mixture of experts, and this model has none; leave it out"

@@ -181,6 +181,15 @@ def test_ranks_that_cannot_share_a_model_or_have_no_link() -> None:
         run("30B-A3B", "--enable-expert-parallel")
 
 
+def test_ranks_with_sequences_of_their_own() -> None:
+    shared = ("--tensor-parallel-size", 2, "--enable-expert-parallel", "--sequences", 4, "--json")
+    apart, together = run("30B-A3B", *shared, "--enable-dp-attention"), run("30B-A3B", *shared)
+    # There and back for each of 48 layers, and once which rows are padding.
+    assert (apart["messages"], together["messages"]) == (2 * 48 + 1, 2 * 48 + 2)
+    assert apart["sent_bytes"] == 48 * 2 * (4 * 2048 * 2) + 4 * 4
+    assert apart["parameters"] > together["parameters"]
+
+
 def test_a_folder_is_its_config(config: Path) -> None:
     assert run(config.parent, "--json")["parameters"] == 405_853_388_800
 

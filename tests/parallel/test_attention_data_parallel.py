@@ -96,6 +96,8 @@ def test_what_a_rank_computes_and_sends() -> None:
 def test_what_cannot_be_served_so() -> None:
     with pytest.raises(ValueError, match=r"enable_dp_attention=True needs a mixture .* data_parallel_size instead"):
         rank_config(divisible_config("llama"), 2, 0, expert_parallel=True, own_tokens=True)
+    with pytest.raises(ValueError, match=r"enable_dp_attention=True .* needs enable_expert_parallel=True"):
+        rank_config(config_for("mixtral"), 2, 0, own_tokens=True)
     few = config_for("mixtral", num_local_experts=3)
     with pytest.raises(ValueError, match=r"=4 is more than the 3 experts, of which .*; this model takes 1, 2, 3"):
         rank_config(few, 4, 0, expert_parallel=True, own_tokens=True)
