@@ -35,6 +35,7 @@ from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.models.families import build
 from strata.models.shapes import SHAPES
+from strata.models.weights import weight_bytes
 from strata.parallel.serving_shard import RankShard
 
 _MAX_SEQUENCES, _PAGE_SIZE = EngineConfig.max_num_seqs, EngineConfig.page_size
@@ -214,7 +215,7 @@ def meta_model(
         model = (build(config) if shard is None else shard.build()).to(dtype)
         whole = build(config if shard is None else shard.divided)
     # As in `EngineSizes`: all stages record the same sizes.
-    parameters = sum(parameter.numel() for parameter in whole.parameters()) // (1 if shard is None else shard.stages)
+    parameters = weight_bytes(whole, dtype) // dtype.itemsize // (1 if shard is None else shard.stages)
     overlap = Overlap(EngineConfig.overlap_tokens, device)
     table = tuned.read(limits.product)
     graphs = step_graphs(model, implementations_for(limits), deterministic, table, shard, overlap=overlap)

@@ -45,8 +45,9 @@ class EngineConfig:
     gpu_memory_utilization: share of the GPU's memory that may be in use with the engine, other processes' included, in
         (0, 1].
     max_num_seqs: most sequences that run at once.
-    max_num_batched_tokens: most tokens of one step; longer prompts are prefilled in chunks. None: 8192 on CUDA, 2048 on
-        a CPU or where the own kernels cannot run.
+    max_num_batched_tokens: most tokens of one step; longer prompts are prefilled in chunks. None: 8192 on CUDA, with
+        stages of a pipeline that share of it, so that all soon have work, but at least 2048; 2048 on a CPU or where the
+        own kernels cannot run.
     seed: of the requests that bring none, and of dummy weights; None draws anew in every engine (weights as for 0).
     deterministic: a request's bits depend on nothing else that runs (see docs/engine.md).
     page_size: tokens of a KV page.
@@ -254,7 +255,8 @@ class EngineSizes:
         whose `config` it is, where several ranks share a model. Raises ValueError for a length that the model cannot
         have."""
         max_length = _max_length(asked, config)
-        max_tokens = asked.max_num_batched_tokens or (8192 if limits is not None else 2048)
+        most = max(2048, 8192 // asked.pipeline_parallel_size) if limits is not None else 2048
+        max_tokens = asked.max_num_batched_tokens or most
         dtype = weights.resolve_dtype(asked.dtype, config, device)
         pool = PoolShape(config.num_layers, asked.page_size, config.num_kv_heads, config.head_dim, dtype)
         with torch.device("meta"):

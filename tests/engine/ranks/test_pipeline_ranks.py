@@ -13,8 +13,13 @@ import pytest
 import torch
 
 from strata import LLM, SamplingParams
-from strata.engine.engine_config import EngineConfig
+from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.grammars.structured_outputs import StructuredOutputsParams
+from strata.engine.ranks.rank import share_of
+from strata.hardware.specs import device
+from strata.kernels.device_limits import DeviceLimits
+from strata.models.config import config_from_dict
+from strata.models.shapes import SHAPES
 from tests.engine.ranks.test_ranked_engine import (
     GREEDY,
     OPTIONS,
@@ -122,6 +127,23 @@ def test_each_stage_has_its_share_of_weights_and_pages(one: LLM, two: LLM) -> No
     assert own.weights < 0.75 * whole.weights
     assert own.page_bytes < whole.page_bytes
     assert two.engine.config == one.engine.config
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_all_stages_record_the_same_sizes_of_steps(tensor: int) -> None:
+    """They hold different parts of the weights, and what one sends has the length that the next one takes."""
+    config, limits = config_from_dict(SHAPES["8B"], "8B"), DeviceLimits.listed(device("h200"))
+    asked = EngineConfig("8B", pipeline_parallel_size=2, tensor_parallel_size=tensor)
+    shards = [share_of(asked, config, rank) for rank in (0, tensor)]
+    first, last = (EngineSizes.of(asked, one.config, torch.device("cuda"), limits, one) for one in shards)
+    assert first.recorded == last.recorded
+    assert first.max_tokens == last.max_tokens == 4096
+    assert first.weight_bytes != last.weight_bytes
+    whole = EngineSizes.of(EngineConfig("8B"), config, torch.device("cuda"), limits)
+    assert tensor * (first.weight_bytes + last.weight_bytes) == pytest.approx(
+        whole.weight_bytes, rel=0.02
+    )  # rotary tables
+    assert first.pool.layers + last.pool.layers == whole.pool.layers
 
 
 def test_more_stages_than_layers_are_refused_before_anything_starts() -> None:
