@@ -11,7 +11,10 @@ from torch import fx
 
 from strata.cache.pool import PoolShape
 from strata.cache.tables import BufferShape
+from strata.comm.mesh import Axis
 from strata.engine.engine_config import EngineConfig, library_limit
+from strata.engine.plan import Chunk, Draw, PlanArrays, StepPlan
+from strata.engine.ranks.token_division import RankStep, TokenDivision
 from strata.engine.recorded_steps import (
     decode_buckets,
     has_few_long_prompts,
@@ -20,7 +23,7 @@ from strata.engine.recorded_steps import (
     smallest_mixed,
 )
 from strata.engine.sampler import DrawInputs
-from strata.engine.step_cost import least_costs
+from strata.engine.step_cost import least_costs, token_division
 from strata.engine.step_graphs import DivisionInputs, DrawStep, Overlap, StepGraphs, StepInputs, step_graphs
 from strata.files.json_object import read_existing_object
 from strata.graph.cost import NodeCost, StepCosts, meta_indices, meta_pages, node_costs
@@ -81,7 +84,7 @@ class StepNodes:
 class MetaModel:
     """A model without weights, of which it would have so many `parameters` in `dtype`: the graphs of its steps on a
     device that need not be here. library: cuDNN attends for prompts there. shard: of the rank whose share it is, where
-    several divide a model; `config` is the rank's own then."""
+    several divide a model; `config` is the rank's own then. division: how ranks divide the tokens of steps."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -90,6 +93,7 @@ class MetaModel:
     parameters: int
     library: bool
     shard: RankShard | None = None
+    division: TokenDivision | None = None
 
     def _batch(self, workload: Workload, size: BufferShape | None) -> Batch:
         """What the graphs are called with in a step of that workload, one-token sequences first; size: recorded."""
@@ -114,8 +118,11 @@ class MetaModel:
     def step(self, workload: Workload) -> StepNodes:
         """A step that samples a row of each sequence: with filters if one rank recorded it, else without, as most are.
 
-        Its nodes cost what its own tokens do, and run the kernels of the size to which a recorded step is padded.
+        Its nodes cost what its own tokens do, and run the kernels of the size to which a recorded step is padded. Of a
+        step whose tokens ranks divide, they are those of the first rank's share, and its padding.
         """
+        if self.division is not None and self.division.pays(step := PlanArrays(_plan(workload))):
+            return self._share(len(workload.new), self.division.divide(step))
         graphs, count = self.graphs, len(workload.new)
         size = self._recorded_size(workload)
         model = prompts = graphs.logits_of(workload.tokens if size is None else size.tokens)
@@ -145,6 +152,21 @@ class MetaModel:
         drawn = nodes(draw, 3) if graphs.head is not None else []
         ran = nodes(model, 2 if model is prompts else 1)
         return StepNodes(name, nodes(inputs, 0), ran, drawn, size is not None)
+
+    def _share(self, draws: int, share: RankStep) -> StepNodes:
+        """A rank's share of a step that samples so many rows."""
+        graphs, shape = self.graphs, share.shape
+        padding = (shape.tokens - share.tokens,) * (shape.tokens > share.tokens)
+        workload = Workload((*share.counts.tolist(), *padding), (*share.ends.tolist(), *padding))
+        inputs, batch, (_, rows), draw = self._arguments(workload, draws, None)
+        assert batch.pages is not None
+        assert graphs.divided is not None
+        pages = replace(batch.pages, slot_mapping=meta_indices(shape.tokens * shape.ranks))
+        made = graphs.mixed_inputs if 1 in workload.new else graphs.prompt_inputs
+        made = graphs.divided_inputs if self._is_divided(workload, None) else made
+        given = ((made, inputs), (graphs.divided, (replace(batch, pages=pages), rows, rows)), (graphs.draw, draw))
+        made_of, ran, drawn = (node_costs(graph, one, workload, self.limits) for graph, one in given)
+        return StepNodes("divided", made_of, ran, drawn, recorded=False)
 
     def _recorded_size(self, workload: Workload) -> BufferShape | None:
         """The size to which an engine with default options pads a step; None if it launches it eagerly."""
@@ -203,10 +225,12 @@ def meta_model(
     dtype: torch.dtype | None = None,
     deterministic: bool = False,
     shard: RankShard | None = None,
+    context: Axis | None = None,
 ) -> MetaModel:
     """The graphs with which the engine runs a model on a device.
 
     dtype: the checkpoint's by default, bfloat16 if that says nothing. shard: of `config`, for the graphs of its rank.
+    context: along which ranks divide the tokens of steps.
     """
     dtype = dtype or config.dtype or torch.bfloat16
     limits = DeviceLimits.listed(device)
@@ -218,9 +242,25 @@ def meta_model(
     parameters = weight_bytes(whole, dtype) // dtype.itemsize // (1 if shard is None else shard.stages)
     overlap = Overlap(EngineConfig.overlap_tokens, device)
     table = tuned.read(limits.product)
-    graphs = step_graphs(model, implementations_for(limits), deterministic, table, shard, overlap=overlap)
+    graphs = step_graphs(
+        model, implementations_for(limits), deterministic, table, shard, overlap=overlap, context=context
+    )
     library = not deterministic and library_limit(limits, config, dtype, _PAGE_SIZE) is None
-    return MetaModel(config, dtype, limits, graphs, parameters, library, shard)
+    division = None
+    if context is not None:
+        shape = PoolShape(config.num_layers, _PAGE_SIZE, config.num_kv_heads, config.head_dim, dtype)
+        recorded = min(MAX_TOKENS, max_mixed_tokens(parameters, library))
+        division = token_division(graphs, shape, context, "cuda", limits.product, recorded)
+    return MetaModel(config, dtype, limits, graphs, parameters, library, shard, division)
+
+
+def _plan(workload: Workload) -> StepPlan:
+    """A step that samples a row of each sequence."""
+    chunks = tuple(
+        Chunk(slot, slot, total - new, new, (Draw(slot, slot),), 0, ())
+        for slot, (new, total) in enumerate(zip(workload.new, workload.total, strict=True))
+    )
+    return StepPlan((), (), chunks, (), workload.tokens)
 
 
 def _decodes(workload: Workload) -> int:

@@ -40,6 +40,7 @@ def chat(
     device: options.Device = "auto",
     tensor_parallel_size: options.TensorParallelSize = 1,
     pipeline_parallel_size: options.PipelineParallelSize = 1,
+    prefill_context_parallel_size: options.PrefillContextParallelSize = 1,
     max_model_len: options.MaxModelLen = None,
     deterministic: options.Deterministic = False,
 ) -> None:
@@ -58,6 +59,7 @@ def chat(
             device=device,
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
+            prefill_context_parallel_size=prefill_context_parallel_size,
             max_model_len=max_model_len,
             deterministic=deterministic,
         )

@@ -46,6 +46,7 @@ def graph(
     tensor_parallel_size: options.TensorParallelSize = 1,
     pipeline_parallel_size: options.PipelineParallelSize = 1,
     stage: Annotated[int, typer.Option(min=0, help="Which of the stages is shown, from 0.")] = 0,
+    prefill_context_parallel_size: options.PrefillContextParallelSize = 1,
     enable_expert_parallel: options.EnableExpertParallel = False,
     enable_dp_attention: options.EnableDpAttention = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
@@ -60,22 +61,27 @@ def graph(
     """
     from strata.bench.costing import find_config, meta_model
     from strata.comm.symmetric import imagined
+    from strata.engine.ranks.token_division import CONTEXT_AXIS
     from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 
     spec, config = device(on), find_config(folder_shape_or_file(model))
     size, stages, shard = tensor_parallel_size, pipeline_parallel_size, None
-    ranks = size * stages
+    parts = prefill_context_parallel_size
+    ranks, along = size * stages * parts, imagined(CONTEXT_AXIS, parts) if parts > 1 else None
     if (enable_expert_parallel or enable_dp_attention) and size == 1:
         raise ValueError("--enable-expert-parallel divides experts by --tensor-parallel-size; make that 2 or more")
+    if parts > 1 and (stages > 1 or enable_dp_attention):
+        other = "--pipeline-parallel-size" if stages > 1 else "--enable-dp-attention"
+        raise ValueError(f"--prefill-context-parallel-size does not go together with {other}; leave out one of them")
     if stage >= stages:
         raise ValueError(f"--stage {stage} of --pipeline-parallel-size {stages}: stages count from 0 to {stages - 1}")
-    if ranks > 1:
+    if size * stages > 1:
         axis = imagined(TENSOR_AXIS, size) if size > 1 else None
         by = {"expert_parallel": enable_expert_parallel, "own_tokens": enable_dp_attention}
         shard = RankShard.of(config, size, 0, axis, stages=stages, stage=stage, **by)
     beside = (prompt,) * bool(prompt)
     workload = Workload((tokens,) * sequences + beside, (tokens + context,) * sequences + beside)
-    priced = price(meta_model(config, spec, shard=shard), workload, spec)
+    priced = price(meta_model(config, spec, shard=shard, context=along), workload, spec)
     step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences, "prompt": prompt}
     step |= {"ranks": ranks, "stages": stages, "stage": stage}
     if as_json:
@@ -231,7 +237,7 @@ def price(model: MetaModel, workload: Workload, spec: Device) -> PricedStep:
     from strata.kernels import tuned
 
     step, dtype = model.step(workload), dtype_name(model.dtype)
-    link = None if model.shard is None else link_of(spec)
+    link = None if model.shard is None and model.division is None else link_of(spec)
     whole = floor(total(step.model).least, spec, dtype, link)
     predictor = StepPredictor.of(spec, dtype, tuned.read(spec.product), measured.read(spec.product), link)
     return PricedStep(step, spec, dtype, workload.tokens, whole, dict(model.graphs.captured), link, predictor, workload)

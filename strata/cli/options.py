@@ -23,6 +23,9 @@ TensorParallelSize = Annotated[
 PipelineParallelSize = Annotated[
     int, engine_option(min=1, help="Stages that divide the layers, each of --tensor-parallel-size ranks.")
 ]
+PrefillContextParallelSize = Annotated[
+    int, engine_option(min=1, help="Ranks, each of --tensor-parallel-size, that divide the tokens of long prompts.")
+]
 EnableExpertParallel = Annotated[bool, engine_option(help="Ranks have different experts of a mixture, each whole.")]
 EnableDpAttention = Annotated[
     bool, engine_option(help="Those ranks have sequences and KV pages of their own, and share the experts alone.")

@@ -111,6 +111,7 @@ def serve(
     device: options.Device = "auto",
     tensor_parallel_size: options.TensorParallelSize = 1,
     pipeline_parallel_size: options.PipelineParallelSize = 1,
+    prefill_context_parallel_size: options.PrefillContextParallelSize = 1,
     data_parallel_size: Annotated[
         int, options.engine_option(min=1, help="Engines that requests are divided among, each with GPUs of its own.")
     ] = 1,
@@ -191,6 +192,7 @@ def serve(
         "device": device,
         "tensor_parallel_size": tensor_parallel_size,
         "pipeline_parallel_size": pipeline_parallel_size,
+        "prefill_context_parallel_size": prefill_context_parallel_size,
         "enable_expert_parallel": enable_expert_parallel,
         "enable_dp_attention": enable_dp_attention,
         "enable_eplb": enable_eplb,
@@ -210,7 +212,8 @@ def serve(
         "step_target_ms": step_target_ms or None,
     }
     traces = None if otlp_traces_endpoint is None else _endpoint(otlp_traces_endpoint)
-    several = max(tensor_parallel_size, pipeline_parallel_size, data_parallel_size) > 1
+    sizes = tensor_parallel_size, pipeline_parallel_size, prefill_context_parallel_size, data_parallel_size
+    several = max(sizes) > 1
     restarts = several if restart_engine is None else restart_engine
     sys.exit(launch(ApiJob(settings, keys, tokenizer_folder, restarts, traces), engine))
 

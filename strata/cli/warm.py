@@ -29,6 +29,7 @@ def warm(
     deterministic: options.Deterministic = False,
     tensor_parallel_size: options.TensorParallelSize = 1,
     pipeline_parallel_size: options.PipelineParallelSize = 1,
+    prefill_context_parallel_size: options.PrefillContextParallelSize = 1,
     enable_expert_parallel: options.EnableExpertParallel = False,
     enable_dp_attention: options.EnableDpAttention = False,
 ) -> None:
@@ -57,6 +58,7 @@ def warm(
         deterministic=deterministic,
         tensor_parallel_size=tensor_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
+        prefill_context_parallel_size=prefill_context_parallel_size,
         enable_expert_parallel=enable_expert_parallel,
         enable_dp_attention=enable_dp_attention,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from strata.cache.pool import PoolShape
 from strata.comm.mesh import Axis
 from strata.engine.ranks.token_division import DivisionTimes, TokenDivision
@@ -14,7 +12,6 @@ from strata.hardware.figures import Device
 from strata.hardware.links import Link, link_of
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import recognize
-from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.models.batch import Batch
 
 
@@ -45,19 +42,19 @@ def _link(device: Device) -> Link | None:
 
 
 def token_division(
-    graphs: StepGraphs, shape: PoolShape, context: Axis, device: torch.device, recorded: int
+    graphs: StepGraphs, shape: PoolShape, context: Axis, kind: str, product: str | None, recorded: int
 ) -> TokenDivision:
-    """How the ranks along `context` divide the tokens of steps, and which. recorded: see `step_times`."""
-    times, kind = None, implementations_for(device)
-    if kind == "cuda":
-        product = DeviceLimits.of(device).product
+    """How the ranks along `context` divide the tokens of steps, and which. kind: of the device, "cuda" or "cpu";
+    product: what runs the own kernels, None: nothing does. recorded: see `step_times`."""
+    times = None
+    if product is not None:
         found, known = step_times(graphs, shape, product, recorded), recognize(product)
         link = _link(known) if known is not None else None
         if found is not None and link is not None:
             token = 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
             message, way = link.seconds(context.size - 1, 0) + MESSAGE_SECONDS, token / (link.bandwidth * LINK)
             times = DivisionTimes(found, shape.layers * message, shape.layers * way)
-    return TokenDivision.on(device.type, context.size, context.index, times)
+    return TokenDivision.on(kind, context.size, context.index, times)
 
 
 def least_costs(graphs: StepGraphs, shape: PoolShape) -> StepCosts:

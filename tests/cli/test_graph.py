@@ -168,6 +168,25 @@ def test_stages_of_405b(config: Path) -> None:
     )
 
 
+def test_a_rank_of_two_that_divide_a_prompt() -> None:
+    """32 layers of 8 KV heads of 128 in bfloat16: half of 8,192 keys and values a rank, and half of the pairs."""
+    ranks = ("--prefill-context-parallel-size", 2)
+    chunk = ("8B", "--tokens", 8192, "--context", 57344)
+    shown, whole = run(*chunk, *ranks, "--json"), run(*chunk, "--json")
+    assert (shown["ranks"], shown["runs"]) == (2, "divided")
+    assert shown["parameters"] == whole["parameters"]
+    rows = 4096 * 2 + 4096 * 2  # what attention makes of the row that draws, and the residual
+    assert shown["sent_bytes"] == 32 * 4096 * 2 * 8 * 128 * 2 + rows
+    assert (shown["messages"], whole["messages"]) == (32 + 2, 0)
+    assert shown["step_floor_s"] == pytest.approx(whole["step_floor_s"] / 2, rel=5e-3)
+    by_operation = [{row["operation"]: row["cost"] for row in one["operations"]} for one in (shown, whole)]
+    halves, wholes = (costs["attention"]["flops"] for costs in by_operation)
+    assert halves * 2 == wholes
+    # A decode and a short prompt are those of one rank.
+    for few in (("8B", "--context", 1000), ("8B", "--tokens", 512)):
+        assert run(*few, *ranks, "--json") | {"ranks": 1} == run(*few, "--json")
+
+
 def test_ranks_that_cannot_share_a_model_or_have_no_link() -> None:
     with pytest.raises(ValueError, match="--stage 2 of --pipeline-parallel-size 2: stages count from 0 to 1"):
         run("8B", "--pipeline-parallel-size", 2, "--stage", 2)
@@ -177,6 +196,8 @@ def test_ranks_that_cannot_share_a_model_or_have_no_link() -> None:
         run("8B", "--tensor-parallel-size", 3)
     with pytest.raises(ValueError, match="no link is recorded for l40s"):
         run("8B", "--tensor-parallel-size", 2, "--device", "l40s")
+    with pytest.raises(ValueError, match="does not go together with --pipeline-parallel-size"):
+        run("8B", "--prefill-context-parallel-size", 2, "--pipeline-parallel-size", 2)
     with pytest.raises(ValueError, match="make that 2 or more"):
         run("30B-A3B", "--enable-expert-parallel")
 

@@ -138,7 +138,8 @@ def build_executor(
     windows, heads = frozenset(own.windows), own.num_heads
     division = None
     if context is not None and context.size > 1:
-        division = token_division(graphs, pool_shape, context, device, sizes.recorded_tokens)
+        product = DeviceLimits.of(device).product if own_kernels else None
+        division = token_division(graphs, pool_shape, context, device.type, product, sizes.recorded_tokens)
     stages = asked.pipeline_parallel_size
     runner_config = RunnerConfig(
         asked.max_num_seqs, sizes.max_tokens, max_length, windows, heads, mask_ids, division, stages

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import logging
+import math
 import os
 import resource
 import shutil
@@ -87,7 +88,8 @@ class _Launcher:
         self._folder = Path(asked.folder)
         self._api = ApiServer(asked) if asked.settings.api_workers == 1 else ApiProcesses(asked)
         self._signalled = asyncio.Event()
-        ranks = engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1)
+        options = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+        ranks = math.prod(engine.get(option, 1) for option in options)
         device = engine.get("device", "auto")
         self._devices = engine_devices(asked.settings.data_parallel_size, ranks, device, os.environ)
         self._engines: list[Child] = []
