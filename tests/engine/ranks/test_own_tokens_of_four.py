@@ -42,3 +42,21 @@ def test_four_ranks_answer_as_one_and_one_that_is_killed_is_named(tmp_path: Path
     with pytest.raises(EngineFault, match=re.escape(f"rank 3 of 4 (process {others[3]}) was killed by SIGKILL")):
         ids(llm)
     assert not any(Path(f"/proc/{pid}").exists() for pid in others.values())
+
+
+def test_bits_depend_on_no_rank_and_on_nothing_else_that_runs(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    options = SHORT | {"deterministic": True, "enable_prefix_caching": False}
+    llm = LLM(tmp_path, **RANKED | {"tensor_parallel_size": 2}, **options)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
+
+    def bits(prompts: list[list[int]], place: int) -> list[dict[int, float]]:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found = outputs[place].outputs[0].logprobs or []
+        return [{id: entry.logprob for id, entry in each.items()} for each in found]
+
+    asked, *others = PROMPTS
+    alone = bits([asked], 0)
+    assert len(alone) == 12
+    for place in (0, 1, 4):
+        assert bits([*others[:place], asked, *others[place:]], place) == alone
