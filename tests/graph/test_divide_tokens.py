@@ -41,6 +41,9 @@ STEPS = (
     [[(1, 4, 6), (1, 9, 10)], [(0, 9, 10), (1, 6, 9)]],
 )
 ROWS = 7, 4
+# Where the last tokens are, on each rank, and among what both take: that of the first sequence in row 3 of the first
+# rank, then in row 0 of the second.
+DRAWN = (([3, 0], [0, 6]), [0, 3]), (([0, 2], [0, 0]), [2, 1])
 AXES = {"cp": Along("cp", 2)}
 
 
@@ -93,9 +96,7 @@ def test_ranks_have_the_logits_of_one(config: dict[str, Any], fused: bool) -> No
     first = whole.next_batch({0: tokens[0][:9], 1: tokens[1][:4]})
     wanted = [one(first, int32([8, 12]))]
     wanted.append(one(whole.next_batch({0: tokens[0][9:], 1: tokens[1][4:]}), int32([0, 6])))
-    # Where the last tokens are: the first sequence's in row 3 of the first rank, then in row 0 of the second.
-    drawn = (([3, 0], [0, 6]), [0, 3]), (([0, 2], [0, 0]), [2, 1])
-    for shares, rows, expected, (own_rows, chosen) in zip(STEPS, ROWS, wanted, drawn, strict=True):
+    for shares, rows, expected, (own_rows, chosen) in zip(STEPS, ROWS, wanted, DRAWN, strict=True):
         batches = [batch_of(shares, index, rows, cache, tokens) for index, cache in enumerate(caches)]
         found = run_in_lockstep(
             graphs, [(batch, int32(own), int32(chosen)) for batch, own in zip(batches, own_rows, strict=True)]

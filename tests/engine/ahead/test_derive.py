@@ -51,7 +51,11 @@ def test_kernels_that_steps_are_costed_by_are_derived(
 
 
 def test_kernels_of_ranks_are_derived_with_their_messages(elsewhere: Callable[..., Any]) -> None:
+    # Keys and values of all ranks are written apart from where they are rotated.
+    found = kernel_names(elsewhere(derived, "0.6B", DUMMY | {"prefill_context_parallel_size": 2}))
+    assert "kv_write_kernel" in found
     found = kernel_names(elsewhere(derived, "0.6B", DUMMY | {"tensor_parallel_size": 2}))
+    assert "kv_write_kernel" not in found
     assert {
         "one_shot_kernel",
         "one_shot_norm_kernel",

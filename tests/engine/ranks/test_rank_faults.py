@@ -201,6 +201,7 @@ if __name__ == "__main__":
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1, got 0"),
         ({"tensor_parallel_size": 1.5}, "tensor_parallel_size must be an integer"),
+        ({"prefill_context_parallel_size": 0}, "prefill_context_parallel_size must be an integer of at least 1, got 0"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide the 8 attention heads"),
     ],
 )
@@ -220,6 +221,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size=4 needs 4 GPUs, and torch sees 2"):
         LLM(tensor_parallel_size=4, device="auto")
+    both = "prefill_context_parallel_size=2 and tensor_parallel_size=2 needs 4 GPUs, and torch sees 2"
+    with pytest.raises(ValueError, match=both):
+        LLM(prefill_context_parallel_size=2, tensor_parallel_size=2, device="auto")
     with pytest.raises(ValueError, match=r"device 'cuda:1' is one GPU.*CUDA_VISIBLE_DEVICES"):
         LLM(tensor_parallel_size=2, device="cuda:1")
     assert EngineConfig("8B", tensor_parallel_size=2).resolve_device(1).index == 1
