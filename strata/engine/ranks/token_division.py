@@ -9,8 +9,8 @@ of two ranks with 6 % more than its share of a prompt of 65,536 tokens in chunks
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +28,9 @@ _ROW_MULTIPLE = 16
 _PIECE_ON_CUDA = 128
 # A token takes a CPU so long that a message pays soon.
 _PIECE_ON_CPU = 4
+
+# Ranks tell each other whole numbers of this; the time of a pair of a query and a key is about 1e-9 s.
+_TOLD_SECONDS = 1e-18
 
 Int32Array = NDArray[np.int32]
 
@@ -77,6 +80,20 @@ class TokenDivision:
     def on(device: str, ranks: int, index: int, times: DivisionTimes | None = None) -> TokenDivision:
         """On a kind of device."""
         return TokenDivision(ranks, index, _PIECE_ON_CUDA if device == "cuda" else _PIECE_ON_CPU, times)
+
+    def agreed(self, least: Callable[[int], int]) -> TokenDivision:
+        """With the least of the times that ranks expect, which may have different experts: all have to divide the same
+        steps. least: tells the others a number, and what is the least that any has told; see `Rank`."""
+        if self.times is None:
+            return self
+
+        def of(seconds: float) -> float:
+            return least(round(seconds / _TOLD_SECONDS)) * _TOLD_SECONDS
+
+        own = self.times.step
+        seconds = {one.name: of(getattr(own, one.name)) for one in fields(own) if one.name != "recorded"}
+        step = replace(own, recorded=least(own.recorded), **seconds)
+        return replace(self, times=DivisionTimes(step, of(self.times.message), of(self.times.token)))
 
     def pays(self, step: PlanArrays) -> bool:
         """Whether a step is divided: one with prompts, of so many tokens that chunks which are not cut leave the ranks

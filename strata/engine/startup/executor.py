@@ -140,6 +140,7 @@ def build_executor(
     if context is not None and context.size > 1:
         product = DeviceLimits.of(device).product if own_kernels else None
         division = token_division(graphs, pool_shape, context, device.type, product, sizes.recorded_tokens)
+        division = division.agreed(rank.least)
     stages = asked.pipeline_parallel_size
     runner_config = RunnerConfig(
         asked.max_num_seqs, sizes.max_tokens, max_length, windows, heads, mask_ids, division, stages

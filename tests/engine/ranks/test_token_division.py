@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -98,6 +99,25 @@ def test_a_step_is_divided_if_that_takes_less_time() -> None:
     assert pays(2048)
     slow = TokenDivision(2, 0, 128, DivisionTimes(times, message=1.0, token=0.0))
     assert not slow.pays(PlanArrays(plan_of([2048], [0])))
+
+
+def test_ranks_that_expect_different_times_divide_the_same_steps() -> None:
+    times = StepTimes(1e-3, 4e-3, 20e-6, 3e-8, 2e-7, 1e-9, 1e-9, recorded=1024, launch=30e-3)
+    mine = TokenDivision(2, 0, 128, DivisionTimes(times, message=1e-3, token=0.1e-6))
+    other = TokenDivision(2, 1, 128, DivisionTimes(replace(times, weights=5e-3, pair=7e-10), 2e-3, 0.1e-6))
+    told: list[list[int]] = [[], []]
+    for division, numbers in zip((mine, other), told, strict=True):
+        division.agreed(lambda number, numbers=numbers: numbers.append(number) or number)  # type: ignore[misc]
+    agreed = []
+    for division in (mine, other):
+        numbers = iter(map(min, *told))
+        agreed.append(division.agreed(lambda _, numbers=numbers: next(numbers)))  # type: ignore[misc]
+    assert agreed[0].times == agreed[1].times
+    found = agreed[0].times
+    assert found is not None
+    assert (found.step.weights, found.step.pair, found.message) == pytest.approx((4e-3, 7e-10, 1e-3))
+    assert found.step.recorded == 1024
+    assert [one.index for one in agreed] == [0, 1]
 
 
 def test_decodes_are_not_divided() -> None:
