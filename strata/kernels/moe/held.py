@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def held_experts(
     slot_mapping: [tokens] int32 as in `PagedKV`; rows with -1 are padding and go to no expert; None: no row is. How
     many choices are this rank's stays on the device. Returns [tokens, hidden] in x's dtype.
     """
-    return _by_numbers(experts.reference, x, weights, chosen, gate_up, down, first, placement, slot_mapping)
+    return _by_numbers(experts.reference, x, weights, chosen, gate_up, down, first, slots, placement, slot_mapping)
 
 
 def _by_numbers(
@@ -75,8 +76,9 @@ def _by_numbers(
     gate_up: Tensor,
     down: Tensor,
     first: int,
-    placement: Tensor | None,
-    slot_mapping: Tensor | None,
+    slots: int,
+    placement: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
 ) -> Tensor:
     """By `experts`, which has to be told on the host how many choices are this rank's."""
     numbers = held_numbers(chosen, first, len(down), placement, slot_mapping)
@@ -84,50 +86,17 @@ def _by_numbers(
     return result
 
 
-@held_experts.implement("an expert at a time", "cpu")
-def _cpu(
-    x: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    first: int,
-    slots: int,
-    placement: Tensor | None = None,
-    slot_mapping: Tensor | None = None,
-) -> Tensor:
-    return _by_numbers(experts.bind("cpu"), x, weights, chosen, gate_up, down, first, placement, slot_mapping)
-
-
-def _in_place(
-    x: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    first: int,
-    slots: int,
-    placement: Tensor | None = None,
-    slot_mapping: Tensor | None = None,
-) -> bool:
-    """Which rank rounds a part of the sum may not depend on where in the batch a token stands."""
+def _in_place(*given: Any) -> bool:
+    """Which rank rounds a part of the sum may not depend on where in the batch a token stands. given: as to
+    `held_experts`."""
+    placement: Tensor | None = given[7] if len(given) > 7 else None
     return placement is None or placement.shape[1] == 1
 
 
-@held_experts.implement("fixed tiles", "cpu", invariant=True, supports=_in_place)
-def _fixed(
-    x: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    first: int,
-    slots: int,
-    placement: Tensor | None = None,
-    slot_mapping: Tensor | None = None,
-) -> Tensor:
-    run = experts.bind("cpu", deterministic=True)
-    return _by_numbers(run, x, weights, chosen, gate_up, down, first, placement, slot_mapping)
+held_experts.implement("an expert at a time", "cpu")(partial(_by_numbers, experts.bind("cpu")))
+held_experts.implement("fixed tiles", "cpu", invariant=True, supports=_in_place)(
+    partial(_by_numbers, experts.bind("cpu", deterministic=True))
+)
 
 
 def _is_long(
