@@ -20,7 +20,20 @@ N = TypeVar("N", int, float)
 COPY = "copy"
 MESSAGE = "message"  # between ranks: the kernels wait for others in it, and may do more in the same launch
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (MESSAGE, ("one_shot", "two_shot", "flagged_norm", "nccl", "memcpy ptop", "put_signal", "wait_signal")),
+    (
+        MESSAGE,
+        (
+            "one_shot",
+            "two_shot",
+            "gather_rows",
+            "scatter_sums",
+            "flagged_norm",
+            "nccl",
+            "memcpy ptop",
+            "put_signal",
+            "wait_signal",
+        ),
+    ),
     (
         "attention",
         (

@@ -89,7 +89,7 @@ def _has_words(x: Tensor) -> bool:
 def one_shot(x: Tensor, axis: Axis) -> Tensor:
     memory, words = _memory(axis), x.nbytes // _WORD
     result = torch.empty_like(x)
-    (block, warps), early = block_tile(words), _starts_early(x)
+    (block, warps), early = block_tile(words), starts_early(x)
     one_shot_kernel[(ceil_div(words, block),)](
         x,
         result,
@@ -138,7 +138,7 @@ def two_shot(x: Tensor, axis: Axis) -> Tensor:
 def one_shot_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     memory, words = _memory(axis), x.shape[1] * x.itemsize // _WORD
     total, result = torch.empty_like(x), torch.empty_like(x)
-    (block, warps), early = row_tile(words), _starts_early(x)
+    (block, warps), early = row_tile(words), starts_early(x)
     one_shot_norm_kernel[(x.shape[0],)](
         x,
         residual,
@@ -167,7 +167,7 @@ def one_shot_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: 
 def flagged_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     memory, words = _memory(axis), x.shape[1] * x.itemsize // _WORD
     total, result = torch.empty_like(x), torch.empty_like(x)
-    (block, warps), early, layout = row_tile(words), _starts_early(x), Layout.of(memory.ranks)
+    (block, warps), early, layout = row_tile(words), starts_early(x), Layout.of(memory.ranks)
     flagged_norm_kernel[(min(FLAGGED_PROGRAMS, x.shape[0]),)](
         x,
         residual,
@@ -196,7 +196,7 @@ def flagged_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: f
     return total, result
 
 
-def _starts_early(x: Tensor) -> bool:
+def starts_early(x: Tensor) -> bool:
     """Whether a kernel can be launched beside the one ahead of it."""
     return x.device.type != "cpu" and DeviceLimits.of(x.device).capability >= (9, 0)
 

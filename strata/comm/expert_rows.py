@@ -6,17 +6,15 @@ message, so nothing but rows travels. For how they run see `strata.comm.operatio
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from strata.comm import collectives
-from strata.comm.all_reduce_cuda import fits_one_shot, one_shot
 from strata.comm.cost import all_gather_cost
+from strata.comm.expert_rows_cuda import fits_gather, fits_scatter, gather_rows, scatter_sums
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along, live, reduce_scatter
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.collective.all_reduce import one_shot_kernel
+from strata.kernels.collective.rows import gather_rows_kernel, scatter_sums_kernel
 from strata.kernels.op import ATEN, NCCL, operation
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -63,28 +61,12 @@ def _combined_by_library(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else collectives.reduce_scatter(x, live(axis), 0)
 
 
-def _dispatch_fits(x: Tensor, axis: Any) -> bool:
-    """`one_shot` sums over the rows of all ranks."""
-    return fits_one_shot(x, axis) and fits_one_shot(_of_all_ranks(x, axis), axis)
-
-
-def _dispatch_by_one_shot(x: Tensor, axis: Axis) -> Tensor:
-    """A sum of each rank's rows among zeros: no more than one small message, where a library takes longer to begin."""
-    rows = x.new_zeros((axis.size, *x.shape))
-    rows[axis.index] = x
-    return one_shot(rows, axis).flatten(0, 1)
-
-
-def _combine_by_one_shot(x: Tensor, axis: Axis) -> Tensor:
-    return one_shot(x, axis).chunk(axis.size)[axis.index]
-
-
 if HAS_TRITON:
-    dispatch_rows.implement(
-        "one shot", "cuda", invariant=True, supports=_dispatch_fits, kernels=(ATEN, ATEN, one_shot_kernel)
-    )(_dispatch_by_one_shot)
-    combine_rows.implement("one shot", "cuda", invariant=True, supports=fits_one_shot, kernels=(one_shot_kernel,))(
-        _combine_by_one_shot
+    dispatch_rows.implement("one shot", "cuda", invariant=True, supports=fits_gather, kernels=(gather_rows_kernel,))(
+        gather_rows
+    )
+    combine_rows.implement("one shot", "cuda", invariant=True, supports=fits_scatter, kernels=(scatter_sums_kernel,))(
+        scatter_sums
     )
 dispatch_rows.implement("gloo", "cpu", invariant=True)(dispatch_rows.reference)
 dispatch_rows.implement("nccl", "cuda", invariant=True, kernels=(NCCL,))(dispatch_rows.reference)

@@ -100,7 +100,7 @@ def start_early(EARLY: tl.constexpr):
 
 
 @jit
-def _send_packets(words, lane, held, boxes, rank, epoch, place, WORLD: tl.constexpr):
+def send_packets(words, lane, held, boxes, rank, epoch, place, WORLD: tl.constexpr):
     """Words beside their epoch into the region `place` of all inboxes, the next rank's first."""
     packets = (words.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
     for step in range(1, WORLD + 1):
@@ -109,7 +109,7 @@ def _send_packets(words, lane, held, boxes, rank, epoch, place, WORLD: tl.conste
 
 
 @jit
-def _received(inbox, lane, held, epoch):
+def received(inbox, lane, held, epoch):
     """The words of a region once all have arrived."""
     packets = tl.load(inbox + lane, mask=held, other=0, volatile=True)
     while tl.max(tl.where(held & ((packets >> 32).to(tl.int32) != epoch), 1, 0), 0) > 0:
@@ -122,12 +122,12 @@ def _summed(words, lane, held, epoch, inbox, boxes, counters, rank, WORLD: tl.co
     """The sum over the ranks of a program's words, in one shot: the words' first numbers and their second, float32."""
     program = tl.program_id(0)
     region = ((epoch & 1) * _PROGRAMS + program) * (WORLD * _PACKETS)
-    _send_packets(words, lane, held, boxes, rank, epoch, region + rank * _PACKETS, WORLD)
+    send_packets(words, lane, held, boxes, rank, epoch, region + rank * _PACKETS, WORLD)
     low = tl.zeros_like(words).to(tl.float32)
     high = low
     own = tl.multiple_of(inbox.to(tl.pointer_type(tl.int64), bitcast=True), 16) + region
     for source in range(WORLD):
-        found = _received(own + source * _PACKETS, lane, held, epoch)
+        found = received(own + source * _PACKETS, lane, held, epoch)
         low += low_half(found, DTYPE)
         high += high_half(found, DTYPE)
     tl.store(counters + program, epoch)

@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from strata.comm import all_reduce_cuda as launches
+from strata.comm import expert_rows_cuda
 from strata.comm.mesh import Axis
 from strata.comm.symmetric import Layout, SymmetricMemory
 from strata.kernels.collective import all_reduce
@@ -30,6 +31,8 @@ SHAPES = {
     "two_shot": [(3, 130), (70, 130)],
     "one_shot_norm": [(3, 132), (2, 132)],
     "flagged_norm": [(3, 132), (5, 132)],
+    "gather_rows": [(3, 130), (40, 64)],
+    "scatter_sums": [(4, 130), (40, 64)],
 }
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
@@ -76,7 +79,8 @@ def main() -> None:
             given = (*norm_inputs(x.shape, dtype), 1e-5) if name.endswith("norm") else ()
             if rank == call % ranks:
                 time.sleep(0.02)  # now this rank is late, now that
-            result = getattr(launches, name)(x, axis, *given)
+            where = expert_rows_cuda if name in ("gather_rows", "scatter_sums") else launches
+            result = getattr(where, name)(x, axis, *given)
             found[f"{name} {call}"] = [one.tolist() for one in (result if isinstance(result, tuple) else (result,))]
     (folder / f"{rank}.json").write_text(json.dumps(found))
 

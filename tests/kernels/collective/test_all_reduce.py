@@ -44,7 +44,12 @@ def test_ranks_in_any_order_get_the_bits_of_the_reference(ranks: int, dtype: str
                 for peer in range(ranks):
                     whole += numbers(peer, call, shapes[call % 2], kind).float()
                 got = [torch.tensor(values, dtype=kind) for values in found[f"{name} {call}"]]
-                if name.endswith("norm"):
+                if name == "gather_rows":
+                    parts = [numbers(peer, call, shapes[call % 2], kind) for peer in range(ranks)]
+                    assert torch.equal(got[0], torch.cat(parts)), (name, call, rank)
+                elif name == "scatter_sums":
+                    assert torch.equal(got[0], whole.to(kind).chunk(ranks)[rank]), (name, call, rank)
+                elif name.endswith("norm"):
                     residual, weight = norm_inputs(shapes[call % 2], kind)
                     total = whole.to(kind) + residual
                     assert torch.equal(got[0], total)

@@ -1,0 +1,63 @@
+"""Rows on their way to experts and back on CUDA, in one launch through an axis's symmetric memory each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from strata.comm.all_reduce_cuda import fits_one_shot, memory_of, starts_early
+from strata.comm.mesh import Axis
+from strata.kernels.collective.all_reduce import block_tile
+from strata.kernels.collective.rows import gather_rows_kernel, scatter_sums_kernel
+from strata.kernels.grid_sizes import ceil_div
+
+_WORD = 4
+
+
+def fits_gather(x: Tensor, axis: Any) -> bool:
+    """A rank sends its rows to all, as in `one_shot`."""
+    return fits_one_shot(x, axis)
+
+
+def fits_scatter(x: Tensor, axis: Any) -> bool:
+    """A rank sends each other one the rows of that one, each as many words."""
+    memory = memory_of(axis)
+    if memory is None or len(x) % memory.ranks or not x.is_contiguous():
+        return False
+    return fits_one_shot(x[: len(x) // memory.ranks], axis)
+
+
+def gather_rows(x: Tensor, axis: Axis) -> Tensor:
+    result = x.new_empty((axis.size * len(x), *x.shape[1:]))
+    _launch(gather_rows_kernel, x, result, x.nbytes // _WORD, axis)
+    return result
+
+
+def scatter_sums(x: Tensor, axis: Axis) -> Tensor:
+    result = x.new_empty((len(x) // axis.size, *x.shape[1:]))
+    _launch(scatter_sums_kernel, x, result, result.nbytes // _WORD, axis)
+    return result
+
+
+def _launch(kernel: Any, x: Tensor, result: Tensor, words: int, axis: Axis) -> None:
+    """words: that each rank sends to each."""
+    memory = memory_of(axis)
+    if memory is None:
+        raise ValueError(f"the axis {axis.name} has no symmetric memory; give it some by with_symmetric_memory")
+    (block, warps), early = block_tile(words), starts_early(x)
+    kernel[(ceil_div(words, block),)](
+        x,
+        result,
+        memory.inbox,
+        memory.peers,
+        memory.counters,
+        words,
+        axis.index,
+        WORLD=memory.ranks,
+        EARLY=early,
+        BLOCK=block,
+        num_warps=warps,
+        num_stages=1,
+        launch_pdl=early,
+    )
