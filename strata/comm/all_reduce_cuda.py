@@ -87,9 +87,9 @@ def _has_words(x: Tensor) -> bool:
 
 
 def one_shot(x: Tensor, axis: Axis) -> Tensor:
-    memory, words = _memory(axis), x.nbytes // _WORD
+    memory, words = needed_memory(axis), x.nbytes // _WORD
     result = torch.empty_like(x)
-    (block, warps), early = block_tile(words), starts_early(x)
+    block, warps = block_tile(words)
     one_shot_kernel[(ceil_div(words, block),)](
         x,
         result,
@@ -98,18 +98,13 @@ def one_shot(x: Tensor, axis: Axis) -> Tensor:
         memory.counters,
         words,
         axis.index,
-        WORLD=memory.ranks,
-        EARLY=early,
-        BLOCK=block,
-        num_warps=warps,
-        num_stages=1,
-        launch_pdl=early,
+        **beside_the_kernel_ahead(x, memory, block, warps),
     )
     return result
 
 
 def two_shot(x: Tensor, axis: Axis) -> Tensor:
-    memory, words = _memory(axis), x.nbytes // _WORD
+    memory, words = needed_memory(axis), x.nbytes // _WORD
     result = torch.empty_like(x)
     ranks, layout = memory.ranks, Layout.of(memory.ranks)
     block, warps = TWO_SHOT_TILE
@@ -136,9 +131,8 @@ def two_shot(x: Tensor, axis: Axis) -> Tensor:
 
 
 def one_shot_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    memory, words = _memory(axis), x.shape[1] * x.itemsize // _WORD
+    memory, words = needed_memory(axis), x.shape[1] * x.itemsize // _WORD
     total, result = torch.empty_like(x), torch.empty_like(x)
-    (block, warps), early = row_tile(words), starts_early(x)
     one_shot_norm_kernel[(x.shape[0],)](
         x,
         residual,
@@ -154,20 +148,15 @@ def one_shot_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: 
         x.shape[1],
         eps,
         axis.index,
-        WORLD=memory.ranks,
-        EARLY=early,
-        BLOCK=block,
-        num_warps=warps,
-        num_stages=1,
-        launch_pdl=early,
+        **beside_the_kernel_ahead(x, memory, *row_tile(words)),
     )
     return total, result
 
 
 def flagged_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    memory, words = _memory(axis), x.shape[1] * x.itemsize // _WORD
+    memory, words = needed_memory(axis), x.shape[1] * x.itemsize // _WORD
     total, result = torch.empty_like(x), torch.empty_like(x)
-    (block, warps), early, layout = row_tile(words), starts_early(x), Layout.of(memory.ranks)
+    layout = Layout.of(memory.ranks)
     flagged_norm_kernel[(min(FLAGGED_PROGRAMS, x.shape[0]),)](
         x,
         residual,
@@ -186,22 +175,26 @@ def flagged_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: f
         layout.flagged_flags,
         eps,
         axis.index,
-        WORLD=memory.ranks,
-        EARLY=early,
-        BLOCK=block,
-        num_warps=warps,
-        num_stages=1,
-        launch_pdl=early,
+        **beside_the_kernel_ahead(x, memory, *row_tile(words)),
     )
     return total, result
 
 
-def starts_early(x: Tensor) -> bool:
-    """Whether a kernel can be launched beside the one ahead of it."""
-    return x.device.type != "cpu" and DeviceLimits.of(x.device).capability >= (9, 0)
+def beside_the_kernel_ahead(x: Tensor, memory: SymmetricMemory, block: int, warps: int) -> dict[str, Any]:
+    """Options of a launch before the kernel ahead has ended, on devices that have programmatic dependent launch."""
+    early = x.device.type != "cpu" and DeviceLimits.of(x.device).capability >= (9, 0)
+    return {
+        "WORLD": memory.ranks,
+        "EARLY": early,
+        "BLOCK": block,
+        "num_warps": warps,
+        "num_stages": 1,
+        "launch_pdl": early,
+    }
 
 
-def _memory(axis: Axis) -> SymmetricMemory:
+def needed_memory(axis: Axis) -> SymmetricMemory:
+    """Of an axis that has some. Raises ValueError if it has none."""
     memory = axis.symmetric
     if memory is None:
         raise ValueError(f"the axis {axis.name} has no symmetric memory; give it some by with_symmetric_memory")

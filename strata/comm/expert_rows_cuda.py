@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from strata.comm.all_reduce_cuda import fits_one_shot, memory_of, starts_early
+from strata.comm.all_reduce_cuda import beside_the_kernel_ahead, fits_one_shot, memory_of, needed_memory
 from strata.comm.mesh import Axis
 from strata.kernels.collective.all_reduce import block_tile
 from strata.kernels.collective.rows import gather_rows_kernel, scatter_sums_kernel
@@ -42,10 +42,8 @@ def scatter_sums(x: Tensor, axis: Axis) -> Tensor:
 
 def _launch(kernel: Any, x: Tensor, result: Tensor, words: int, axis: Axis) -> None:
     """words: that each rank sends to each."""
-    memory = memory_of(axis)
-    if memory is None:
-        raise ValueError(f"the axis {axis.name} has no symmetric memory; give it some by with_symmetric_memory")
-    (block, warps), early = block_tile(words), starts_early(x)
+    memory = needed_memory(axis)
+    block, warps = block_tile(words)
     kernel[(ceil_div(words, block),)](
         x,
         result,
@@ -54,10 +52,5 @@ def _launch(kernel: Any, x: Tensor, result: Tensor, words: int, axis: Axis) -> N
         memory.counters,
         words,
         axis.index,
-        WORLD=memory.ranks,
-        EARLY=early,
-        BLOCK=block,
-        num_warps=warps,
-        num_stages=1,
-        launch_pdl=early,
+        **beside_the_kernel_ahead(x, memory, block, warps),
     )
