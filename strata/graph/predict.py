@@ -8,42 +8,54 @@ from dataclasses import dataclass
 import torch
 
 from strata.graph.cost import NodeCost
-from strata.hardware.efficiency import EfficiencyTable
+from strata.hardware.efficiency import KINDS, EfficiencyTable
 from strata.hardware.figures import Device
+from strata.hardware.fitted_times import FittedTimes
 from strata.hardware.links import Link
-from strata.hardware.prediction import Call, Prediction
-from strata.hardware.roofline import Workload, floor
+from strata.hardware.prediction import ORIGINS, Call, Prediction
+from strata.hardware.roofline import Cost, Workload, floor
 from strata.kernels import tuned
 
 # What stands for a product of which nothing was measured: the same product without what is fused with it.
 _PLAIN = "linear"
+_DECODES, _PROMPTS = "decode_attention", "attention"
 
 
 @dataclass(frozen=True)
 class StepPredictor:
     """Predicts steps of a model in `dtype` on a device.
 
-    products: utilization of products, by the operation. others: of decode attention. link: to the other ranks, None if
-    there are none.
+    tables: utilization by operation. prompts: of their attention by its FLOPs, None if too little was measured. link:
+    to the other ranks, None if there are none.
     """
 
     device: Device
     dtype: str
-    products: Mapping[str, EfficiencyTable]
-    others: EfficiencyTable
+    tables: Mapping[str, EfficiencyTable]
+    prompts: FittedTimes | None = None
     link: Link | None = None
 
     @staticmethod
     def of(
-        device: Device, dtype: str, table: tuned.Table, calls: Iterable[Call] = (), link: Link | None = None
+        device: Device,
+        dtype: str,
+        table: tuned.Table,
+        calls: Mapping[str, Iterable[Call]] | None = None,
+        link: Link | None = None,
     ) -> StepPredictor:
-        """By the products in a device's table of tuned kernels, and other calls; without any all is analytic."""
-        measured: dict[str, list[Call]] = {}
+        """By the products in a device's table of tuned kernels, and other calls by their operation; without any all is
+        analytic."""
+        measured: dict[str, list[Call]] = {operation: list(found) for operation, found in (calls or {}).items()}
         for key, choice in table.items():
             shape = (key.rows, key.out, key.width)
             measured.setdefault(key.operation, []).append(("product", key.dtype, shape, choice.seconds))
-        products = {operation: EfficiencyTable.of(device, found) for operation, found in measured.items()}
-        return StepPredictor(device, dtype, products, EfficiencyTable.of(device, calls), link)
+        tables = {operation: EfficiencyTable.of(device, found) for operation, found in measured.items()}
+        prompts = FittedTimes.of(
+            (KINDS[kind].cost(dtype, shape).flops, seconds)
+            for kind, of_dtype, shape, seconds in measured.get(_PROMPTS, ())
+            if of_dtype == dtype and kind in ("attention", "prompt")
+        )
+        return StepPredictor(device, dtype, tables, prompts, link)
 
     def step(self, nodes: Iterable[NodeCost], workload: Workload, *, recorded: bool) -> Prediction:
         """All nodes one after the other; or, unless the step is recorded, until the host has launched all kernels.
@@ -61,28 +73,68 @@ class StepPredictor:
         return _at_least(self._work(node, workload), len(node.kernels) * self._seconds("kernel"))
 
     def _work(self, node: NodeCost, workload: Workload) -> Prediction:
+        found = None
         if node.weight is not None:
-            out, width = node.weight
-            rows = node.cost.flops // (2 * out * width)
-            table = self.products.get(node.operation) or self.products.get(_PLAIN)
-            if table is not None and rows > 0 and ("product", self.dtype) in table.columns:
-                return table.predict("product", self.dtype, (rows, out, width))
-        if (shape := self._decode_shape(node, workload)) is not None and ("decode", self.dtype) in self.others.columns:
-            return self.others.predict("decode", self.dtype, shape)
+            found = self._product(node)
+        elif node.cost.cached:
+            found = self._attention(node.cost, workload)
+        elif node.cost.bytes and self._knows(node.operation, "traffic"):
+            found = self.tables[node.operation].predict("traffic", self.dtype, (node.cost.bytes,))
+        if found is not None:
+            return found
         return Prediction(floor(node.cost, self.device, self.dtype, self.link).seconds, "analytic")
 
-    def _decode_shape(self, node: NodeCost, workload: Workload) -> tuple[int, int, int] | None:
-        """See `decode_cost`; None of what reads no keys, and of steps with prompts, which attend otherwise."""
-        sequences, cached = len(workload.new), node.cost.cached
-        if sequences != workload.tokens or cached < sequences:
+    def _product(self, node: NodeCost) -> Prediction | None:
+        """By its own operation or by the product alone, whichever is surer; no less than the device holds for long."""
+        assert node.weight is not None
+        out, width = node.weight
+        rows = node.cost.flops // (2 * out * width)
+        tables = [self.tables[name] for name in (node.operation, _PLAIN) if self._knows(name, "product")]
+        if rows == 0 or not tables:
             return None
-        shared = round(node.cost.flops * getattr(torch, self.dtype).itemsize / (2 * cached))
-        return sequences, max(1, shared), cached // sequences
+        each = (table.predict("product", self.dtype, (rows, out, width)) for table in tables)
+        found = min(each, key=lambda one: ORIGINS.index(one.origin))
+        held = self.device.known("sustained", self.dtype)
+        least = 0.0 if held is None else 2 * rows * out * width / held.value
+        return found if found.seconds >= least else Prediction(least, max(found.origin, ORIGINS[1], key=ORIGINS.index))
+
+    def _attention(self, cost: Cost, workload: Workload) -> Prediction | None:
+        """Of sequences with a token each by their number and the bytes of their keys, of prompts by FLOPs."""
+        decodes = [total for new, total in zip(workload.new, workload.total, strict=True) if new == 1]
+        keys, known = sum(workload.total), self._knows(_DECODES, "decode")
+        if not workload.tokens or cost.cached < keys or (decodes and not known):
+            return None
+        if len(decodes) == len(workload.new):
+            return self._decodes(cost, len(decodes))
+        if self.prompts is None:
+            return None
+        own = Cost(
+            cost.flops * sum(decodes) // max(1, _pairs(workload)), cached=cost.cached * sum(decodes) // max(1, keys)
+        )
+        found = self.prompts.predict(cost.flops - own.flops)
+        return found + self._decodes(own, len(decodes)) if decodes else found
+
+    def _decodes(self, cost: Cost, sequences: int) -> Prediction:
+        """See `decode_cost`."""
+        shared = round(cost.flops * getattr(torch, self.dtype).itemsize / (2 * cost.cached))
+        shape = (sequences, max(1, shared), cost.cached // sequences)
+        return self.tables[_DECODES].predict("decode", self.dtype, shape)
+
+    def _knows(self, operation: str, kind: str) -> bool:
+        """Whether such calls of an operation were measured."""
+        return operation in self.tables and (kind, self.dtype) in self.tables[operation].columns
 
     def _seconds(self, quantity: str) -> float:
         """Of what was measured of the device; nothing where it was not."""
         known = self.device.known(quantity)
         return 0.0 if known is None else known.value
+
+
+def _pairs(workload: Workload) -> int:
+    """Of a query and a key that it sees."""
+    return sum(
+        new * (total - new) + new * (new + 1) // 2 for new, total in zip(workload.new, workload.total, strict=True)
+    )
 
 
 def _at_least(found: Prediction, seconds: float) -> Prediction:

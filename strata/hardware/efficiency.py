@@ -60,7 +60,26 @@ def decode_cost(dtype: str, shape: Shape) -> Cost:
     return Cost(flops, sequences * nbytes, cached=sequences * nbytes)
 
 
-KINDS = {"product": Kind(product_cost, 0), "attention": Kind(attention_cost, 2), "decode": Kind(decode_cost, 0)}
+def prompt_cost(dtype: str, shape: Shape) -> Cost:
+    """Causal attention of prompts behind cached tokens: (sequences, heads, new tokens, cached tokens, head size)."""
+    sequences, heads, tokens, cached, size = shape
+    element = sequences * heads * size * _sizes(dtype)[0]
+    pairs = tokens * cached + tokens * (tokens + 1) // 2
+    return Cost(4 * sequences * heads * size * pairs, element * (3 * tokens + 2 * cached), element * tokens)
+
+
+def traffic_cost(dtype: str, shape: Shape) -> Cost:
+    """Of what moves so many bytes through memory: (bytes,)."""
+    return Cost(read=shape[0])
+
+
+KINDS = {
+    "product": Kind(product_cost, 0),
+    "attention": Kind(attention_cost, 2),
+    "prompt": Kind(prompt_cost, 2),
+    "decode": Kind(decode_cost, 0),
+    "traffic": Kind(traffic_cost, 0),
+}
 
 
 @dataclass(frozen=True)
@@ -108,7 +127,7 @@ class _Nearby:
 @dataclass(frozen=True)
 class EfficiencyTable:
     """Utilization of a device's roofline, as its maker promises it (as it was measured where nothing is promised), by
-    kind ("product", "attention", "decode"), dtype and shape.
+    kind (one of KINDS), dtype and shape.
     """
 
     device: Device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,12 +57,57 @@ def test_whatever_else_is_the_roofline_and_no_less_than_its_kernels() -> None:
 
 
 def test_decode_attention_is_by_sequences_and_bytes_of_each() -> None:
-    calls = [("decode", "bfloat16", (count, 2, 10**6), count * 1e-6 + 8e-6) for count in (4, 16)]
+    calls = {"decode_attention": [("decode", "bfloat16", (count, 2, 10**6), count * 1e-6 + 8e-6) for count in (4, 16)]}
     attention = node("attention", flops=8 * 10**6, read=4 * 10**6, cached=4 * 10**6)
     assert predictor(calls=calls).node(attention, DECODES) == Prediction(pytest.approx(12e-6), "measured")
     assert predictor().node(attention, DECODES) == Prediction(pytest.approx(4e-6), "analytic")
     prompt = Workload((4,), (4,))  # attends otherwise
     assert predictor(calls=calls).node(attention, prompt) == Prediction(pytest.approx(4e-6), "analytic")
+
+
+def test_prompts_attend_by_a_start_and_a_rate_beside_decodes() -> None:
+    shapes = [(1, 1, tokens, 0, 64) for tokens in (100, 1000)]
+    flops = {shape: 4 * 64 * shape[2] * (shape[2] + 1) // 2 for shape in shapes}
+    prompts = [("prompt", "bfloat16", shape, 5e-6 + flops[shape] / 1e12) for shape in shapes]
+    decodes = [("decode", "bfloat16", (4, 1, 100_000), 9e-6)]
+    found = predictor(calls={"attention": prompts, "decode_attention": decodes})
+    # A head of 64, and 1,000 bytes of keys and values a token. Two prompts, one of which has 500 tokens cached.
+    pairs = 500 * 501 // 2 + 500 * 500 + 500 * 501 // 2
+    two = Workload((500, 500), (500, 1000))
+    attention = node("attention", flops=256 * pairs, read=10**6, cached=1_500_000)
+    alone = found.node(attention, two)
+    assert alone == Prediction(pytest.approx(5e-6 + 256 * pairs / 1e12), "interpolated")
+    # Four sequences of 100 tokens decode beside them.
+    beside = Workload((1,) * 4 + two.new, (100,) * 4 + two.total)
+    attention = node("attention", flops=256 * (pairs + 400), read=10**6, cached=1_900_000)
+    assert found.node(attention, beside).seconds == pytest.approx(alone.seconds + 9e-6)
+
+
+def test_large_products_take_no_less_than_the_device_holds() -> None:
+    held = replace(DEVICE, figures=(*DEVICE.figures, Figure("sustained", 50e12, "", "", "bfloat16", measured=True)))
+    large: Table = {Key("linear", "bfloat16", 4096, 1024, 8192): Choice("cublas", {}, 1e-3, 1e-3)}
+    rows = 2 * 8192 * 4096 * 1024
+    burst = StepPredictor.of(DEVICE, "bfloat16", large).node(node("linear", 8192), DECODES)
+    assert burst == Prediction(pytest.approx(1e-3), "measured")
+    longer = StepPredictor.of(held, "bfloat16", large).node(node("linear", 8192), DECODES)
+    assert longer == Prediction(pytest.approx(rows / 50e12), "interpolated")
+
+
+def test_the_surer_of_the_fused_product_and_the_plain_one_counts() -> None:
+    found = predictor(calls={"linear_silu_mul": [("product", "bfloat16", (4096, 4096, 1024), 1e-3)]})
+    assert found.node(node("linear_silu_mul", 4), DECODES) == Prediction(pytest.approx(12e-6), "measured")
+    assert found.node(node("linear_silu_mul", 4096), DECODES) == Prediction(pytest.approx(1e-3), "measured")
+
+
+def test_what_passes_over_memory_goes_by_its_bytes() -> None:
+    norms = [("traffic", "bfloat16", (nbytes,), nbytes / 1e12 + 3e-6) for nbytes in (10**6, 10**8)]
+    found = predictor(calls={"rms_norm": norms})
+    small = found.node(node("rms_norm", read=10**6 // 2, written=10**6 // 2), DECODES)
+    assert small == Prediction(pytest.approx(4e-6), "measured")
+    middle = found.node(node("rms_norm", read=10**7), DECODES)
+    assert middle.origin == "interpolated"
+    assert 4e-6 < middle.seconds < 103e-6
+    assert found.node(node("add_rms_norm", read=10**7), DECODES).seconds == pytest.approx(1e-5)
 
 
 def test_messages_take_their_links_time() -> None:

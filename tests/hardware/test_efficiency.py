@@ -93,7 +93,9 @@ def test_what_has_no_cost_or_peak_is_left_out_and_asking_for_it_is_an_error() ->
     assert known.columns == {}
     with pytest.raises(ValueError, match="no compute in int8 is recorded for a; known: bfloat16, float32, float8"):
         known.predict("product", "int8", (4, 4, 4))
-    with pytest.raises(ValueError, match="kind 'copy' is unknown; known are product, attention, decode"):
+    with pytest.raises(
+        ValueError, match="kind 'copy' is unknown; known are product, attention, prompt, decode, traffic"
+    ):
         known.predict("copy", "bfloat16", (4,))
     with pytest.raises(ValueError, match="dtype 'int3' has no size here; known are float32"):
         known.predict("product", "int3", (4, 4, 4))
@@ -166,4 +168,4 @@ def test_decode_attention_by_sequences_and_bytes_of_each() -> None:
     assert 9e-6 <= known.predict("decode", "bfloat16", (16, 4, 10**6)).seconds <= 69e-6
     # Two heads of 64 over 3 keys, in bf16, four queries each: 2 * 2 FLOPs for each of 4 * 2 * 64 * 3.
     assert KINDS["decode"].cost("bfloat16", (1, 4, 2 * 2 * 64 * 3 * 2)).flops == 4 * 4 * 2 * 64 * 3
-    assert set(KINDS) == {"product", "attention", "decode"}
+    assert set(KINDS) == {"product", "attention", "prompt", "decode", "traffic"}

@@ -15,6 +15,7 @@ from strata.hardware.specs import recognize
 _FIGURES = {
     "copy": ("bandwidth", "read + written"),
     "product": ("compute", None),
+    "product, sustained": ("sustained", None),
     "host to device": ("host", "each"),
     "device to host": ("host", "each"),
     "launch": ("launch", None),
