@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -93,10 +92,15 @@ def _in_place(*given: Any) -> bool:
     return placement is None or placement.shape[1] == 1
 
 
-held_experts.implement("an expert at a time", "cpu")(partial(_by_numbers, experts.bind("cpu")))
-held_experts.implement("fixed tiles", "cpu", invariant=True, supports=_in_place)(
-    partial(_by_numbers, experts.bind("cpu", deterministic=True))
-)
+# Functions by a name, of which torch.fx makes the code of a graph.
+@held_experts.implement("an expert at a time", "cpu")
+def _cpu(*given: Any) -> Tensor:
+    return _by_numbers(experts.bind("cpu"), *given)
+
+
+@held_experts.implement("fixed tiles", "cpu", invariant=True, supports=_in_place)
+def _fixed(*given: Any) -> Tensor:
+    return _by_numbers(experts.bind("cpu", deterministic=True), *given)
 
 
 def _is_long(
