@@ -246,11 +246,11 @@ def step_graphs(
     part = None if shard is None or shard.own_tokens or _has_all_columns(shard) else VocabularyPart.of(shard)
     by_rows = kind == "cuda" and not deterministic
 
-    def fused() -> fx.GraphModule:
+    def fused(*, counted: bool = True) -> fx.GraphModule:
         graph = copied(captured) if head is None else compose(captured, head)
         if shard is not None and shard.own_tokens:
             leave_out_padding(graph, Along(TENSOR_AXIS, shard.size))
-        if experts is not None and experts.counts:
+        if counted and experts is not None and experts.counts:
             count_experts(graph, experts.totals)
         return fuse(merge(graph))
 
@@ -260,8 +260,9 @@ def step_graphs(
     def whole() -> fx.GraphModule:
         return with_messages(fused())
 
-    def any_step() -> fx.GraphModule:
-        graph = fuse_gated_products(fused()) if by_rows else fused()
+    def any_step(*, counted: bool = True) -> fx.GraphModule:
+        graph = fused(counted=counted)
+        graph = fuse_gated_products(graph) if by_rows else graph
         return take_rows(graph) if head is None else gather_after_attention(graph)
 
     def bound(graph: fx.GraphModule) -> fx.GraphModule:
@@ -269,7 +270,8 @@ def step_graphs(
 
     small = large = divided = None
     if context is not None and context.size > 1:
-        divided = bound(with_messages(divide_tokens(any_step(), Along(CONTEXT_AXIS, context.size))))
+        # Nobody counts experts there: a rank has a share of the tokens, and the slots of all.
+        divided = bound(with_messages(divide_tokens(any_step(counted=False), Along(CONTEXT_AXIS, context.size))))
     if by_rows:
         small = bound(fuse_products(fuse_decode_attention(whole())))
         large = bound(fuse_decode_attention(whole()))

@@ -18,6 +18,7 @@ from strata.comm.operations import all_reduce
 from strata.comm.under_way import finish_all_reduce, start_all_reduce
 from strata.graph.capture import must_stay, operation_of, reads_state
 from strata.graph.gather import ROWWISE
+from strata.kernels.moe.count import count_choices
 
 PARTS = 2
 # Of messages: those of a part take turns, see `_slot`.
@@ -102,6 +103,8 @@ def _is_rowwise(node: fx.Node) -> bool:
     if all(source.op == "get_attr" for source in node.all_input_nodes):
         return False
     operation = operation_of(node)
+    if operation is count_choices:
+        return True  # sums of integers are the same in parts, and graphs of ranks that do not count are divided alike
     return node.target in ROWWISE if operation is None else operation.rowwise and not operation.mutates
 
 

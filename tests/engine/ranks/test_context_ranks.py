@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -126,9 +127,14 @@ def test_ranks_that_divide_prompts_and_matrices_of_a_mixture_answer_as_one(tmp_p
     options = MIXTURE | {"max_model_len": 128}
     wanted = mixture_ids(LLM(tmp_path, **options))
     ranked: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-    llm = LLM(tmp_path, prefill_context_parallel_size=2, **ranked, **options)
+    moving: dict[str, Any] = {"enable_eplb": True, "num_redundant_experts": 2, "eplb_step_interval": 15}
+    llm = LLM(tmp_path, prefill_context_parallel_size=2, **ranked, **moving, **options)
     shares = Shares(llm)
     assert mixture_ids(llm) == wanted
+    assert llm.engine.ranks is not None
+    experts = llm.engine.ranks.experts
+    assert experts is not None
+    assert not any(np.array_equal(experts.slots(layer), np.arange(10) % 8) for layer in experts.layers)
     assert any(found is not None for found in shares.found)
     assert llm.engine.loop.scheduler.statistics.preemptions > 0
     assert llm.engine.ranks is not None

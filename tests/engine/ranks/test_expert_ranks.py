@@ -80,7 +80,8 @@ def test_ranks_with_different_experts_answer_as_one_also_while_they_move(folder:
     gc.collect()
 
     ranked = ranked | {"tensor_parallel_size": 4, "enable_eplb": True, "num_redundant_experts": 4}
-    llm = LLM(folder, **ranked, eplb_step_interval=30, **OPTIONS)
+    # Rank 0 alone counts choices, and all divide the rows of a step alike.
+    llm = LLM(folder, **ranked, eplb_step_interval=30, overlap_tokens=8, **OPTIONS)
     assert ids(llm) == wanted
     assert ids(llm) == wanted
     statistics = llm.engine.loop.scheduler.statistics
