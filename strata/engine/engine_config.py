@@ -227,7 +227,8 @@ class EngineSizes:
     """max_length: tokens of one sequence; max_tokens: of one step. pool: of the KV pages, with the weights' dtype.
 
     recorded: the steps that get a CUDA graph; library: cuDNN attends for prompts in them. weight_bytes: of the model;
-    of a rank of several, of its share. parameters: of the model; of several stages, the mean of a stage.
+    of a rank of several, of its share. parameters: of the model; of several ranks, of the one with the most
+    experts, and of several stages, the mean of a stage.
     """
 
     max_length: int
@@ -255,17 +256,18 @@ class EngineSizes:
         whose `config` it is, where several ranks share a model. Raises ValueError for a length that the model cannot
         have."""
         max_length = _max_length(asked, config)
-        most = max(2048, 8192 // asked.pipeline_parallel_size) if limits is not None else 2048
-        max_tokens = asked.max_num_batched_tokens or most
+        filled = max(2048, 8192 // asked.pipeline_parallel_size) if limits is not None else 2048
+        max_tokens = asked.max_num_batched_tokens or filled
         dtype = weights.resolve_dtype(asked.dtype, config, device)
         pool = PoolShape(config.num_layers, asked.page_size, config.num_kv_heads, config.head_dim, dtype)
         with torch.device("meta"):
-            whole = build(config if shard is None else shard.divided, max_length)
-            weight_bytes = weights.weight_bytes(whole, dtype)
-            # All stages record the same sizes: what one sends has the length that the next one takes.
-            parameters = weight_bytes // dtype.itemsize // asked.pipeline_parallel_size
-            if shard is not None and shard.stages > 1:
-                weight_bytes = weights.weight_bytes(shard.build(max_length), dtype)
+            own = build(config, max_length) if shard is None else shard.build(max_length)
+            weight_bytes = weights.weight_bytes(own, dtype)
+            # All ranks record the same sizes: what one sends has the length that others take.
+            parameters = weight_bytes // dtype.itemsize
+            if shard is not None:
+                most = weights.weight_bytes(build(shard.most_divided, max_length), dtype)
+                parameters = most // dtype.itemsize // shard.stages
         library, recorded = False, []
         if limits is not None:
             library = not asked.deterministic and library_limit(limits, config, dtype, asked.page_size) is None

@@ -100,6 +100,14 @@ class RankShard:
         axes = {TENSOR_AXIS: axis or Along(TENSOR_AXIS, size), PIPELINE_AXIS: Along(PIPELINE_AXIS, stages)}
         return RankShard(whole, config, divided, size, index, stages, stage, layers, slots, own_tokens, placed, axes)
 
+    @property
+    def most_divided(self) -> ModelConfig:
+        """`divided` of the rank that has the most experts, by which all ranks choose alike."""
+        experts = self.divided.experts
+        if experts is None or self.slots is None:
+            return self.divided
+        return replace(self.divided, experts=replace(experts, held=(*range(-(-self.slots.total // self.size)),)))
+
     def build(self, max_length: int | None = None) -> CausalLM:
         """The rank's model on the current default device; of several stages, what has the parameters of this one."""
         model = build(self.divided, max_length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,14 @@ import pytest
 import torch
 
 from strata import LLM, SamplingParams
-from strata.engine.engine_config import EngineConfig
+from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
+from strata.engine.ranks.rank import share_of
+from strata.hardware.specs import device
+from strata.kernels.device_limits import DeviceLimits
+from strata.models.config import config_from_dict
 from strata.models.save import save
+from strata.models.shapes import SHAPES
 from strata.parallel.expert_balance.placement import rank_loads
 from tests.parallel.models import random_model
 from tests.parallel.shards import divisible_config, shard_of
@@ -139,6 +145,19 @@ def test_counts_since_the_last_reading_decide(folder: Path) -> None:
 def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EngineConfig("8B", **options)
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_ranks_with_an_expert_more_record_the_same_sizes_of_steps(tensor: int) -> None:
+    """What one rank sends in a recorded step has the length that the others take."""
+    whole, limits = config_from_dict(SHAPES["30B-A3B"], "30B-A3B"), DeviceLimits.listed(device("h200"))
+    assert whole.experts is not None
+    config = replace(whole, experts=replace(whole.experts, count=5))
+    asked = EngineConfig("30B-A3B", tensor_parallel_size=tensor, enable_expert_parallel=True, deterministic=True)
+    shards = [share_of(asked, config, rank) for rank in range(tensor)]
+    sizes = [EngineSizes.of(asked, one.config, torch.device("cuda"), limits, one) for one in shards]
+    assert len({one.weight_bytes for one in sizes}) == 2
+    assert all(one.recorded == sizes[0].recorded for one in sizes)
 
 
 def test_room_that_ranks_cannot_share(folder: Path) -> None:
