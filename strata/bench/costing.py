@@ -65,7 +65,8 @@ class StepNodes:
     """What the nodes of one step cost, and what runs them.
 
     graph: the one of `StepGraphs` that computes the logits. inputs, model, draw: in the order in which they run.
-    recorded: whether an engine with default options replays them from a CUDA graph.
+    recorded: whether an engine with default options replays them from a CUDA graph. timed: all of them with what they
+    do at the size to which the step is padded, but for attention, to which padding brings no keys.
     """
 
     graph: str
@@ -73,6 +74,7 @@ class StepNodes:
     model: list[NodeCost]
     draw: list[NodeCost]
     recorded: bool
+    timed: list[NodeCost]
 
     @property
     def kernels(self) -> list[str]:
@@ -119,7 +121,8 @@ class MetaModel:
         """A step that samples a row of each sequence: with filters if one rank recorded it, else without, as most are.
 
         Its nodes cost what its own tokens do, and run the kernels of the size to which a recorded step is padded. Of a
-        step whose tokens ranks divide, they are those of the first rank's share, and its padding.
+        step whose tokens ranks divide, they are those of the first rank's share, and its padding. How long a recorded
+        step takes follows from the size to which it is padded (`StepNodes.timed`).
         """
         if self.division is not None and self.division.pays(step := PlanArrays(_plan(workload))):
             return self._share(len(workload.new), self.division.divide(step))
@@ -140,18 +143,23 @@ class MetaModel:
             filled = _padded(workload, size)
             arguments.append((self._arguments(filled, size.draws, size), filled))
 
+        timed: list[NodeCost] = []
+
         def nodes(graph: fx.GraphModule, part: int) -> list[NodeCost]:
             costed, *padded = (node_costs(graph, given[part], work, self.limits) for given, work in arguments)
             ran = padded[0] if padded else costed
+            timed.extend(
+                replace(by, cost=node.cost) if node.cost.cached else by for node, by in zip(costed, ran, strict=True)
+            )
             return [
                 replace(node, implementation=by.implementation, kernels=by.kernels)
                 for node, by in zip(costed, ran, strict=True)
             ]
 
         name = next(field.name for field in fields(graphs) if getattr(graphs, field.name) is model)
+        made, ran = nodes(inputs, 0), nodes(model, 2 if model is prompts else 1)
         drawn = nodes(draw, 3) if graphs.head is not None else []
-        ran = nodes(model, 2 if model is prompts else 1)
-        return StepNodes(name, nodes(inputs, 0), ran, drawn, size is not None)
+        return StepNodes(name, made, ran, drawn, size is not None, timed)
 
     def _share(self, draws: int, share: RankStep) -> StepNodes:
         """A rank's share of a step that samples so many rows."""
@@ -166,7 +174,7 @@ class MetaModel:
         made = graphs.divided_inputs if self._is_divided(workload, None) else made
         given = ((made, inputs), (graphs.divided, (replace(batch, pages=pages), rows, rows)), (graphs.draw, draw))
         made_of, ran, drawn = (node_costs(graph, one, workload, self.limits) for graph, one in given)
-        return StepNodes("divided", made_of, ran, drawn, recorded=False)
+        return StepNodes("divided", made_of, ran, drawn, recorded=False, timed=[*made_of, *ran, *drawn])
 
     def _recorded_size(self, workload: Workload) -> BufferShape | None:
         """The size to which an engine with default options pads a step; None if it launches it eagerly."""

@@ -122,14 +122,14 @@ class PricedStep:
 
     @property
     def predicted(self) -> Prediction:
-        """All nodes and their launches; not what the host does beside."""
-        return self.predictor.step(self.nodes, self.workload, recorded=self.step.recorded)
+        """All nodes at the size to which the step is padded, their launches, and what is between two steps."""
+        return self.predictor.step(self.step.timed, self.workload, recorded=self.step.recorded)
 
     @property
     def origins(self) -> dict[str, float]:
         """Which share of the nodes' predicted time is measured, interpolated and analytic."""
         seconds = dict.fromkeys(ORIGINS, 0.0)
-        for one in (self.predictor.node(node, self.workload) for node in self.nodes):
+        for one in (self.predictor.node(node, self.workload) for node in self.step.timed):
             seconds[one.origin] += one.seconds
         return {origin: value / sum(seconds.values()) for origin, value in seconds.items()}
 

@@ -24,6 +24,7 @@ QUANTITIES = {
     "launch": "s",
     "kernel": "s",
     "sustained": "FLOP/s",
+    "step": "s",
 }
 
 
@@ -43,8 +44,9 @@ class Figure:
     quantity: "compute" (FLOP/s), "bandwidth" (device memory, bytes/s), "memory", "l2" or "l3" (bytes of a cache that
         all of the device shares), "link" (to all other devices of the kind together, bytes/s), "host" (to the CPU,
         bytes/s), "power" (watts that the device may take), "launch" (seconds of the host for a small kernel),
-        "kernel" (seconds that a small one takes in a CUDA graph) or "sustained" (FLOP/s that large products hold for
-        seconds under the power limit, where "compute" is a short burst).
+        "kernel" (seconds that a small one takes in a CUDA graph), "sustained" (FLOP/s that large products hold for
+        seconds under the power limit, where "compute" is a short burst) or "step" (seconds of an engine's step beside
+        the kernels of its graphs: copies of inputs and ids, the start of a graph, and until the next one begins).
     dtype: of the operands, as torch names it where torch has it ("float8" for either kind); None where none applies.
     sparse: with 2:4 structured sparsity.
     direction: "read + written" (bytes moved either way), or "each" (of the two directions of a link).

@@ -46,3 +46,23 @@ def test_nodes_and_steps_count_the_same_flops_and_experts(costs: StepCosts) -> N
     step, alone = (costs.step(Workload((1,) * n, (20,) * n), rows=n) for n in (16, 1))
     grown = total(experts).weights - LAYERS * PER_TOKEN * EXPERT_BYTES + 15 * 2 * HIDDEN  # and rows of the embedding
     assert step.weights - alone.weights == grown
+
+
+def test_a_recorded_step_is_timed_at_the_size_to_which_it_is_padded() -> None:
+    model = meta_model(find_config("0.6B"), device("h200"))
+    step = model.step(Workload((1,) * 20, (640,) * 20))  # recorded for 24
+    assert step.recorded
+    own, padded = ({node.name: node for node in nodes} for nodes in (step.model, step.timed))
+    # The product of a step of so many rows, which reads the same weight for all.
+    product = next(node for node in step.model if "linear" in node.operation)
+    assert padded[product.name].cost.flops * 20 == own[product.name].cost.flops * 24
+    assert padded[product.name].cost.weights == own[product.name].cost.weights
+    attention = next(node for node in step.model if node.cost.cached)
+    assert padded[attention.name].cost == own[attention.name].cost
+    whole = model.step(Workload((1,) * 24, (640,) * 24))
+    assert [node.cost for node in whole.timed] == [node.cost for node in (*whole.inputs, *whole.model, *whole.draw)]
+    # 600 tokens of a prompt run as 640 do.
+    prompt = model.step(Workload((600,), (600,)))
+    rows = {node.cost.flops // (2 * node.weight[0] * node.weight[1]) for node in prompt.timed if node.weight}
+    assert 640 in rows
+    assert 600 not in rows

@@ -8,19 +8,21 @@ from typing import Any
 import pytest
 
 from strata.graph.cost import NodeCost
-from strata.graph.predict import StepPredictor
+from strata.graph.predict import HOST_SECONDS, StepPredictor
 from strata.hardware.figures import Device, Figure, Source, promised
 from strata.hardware.links import Link
 from strata.hardware.prediction import Prediction
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.tuned import Choice, Key, Table
 
-# 100 TFLOP/s, 1 TB/s; a kernel takes 2 us in a graph, and 10 us of the host.
+# 100 TFLOP/s, 1 TB/s; a kernel takes 2 us in a graph.
 DEVICE = Device(
     "a",
     "a device",
-    promised(Source("", "", ""), bandwidth=1.0, dense={"bfloat16": 100})
-    + tuple(Figure(name, value, "", "", measured=True) for name, value in (("kernel", 2e-6), ("launch", 10e-6))),
+    (
+        *promised(Source("", "", ""), bandwidth=1.0, dense={"bfloat16": 100}),
+        Figure("kernel", 2e-6, "", "", measured=True),
+    ),
 )
 TABLE: Table = {
     Key(operation, "bfloat16", 4096, 1024, rows): Choice("skinny", {}, seconds, seconds)
@@ -120,4 +122,13 @@ def test_a_step_is_the_sum_or_waits_for_the_host() -> None:
     nodes = [node("linear", 4), node("linear_add", 4), node("norm", read=100)]
     assert predictor().step(nodes, DECODES, recorded=True) == Prediction(pytest.approx(28e-6), "analytic")
     assert predictor().step(nodes[:2], DECODES, recorded=True).origin == "measured"
-    assert predictor().step(nodes, DECODES, recorded=False) == Prediction(pytest.approx(30e-6), "analytic")
+    launched = predictor().step(nodes, DECODES, recorded=False)
+    assert launched == Prediction(pytest.approx(3 * HOST_SECONDS), "analytic")
+    long = [node("norm", read=10**9)]
+    assert predictor().step(long, DECODES, recorded=False) == predictor().step(long, DECODES, recorded=True)
+
+
+def test_what_is_around_a_step_comes_on_top() -> None:
+    around = replace(DEVICE, figures=(*DEVICE.figures, Figure("step", 15e-6, "", "", measured=True)))
+    found = StepPredictor.of(around, "bfloat16", TABLE).step([node("linear", 4)], DECODES, recorded=True)
+    assert found == Prediction(pytest.approx(27e-6), "measured")

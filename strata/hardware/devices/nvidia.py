@@ -81,6 +81,11 @@ NVIDIA = (
                 source="products of the 8B shape's prompts, 8,192 rows each, for 0.7 s at 700 W and 1,450 MHz",
                 date="2026-11-21",
             ),
+            replace(
+                _measured("step", 15.1e-6),
+                source="copies and gaps of 512 decode steps of one sequence: 8B 13.0 us, 0.6B 17.3 us",
+                date="2026-11-21",
+            ),
             replace(_measured("l2", 62_914_560), source="the driver's property of one H200 SXM"),
         ),
         _cuda((9, 0), 227, 132),
