@@ -113,13 +113,16 @@ class EngineConfig:
             raise ValueError(f"dtype {self.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
-        whole = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages")
-        for name in (*whole, *_AXES.values(), "eplb_step_interval"):
+        may_be_none = ("max_model_len", "max_num_batched_tokens", "num_pages")
+        for name in (*may_be_none, "max_num_seqs", "page_size", *_AXES.values(), "eplb_step_interval"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if not (_is_whole(value, 1) or (value is None and name in may_be_none)):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        for field in fields(self):
+            if isinstance(field.default, bool) and not isinstance(value := getattr(self, field.name), bool):
+                raise ValueError(f"{field.name} must be True or False, got {value!r}")
         least = self.overlap_tokens
-        if least is not None and (not isinstance(least, int) or least < 0):
+        if least is not None and not _is_whole(least, 0):
             raise ValueError(f"overlap_tokens must be an integer of at least 0, or None, got {least!r}")
         target = self.step_target_ms
         if target is not None and not (isinstance(target, int | float) and 0 < target < math.inf):
@@ -155,7 +158,7 @@ class EngineConfig:
 
     def _check_experts(self) -> None:
         redundant = self.num_redundant_experts
-        if not isinstance(redundant, int) or redundant < 0:
+        if not _is_whole(redundant, 0):
             raise ValueError(f"num_redundant_experts must be an integer of at least 0, got {redundant!r}")
         if redundant and not self.enable_eplb:
             raise ValueError(f"num_redundant_experts={redundant} is room for copies, which enable_eplb=True makes")
@@ -220,6 +223,10 @@ class EngineConfig:
                 f"device {self.device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices"
             )
         return device
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ def rank_config(
             "enable_expert_parallel=True needs a mixture of experts, and this model has none; leave it out"
         )
     if fault := _fault(config, size, expert_parallel, own_tokens):
-        sizes = range(1, max(config.num_heads, size) + 1)
+        sizes = range(1, 1 + (config.experts.count if own_tokens and config.experts else config.num_heads))
         accepted = ", ".join(str(one) for one in sizes if not _fault(config, one, expert_parallel, own_tokens))
         raise ValueError(f"tensor_parallel_size={size} {fault}; this model takes {accepted}")
     experts = config.experts
