@@ -48,6 +48,7 @@ from strata.kernels.moe.grouped import grouped_product
 from strata.kernels.moe.held_order import held_order
 from strata.kernels.norm import norm_grad  # noqa: F401  registers what is run
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
+from strata.kernels.norm.received import received_rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.optimizer.adamw import Constants, adamw
 from strata.kernels.optimizer.muon import muon_momentum, muon_update
@@ -144,6 +145,8 @@ def _shapes(args: tuple[object, ...]) -> str:
 def _rowwise(rows: int, width: int) -> Iterator[Call]:
     yield own(rms_norm, randn(rows, width), randn(width), EPS)
     yield own(add_rms_norm, randn(rows, width), randn(rows, width), randn(width), EPS)
+    beside = (randn(rows, width), randn(rows, width), randn(width))
+    yield f"received_rms_norm [{rows}, {width}]", partial(received_rms_norm, randn(rows, width), *beside, EPS)
     yield own(silu_mul, *randn(rows, 2 * width).chunk(2, -1))
     yield own(embedding, torch.randint(50, (rows,), dtype=torch.int32), randn(50, width))
     yield own(vocabulary_embedding, torch.randint(150, (rows,), dtype=torch.int32), randn(50, width), 50)

@@ -217,7 +217,7 @@ def test_gate_and_up_of_long_prompts_are_one_kernel(model: MetaModel) -> None:
     long, short = (model.step(Workload((tokens,), (tokens,))).kernels for tokens in (4096, 2048))
     assert long.count("linear_silu_mul_kernel") == LAYERS - 1  # the last layer has one row
     assert short.count("linear_silu_mul_kernel") == 0
-    assert short.count("silu_mul_kernel") == LAYERS
+    assert short.count("silu_mul_kernel") == LAYERS - 1  # that row takes the gate with it
 
 
 @pytest.mark.parametrize("sequences", [8, 64, 80, 128, 176, 256])
