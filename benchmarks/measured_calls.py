@@ -1,6 +1,8 @@
 """Writes the calls of `strata bench kernels --json` from which times are predicted into the package.
 
-Usage: python -m benchmarks.measured_calls benchmarks/results/h200_kernels.jsonl
+Usage: python -m benchmarks.measured_calls h200_kernels.jsonl h200_all_reduce.jsonl, both in benchmarks/results
+
+The second file, whose lines have device, algorithm, ranks, bytes and seconds, may be left out.
 """
 
 from __future__ import annotations
@@ -52,10 +54,13 @@ def main() -> None:
     lines = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
     (device,) = {line["device"] for line in lines}
     calls: dict[str, list[Call]] = {}
+    if len(sys.argv) > 2:
+        sums = [json.loads(line) for line in Path(sys.argv[2]).read_text(encoding="utf-8").splitlines()]
+        calls["all_reduce"] = [(one["algorithm"], _DTYPE, (one["ranks"], one["bytes"]), one["seconds"]) for one in sums]
     for line in lines:
         if (call := call_of(line)) is not None:
             calls.setdefault(line["operation"], []).append(call)
-    print(write(device, f"strata bench kernels, {source.name}", calls))
+    print(write(device, ", ".join(Path(one).name for one in sys.argv[1:]), calls))
 
 
 if __name__ == "__main__":

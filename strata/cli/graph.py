@@ -239,5 +239,6 @@ def price(model: MetaModel, workload: Workload, spec: Device) -> PricedStep:
     step, dtype = model.step(workload), dtype_name(model.dtype)
     link = None if model.shard is None and model.division is None else link_of(spec)
     whole = floor(total(step.model).least, spec, dtype, link)
-    predictor = StepPredictor.of(spec, dtype, tuned.read(spec.product), measured.read(spec.product), link)
+    ranks = 1 if model.shard is None else model.shard.size
+    predictor = StepPredictor.of(spec, dtype, tuned.read(spec.product), measured.read(spec.product), link, ranks)
     return PricedStep(step, spec, dtype, workload.tokens, whole, dict(model.graphs.captured), link, predictor, workload)

@@ -1,6 +1,7 @@
 """What a collective costs: messages and bytes of each rank; `strata.hardware.links` has the time that they take.
 
-The counts are those of ring algorithms (Thakur, Rabenseifner and Gropp 2005), which send the fewest bytes.
+The counts are those of ring algorithms (Thakur, Rabenseifner and Gropp 2005), which send the fewest bytes, but
+for those of other algorithms, by their name.
 """
 
 from __future__ import annotations
@@ -22,6 +23,28 @@ class CollectiveCost:
 def all_reduce_cost(nbytes: int, ranks: int) -> CollectiveCost:
     """Of `nbytes` on each rank: a reduce-scatter and an all-gather."""
     return reduce_scatter_cost(nbytes, ranks) + all_gather_cost(nbytes, ranks)
+
+
+def tree_cost(nbytes: int, ranks: int) -> CollectiveCost:
+    """An all-reduce up a tree and down again: two trees in which ranks change places have half of the bytes each, so
+    that all links are as busy (Sanders, Speck and Traff 2009).
+    """
+    return CollectiveCost(2 * (ranks - 1).bit_length(), nbytes // ranks * (ranks - 1) * 2)
+
+
+def one_shot_cost(nbytes: int, ranks: int) -> CollectiveCost:
+    """An all-reduce in which a rank sends all it has to each other, in packets that are twice as large."""
+    return CollectiveCost(1, 2 * nbytes * (ranks - 1))
+
+
+def flagged_cost(nbytes: int, ranks: int) -> CollectiveCost:
+    """The same with a flag behind the bytes as they are."""
+    return CollectiveCost(1, nbytes * (ranks - 1))
+
+
+def two_shot_cost(nbytes: int, ranks: int) -> CollectiveCost:
+    """An all-reduce in which each rank adds up its part, and then sends that to each other."""
+    return CollectiveCost(2, 2 * (nbytes // ranks) * (ranks - 1))
 
 
 def all_gather_cost(nbytes: int, ranks: int) -> CollectiveCost:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
+from strata.comm.all_reduce_times import AllReduceTimes
 from strata.graph.cost import NodeCost
 from strata.hardware.efficiency import KINDS, EfficiencyTable
 from strata.hardware.figures import Device
@@ -21,6 +24,21 @@ _PLAIN = "linear"
 # What the host takes to launch an operation of a step that no CUDA graph holds: 15 to 43 ms for 28 layers of nine
 # operations each, beside an H200.
 HOST_SECONDS = 0.11e-3
+# The algorithms that sum over ranks, by the kernel that they launch; where it is not Strata's, NCCL.
+_ALGORITHMS = {
+    "one_shot_kernel": "one shot",
+    "one_shot_norm_kernel": "one shot and norm",
+    "flagged_norm_kernel": "flags and norm",
+    "two_shot_kernel": "two shots",
+}
+_SUMS = ("all_reduce", "all_reduce_add_rms_norm", "start_all_reduce")
+_NORM = "add_rms_norm"
+# What passes over memory as another does that was measured.
+_ALIKE = {
+    "finish_add_rms_norm": _NORM,
+    "vocabulary_embedding": "embedding",
+    "best_in_part": "gumbel_sample",
+}
 _DECODES, _PROMPTS = "decode_attention", "attention"
 
 
@@ -29,7 +47,8 @@ class StepPredictor:
     """Predicts steps of a model in `dtype` on a device.
 
     tables: utilization by operation. prompts: of their attention by its FLOPs, None if too little was measured. link:
-    to the other ranks, None if there are none.
+    to the other ranks, None if there are none. sums: of ranks' sums, by algorithm, None where none was measured. ranks:
+    how many add up.
     """
 
     device: Device
@@ -37,6 +56,8 @@ class StepPredictor:
     tables: Mapping[str, EfficiencyTable]
     prompts: FittedTimes | None = None
     link: Link | None = None
+    sums: AllReduceTimes | None = None
+    ranks: int = 1
 
     @staticmethod
     def of(
@@ -45,6 +66,7 @@ class StepPredictor:
         table: tuned.Table,
         calls: Mapping[str, Iterable[Call]] | None = None,
         link: Link | None = None,
+        ranks: int = 1,
     ) -> StepPredictor:
         """By the products in a device's table of tuned kernels, and other calls by their operation; without any all is
         analytic."""
@@ -58,16 +80,19 @@ class StepPredictor:
             for kind, of_dtype, shape, seconds in measured.get(_PROMPTS, ())
             if of_dtype == dtype and kind in ("attention", "prompt")
         )
-        return StepPredictor(device, dtype, tables, prompts, link)
+        sums = None if link is None else AllReduceTimes.of(measured.get("all_reduce", ()), link.latency)
+        return StepPredictor(device, dtype, tables, prompts, link, sums, ranks)
 
     def step(self, nodes: Iterable[NodeCost], workload: Workload, *, recorded: bool) -> Prediction:
-        """All nodes one after the other, or, unless the step is recorded, until the host has launched them; and what
-        is around them in an engine: copies of inputs and ids, the start of a graph, and until the next step begins.
+        """All nodes one after the other, beside them sums over ranks that were begun; or, unless the step is recorded,
+        until the host has launched them; and what is around them in an engine: copies of
+        inputs and ids, the start of a graph, and until the next step begins.
 
         workload: the sequences without padding. The nodes are those of the size to which a step is padded.
         """
         ran = list(nodes)
-        found = Prediction.total(self.node(node, workload) for node in ran)
+        each = [self.node(node, workload) for node in ran]
+        found = replace(Prediction.total(each), seconds=_end(ran, [one.seconds for one in each]))
         if not recorded:
             found = _at_least(found, len(ran) * HOST_SECONDS)
         return replace(found, seconds=found.seconds + self._seconds("step"))
@@ -80,10 +105,12 @@ class StepPredictor:
         found = None
         if node.weight is not None:
             found = self._product(node)
+        elif node.cost.messages:
+            found = self._message(node)
         elif node.cost.cached:
             found = self._attention(node.cost, workload)
-        elif node.cost.bytes and self._knows(node.operation, "traffic"):
-            found = self.tables[node.operation].predict("traffic", self.dtype, (node.cost.bytes,))
+        elif node.cost.bytes and self._knows(alike := _ALIKE.get(node.operation, node.operation), "traffic"):
+            found = self.tables[alike].predict("traffic", self.dtype, (node.cost.bytes,))
         if found is not None:
             return found
         return Prediction(floor(node.cost, self.device, self.dtype, self.link).seconds, "analytic")
@@ -92,7 +119,7 @@ class StepPredictor:
         """By its own operation or by the product alone, whichever is surer; no less than the device holds for long."""
         assert node.weight is not None
         out, width = node.weight
-        rows = node.cost.flops // (2 * out * width)
+        rows = math.prod(node.shape[:-1])
         tables = [self.tables[name] for name in (node.operation, _PLAIN) if self._knows(name, "product")]
         if rows == 0 or not tables:
             return None
@@ -101,6 +128,22 @@ class StepPredictor:
         held = self.device.known("sustained", self.dtype)
         least = 0.0 if held is None else 2 * rows * out * width / held.value
         return found if found.seconds >= least else Prediction(least, max(found.origin, ORIGINS[1], key=ORIGINS.index))
+
+    def _message(self, node: NodeCost) -> Prediction | None:
+        """Sums by their algorithm, with the norm that is behind them; all else as NCCL's of as many bytes."""
+        if self.sums is None:
+            return None
+        if node.operation not in _SUMS:
+            return self.sums.sent(node.cost.sent)
+        nbytes = math.prod(node.shape) * getattr(torch, self.dtype).itemsize
+        algorithm = next((_ALGORITHMS[kernel] for kernel in node.kernels if kernel in _ALGORITHMS), "nccl")
+        found = self.sums.predict(algorithm, nbytes, self.ranks)
+        if found is None or node.operation != "all_reduce_add_rms_norm" or algorithm.endswith("norm"):
+            return found
+        moved = 4 * nbytes  # the norm behind it reads the sum and the residual, and writes two of their size
+        if self._knows(_NORM, "traffic"):
+            return found + self.tables[_NORM].predict("traffic", self.dtype, (moved,))
+        return found + Prediction(floor(Cost(read=moved), self.device, self.dtype).seconds, "analytic")
 
     def _attention(self, cost: Cost, workload: Workload) -> Prediction | None:
         """Of sequences with a token each by their number and the bytes of their keys, of prompts by FLOPs."""
@@ -132,6 +175,21 @@ class StepPredictor:
         """Of what was measured of the device; nothing where it was not."""
         known = self.device.known(quantity)
         return 0.0 if known is None else known.value
+
+
+def _end(nodes: Iterable[NodeCost], seconds: Iterable[float]) -> float:
+    """When the last node ends: sums travel one after another from where they begin to where they are waited for."""
+    now = sent = 0.0
+    under_way: deque[float] = deque()
+    for node, length in zip(nodes, seconds, strict=True):
+        if node.operation == "start_all_reduce":
+            sent = max(now, sent) + length
+            under_way.append(sent)
+            continue
+        if node.operation.startswith("finish_") and under_way:
+            now = max(now, under_way.popleft())
+        now += length
+    return max(now, sent)
 
 
 def _pairs(workload: Workload) -> int:

@@ -34,8 +34,9 @@ DECODES = Workload((1,) * 4, (100,) * 4)
 def node(operation: str, rows: int = 0, kernels: int = 1, **cost: int) -> NodeCost:
     """A product of so many rows, or, without rows, whatever has the cost."""
     weight = (4096, 1024) if rows else None
+    shape = (rows, 4096) if rows else (1,)
     found = Cost(2 * rows * 4096 * 1024, 2 * 4096 * 1024, weights=2 * 4096 * 1024) if rows else Cost(**cost)
-    return NodeCost(operation, operation, 0, "", found, (1,), {}, "", ("a kernel",) * kernels, weight)
+    return NodeCost(operation, operation, 0, "", found, shape, {}, "", ("a kernel",) * kernels, weight)
 
 
 def predictor(**more: Any) -> StepPredictor:
@@ -116,6 +117,51 @@ def test_messages_take_their_links_time() -> None:
     reduced = node("all_reduce", messages=1, sent=10**6)
     linked = predictor(link=Link(20e-6, 3e-6, 1e11, "", ""))
     assert linked.node(reduced, DECODES) == Prediction(pytest.approx(13e-6), "analytic")
+
+
+SUMS = [
+    (algorithm, "bfloat16", (2, nbytes), start + nbytes * 1e-12)
+    for algorithm, start in (("one shot", 3e-6), ("one shot and norm", 4e-6), ("nccl", 7e-6))
+    for nbytes in (1000, 10**8)
+]
+
+
+def sum_of(operation: str, *kernels: str) -> NodeCost:
+    """Of 1000 rows of 1000 between two ranks."""
+    sent = Cost(read=2 * 10**6, written=2 * 10**6, messages=1, sent=2 * 10**6)
+    return replace(node(operation, messages=1), cost=sent, kernels=kernels, shape=(1000, 1000))
+
+
+def test_sums_over_ranks_go_by_the_algorithm_of_their_kernel() -> None:
+    link = Link(20e-6, 3e-6, 1e11, "", "")
+    found = predictor(link=link, calls={"all_reduce": SUMS}, ranks=2)
+
+    def seconds(operation: str, *kernels: str) -> Any:
+        return found.node(sum_of(operation, *kernels), DECODES).seconds
+
+    assert seconds("all_reduce", "one_shot_kernel") == pytest.approx(5e-6)
+    assert seconds("all_reduce", "(ATen)", "(NCCL)") == pytest.approx(9e-6)
+    assert seconds("all_reduce_add_rms_norm", "one_shot_norm_kernel") == pytest.approx(6e-6)
+    # The norm that is a kernel of its own moves four times the bytes, at 1 TB/s.
+    assert seconds("all_reduce_add_rms_norm", "one_shot_kernel", "add_rms_norm_kernel") == pytest.approx(13e-6)
+    assert seconds("all_gather", "(NCCL)") == pytest.approx(9e-6)
+    # Of an algorithm that nobody measured, the link.
+    assert seconds("all_reduce", "two_shot_kernel") == pytest.approx(3e-6 + 2e-5)
+
+
+def test_sums_that_were_begun_travel_beside_what_runs_until_they_are_waited_for() -> None:
+    found = predictor(link=Link(20e-6, 3e-6, 1e11, "", ""), calls={"all_reduce": SUMS}, ranks=2)
+    begun, waited = sum_of("start_all_reduce", "(NCCL)"), node("finish_all_reduce", kernels=0)  # 9 us
+
+    def seconds(*nodes: NodeCost) -> Any:
+        return found.step(nodes, DECODES, recorded=True).seconds
+
+    long, short = node("norm", read=20 * 10**6), node("norm", read=5 * 10**6)  # 20 and 5 us
+    assert seconds(begun, long, waited, short) == pytest.approx(25e-6)
+    assert seconds(begun, short, waited, short) == pytest.approx(14e-6)
+    # The second travels once the first has arrived.
+    assert seconds(begun, short, begun, short, waited, waited) == pytest.approx(18e-6)
+    assert seconds(short, begun) == pytest.approx(14e-6)
 
 
 def test_a_step_is_the_sum_or_waits_for_the_host() -> None:

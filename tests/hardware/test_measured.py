@@ -52,6 +52,6 @@ def test_prompts_of_the_h200_are_predicted_by_the_others_within_a_twentieth() ->
 def test_whatever_else_was_measured_of_the_h200_is_beyond_its_roofline() -> None:
     for operation, calls in read("NVIDIA H200").items():
         table = EfficiencyTable.of(device("h200"), calls)
-        assert table.columns or operation == "attention"
+        assert table.columns or operation == "all_reduce"  # over a link, not memory
         for column in (column for of_kind in table.columns.values() for column in of_kind.values()):
             assert all(0 < utilization < 1 for _, utilization in column.points)
