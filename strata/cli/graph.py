@@ -98,7 +98,7 @@ class PricedStep:
 
     step_floor: of the model; sampling and the making of inputs stand beside it. captured: how many nodes of each
     operation the model has before the passes. link: to the other ranks, if there are some. predictor: of the workload's
-    time.
+    time. sources: of what was measured, in words.
     """
 
     step: StepNodes
@@ -110,6 +110,7 @@ class PricedStep:
     link: Link | None
     predictor: StepPredictor
     workload: Workload
+    sources: tuple[str, ...]
 
     @property
     def run(self) -> dict[str, int]:
@@ -179,6 +180,7 @@ class PricedStep:
             "step_floor_s": self.step_floor.seconds,
             "predicted_s": self.predicted.seconds,
             "predicted_from": self.origins,
+            "measurements": list(self.sources),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -216,6 +218,8 @@ class PricedStep:
         shares = ", ".join(f"{share:.0%} {origin}" for origin, share in self.origins.items() if share >= 0.005)
         launched = "replayed" if self.step.recorded else "launched by the host"
         console.print(f"predicted         {duration(self.predicted.seconds)}, {launched}: {shares}")
+        for source in self.sources:
+            console.print(f"from {source}", style="dim", soft_wrap=True)
         for figure in (compute, bandwidth):
             kind = "measured" if figure.measured else "promised"
             what = f"{self.dtype}, dense" if figure.quantity == "compute" else "memory, read + written"
@@ -233,12 +237,17 @@ def price(model: MetaModel, workload: Workload, spec: Device) -> PricedStep:
     from strata.bench.costing import dtype_name
     from strata.graph.cost import total
     from strata.graph.predict import StepPredictor
-    from strata.hardware import measured
+    from strata.hardware.evidence import evidence_of
     from strata.kernels import tuned
 
+    found = evidence_of(spec)
+    spec = found.device
     step, dtype = model.step(workload), dtype_name(model.dtype)
     link = None if model.shard is None and model.division is None else link_of(spec)
     whole = floor(total(step.model).least, spec, dtype, link)
     ranks = 1 if model.shard is None else model.shard.size
-    predictor = StepPredictor.of(spec, dtype, tuned.read(spec.product), measured.read(spec.product), link, ranks)
-    return PricedStep(step, spec, dtype, workload.tokens, whole, dict(model.graphs.captured), link, predictor, workload)
+    predictor = StepPredictor.of(
+        spec, dtype, tuned.read(spec.product), found.calls, link, ranks=ranks, products=found.products
+    )
+    captured = dict(model.graphs.captured)
+    return PricedStep(step, spec, dtype, workload.tokens, whole, captured, link, predictor, workload, found.sources)

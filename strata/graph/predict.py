@@ -67,14 +67,18 @@ class StepPredictor:
         calls: Mapping[str, Iterable[Call]] | None = None,
         link: Link | None = None,
         ranks: int = 1,
+        products: EfficiencyTable | None = None,
     ) -> StepPredictor:
         """By the products in a device's table of tuned kernels, and other calls by their operation; without any all is
-        analytic."""
+        analytic. products: what stands in for products where there are none of either.
+        """
         measured: dict[str, list[Call]] = {operation: list(found) for operation, found in (calls or {}).items()}
         for key, choice in table.items():
             shape = (key.rows, key.out, key.width)
             measured.setdefault(key.operation, []).append(("product", key.dtype, shape, choice.seconds))
         tables = {operation: EfficiencyTable.of(device, found) for operation, found in measured.items()}
+        if products is not None:
+            tables.setdefault(_PLAIN, products)
         prompts = FittedTimes.of(
             (KINDS[kind].cost(dtype, shape).flops, seconds)
             for kind, of_dtype, shape, seconds in measured.get(_PROMPTS, ())

@@ -12,6 +12,8 @@ import typer
 from typer.testing import CliRunner
 
 from strata.cli.graph import graph
+from strata.hardware.probe.report import file_of, keep
+from tests.hardware.probe.test_device import REPORT
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCABULARY = 16384, 126, 128, 8, 128, 53248, 128256
 LLAMA_405B = {
@@ -35,6 +37,12 @@ LAYER_WEIGHTS = HIDDEN * (2 * HEADS + 2 * KV_HEADS) * HEAD_DIM + 3 * HIDDEN * IN
 
 app = typer.Typer()
 app.command()(graph)
+
+
+@pytest.fixture(autouse=True)
+def no_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What somebody has probed on this machine changes no test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +69,17 @@ def test_predicted_times_are_above_the_floor_and_say_where_they_come_from() -> N
     assert origins["measured"] > 0.9
     assert "replayed: 9" in run("8B", "--context", 383)
     assert run("8B", "--device", "a100", "--json")["predicted_from"]["analytic"] == 1
+
+
+def test_this_machines_probe_counts_and_is_named(tmp_path: Path) -> None:
+    before = run("0.6B", "--json")
+    assert before["measurements"] == ["calls measured on another machine with this device, which come with Strata"]
+    path = file_of("NVIDIA H200", 1)
+    keep(REPORT, path)  # copies at 4.2 TB/s instead of 4.28
+    after = run("0.6B", "--json")
+    assert after["measurements"][1:] == [f"this machine's probe of 2026-11-23, {path}"]
+    assert after["step_floor_s"] == pytest.approx(before["step_floor_s"] * 4.28 / 4.2, rel=1e-6)
+    assert "from this machine's probe of 2026-11-23" in run("0.6B")
 
 
 def test_405b_parameters_and_flops_per_token(config: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from strata.hardware.efficiency import EfficiencyTable
 from strata.hardware.figures import Device, Figure
+from strata.hardware.prediction import Call
 from strata.hardware.probe.ceiling import Ceiling
 from strata.hardware.probe.report import ProbeReport
 from strata.hardware.specs import recognize
@@ -21,6 +22,8 @@ _FIGURES = {
     "launch": ("launch", None),
     "kernel in a graph": ("kernel", None),
 }
+# Of which operation a ceiling is a call.
+_OPERATIONS = {"product": "linear", "attention": "attention"}
 
 
 def device_of(report: ProbeReport) -> Device:
@@ -39,15 +42,19 @@ def device_of(report: ProbeReport) -> Device:
 
 def efficiencies(report: ProbeReport) -> EfficiencyTable:
     """Utilization by shape from the report's products and prompts, by all threads of a CPU."""
+    calls = probed_calls(report).values()
+    return EfficiencyTable.of(device_of(report), (call for of_one in calls for call in of_one))
+
+
+def probed_calls(report: ProbeReport) -> dict[str, list[Call]]:
+    """The report's products and prompts by the operation that is measured by them, by all threads of a CPU."""
     most = max((one.count for one in _of_one_device(report)), default=1)
-    return EfficiencyTable.of(
-        device_of(report),
-        (
-            (one.quantity, one.dtype, one.shape, one.seconds)
-            for one in _of_one_device(report)
-            if one.dtype is not None and one.count == most
-        ),
-    )
+    found: dict[str, list[Call]] = {}
+    for one in _of_one_device(report):
+        if one.dtype is not None and one.count == most:
+            call = one.quantity, one.dtype, one.shape, one.seconds
+            found.setdefault(_OPERATIONS[one.quantity], []).append(call)
+    return found
 
 
 def _figures(report: ProbeReport) -> Iterator[Figure]:
@@ -64,4 +71,4 @@ def _figures(report: ProbeReport) -> Iterator[Figure]:
 
 
 def _of_one_device(report: ProbeReport) -> list[Ceiling]:
-    return [one for one in report.ceilings if one.quantity in ("product", "attention")]
+    return [one for one in report.ceilings if one.quantity in _OPERATIONS]

@@ -87,6 +87,13 @@ def file_of(product: str, count: int, environment: Mapping[str, str] = os.enviro
     return Path(caches).expanduser() / "strata" / "probe" / f"{name}{f'-x{count}' if count > 1 else ''}.json"
 
 
+def newest(product: str, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The report of a product that was kept last, of however many devices; None if there is none."""
+    of_one = file_of(product, 1, environment)
+    files = [path for path in (of_one, *of_one.parent.glob(f"{of_one.stem}-x*.json")) if path.is_file()]
+    return max(files, key=lambda path: path.stat().st_mtime, default=None)
+
+
 def keep(report: ProbeReport, path: Path) -> None:
     """Write it whole or not at all. Raises OSError if the folder takes no files."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,61 @@
+"""All that was measured of a device and can be told here: in the package, by this machine's probe, by others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from strata.hardware import measured
+from strata.hardware.aiconfigurator import data_folder, imported_efficiencies
+from strata.hardware.efficiency import EfficiencyTable
+from strata.hardware.figures import Device
+from strata.hardware.prediction import Call
+from strata.hardware.probe.device import device_of, probed_calls
+from strata.hardware.probe.report import kept, newest
+
+PRODUCT = "linear"  # the operation whose calls are products alone
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """device: with the ceilings that this machine's probe found. calls: by operation. products: that others measured,
+    where nothing was measured here. sources: where all of it comes from, in words.
+    """
+
+    device: Device
+    calls: Mapping[str, list[Call]]
+    products: EfficiencyTable | None
+    sources: tuple[str, ...]
+
+
+def evidence_of(device: Device, environment: Mapping[str, str] = os.environ, imported: Path | None = None) -> Evidence:
+    """Of a device of the database. imported: the folder of aiconfigurator-core's tables, the installed package's by
+    default.
+
+    Raises ValueError, naming it, for a probe's file that cannot be read.
+    """
+    calls, sources = measured.read(device.product), []
+    if calls:
+        sources.append("calls measured on another machine with this device, which come with Strata")
+    if (path := newest(device.product, environment)) is not None:
+        report = kept(path)
+        device = device_of(report)
+        for operation, found in probed_calls(report).items():
+            calls.setdefault(operation, []).extend(found)
+        sources.append(f"this machine's probe of {report.date}, {path}")
+    products = None if PRODUCT in calls else _imported(device, imported or data_folder())
+    if products is not None:
+        sources.append("products of aiconfigurator-core, which NVIDIA measured")
+    return Evidence(device, calls, products, tuple(sources))
+
+
+def _imported(device: Device, folder: Path | None) -> EfficiencyTable | None:
+    """None where the package, or what reads its files, is not installed, and of a device that it does not have."""
+    if folder is None:
+        return None
+    try:
+        return imported_efficiencies(device, folder)
+    except ValueError:
+        return None
