@@ -248,7 +248,8 @@ def meta_model(
         whole = build(config if shard is None else shard.divided)
     # As in `EngineSizes`: all stages record the same sizes.
     parameters = weight_bytes(whole, dtype) // dtype.itemsize // (1 if shard is None else shard.stages)
-    overlap = Overlap(EngineConfig.overlap_tokens, device)
+    has_copies = shard is not None and shard.size == 2  # as `with_peer_copies` finds if the machine allows it
+    overlap = Overlap(EngineConfig.overlap_tokens, device if has_copies else None)
     table = tuned.read(limits.product)
     graphs = step_graphs(
         model, implementations_for(limits), deterministic, table, shard, overlap=overlap, context=context

@@ -59,8 +59,8 @@ class EngineConfig:
     prefill_context_parallel_size: ranks that hold the model alike, or by as many ranks each as divide its matrices, and
         divide the tokens of long prompts among them.
     overlap_tokens: with several ranks, steps with prompts of so many tokens or more divide their rows in two, and the
-        messages of one half travel while the products of the other run; None: of as many as a cost model says that it
-        pays for; 0: none do. Not in deterministic mode.
+        messages of one half travel while the products of the other run; None: between two GPUs that send by copy
+        engines, steps of as many as a cost model says that it pays for; 0: none do. Not in deterministic mode.
     pipeline_parallel_size: stages that divide the layers among them, each of tensor_parallel_size ranks.
     enable_expert_parallel: ranks that divide matrices have different experts of a mixture, each whole, instead of a
         part of every one.
@@ -89,7 +89,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     prefill_context_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    overlap_tokens: int | None = 0
+    overlap_tokens: int | None = None
     enable_expert_parallel: bool = False
     enable_dp_attention: bool = False
     enable_eplb: bool = False

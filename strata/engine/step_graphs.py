@@ -116,7 +116,8 @@ class StepGraphs:
 
 class Overlap(NamedTuple):
     """Where messages between ranks may travel while products run. tokens: in steps of so many or more; None: of as many
-    as make it pay on the device by `overlapping_tokens`; 0: in none."""
+    as make it pay by `overlapping_tokens` on the device, whose copy engines send them, or in none without one; 0: in
+    none."""
 
     tokens: int | None = 0
     device: Device | None = None

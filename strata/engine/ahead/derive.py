@@ -120,7 +120,8 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
         model = build(own, sizes.max_length).to(sizes.pool.dtype)
     table = tuned.read(DeviceLimits.of(META).product)
     experts = expert_tables(shard, META) if shard is not None and asked.enable_eplb else None
-    overlap = Overlap(asked.overlap_tokens, recognize(DeviceLimits.of(META).product))
+    has_copies = asked.tensor_parallel_size == 2  # as `with_peer_copies` finds if the machine allows it
+    overlap = Overlap(asked.overlap_tokens, recognize(DeviceLimits.of(META).product) if has_copies else None)
     parts = asked.prefill_context_parallel_size
     context = Along(CONTEXT_AXIS, parts) if parts > 1 else None
     division = TokenDivision.on("cuda", parts, 0) if parts > 1 else None

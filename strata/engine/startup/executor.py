@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from strata.cache.pool import KVPool, PoolShape
+from strata.comm.mesh import Axis
 from strata.comm.peer_copies import with_peer_copies
 from strata.engine.embeddings.pooling import Pooler
 from strata.engine.engine_config import EngineConfig, EngineSizes, library_limit
@@ -25,6 +26,7 @@ from strata.engine.startup.library import has_library_plan, library_scales, with
 from strata.engine.step_cost import token_division
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
 from strata.graph.overlap import SLOTS, most_rows
+from strata.hardware.figures import Device
 from strata.hardware.specs import recognize
 from strata.kernels import tuned
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
@@ -131,7 +133,7 @@ def build_executor(
     with clock.phase("graph"):
         kind = implementations_for(device)
         table = tuned.read(DeviceLimits.of(device).product) if kind == "cuda" else {}
-        overlap = Overlap(asked.overlap_tokens, recognize(DeviceLimits.of(device).product) if kind == "cuda" else None)
+        overlap = Overlap(asked.overlap_tokens, _sends_by_copies(axes[TENSOR_AXIS], device))
         graphs = step_graphs(model, kind, asked.deterministic, table, shard, tables, overlap, context)
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool = KVPool(pool_shape, ledger.pages, device)
@@ -204,10 +206,16 @@ def _recorded(runner: Runner, sizes: EngineSizes, ledger: Ledger, rank: Rank) ->
 
 
 def _overlapped_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes) -> int:
-    """Of the largest message that travels beside products; 0 if none is to."""
-    if asked.overlap_tokens == 0 or asked.deterministic or asked.tensor_parallel_size == 1:
+    """Of the largest message that travels by copy engines beside products; 0 if none is to."""
+    none_travel = asked.overlap_tokens == 0 or asked.deterministic or asked.enable_dp_attention
+    if none_travel or asked.tensor_parallel_size != 2:
         return 0
     return most_rows(sizes.max_tokens) * config.hidden_size * sizes.pool.dtype.itemsize
+
+
+def _sends_by_copies(axis: Axis, device: torch.device) -> Device | None:
+    """The device, if ranks along an axis send large messages by copy engines and its figures are known."""
+    return None if axis.copies is None else recognize(DeviceLimits.of(device).product)
 
 
 def _runs_own_kernels(asked: EngineConfig, device: torch.device, log: Log) -> bool:
