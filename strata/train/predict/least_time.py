@@ -18,7 +18,6 @@ from strata.hardware.links import LINKS, Link
 from strata.hardware.roofline import Cost, floor
 from strata.parallel.buckets import BUCKET_ELEMENTS
 from strata.parallel.timeline import Durations, simulate
-from strata.train.predict.flops import active_elements, visible_pairs
 from strata.train.predict.step_shape import RankParameters, StepShape
 
 
@@ -154,20 +153,20 @@ class _Passes:
         shape, config = self.shape, self.shape.config
         rate = device.ceiling("compute", "bfloat16").value
         fast = rate if shape.precision == "bf16" else device.ceiling("compute", "float8").value
+        # Seconds of an element of a matrix that every token meets, and of one of an expert.
         dense, sparse = 2 * shape.own_tokens / shape.layout.tp / fast, 2 * shape.own_tokens / shape.between / rate
         once = again = 0.0
         for layer in self.held.layers:
-            elements = active_elements(config, layer)
+            cost = shape.layer_costs[layer]
             each = config.hidden_size * config.intermediate_size
-            routed, widest, mlp = 0, 2 * each * dense, 3 * each * dense
+            widest, mlp = 2 * each * dense, 3 * each * dense
             # Torch stops before a last product whose result nobody reads, unless messages travel in its operation.
             last = 0.0 if shape.layout.overlap else each * dense
             if config.experts is not None and config.experts.layers[layer]:
                 experts = config.experts
                 each = config.hidden_size * experts.intermediate_size
-                routed = config.hidden_size * experts.count + 3 * experts.per_token * each
-                widest, mlp, last = 2 * experts.per_token * each * sparse, routed * sparse, 0.0
-            seconds = (elements - routed) * dense + routed * sparse
+                widest, mlp, last = 2 * experts.per_token * each * sparse, cost.routed / 2 * sparse, 0.0
+            seconds = cost.dense / 2 * dense + cost.routed / 2 * sparse
             once += seconds
             mlp_again = widest if shape.runs_graph else mlp - last
             again += {"none": 0.0, "operations": 0.0, "mlp": mlp_again, "layers": seconds - last}[recompute]
@@ -175,11 +174,10 @@ class _Passes:
 
     def _attention_seconds(self, device: Device) -> float:
         """Of one forward pass."""
-        shape, config = self.shape, self.shape.config
-        pairs = sum(visible_pairs([shape.length], config.windows[layer]) for layer in self.held.layers)
+        shape = self.shape
         sequences = shape.own_tokens / shape.length
-        flops = 4 * config.num_heads * config.head_dim // shape.layout.tp * pairs * sequences
-        return flops / device.ceiling("compute", "bfloat16").value
+        flops = sum(shape.layer_costs[layer].attention for layer in self.held.layers)
+        return flops * sequences / shape.layout.tp / device.ceiling("compute", "bfloat16").value
 
     def _inner_messages(
         self, link: Link, products: tuple[float, float], attention: float, recompute: str

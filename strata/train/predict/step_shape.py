@@ -18,6 +18,7 @@ from strata.parallel.layout import Layout
 from strata.parallel.schedules import PipelineSchedule, make_schedule
 from strata.parallel.stages import layer_spans
 from strata.train.config import RECOMPUTE
+from strata.train.predict.layer_costs import LayerCost, layer_costs
 from strata.train.recompute import RECOMPUTE_OF_MODULES
 
 
@@ -110,6 +111,11 @@ class StepShape:
     def schedule(self) -> PipelineSchedule:
         """Of the pipeline; without one, of a single rank."""
         return make_schedule(self.layout.schedule if self.layout.pp > 1 else "1f1b", self.layout.pp, self.batches)
+
+    @cached_property
+    def layer_costs(self) -> tuple[LayerCost, ...]:
+        """Of each layer of the whole model, with full sequences."""
+        return layer_costs(self.config, self.length)
 
     @cached_property
     def held(self) -> tuple[RankParameters, ...]:
