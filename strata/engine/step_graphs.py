@@ -71,11 +71,13 @@ class StepGraphs:
     divided_inputs, fresh_inputs: DivisionInputs to tokens, block tables and the prompts' division, of all steps in
         which cuDNN attends for them: over pages, whose ends are cleared; and over the step's own keys.
     draw, draw_filtered: DrawStep to ids [rows] int32, which are also written where later steps read them.
-        Of a stage before the last there is no head, and instead of logits these graphs give the hidden states
-        [tokens, hidden] that it hands on; it draws nothing.
     part: the ids of which the logits are, where ranks divide the vocabulary; None: of all, [rows, vocabulary].
     captured: how many nodes of each operation the model and its head had before the passes.
     table: what was measured of the device's products.
+    overlap_tokens: see `overlapped_logits`; 0 where there is none.
+
+    A stage before the last has no head and draws nothing; where others give logits, its graphs give the hidden states
+    [tokens, hidden] that it hands on.
     """
 
     hidden: fx.GraphModule

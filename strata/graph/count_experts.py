@@ -18,8 +18,8 @@ def count_experts(graph: fx.GraphModule, totals: Tensor) -> fx.GraphModule:
 
     totals: [layers, experts] int64 on the device that runs the graph; all graphs of a model may share it. The graph's
     argument is a Batch with pages, whose slot mapping tells padding from tokens, if a mixture has none of its own
-    (`leave_out_padding`). A graph without mixtures stays as it
-    is. Where only some rows are wanted of the last layer (`gather_after_attention`), only theirs are counted there.
+    (`leave_out_padding`). A graph without mixtures stays as it is. Where only some rows are wanted of the last layer
+    (`gather_after_attention`), only theirs are counted there.
     """
     mixtures = [node for node in graph.graph.nodes if operation_of(node) in (experts, held_experts)]
     if not mixtures:

@@ -1,8 +1,9 @@
 """What rank 0 and the other ranks of an engine say to each other: msgspec structs, never pickle.
 
 Rank 0 sends `ToFollower`: each makes the calls of the device that it makes itself, in the same order, because the
-collectives in them meet. Followers tell a `Value` where all agree on one, or where
-`CompareIds` asks for it, and what has failed. The last of several stages, which draws, tells what it has `Drawn`.
+collectives in them meet. Followers tell a `Value` where all agree on one, or where `CompareIds` asks for it, and what
+has failed. The last of several stages, which draws, tells what it has `Drawn`; so does each of the ranks that have
+sequences of their own.
 """
 
 from __future__ import annotations
