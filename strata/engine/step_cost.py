@@ -28,7 +28,8 @@ def step_times(graphs: StepGraphs, shape: PoolShape, product: str, recorded: int
     dtype = str(shape.dtype).removeprefix("torch.")
     costs = least_costs(graphs, shape)
     try:
-        return StepTimes.of(costs, device, dtype, recorded, _link(device) if costs.messages else None)
+        overlapped = graphs.overlap_tokens if graphs.has_copies else 0
+        return StepTimes.of(costs, device, dtype, recorded, _link(device) if costs.messages else None, overlapped)
     except ValueError:  # no peak is recorded for the dtype
         return None
 

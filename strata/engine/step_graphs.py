@@ -62,7 +62,7 @@ class StepGraphs:
     hidden: Batch to hidden [tokens, hidden]; head: hidden [rows, hidden] to logits [rows, vocabulary].
     logits: Batch and rows [rows] int32 to the logits of these tokens alone; for any step.
     overlapped_logits: the same for steps of `overlap_tokens` or more, in which messages between ranks travel while
-        products run; None where there is none.
+        products run; None where there is none. has_copies: by copy engines.
     divided: the same of a step whose tokens ranks divide, see `divide_tokens`; None where none do.
     decode_small_batch, decode_large_batch: for batches in which every sequence has one new token, Batch to logits
         [tokens, vocabulary]; products of the first take up norms and gating. None where no steps are recorded.
@@ -98,6 +98,7 @@ class StepGraphs:
     captured: Mapping[str, int]
     table: tuned.Table
     overlap_tokens: int
+    has_copies: bool
 
     def logits_of(self, tokens: int) -> fx.GraphModule:
         """The graph for steps with prompts, and others that are not recorded, of so many tokens."""
@@ -302,6 +303,7 @@ def step_graphs(
         captured=counts,
         table=table,
         overlap_tokens=overlap_tokens or 0,
+        has_copies=overlap_tokens is not None and overlap.device is not None,
     )
 
 

@@ -90,9 +90,9 @@ class TokenDivision:
         def of(seconds: float) -> float:
             return least(round(seconds / _TOLD_SECONDS)) * _TOLD_SECONDS
 
-        own = self.times.step
-        seconds = {one.name: of(getattr(own, one.name)) for one in fields(own) if one.name != "recorded"}
-        step = replace(own, recorded=least(own.recorded), **seconds)
+        own, counts = self.times.step, ("recorded", "overlapped")
+        seconds = {one.name: of(getattr(own, one.name)) for one in fields(own) if one.name not in counts}
+        step = replace(own, recorded=least(own.recorded), overlapped=least(own.overlapped), **seconds)
         return replace(self, times=DivisionTimes(step, of(self.times.message), of(self.times.token)))
 
     def pays(self, step: PlanArrays) -> bool:
