@@ -14,7 +14,7 @@ from strata.graph.cost import NodeCost
 from strata.hardware.efficiency import KINDS, EfficiencyTable
 from strata.hardware.figures import Device
 from strata.hardware.fitted_times import FittedTimes
-from strata.hardware.links import Link
+from strata.hardware.links import HIDDEN, Link
 from strata.hardware.prediction import ORIGINS, Call, Prediction
 from strata.hardware.roofline import Cost, Workload, floor
 from strata.kernels import tuned
@@ -182,18 +182,22 @@ class StepPredictor:
 
 
 def _end(nodes: Iterable[NodeCost], seconds: Iterable[float]) -> float:
-    """When the last node ends: sums travel one after another from where they begin to where they are waited for."""
-    now = sent = 0.0
+    """When the last node ends: sums travel one after another from where they begin to where they are waited for, and
+    hide as much of their time as was measured at most: what they take of the device slows products down.
+    """
+    now = sent = alone = travelled = 0.0
     under_way: deque[float] = deque()
     for node, length in zip(nodes, seconds, strict=True):
+        alone += length
         if node.operation == "start_all_reduce":
+            travelled += length
             sent = max(now, sent) + length
             under_way.append(sent)
             continue
         if node.operation.startswith("finish_") and under_way:
             now = max(now, under_way.popleft())
         now += length
-    return max(now, sent)
+    return max(now, sent, alone - HIDDEN * travelled)
 
 
 def _pairs(workload: Workload) -> int:

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from strata.hardware.figures import Device
 
+# Of messages that copy engines send beside products, so much takes no time: between two H200 60 to 65 % of 70B's and of
+# 8B's at 8,192 tokens (28 % at 4,096).
+HIDDEN = 0.62
+
 
 @dataclass(frozen=True)
 class Link:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from strata.hardware.figures import Device
-from strata.hardware.links import Link
+from strata.hardware.links import HIDDEN, Link
 from strata.hardware.roofline import Cost, Workload
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ LAUNCH_SECONDS = 1e-3
 # between two H200.
 MESSAGE_SECONDS = 2e-6
 LINK = 0.8
-# Of messages that copy engines send beside products, so much takes no time: between two H200 60 to 65 % of 70B's and of
-# 8B's at 8,192 tokens (28 % at 4,096).
-HIDDEN = 0.62
 
 
 @dataclass(frozen=True)
