@@ -18,7 +18,9 @@ from triton.backends.compiler import GPUTarget
 from strata.cache.pages import PageAllocator
 from strata.cache.pool import KVPool
 from strata.comm.operations import Along, all_gather
+from strata.comm.peer_copies import PendingSum
 from strata.comm.symmetric import imagined
+from strata.comm.under_way import start_all_reduce
 from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS, Ledger
 from strata.engine.loop import EngineLoop
@@ -127,7 +129,7 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
     division = TokenDivision.on("cuda", parts, 0) if parts > 1 else None
     graphs = step_graphs(model, implementations_for(META), asked.deterministic, table, shard, experts, overlap, context)
     if asked.ranks > 1:
-        _leave_messages_out(graphs)
+        _leave_messages_out(graphs, has_copies)
     if shard is not None:
         graphs = replace(graphs, part=_part(shard))
     pages = PageAllocator(asked.num_pages or _PAGES, asked.page_size)
@@ -142,15 +144,31 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
     return DryEngine(graphs, EngineLoop(scheduler, runner, run_ahead=True, ledger=_NO_LEDGER), pages)
 
 
-def _leave_messages_out(graphs: StepGraphs) -> None:
-    """Ranks that are not there answer no library: of its collectives only the shape of the result is made."""
+def _leave_messages_out(graphs: StepGraphs, has_copies: bool) -> None:
+    """Ranks that are not there answer no library: of its collectives only the shape of the result is made. has_copies:
+    sums beside products arrive by copy engines."""
     for graph in (getattr(graphs, one.name) for one in fields(graphs)):
         if isinstance(graph, fx.GraphModule):
             for node in graph.graph.nodes:
                 bound = node.meta.get("bound")
                 if bound is not None and bound.operation.collective:
-                    node.target = _WithoutLibrary(bound)
+                    is_copied = has_copies and bound.operation is start_all_reduce
+                    node.target = _start_copy if is_copied else _WithoutLibrary(bound)
             make_code(graph)
+
+
+class _Copied(PendingSum):
+    """As if the other rank had sent something."""
+
+    def __init__(self, result: Tensor) -> None:
+        object.__setattr__(self, "result", result)
+
+    def received(self) -> Tensor:
+        return torch.empty_like(self.result)
+
+
+def _start_copy(x: Tensor, along: Along, slot: int) -> PendingSum:
+    return _Copied(x)
 
 
 @dataclass(frozen=True, eq=False)
