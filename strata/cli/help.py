@@ -23,10 +23,13 @@ class Command(TyperCommand):
 
 def _make_narrow(option: Any, ctx: Any) -> None:
     option.show_envvar = False
+    if option.max is None:  # a column as wide as " [x>=1]" would cut the longest names
+        option.min = None
     if option.is_flag:
         option.metavar, option.show_default = "", False
     else:
-        option.metavar = str(option.display_type_rich(ctx)).replace(" range", "")  # the bounds stand beside it
+        kind = str(option.display_type_rich(ctx)).replace(" range", "")  # bounds stand beside it
+        option.metavar = kind.replace("float", "num")
     if option.secondary_opts and option.default:
         option.help += f" On, unless {option.secondary_opts[0]} is given."
     option.secondary_opts = []
