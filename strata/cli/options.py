@@ -26,6 +26,12 @@ PipelineParallelSize = Annotated[
 PrefillContextParallelSize = Annotated[
     int, engine_option(min=1, help="Ranks, each of --tensor-parallel-size, that divide the tokens of long prompts.")
 ]
+OverlapTokens = Annotated[
+    int | None,
+    engine_option(
+        min=0, help="From so many tokens on, messages of ranks beside products; where it pays if left out, 0: none."
+    ),
+]
 EnableExpertParallel = Annotated[bool, engine_option(help="Ranks have different experts of a mixture, each whole.")]
 EnableDpAttention = Annotated[
     bool, engine_option(help="Those ranks have sequences and KV pages of their own, and share the experts alone.")

@@ -115,6 +115,7 @@ def serve(
     data_parallel_size: Annotated[
         int, options.engine_option(min=1, help="Engines that requests are divided among, each with GPUs of its own.")
     ] = 1,
+    overlap_tokens: options.OverlapTokens = None,
     enable_expert_parallel: options.EnableExpertParallel = False,
     enable_dp_attention: options.EnableDpAttention = False,
     enable_eplb: options.EnableEplb = False,
@@ -193,6 +194,7 @@ def serve(
         "tensor_parallel_size": tensor_parallel_size,
         "pipeline_parallel_size": pipeline_parallel_size,
         "prefill_context_parallel_size": prefill_context_parallel_size,
+        "overlap_tokens": overlap_tokens,
         "enable_expert_parallel": enable_expert_parallel,
         "enable_dp_attention": enable_dp_attention,
         "enable_eplb": enable_eplb,

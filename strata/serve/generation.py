@@ -199,8 +199,11 @@ class Generation:
     def _failed(self, reason: str) -> ApiError:
         """What is said of a sample that the engine could not go on with."""
         params = self._add.params
-        if self._add.grammar is not None and (params.bad_words or params.logit_bias):
-            reason = f"what the answer has to be may need tokens that bad_words or logit_bias forbid: {reason}"
+        if self._add.grammar is not None and (params.bad_words or params.logit_bias or params.min_tokens):
+            reason = (
+                "what the answer has to be may need tokens that bad_words or logit_bias forbid, or be shorter than "
+                f"min_tokens: {reason}"
+            )
             return ApiError(400, reason, code="generation_failed")
         return ApiError(500, reason, code="generation_failed")
 

@@ -113,3 +113,10 @@ def test_a_form_that_the_request_itself_forbids_is_its_own_fault(live: LiveServe
     assert answer.status_code == 400
     assert "bad_words" in answer.json()["error"]["message"]
     assert live.client.post("/v1/completions", json={**asked, "bad_words": ["1"]}).json()["choices"][0]["text"] == "0"
+
+
+def test_a_form_that_is_whole_before_min_tokens_is_the_requests_own_fault(live: LiveServer) -> None:
+    asked = {"prompt": "Hi", "guided_regex": "", "min_tokens": 4, "max_tokens": 4}
+    answer = live.client.post("/v1/completions", json=asked)
+    assert answer.status_code == 400, answer.text
+    assert "shorter than min_tokens" in answer.json()["error"]["message"]

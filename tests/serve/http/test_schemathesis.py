@@ -41,7 +41,7 @@ BODIES = 6  # operations that have one
 UNTOLD = re.compile(
     "has no tokens|there is a function .* already|which is not among the tools"
     r"|parameters\.(properties|required) must be|invalid_grammar|bad_words or logit_bias forbid"
-    r"|you asked for [1-9]\d{3,} of prompt",
+    r"|you asked for [1-9]\d{3,} of prompt|may not administer the server",
     re.DOTALL,
 )
 
