@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serve": {"engine", "text", "files"},
     "train": {"models", "parallel", "graph", "text", "files", "comm", "kernels", "hardware"},
     "rl": {"engine", "train", "cache", "graph", "parallel", "models", "text", "files", "comm", "kernels", "hardware"},
-    "plan": {"hardware", "models", "parallel", "graph", "cache", "engine", "files", "kernels"},
+    "plan": {"hardware", "models", "parallel", "graph", "cache", "engine", "train", "text", "files", "comm", "kernels"},
 }
 MAY_IMPORT["bench"] = {*MAY_IMPORT}
 ALL_FLOORS = {*MAY_IMPORT, "cli"}

@@ -46,8 +46,8 @@ class Setup:
 
     def llm_options(self) -> dict[str, Any]:
         """The keyword arguments of LLM: no prefix cache, so that every repetition does all the work."""
-        from strata.bench.costing import find_config
         from strata.models.shapes import SHAPES
+        from strata.plan.meta_model import find_config
 
         length = min(workloads.MAX_MODEL_LEN, find_config(self.source).longest)
         return {
@@ -147,9 +147,9 @@ class CostsOn:
 
 def costs_on(setup: Setup, product: str) -> CostsOn | None:
     """By the cost of the model's graph; None if the device is no GPU of the database."""
-    from strata.bench.costing import dtype_name, find_config, meta_model
     from strata.models.config import DTYPES
     from strata.parallel.serving_shard import RankShard
+    from strata.plan.meta_model import dtype_name, find_config, meta_model
 
     device = recognize(product)
     if device is None or device.cuda is None:

@@ -11,17 +11,17 @@ import typer
 
 from strata.cli import options
 from strata.hardware.figures import Device
-from strata.hardware.links import Link, link_of
+from strata.hardware.links import Link
 from strata.hardware.prediction import ORIGINS, Prediction
 from strata.hardware.roofline import Floor, Workload, floor
 from strata.hardware.specs import device
 from strata.models.folder import folder_shape_or_file
 
 if TYPE_CHECKING:
-    from strata.bench.costing import MetaModel, StepNodes
     from strata.graph.cost import NodeCost
     from strata.graph.draw import Row
     from strata.graph.predict import StepPredictor
+    from strata.plan.meta_model import MetaModel, StepNodes
 
 # Beyond these, sizes of tensors no longer fit into 64 bits, or lengths of sequences into the memory.
 _MAX_TOKENS, _MAX_SEQUENCES = 10**8, 10**5
@@ -59,10 +59,10 @@ def graph(
 
     Example, a decode step: strata graph 8B --context 1000 --sequences 32
     """
-    from strata.bench.costing import find_config, meta_model
     from strata.comm.symmetric import imagined
     from strata.engine.ranks.token_division import CONTEXT_AXIS
     from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
+    from strata.plan.meta_model import find_config, meta_model
 
     spec, config = device(on), find_config(folder_shape_or_file(model))
     size, stages, shard = tensor_parallel_size, pipeline_parallel_size, None
@@ -234,20 +234,13 @@ class PricedStep:
 
 def price(model: MetaModel, workload: Workload, spec: Device) -> PricedStep:
     """Cost every node of a step that samples one row a sequence."""
-    from strata.bench.costing import dtype_name
     from strata.graph.cost import total
-    from strata.graph.predict import StepPredictor
-    from strata.hardware.evidence import evidence_of
-    from strata.kernels import tuned
+    from strata.plan.step_seconds import StepSeconds
 
-    found = evidence_of(spec)
-    spec = found.device
-    step, dtype = model.step(workload), dtype_name(model.dtype)
-    link = None if model.shard is None and model.division is None else link_of(spec)
-    whole = floor(total(step.model).least, spec, dtype, link)
-    ranks = 1 if model.shard is None else model.shard.size
-    predictor = StepPredictor.of(
-        spec, dtype, tuned.read(spec.product), found.calls, link, ranks=ranks, products=found.products
-    )
+    times, step = StepSeconds(model, spec), model.step(workload)
+    whole = floor(total(step.model).least, times.device, times.dtype, times.link)
     captured = dict(model.graphs.captured)
-    return PricedStep(step, spec, dtype, workload.tokens, whole, captured, link, predictor, workload, found.sources)
+    return PricedStep(
+        step, times.device, times.dtype, workload.tokens, whole, captured, times.link, times.predictor, workload,
+        times.sources,
+    )  # fmt: skip

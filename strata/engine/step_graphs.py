@@ -1,6 +1,6 @@
 """The graphs of one model that the steps of an engine run: each kind of step has the one that suits it.
 
-They are also what a step is costed and drawn by (`strata.bench.costing`), of a model on the meta device.
+They are also what a step is costed and drawn by (`strata.plan.meta_model`), of a model on the meta device.
 """
 
 from __future__ import annotations

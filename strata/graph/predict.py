@@ -101,6 +101,15 @@ class StepPredictor:
             found = _at_least(found, len(ran) * HOST_SECONDS)
         return replace(found, seconds=found.seconds + self._seconds("step"))
 
+    def launches(self, operations: int) -> float:
+        """The least time of a step of so many operations that the host launches."""
+        return operations * HOST_SECONDS + self._seconds("step")
+
+    def attention(self, cost: Cost, workload: Workload) -> Prediction:
+        """One layer's attention of a step."""
+        found = self._attention(cost, workload) or Prediction(floor(cost, self.device, self.dtype).seconds, "analytic")
+        return _at_least(found, self._seconds("kernel"))
+
     def node(self, node: NodeCost, workload: Workload) -> Prediction:
         """A node of a step: no less than its kernels take in a CUDA graph however little they do."""
         return _at_least(self._work(node, workload), len(node.kernels) * self._seconds("kernel"))

@@ -133,7 +133,7 @@ def test_a_model_that_reads_too_little_is_refused_before_it_starts(
 ) -> None:
     """What the engine would say is of a prompt that the user has not written."""
     monkeypatch.setattr("strata.bench.run.engine", lambda options: pytest.fail("it was started"))
-    monkeypatch.setattr("strata.bench.costing.find_config", lambda source: SimpleNamespace(longest=512))
+    monkeypatch.setattr("strata.plan.meta_model.find_config", lambda source: SimpleNamespace(longest=512))
     setup = Setup("builtin", None, "auto", "cpu", False)
     with pytest.raises(ValueError, match=f"{name} has sequences of up to {longest} tokens and builtin reads 512"):
         started(setup, workloads.named(name))

@@ -10,12 +10,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import strata.kernels
-from strata.bench.costing import find_config
 from strata.bench.kernels import attention_cases
 from strata.bench.kernels.cases import Case, cases
 from strata.kernels.op import OPERATIONS
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.shapes import SHAPES
+from strata.plan.meta_model import find_config
 
 pytest.importorskip("triton")
 

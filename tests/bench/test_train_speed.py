@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from strata.bench.costing import find_config
 from strata.bench.trace import covered
 from strata.bench.training.speed import TrainingTest, work_of
 from strata.parallel.layout import Layout
 from strata.parallel.layout_text import read_layout
+from strata.plan.meta_model import find_config
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],

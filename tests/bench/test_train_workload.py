@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from benchmarks import train_plain
-from strata.bench.costing import find_config
 from strata.bench.training import workload as train_workload
 from strata.bench.training.workload import TrainingWork, learning_rate, synthetic_batch, synthetic_tokens
 from strata.hardware.specs import device
 from strata.models.families import build
+from strata.plan.meta_model import find_config
 
 
 def test_tokens_are_those_of_the_plain_script() -> None:

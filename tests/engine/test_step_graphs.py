@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import strata
-from strata.bench.costing import MetaModel, find_config, meta_model
 from strata.engine.step_graphs import StepGraphs
 from strata.graph.cost import total
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels.tuned import Table
+from strata.plan.meta_model import MetaModel, find_config, meta_model
 
 pytest.importorskip("triton")
 

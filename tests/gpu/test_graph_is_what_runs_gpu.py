@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from strata.bench.costing import MetaModel, find_config, meta_model
 from strata.cache.tables import BufferShape
 from strata.engine.build import Engine, build_engine
 from strata.engine.engine_config import EngineConfig
@@ -23,6 +22,7 @@ from strata.engine.sampling_params import SamplingParams
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import recognize
 from strata.models.shapes import SHAPES
+from strata.plan.meta_model import MetaModel, find_config, meta_model
 
 pytestmark = pytest.mark.gpu
 

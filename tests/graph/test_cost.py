@@ -9,7 +9,6 @@ import torch
 from rich.console import Console
 from torch import Tensor, fx, nn
 
-from strata.bench.costing import find_config, meta_model
 from strata.comm.operations import Along, all_gather, all_reduce
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
@@ -23,6 +22,7 @@ from strata.hardware.roofline import Workload, floor
 from strata.hardware.specs import device
 from strata.kernels.linear.linear import linear
 from strata.models.batch import Batch
+from strata.plan.meta_model import find_config, meta_model
 
 from .tiny import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCABULARY, Tiny
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strata.bench.costing import find_config, meta_model
 from strata.comm.operations import Along
 from strata.engine.step_graphs import StepGraphs
 from strata.graph.capture import capture, capture_head
@@ -19,6 +18,7 @@ from strata.graph.overlap_rule import Product, Stretch, last_stretch, overlappin
 from strata.hardware.links import Link, link_of
 from strata.hardware.specs import DEVICES
 from strata.parallel.serving_shard import RankShard
+from strata.plan.meta_model import find_config, meta_model
 
 from .test_cost import with_messages
 from .tiny import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, Tiny

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from strata.bench import workloads
-from strata.bench.costing import find_config
 from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import build
 from strata.models.folder import folder_or_shape
 from strata.models.weights import weight_bytes
 from strata.parallel.serving_shard import rank_config
+from strata.plan.meta_model import find_config
 
 MODELS = ("0.6B", "8B", "70B", "30B-A3B")
 # Messages alone; T2, T1 and T4 of an engine, and its start: last, when all kernels have been compiled.

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.bench.costing import find_config
 from strata.bench.result import make_result, number
 from strata.bench.training.trace import traced
 from strata.bench.training.workload import PEAK_RATE, TrainingWork, learning_rate, synthetic_batch
@@ -25,6 +24,7 @@ from strata.models.families import build
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout, auto_layout
 from strata.parallel.layout_text import read_layout
+from strata.plan.meta_model import find_config
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps.make import dummy, make_step
 from strata.train.steps.parallel_step import ParallelStep

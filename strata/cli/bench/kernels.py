@@ -133,8 +133,8 @@ def sizes_of(models: str) -> dict[str, Sizes]:
 
     Raises ValueError, naming what is known, for one that is not.
     """
-    from strata.bench.costing import find_config
     from strata.bench.kernels.published import PUBLISHED, Published
+    from strata.plan.meta_model import find_config
 
     found: dict[str, Sizes] = {}
     for name in models.split(","):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from strata.bench.costing import find_config, meta_model
 from strata.cli.bench import kernels as bench_kernels
 from strata.cli.bench.inference import bench
 from strata.cli.bench.kernels import HEADINGS, Row, sizes_of
@@ -20,6 +19,7 @@ from strata.hardware.specs import device
 from strata.kernels import tuned
 from strata.kernels.linear.linear import linear
 from strata.kernels.tuned import Choice, Key, row_bucket
+from strata.plan.meta_model import find_config, meta_model
 
 pytest.importorskip("triton")
 

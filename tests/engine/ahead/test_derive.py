@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("triton")
 
-from strata.bench.costing import find_config, meta_model
 from strata.engine.ahead.worker import SLOW
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.models.folder import BUILTIN_FOLDER
 from strata.models.shapes import SHAPES
+from strata.plan.meta_model import find_config, meta_model
 from tests.engine.ahead.dry import derived, noted_before, served_beyond
 
 DUMMY = {"load_format": "dummy", "skip_tokenizer_init": True}

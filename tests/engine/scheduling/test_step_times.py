@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.bench.costing import MetaModel, find_config, meta_model
 from strata.cache.pool import PoolShape
 from strata.engine.scheduling.step_times import StepTimes
 from strata.engine.step_cost import step_times
@@ -19,6 +18,7 @@ from strata.hardware.links import Link, link_of
 from strata.hardware.roofline import Cost, Workload
 from strata.hardware.specs import device
 from strata.parallel.serving_shard import RankShard
+from strata.plan.meta_model import MetaModel, find_config, meta_model
 
 MS = 1e-3
 BY_HAND = StepTimes(step=1, weights=10, product=0.5, token=0.25, sequence=2, key=0.125, pair=0.0625)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from strata.bench.costing import find_config, meta_model
 from strata.graph.cost import StepCosts, total
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
+from strata.plan.meta_model import find_config, meta_model
 
 HIDDEN, LAYERS, EXPERTS, PER_TOKEN = 2048, 48, 128, 8
 EXPERT_BYTES = 2 * 3 * 768 * HIDDEN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ class MetaModel:
         if self.division is not None and self.division.pays(step := PlanArrays(_plan(workload))):
             return self._share(len(workload.new), self.division.divide(step))
         graphs, count = self.graphs, len(workload.new)
-        size = self._recorded_size(workload)
+        size = self.recorded_size(workload)
         model = prompts = graphs.logits_of(workload.tokens if size is None else size.tokens)
         if size is None:
             inputs, draw = graphs.mixed_inputs if 1 in workload.new else graphs.prompt_inputs, graphs.draw
@@ -176,7 +177,7 @@ class MetaModel:
         made_of, ran, drawn = (node_costs(graph, one, workload, self.limits) for graph, one in given)
         return StepNodes("divided", made_of, ran, drawn, recorded=False, timed=[*made_of, *ran, *drawn])
 
-    def _recorded_size(self, workload: Workload) -> BufferShape | None:
+    def recorded_size(self, workload: Workload) -> BufferShape | None:
         """The size to which an engine with default options pads a step; None if it launches it eagerly."""
         count = len(workload.new)
         if self.graphs.decode(count) is None:
@@ -184,11 +185,15 @@ class MetaModel:
         if max(workload.new) == 1:
             rows = next((rows for rows in decode_buckets(_MAX_SEQUENCES) if rows >= count), None)
             return None if rows is None else BufferShape(rows, rows, rows)
-        most = min(EngineConfig.max_num_batched_tokens or MAX_TOKENS, max_mixed_tokens(self.parameters, self.library))
         prompts = count - _decodes(workload)
-        sizes = mixed_buckets(_MAX_SEQUENCES, most, self.library, self.library and keeps_neighbours_apart(self.dtype))
         fresh = fresh_rows(workload.new) if workload.new == workload.total else None
-        return smallest_mixed(sizes, workload.tokens, count, count, prompts, fresh)
+        return smallest_mixed(self._mixed_sizes, workload.tokens, count, count, prompts, fresh)
+
+    @cached_property
+    def _mixed_sizes(self) -> list[BufferShape]:
+        """Of recorded steps with prompts."""
+        most = min(EngineConfig.max_num_batched_tokens or MAX_TOKENS, max_mixed_tokens(self.parameters, self.library))
+        return mixed_buckets(_MAX_SEQUENCES, most, self.library, self.library and keeps_neighbours_apart(self.dtype))
 
     def _is_divided(self, workload: Workload, size: BufferShape | None) -> bool:
         """Whether cuDNN attends for the prompts of a step. size: as it is recorded; None: launched eagerly."""

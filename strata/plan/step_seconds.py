@@ -1,0 +1,131 @@
+"""How long the steps of a model take on a device, by the graphs that run them and all that was measured there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from strata.cache.tables import BufferShape
+from strata.graph.predict import StepPredictor
+from strata.hardware.evidence import evidence_of
+from strata.hardware.figures import Device
+from strata.hardware.links import Link, link_of
+from strata.hardware.prediction import Prediction
+from strata.hardware.roofline import Floor, Workload, floor
+from strata.kernels import tuned
+from strata.plan.meta_model import MetaModel, dtype_name
+
+# How finely sizes of steps that no graph holds are told apart: an octave in 2^3 parts.
+_STEPS_OF_OCTAVE = 3
+
+
+class _Kind(NamedTuple):
+    """Steps that take as long outside attention. size: as recorded. has_decodes: some sequences have one token."""
+
+    size: BufferShape | None
+    tokens: int
+    sequences: int
+    has_decodes: bool
+
+
+@dataclass(frozen=True)
+class _Base:
+    """What a kind of step takes outside attention, in seconds. launches: of its operations by the host; around: see
+    `StepPredictor.step`."""
+
+    nodes: float
+    launches: float
+
+
+class StepSeconds:
+    """Predicts steps of a model, of one rank of several if the model is a shard.
+
+    `predict` prices all nodes of the graph that would run. `seconds` keeps what is outside attention, which follows
+    from the recorded size or from the number of tokens, and asks attention alone anew, so that millions of steps can
+    be asked for.
+    """
+
+    def __init__(self, model: MetaModel, device: Device) -> None:
+        """Raises ValueError for a device without a peak for the model's dtype."""
+        found = evidence_of(device)
+        self.model = model
+        self.device = found.device
+        self.sources = found.sources
+        self.dtype = dtype_name(model.dtype)
+        alone = model.shard is None and model.division is None
+        self.link: Link | None = None if alone else link_of(self.device)
+        ranks = 1 if model.shard is None else model.shard.size
+        table = tuned.read(self.device.product)
+        self.predictor = StepPredictor.of(
+            self.device, self.dtype, table, found.calls, self.link, ranks=ranks, products=found.products
+        )
+        self.costs = model.step_costs()
+        self._bases: dict[_Kind, _Base] = {}
+
+    def predict(self, workload: Workload) -> Prediction:
+        """A step that samples a row of each sequence, those of one token first."""
+        step = self.model.step(workload)
+        return self.predictor.step(step.timed, workload, recorded=step.recorded)
+
+    def seconds(self, workload: Workload) -> float:
+        """The same, within rounding of what it keeps: steps that no graph holds are asked for at sizes an eighth of an
+        octave apart, and lie on the line between them."""
+        if self.model.division is not None:
+            return self.predict(workload).seconds
+        attention = self.attention(workload)
+        size = self.model.recorded_size(workload)
+        if size is not None:
+            key = _Kind(size, size.tokens, size.sequences, 1 in workload.new)
+            return self._base(key, workload).nodes + attention
+        (low, below), (high, above) = ((tokens, self._eager(workload, tokens)) for tokens in self._grid(workload))
+        share = 0.0 if high == low else (workload.tokens - low) / (high - low)
+        nodes = below.nodes + share * (above.nodes - below.nodes)
+        return max(nodes + attention, below.launches)
+
+    def floor(self, workload: Workload) -> Floor:
+        """The least that the step needs: weights, keys and values moved once, and its products."""
+        return floor(self.costs.step(workload, len(workload.new)), self.device, self.dtype, self.link)
+
+    def attention(self, workload: Workload) -> float:
+        """Seconds of the attention of all layers."""
+        return sum(
+            layers * self.predictor.attention(cost(workload), workload).seconds
+            for cost, layers in self.costs.attentions
+        )
+
+    def _grid(self, workload: Workload) -> tuple[int, int]:
+        """The sizes about that of a step which no graph holds: its own where a graph holds one of them."""
+        tokens = workload.tokens
+        octave = 1 << max(0, tokens.bit_length() - 1 - _STEPS_OF_OCTAVE)
+        low = tokens // octave * octave
+        high = low if low == tokens else low + octave
+        if any(self.model.recorded_size(_resized(workload, one)) is not None for one in (low, high)):
+            return tokens, tokens
+        return low, high
+
+    def _eager(self, workload: Workload, tokens: int) -> _Base:
+        resized = _resized(workload, tokens)
+        return self._base(_Kind(None, tokens, len(resized.new), 1 in resized.new), resized)
+
+    def _base(self, kind: _Kind, workload: Workload) -> _Base:
+        """Of all steps of the kind that `workload` is one of."""
+        found = self._bases.get(kind)
+        if found is None:
+            step = self.model.step(workload)
+            whole = self.predictor.step(step.timed, workload, recorded=True).seconds
+            launches = 0.0 if step.recorded else self.predictor.launches(len(step.timed))
+            found = self._bases[kind] = _Base(whole - self.attention(workload), launches)
+        return found
+
+
+def _resized(workload: Workload, tokens: int) -> Workload:
+    """About the same sequences with so many new tokens in all: as many decodes, as many prompts in equal parts."""
+    decodes = sum(1 for new in workload.new if new == 1)
+    prompts = len(workload.new) - decodes
+    if not prompts:
+        return Workload((1,) * tokens, (1,) * tokens)
+    decodes = min(decodes, max(0, tokens - 2))
+    prompts = max(1, min(prompts, (tokens - decodes) // 2))
+    each, more = divmod(tokens - decodes, prompts)
+    new = (1,) * decodes + (each + 1,) * more + (each,) * (prompts - more)
+    return Workload(new, new)

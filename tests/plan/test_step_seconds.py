@@ -1,0 +1,56 @@
+"""Seconds of steps that are kept by kind of step, against all nodes of each step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from strata.hardware.roofline import Workload
+from strata.hardware.specs import device
+from strata.plan.meta_model import find_config, meta_model
+from strata.plan.step_seconds import StepSeconds
+
+
+@pytest.fixture(scope="module")
+def times() -> StepSeconds:
+    spec = device("h200")
+    return StepSeconds(meta_model(find_config("0.6B"), spec), spec)
+
+
+def workload(decodes: int, *prompts: tuple[int, int]) -> Workload:
+    """Decodes over caches of random lengths, then prompts: (new tokens, cached tokens)."""
+    held = random.Random(decodes)
+    new = (1,) * decodes + tuple(tokens for tokens, _ in prompts)
+    total = tuple(held.randint(1, 4000) for _ in range(decodes)) + tuple(tokens + cached for tokens, cached in prompts)
+    return Workload(new, total)
+
+
+RECORDED = [
+    workload(1),
+    workload(20),
+    workload(256),
+    workload(0, (512, 0)),
+    workload(0, (500, 1000), (77, 0)),
+    workload(30, (700, 0), (20, 640)),
+]
+
+
+@pytest.mark.parametrize("step", RECORDED, ids=lambda step: f"{len(step.new)} sequences, {step.tokens} tokens")
+def test_recorded_steps_are_kept_whole(step: Workload, times: StepSeconds) -> None:
+    assert times.model.recorded_size(step) is not None
+    assert times.seconds(step) == pytest.approx(times.predict(step).seconds, rel=1e-6)
+    assert times.seconds(step) > times.floor(step).seconds
+
+
+@pytest.mark.parametrize("step", [workload(40, (9001, 0)), workload(0, (20_123, 500)), workload(3, *[(97, 0)] * 200)])
+def test_what_no_graph_holds_lies_between_its_neighbours(step: Workload, times: StepSeconds) -> None:
+    assert times.model.recorded_size(step) is None
+    assert times.seconds(step) == pytest.approx(times.predict(step).seconds, rel=0.02)
+
+
+def test_a_step_of_another_length_asks_for_its_own_attention(times: StepSeconds) -> None:
+    short, long = Workload((1,) * 8, (100,) * 8), Workload((1,) * 8, (3000,) * 8)
+    assert times.seconds(long) - times.seconds(short) == pytest.approx(
+        times.predict(long).seconds - times.predict(short).seconds, rel=1e-6
+    )
