@@ -1,0 +1,63 @@
+"""What an explanation says: values that tables, pages and traces are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from strata.plan.waterfall import Verdict, Waterfall
+
+StepWork = Literal["decode", "prompt", "mixed"]
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What a device reaches: FLOP/s in the run's dtype, bytes per second of its memory, read and written together."""
+
+    compute: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class OperationTime:
+    """All calls of one operation in a run. floor: the least seconds of each call, added up. flops, bytes: of all.
+
+    bound: what sets most of the floor: "compute", "memory" or "communication".
+    """
+
+    name: str
+    seconds: float
+    floor: float
+    flops: int
+    bytes: int
+    bound: str
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step. begin, end: seconds from the start of the run, of its work on the device. kind: in a mixed step some
+    sequences have a token and others more; a training step has none."""
+
+    begin: float
+    end: float
+    kind: StepWork | None
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Where the time of a run went and why.
+
+    title: what ran, in words. device: as its driver or system names it. operations: the longest first. steps: in their
+    order. sources: of what was predicted, and of the floor, in words. peaks: None where the device's are not known.
+    """
+
+    title: str
+    device: str
+    waterfall: Waterfall
+    verdict: Verdict
+    operations: tuple[OperationTime, ...] = ()
+    steps: tuple[StepTime, ...] = ()
+    sources: tuple[str, ...] = ()
+    peaks: Peaks | None = None
