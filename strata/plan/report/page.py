@@ -1,0 +1,157 @@
+"""An explanation as one HTML page: no script, no font and no picture from elsewhere, light or dark as the reader's."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from strata.plan.explain.explanation import Explanation, OperationTime
+from strata.plan.report.markup import Markup, element, joined, table
+from strata.plan.report.roofline import points, roofline
+from strata.plan.report.timeline import timeline_figure, timeline_text
+from strata.plan.report.units import quantity, seconds, share
+from strata.plan.report.waterfall_table import ordered, waterfall_table
+from strata.plan.waterfall import LAYERS, Verdict, Waterfall
+
+# What the page may load: nothing but its own styles.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_MOST_OPERATIONS = 40
+
+
+def html_page(explanation: Explanation) -> str:
+    """The page. Every figure in a picture stands in text or a table, too."""
+    style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
+    head = element(
+        "head",
+        Markup('<meta charset="utf-8">'),
+        Markup(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
+        Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
+        element("title", f"Strata: {explanation.title}"),
+        element("style", Markup(style)),
+    )
+    header = element(
+        "header",
+        element("p", "Where the time goes", class_="eyebrow"),
+        element("h1", explanation.title),
+        element("p", explanation.device, class_="soft"),
+    )
+    sections = [
+        _verdict(explanation.verdict),
+        _figures(explanation),
+        _waterfall(explanation.waterfall),
+        *_roofline(explanation),
+        *_timeline(explanation),
+        *_operations(explanation),
+        *_sources(explanation),
+    ]
+    body = element("body", element("main", header, *sections))
+    return "<!doctype html>\n" + element("html", head, body, lang="en") + "\n"
+
+
+def _section(title: str, text: str, *content: str) -> Markup:
+    return element("section", element("h2", title), element("p", text, class_="soft"), *content)
+
+
+def _verdict(verdict: Verdict) -> Markup:
+    evidence = element("ul", *(element("li", one) for one in verdict.evidence))
+    remedies = Markup("")
+    if verdict.remedies:
+        rows = [
+            [one.what, element("code", one.option) if one.option else "", f"{one.gain:.0%}"] for one in verdict.remedies
+        ]
+        remedies = table("remedies", ["what helps", "option", "saves"], rows, numbers=2)
+    badge = element("span", verdict.layer, class_=f"badge {verdict.layer}")
+    return element(
+        "section",
+        element("p", badge, f" {verdict.cause}", class_="eyebrow"),
+        element("h2", verdict.symptom),
+        evidence,
+        remedies,
+        class_="verdict",
+        aria_label="verdict",
+    )
+
+
+def _figures(explanation: Explanation) -> Markup:
+    waterfall = explanation.waterfall
+    shown = [
+        ("measured", seconds(waterfall.measured)),
+        ("floor", seconds(waterfall.floor)),
+        ("share of the floor", share(waterfall.floor, waterfall.measured)),
+    ]
+    for layer in reversed(LAYERS):
+        shown.append((f"lost to the {layer} layer", share(waterfall.seconds(layer=layer), waterfall.measured)))
+    return element("dl", *(element("div", element("dt", name), element("dd", value)) for name, value in shown))
+
+
+def _waterfall(waterfall: Waterfall) -> Markup:
+    largest = max(ordered(waterfall.parts), key=lambda part: part.seconds, default=None)
+    text = f"Of {seconds(waterfall.measured)}, {seconds(waterfall.floor)} are the floor"
+    if largest is not None:
+        text += f"; the largest part beyond it is {largest.name}, {share(largest.seconds, waterfall.measured)}"
+    keys = [element("span", layer, class_=f"key {layer}") for layer in (*reversed(LAYERS), "floor")]
+    return _section("Waterfall", f"{text}.", waterfall_table(waterfall), element("p", *keys, class_="keys"))
+
+
+def _roofline(explanation: Explanation) -> list[Markup]:
+    found, peaks = points(explanation.operations[:_MOST_OPERATIONS]), explanation.peaks
+    if peaks is None or not found:
+        return []
+    best = max(found, key=lambda one: one.reached)
+    text = (
+        f"Each point is an operation by its number in the table below, its area the share of the time. The lines are "
+        f"what the device reaches: {quantity(peaks.bandwidth, 'B/s')} and {quantity(peaks.compute, 'FLOP/s')}. The "
+        f"fastest is {best.operation.name} at {quantity(best.reached, 'FLOP/s')}, "
+        f"{share(best.reached, peaks.compute)} of the peak."
+    )
+    wide, narrow = (
+        element("div", roofline(found, peaks, explanation.waterfall.measured, width), class_=f"roofline {name}")
+        for name, width in (("wide", 760), ("narrow", 380))
+    )
+    bounds = dict.fromkeys(one.operation.bound for one in found)
+    keys = [element("span", f"{bound} bound", class_=f"key {bound}") for bound in bounds]
+    return [_section("Roofline", text, wide, narrow, element("p", *keys, class_="keys"))]
+
+
+def _timeline(explanation: Explanation) -> list[Markup]:
+    if not explanation.steps:
+        return []
+    return [_section("Timeline", timeline_text(explanation.steps), timeline_figure(explanation.steps))]
+
+
+def _operations(explanation: Explanation) -> list[Markup]:
+    if not explanation.operations:
+        return []
+    measured = explanation.waterfall.measured
+    head = ["operation", "no.", "bound", "time", "share", "floor", "of floor", "FLOP/s", "B/s"]
+    shown = explanation.operations[:_MOST_OPERATIONS]
+    rows = [_operation(number, one, measured) for number, one in enumerate(shown, 1)]
+    text = "The longest first, each beside the least time that its FLOPs and bytes need."
+    if left := len(explanation.operations) - len(shown):
+        text += f" {left} more take less."
+    return [_section("Operations", text, table("operations", head, rows, numbers=3))]
+
+
+def _operation(number: int, one: OperationTime, measured: float) -> list[str]:
+    rates = ("-", "-")
+    if one.seconds > 0:
+        rates = (
+            quantity(one.flops / one.seconds, "") if one.flops else "-",
+            quantity(one.bytes / one.seconds, "") if one.bytes else "-",
+        )
+    return [
+        one.name,
+        str(number),
+        joined(element("span", one.bound, class_=f"key {one.bound}")),
+        seconds(one.seconds),
+        share(one.seconds, measured),
+        seconds(one.floor),
+        share(one.floor, one.seconds),
+        *rates,
+    ]
+
+
+def _sources(explanation: Explanation) -> list[Markup]:
+    if not explanation.sources:
+        return []
+    listed = element("ul", *(element("li", one) for one in explanation.sources))
+    return [_section("Sources", "Where the floor and all that is predicted come from.", listed)]

@@ -1,0 +1,125 @@
+"""An explanation as a Chrome trace, for Perfetto: https://ui.perfetto.dev.
+
+The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from strata.plan.explain.explanation import Explanation, OperationTime, StepTime
+from strata.plan.report.timeline import kind_of
+
+STEPS, GAPS, SUMS = "steps", "gaps between steps", "operations, all calls added up"
+# Microseconds of a second, in which the format counts. Shorter gaps are rounding.
+_MICRO = 1e6
+_SHORTEST_GAP = 1e-7
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Work on a track of its own: an operation, or what the host does. begin, end: seconds, as of `StepTime`."""
+
+    track: str
+    name: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Counter:
+    """A value over time, such as the share of the KV memory in use. points: seconds and value, in their order."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+
+
+def chrome_trace(explanation: Explanation, slices: Sequence[Slice] = (), counters: Iterable[Counter] = ()) -> Event:
+    """The trace as JSON has it: a process for the run, with steps, the gaps between them and operations on tracks, and
+    counters of sequences and tokens.
+
+    slices: operations when they ran. Without them operations stand on a track one after another, all calls of each
+    added up, which shows shares and no order. counters: besides those that steps tell of.
+    """
+    steps = explanation.steps
+    sums = list(_sums(explanation.operations)) if not slices else []
+    tracks: dict[str, list[Event]] = {
+        STEPS: [_of_step(number, step) for number, step in enumerate(steps)],
+        GAPS: list(_gaps(steps)),
+        SUMS: sums,
+    }
+    for one in slices:
+        tracks.setdefault(one.track, []).append(_complete(one.name, one.begin, one.end, "operation"))
+    events = [_named("process_name", explanation.title)]
+    for thread, (name, found) in enumerate(((name, found) for name, found in tracks.items() if found), 1):
+        events.append(_named("thread_name", name) | {"tid": thread})
+        events.append({"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": thread, "args": {"sort_index": thread}})
+        events += [event | {"pid": 1, "tid": thread} for event in found]
+    for counter in (*_of_steps(steps), *counters):
+        events += [
+            {"ph": "C", "name": counter.name, "pid": 1, "tid": 0, "ts": at * _MICRO, "args": {counter.name: value}}
+            for at, value in counter.points
+        ]
+    verdict = explanation.verdict.line
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"title": explanation.title, "device": explanation.device, "verdict": verdict},
+    }
+
+
+def write_trace(path: Path, trace: Event) -> None:
+    """Write it, gzipped where the name ends in .gz, which Perfetto reads too."""
+    data = json.dumps(trace, allow_nan=False).encode()
+    path.write_bytes(gzip.compress(data, 6) if path.suffix == ".gz" else data)
+
+
+def _named(kind: str, name: str) -> Event:
+    return {"ph": "M", "name": kind, "pid": 1, "tid": 0, "args": {"name": name}}
+
+
+def _complete(name: str, begin: float, end: float, category: str, **args: Any) -> Event:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "ts": begin * _MICRO,
+        "dur": max(0.0, end - begin) * _MICRO,
+        "args": args,
+    }
+
+
+def _of_step(number: int, step: StepTime) -> Event:
+    told = {"step": number, "tokens": step.tokens, "sequences": step.sequences}
+    return _complete(kind_of(step), step.begin, step.end, "step", **told)
+
+
+def _gaps(steps: Sequence[StepTime]) -> Iterator[Event]:
+    """The device has ended all steps before and waits for the next one."""
+    ends = accumulate((step.end for step in steps), max)
+    for end, after in zip(ends, steps[1:], strict=False):
+        if after.begin - end > _SHORTEST_GAP:
+            yield _complete("gap", end, after.begin, "gap")
+
+
+def _sums(operations: Sequence[OperationTime]) -> Iterator[Event]:
+    begin = 0.0
+    for one in operations:
+        told = {"floor ms": one.floor * 1e3, "FLOPs": one.flops, "bytes": one.bytes, "bound": one.bound}
+        yield _complete(one.name, begin, begin + one.seconds, "operation", **told)
+        begin += one.seconds
+
+
+def _of_steps(steps: Sequence[StepTime]) -> Iterator[Counter]:
+    for name in ("sequences", "tokens"):
+        points = [(step.begin, float(getattr(step, name))) for step in steps]
+        if any(value for _, value in points):
+            yield Counter(name, (*points, (max(step.end for step in steps), 0.0)))
