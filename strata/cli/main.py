@@ -24,6 +24,7 @@ _MODULES = {
     "graph": "strata.cli.graph:graph",
     "warm": "strata.cli.warm:warm",
     "probe": "strata.cli.probe:probe",
+    "explain": "strata.cli.explain:explain",
     "train": "strata.cli.train:command",
     "data": "strata.cli.train_data:command",
     "bench": "strata.cli.bench.inference:bench",

@@ -33,6 +33,7 @@ from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.startup.clock import Log, StartupClock, collector_off
 from strata.engine.startup.executor import Executor, build_executor
 from strata.engine.step_cost import step_times
+from strata.engine.step_graphs import StepGraphs
 from strata.engine.warm_up import warm_up
 from strata.models import weights
 from strata.models.config import ModelConfig
@@ -48,6 +49,7 @@ class Engine:
     compilations: what has been compiled in the process since the engine was ready.
     recorded: steps that replay CUDA graphs, and counts of those that do not; None if none is to.
     ranks: what runs steps on all of several ranks; None where there is one.
+    graphs: that its steps run, of the first rank.
     """
 
     loop: EngineLoop
@@ -66,6 +68,7 @@ class Engine:
     compilations: Compilations
     recorded: RecordedSteps | None
     ranks: RankedRunner | None
+    graphs: StepGraphs
 
 
 def build_engine(asked: EngineConfig, log: Log, *, show_progress: bool = False) -> Engine:
@@ -150,6 +153,7 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
         compilations=compilations,
         recorded=recorded,
         ranks=ranks,
+        graphs=executor.graphs,
     )
     if followers is not None and recorded is not None:
         followers.before_leaving(recorded.drop)

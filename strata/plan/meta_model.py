@@ -87,11 +87,12 @@ class StepNodes:
 class MetaModel:
     """A model without weights, of which it would have so many `parameters` in `dtype`: the graphs of its steps on a
     device that need not be here. library: cuDNN attends for prompts there. shard: of the rank whose share it is, where
-    several divide a model; `config` is the rank's own then. division: how ranks divide the tokens of steps."""
+    several divide a model; `config` is the rank's own then. division: how ranks divide the tokens of steps. limits:
+    None of a CPU."""
 
     config: ModelConfig
     dtype: torch.dtype
-    limits: DeviceLimits
+    limits: DeviceLimits | None
     graphs: StepGraphs
     parameters: int
     library: bool
@@ -266,6 +267,14 @@ def meta_model(
         recorded = min(MAX_TOKENS, max_mixed_tokens(parameters, library))
         division = token_division(graphs, shape, context, "cuda", limits.product, recorded)
     return MetaModel(config, dtype, limits, graphs, parameters, library, shard, division)
+
+
+def host_model(config: ModelConfig, dtype: torch.dtype, deterministic: bool = False) -> MetaModel:
+    """The graphs with which the engine runs a model on a CPU."""
+    with torch.device("meta"):
+        model = build(config).to(dtype)
+    parameters = weight_bytes(model, dtype) // dtype.itemsize
+    return MetaModel(config, dtype, None, step_graphs(model, "cpu", deterministic), parameters, library=False)
 
 
 def _plan(workload: Workload) -> StepPlan:

@@ -1,0 +1,170 @@
+"""Runs a workload once and measures what explains it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from strata.bench.explain.node_times import NodeTimes
+from strata.bench.explain.recorder import HostSpans, StepRecorder
+from strata.bench.run import device_name
+from strata.bench.step_observers import observed
+from strata.bench.workloads import InferenceTest
+from strata.graph.cost import operation_counts
+from strata.hardware.nvml import open_nvml
+from strata.hardware.telemetry import Sampler, Summary
+from strata.plan.explain.explanation import StepWork
+from strata.plan.explain.measurement import (
+    DeviceState,
+    EngineFacts,
+    MeasuredRequest,
+    MeasuredStep,
+    Measurement,
+    TracedOperations,
+)
+from strata.plan.meta_model import dtype_name
+from strata.plan.step_seconds import StepSeconds
+
+if TYPE_CHECKING:
+    from strata.engine.llm import LLM
+
+# Of a workload's short form: so many tokens of each output, and requests.
+_SHORT_OUTPUT, _SHORT_REQUESTS = 12, 64
+# Memory of a GPU that was in use before the engine took any: beyond its own context, others have it.
+_OTHERS_BYTES = 2 << 30
+_READING = 0.1  # seconds between two readings of a GPU
+
+
+@dataclass(frozen=True)
+class Workload:
+    """test: prompts as ids and lengths. texts: the prompts as text, where they are to become ids in the run."""
+
+    test: InferenceTest
+    texts: tuple[str, ...] | None = None
+
+    def short(self) -> Workload:
+        """Its first requests with short outputs."""
+        count = min(_SHORT_REQUESTS, len(self.test.prompts))
+        outputs = tuple(min(_SHORT_OUTPUT, one) for one in self.test.outputs[:count])
+        test = replace(self.test, prompts=self.test.prompts[:count], outputs=outputs)
+        return Workload(test, None if self.texts is None else self.texts[:count])
+
+
+@dataclass(frozen=True)
+class _Ran:
+    wall: float
+    processor: float
+    start: float
+    requests: tuple[MeasuredRequest, ...]
+
+
+def measure(
+    llm: LLM,
+    workload: Workload,
+    options: Mapping[str, Any],
+    times: StepSeconds,
+    *,
+    title: str,
+    ideal: float | None = None,
+    short: Workload | None = None,
+) -> Measurement:
+    """options: that the engine was asked for. times: predicts its steps. ideal: see `Measurement`. short: what is run
+    once more, before, to time operations, where a CPU runs them; None: nothing is.
+    """
+    engine = llm.engine
+    on_host = engine.device.type == "cpu"
+    traced = _traced(llm, short) if on_host and short is not None else {}
+    recorder, spans = StepRecorder(engine), HostSpans()
+    scheduler, recorded = engine.loop.scheduler, engine.recorded
+    before = scheduler.statistics.preemptions
+    unrecorded = 0 if recorded is None else sum(recorded.unrecorded.values())
+    nvml = None if on_host else open_nvml()
+    gpu = None
+    if nvml is not None:
+        gpu = nvml.device(f"GPU-{torch.cuda.get_device_properties(engine.device).uuid}")
+    sampler = Sampler(gpu, _READING)
+    with ExitStack() as beside:
+        if not on_host:
+            beside.enter_context(sampler)
+        beside.enter_context(spans.tokenization(engine.tokenizer))
+        beside.enter_context(observed(engine.loop, recorder))
+        ran = _run(llm, workload)
+    others = engine.ledger.others
+    state = DeviceState(
+        Summary.of(sampler.readings).slowed_by,
+        (f"{others / 2**30:.1f} GiB in use before the engine started",) if others > _OTHERS_BYTES else (),
+    )
+    return Measurement(
+        title,
+        device_name(llm),
+        ran.wall,
+        recorder.steps(ran.start),
+        ran.requests,
+        facts(llm, options, times),
+        spans.seconds,
+        scheduler.statistics.preemptions - before,
+        0 if recorded is None else sum(recorded.unrecorded.values()) - unrecorded,
+        ideal,
+        traced,
+        state,
+        ran.processor if on_host else None,
+    )
+
+
+def measured_steps(llm: LLM, workload: Workload) -> tuple[MeasuredStep, ...]:
+    """The steps of one run."""
+    recorder = StepRecorder(llm.engine)
+    with observed(llm.engine.loop, recorder):
+        ran = _run(llm, workload)
+    return recorder.steps(ran.start)
+
+
+def _traced(llm: LLM, short: Workload) -> Mapping[StepWork, TracedOperations]:
+    nodes = NodeTimes()
+    with nodes.of(llm.engine.graphs), observed(llm.engine.loop, nodes):
+        _run(llm, short)
+    return nodes.traced(measured_steps(llm, short))
+
+
+def facts(llm: LLM, options: Mapping[str, Any], times: StepSeconds) -> EngineFacts:
+    """How an engine is set up. options: that it was asked for."""
+    engine = llm.engine
+    config, ledger = engine.loop.scheduler.config, engine.ledger
+    dtype = dtype_name(next(engine.model.parameters()).dtype)
+    asked = str(options.get("dtype", "auto"))
+    return EngineFacts(
+        str(options["model"]),
+        dtype,
+        dtype if asked == "auto" else asked,
+        config.max_sequences,
+        config.max_tokens,
+        config.max_length,
+        ledger.tokens,
+        ledger.page_size,
+        bool(options.get("enable_prefix_caching", True)),
+        math.prod(int(options.get(name, 1)) for name in ("tensor_parallel_size", "pipeline_parallel_size")),
+        operation_counts(engine.graphs.logits),
+        operation_counts(times.model.graphs.logits),
+    )
+
+
+def _run(llm: LLM, workload: Workload) -> _Ran:
+    """One `generate`. Every request gets as many tokens as it was asked for."""
+    from strata import SamplingParams
+
+    test, vocabulary, clock = workload.test, llm.engine.config.vocab_size, llm.engine.loop.clock
+    params = [
+        SamplingParams(temperature=test.temperature, max_tokens=length, ignore_eos=True) for length in test.outputs
+    ]
+    prompts: Sequence[Any] = [{"prompt_token_ids": [token % vocabulary for token in prompt]} for prompt in test.prompts]
+    start, began = clock(), time.thread_time()
+    outputs = llm.generate(prompts if workload.texts is None else list(workload.texts), params, use_tqdm=False)
+    wall, ran = clock() - start, time.thread_time() - began
+    requests = tuple(MeasuredRequest(tuple(one.prompt_token_ids), len(one.outputs[0].token_ids)) for one in outputs)
+    return _Ran(wall, ran, start, requests)

@@ -1,0 +1,75 @@
+"""Seconds of each operation in the steps of an engine on a CPU: graphs run node by node, a clock around each."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from strata.graph.capture import operation_of
+from strata.kernels.torch_functions import TORCH_FUNCTIONS
+from strata.plan.explain.explanation import StepWork
+from strata.plan.explain.measurement import MeasuredStep, StepChunk, TracedOperations
+
+if TYPE_CHECKING:
+    from strata.engine.plan import StepPlan
+    from strata.engine.step_graphs import StepGraphs
+
+
+class NodeTimes:
+    """An observer that knows how long the operations of each kind of step took, without what lies between them, which
+    takes longer node by node."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[StepWork, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._kind: StepWork = "decode"
+
+    def begin(self, plan: StepPlan) -> None:
+        chunks = tuple(StepChunk(one.sequence, one.start, one.count, len(one.draws)) for one in plan.chunks)
+        self._kind = MeasuredStep(0.0, 0.0, chunks).kind
+
+    def end(self) -> None:
+        pass
+
+    def note(self, node: fx.Node, seconds: float) -> None:
+        """What looks at memory alone is none of a step's operations."""
+        operation = operation_of(node) or TORCH_FUNCTIONS.get(node.target)
+        if operation is not None:
+            self._seconds[self._kind][operation.name] += seconds
+
+    def traced(self, steps: Iterable[MeasuredStep]) -> dict[StepWork, TracedOperations]:
+        """steps: the same work without clocks around nodes."""
+        whole: dict[StepWork, float] = defaultdict(float)
+        for step in steps:
+            whole[step.kind] += step.seconds if step.processor is None else step.processor
+        return {kind: TracedOperations(dict(self._seconds[kind]), seconds) for kind, seconds in whole.items()}
+
+    @contextmanager
+    def of(self, graphs: StepGraphs) -> Iterator[None]:
+        """Inside, the graphs of steps tell this how long their nodes take."""
+        modules = [getattr(graphs, one.name) for one in fields(graphs)]
+        timed = [module for module in modules if isinstance(module, fx.GraphModule)]
+        for module in timed:
+            module.forward = _Timed(module, self).run
+        try:
+            yield
+        finally:
+            for module in timed:
+                del module.forward  # the class's own is behind it
+
+
+class _Timed(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, times: NodeTimes) -> None:
+        super().__init__(module)
+        self._times = times
+
+    def run_node(self, n: fx.Node) -> Any:
+        began = time.thread_time()
+        result = super().run_node(n)
+        self._times.note(n, time.thread_time() - began)
+        return result

@@ -1,0 +1,84 @@
+"""What runs in each step of an engine and when, cheap enough that the run is as fast as without: see `StepRecorder`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from strata.bench.served.step_logs import step_log
+from strata.plan.explain.measurement import MeasuredStep, StepChunk
+from strata.plan.explain.waterfalls import TOKENIZATION
+
+if TYPE_CHECKING:
+    from strata.engine.build import Engine
+    from strata.engine.plan import StepPlan
+    from strata.text.tokenizer import Tokenizer
+
+
+class StepRecorder:
+    """An observer of an engine's steps: CUDA events on a GPU, the engine's clock on a CPU.
+
+    On a CPU also how long the engine's thread had a processor: the rest of a step others had it.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._log = step_log(engine.device, engine.loop.clock)
+        self._compilations = engine.compilations
+        self._host = engine.device.type == "cpu"
+        self._processor: list[float] = []
+        self._compiled: list[int] = []
+        self._began, self._before = 0.0, 0
+
+    def begin(self, plan: StepPlan) -> None:
+        self._before = self._compilations.total
+        self._log.begin(plan)
+        self._began = time.thread_time()
+
+    def end(self) -> None:
+        ran = time.thread_time() - self._began
+        self._log.end()
+        self._processor.append(ran)
+        self._compiled.append(self._compilations.total - self._before)
+
+    def steps(self, start: float) -> tuple[MeasuredStep, ...]:
+        """All steps so far; start: of the run, by the engine's clock."""
+        return tuple(
+            MeasuredStep(
+                step.begin - start,
+                step.end - start,
+                tuple(StepChunk(*chunk) for chunk in step.chunks),
+                processor=ran if self._host else None,
+                compiled=compiled,
+            )
+            for step, ran, compiled in zip(self._log.steps(), self._processor, self._compiled, strict=True)
+        )
+
+
+@dataclass
+class HostSpans:
+    """Seconds of what the host does beside steps, by name."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def tokenization(self, tokenizer: Tokenizer | None) -> Iterator[None]:
+        """Inside, how long prompts take to become ids adds up."""
+        if tokenizer is None:
+            yield
+            return
+        encode = tokenizer.encode
+
+        def timed(*arguments: object, **options: object) -> list[int]:
+            began = time.perf_counter()
+            ids: list[int] = encode(*arguments, **options)  # type: ignore[arg-type]  # as the caller gave them
+            self.seconds[TOKENIZATION] = self.seconds.get(TOKENIZATION, 0.0) + time.perf_counter() - began
+            return ids
+
+        tokenizer.encode = timed  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            tokenizer.encode = encode  # type: ignore[method-assign]

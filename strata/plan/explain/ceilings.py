@@ -1,0 +1,56 @@
+"""What a run's steps are held against: the predicted steps of its model on the device that it ran on."""
+
+from __future__ import annotations
+
+import datetime
+import time
+
+import torch
+
+from strata.hardware.figures import Device
+from strata.hardware.machine import cpu_name, processor
+from strata.hardware.probe import cpu
+from strata.hardware.probe.ceiling import Measured
+from strata.hardware.probe.device import device_of
+from strata.hardware.probe.report import ProbeReport, newest
+from strata.hardware.specs import DEVICES, recognize
+from strata.models.config import DTYPES, ModelConfig
+from strata.parallel.serving_shard import RankShard
+from strata.plan.meta_model import host_model, meta_model
+from strata.plan.step_seconds import StepSeconds
+
+# A second of copies and products, where no probe of the processor was kept.
+_QUICK = cpu.CpuSizes(copied=64 << 20, squares=(512,), rows=(1, 16), width=1024, call=0.05)
+_QUICK_PARTS = 3  # copies, and products in two dtypes
+
+
+def processor_device() -> tuple[Device, tuple[str, ...]]:
+    """This machine's processor with what it reaches, and where that comes from: by the probe that was kept (which
+    `StepSeconds` reads itself), or else a second of measuring now."""
+    name = cpu_name()
+    if newest(name) is not None:
+        return recognize(name) or Device("processor", name, ()), ()
+    measured, began = Measured(), time.perf_counter()
+    measured.run(cpu.parts({}, _QUICK)[:_QUICK_PARTS], began + 60)
+    took = time.perf_counter() - began
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    report = ProbeReport(
+        name, today, took, processor(), (), tuple(measured.ceilings), versions={"torch": torch.__version__}
+    )
+    return device_of(report), (f"ceilings of {name} measured now in {took:.1f} s; `strata probe` measures them well",)
+
+
+def steps_on_processor(config: ModelConfig, dtype: str, device: Device, deterministic: bool = False) -> StepSeconds:
+    """dtype: as torch names it. Raises ValueError if no peak in it is known of the processor."""
+    return StepSeconds(host_model(config, DTYPES[dtype], deterministic), device)
+
+
+def steps_on_gpu(
+    config: ModelConfig, dtype: str, product: str, deterministic: bool = False, shard: RankShard | None = None
+) -> StepSeconds:
+    """product: as the driver names it. Raises ValueError for a device that is not in the database."""
+    device = recognize(product)
+    if device is None:
+        known = ", ".join(one.product for one in DEVICES.values() if one.cuda is not None)
+        raise ValueError(f"{product} is not in the device database, so nothing tells its floors; known are {known}")
+    return StepSeconds(meta_model(config, device, DTYPES[dtype], deterministic, shard), device)

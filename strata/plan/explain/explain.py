@@ -1,0 +1,118 @@
+"""Explains a run: where its time went, what holds it back, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from strata.plan.explain.explanation import Explanation, Peaks, StepTime
+from strata.plan.explain.findings import Asked, Finding, findings
+from strata.plan.explain.measurement import MeasuredStep, Measurement
+from strata.plan.explain.split import NameOf, operation_name
+from strata.plan.explain.waterfalls import Explained, of_run, of_tail
+from strata.plan.explain.what_if import WhatIf
+from strata.plan.step_seconds import StepSeconds
+from strata.plan.waterfall import Part, Remedy, Verdict
+
+# What saves less is no bottleneck.
+LEAST_GAIN = 0.03
+# Findings that a probe tries.
+_TRIED = 3
+# Steps measured under other options of the engine, of a short form of the run.
+Prober = Callable[[Mapping[str, Any]], Sequence[MeasuredStep]]
+
+
+def explain(
+    measured: Measurement,
+    times: StepSeconds,
+    *,
+    wanted: StepSeconds | None = None,
+    tail: bool = False,
+    name_of: NameOf = operation_name,
+    prober: Prober | None = None,
+    sources: Sequence[str] = (),
+) -> Explanation:
+    """times: predicts the run's steps and their floors. wanted: the same in the dtype that was asked for, where the run
+    has another. tail: of the longest waits between two tokens instead of the whole run. name_of: see `split_steps`.
+    prober: tries the remedies that promise most.
+
+    Raises ValueError for a run without steps.
+    """
+    if not measured.steps:
+        raise ValueError("no step was measured: there is nothing to explain")
+    explained = (of_tail if tail else of_run)(measured, times, name_of)
+    asked = Asked(measured, explained, times, wanted, WhatIf(measured, tail))
+    found = findings(asked)
+    if prober is not None:
+        found = _tried(found, asked.what_if, prober)
+    verdict = _verdict(found, asked)
+    title = f"{measured.title}, waits between tokens at p99" if tail else measured.title
+    compute, bandwidth = times.device.known("compute", times.dtype), times.device.known("bandwidth")
+    return Explanation(
+        title,
+        measured.product,
+        explained.waterfall,
+        verdict,
+        explained.operations,
+        tuple(StepTime(one.begin, one.end, one.kind, one.tokens, len(one.chunks)) for one in measured.steps),
+        (*sources, *times.sources),
+        None if compute is None or bandwidth is None else Peaks(compute.value, bandwidth.value),
+    )
+
+
+def _tried(found: Sequence[Finding], what_if: WhatIf, prober: Prober) -> list[Finding]:
+    tried, left = [], _TRIED
+    for one in found:
+        if one.change is None or not left:
+            tried.append(one)
+            continue
+        left -= 1
+        steps = prober(one.change)
+        gain = what_if.gain(one.options, steps=steps, replaces=one.replaces)
+        tried.append(one.tried(gain, f"tried on {len(steps)} steps: {one.remedy.what} saves {gain:.0%}"))
+    return sorted(tried, key=lambda one: one.remedy.gain, reverse=True)
+
+
+def _verdict(found: Sequence[Finding], asked: Asked) -> Verdict:
+    worth = [one for one in found if one.remedy.gain >= LEAST_GAIN]
+    if not worth:
+        return _without_remedy(asked)
+    first = worth[0]
+    remedies = tuple(one.remedy for one in worth)
+    return Verdict(first.layer, first.symptom, first.cause, first.evidence, remedies)
+
+
+def _without_remedy(asked: Asked) -> Verdict:
+    """What keeps a run from its floor of which no option is known; or that it is near."""
+    fall = asked.explained.waterfall
+    share = fall.floor / fall.measured
+    intensity = _intensity(asked)
+    largest = max(fall.parts, key=lambda part: part.seconds, default=None)
+    if largest is None or share > 0.7:
+        return Verdict("kernel", f"near the floor: {share:.0%} of the time is the least", "memory", (intensity,), ())
+    evidence = (f"{largest.name}: {largest.seconds / fall.measured:.0%} of the time", intensity)
+    return Verdict(largest.layer, _symptom(largest, asked.explained), largest.cause, evidence, _more_at_once(asked))
+
+
+def _symptom(part: Part, explained: Explained) -> str:
+    if part.layer == "kernel":
+        return f"busy but slow: {part.name}"
+    return f"low utilization: {part.name}" if part.cause in ("host", "launch") else part.name
+
+
+def _intensity(asked: Asked) -> str:
+    """How much the operations compute for each byte."""
+    flops = sum(one.flops for one in asked.explained.operations)
+    moved = sum(one.bytes for one in asked.explained.operations)
+    peaks = asked.times.device
+    compute, bandwidth = peaks.ceiling("compute", asked.times.dtype).value, peaks.ceiling("bandwidth").value
+    return f"{flops / max(1, moved):.1f} FLOPs a byte; {compute / bandwidth:.0f} would keep the products busy"
+
+
+def _more_at_once(asked: Asked) -> tuple[Remedy, ...]:
+    """What twice the requests would save of each one's time, where steps hardly grow with them."""
+    run, what_if = asked.measured, asked.what_if
+    if what_if.of_tail or not run.requests or len(run.requests) * 2 > run.facts.slots:
+        return ()
+    gain = 1 - (1 - what_if.gain(requests=[*run.requests, *run.requests])) / 2
+    return (Remedy("twice the requests at once", gain),) if gain >= LEAST_GAIN else ()

@@ -1,0 +1,237 @@
+"""Seconds of a run's steps, divided into the floor and what keeps them from it, operation by operation."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from strata.graph.cost import NodeCost
+from strata.hardware.roofline import floor
+from strata.plan.explain.explanation import OperationTime, StepWork
+from strata.plan.explain.measurement import MeasuredStep, Measurement, recomputed
+from strata.plan.meta_model import StepNodes
+from strata.plan.step_seconds import StepSeconds
+from strata.plan.waterfall import Cause, Part
+
+_BOUNDS: Mapping[str, Cause] = {"compute": "compute", "memory": "memory", "communication": "communication"}
+# Operations whose part of a run is smaller are one part together.
+_LEAST_SHARE = 0.01
+TAKEN = "processors taken by other work"
+LAUNCHES = "launches and host work inside steps"
+PROMPTS = "prompts of other requests in the same steps"
+NameOf = Callable[[NodeCost], str]
+
+
+def operation_name(node: NodeCost) -> str:
+    return node.operation
+
+
+@dataclass(frozen=True)
+class StepSplit:
+    """Seconds of all steps: the floor and the parts add up to them. operations: the longest first."""
+
+    floor: float
+    parts: tuple[Part, ...]
+    operations: tuple[OperationTime, ...]
+
+
+@dataclass
+class _Sum:
+    seconds: float = 0.0
+    floor: float = 0.0
+    flops: int = 0
+    bytes: int = 0
+    sent: int = 0
+
+    def add(self, other: _Sum, count: int = 1) -> None:
+        self.seconds += other.seconds * count
+        self.floor += other.floor * count
+        self.flops += other.flops * count
+        self.bytes += other.bytes * count
+        self.sent += other.sent * count
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What of one step is not its operations' own work, and what is (busy), in seconds. again, others: the shares of
+    its work that were lost and done once more, and that are for other requests than those explained."""
+
+    lost: float
+    compiled: float
+    idle: float
+    busy: float
+    again: float
+    others: float
+
+    @property
+    def own(self) -> float:
+        return (1 - self.again) * (1 - self.others)
+
+
+def split_steps(
+    measured: Measurement,
+    times: StepSeconds,
+    name_of: NameOf = operation_name,
+    others: Sequence[float] | None = None,
+    *,
+    counts_again: bool = True,
+) -> StepSplit:
+    """Steps alike in kind and size are priced by the one in their middle: its nodes' shares of the predicted time, or
+    of the traced where there is a trace, divide what was measured. A floor never exceeds what was measured: caches may
+    hold what it takes for read from memory.
+
+    name_of: of a node, as the trace names it. others: of each step the share of its work that is for requests which are
+    not those explained; None: all of it is. counts_again: the steps are all of a run, in order, so that they tell what
+    was computed again.
+    """
+    again = recomputed(measured.steps) if counts_again else [0] * len(measured.steps)
+    foreign = [0.0] * len(measured.steps) if others is None else others
+    groups: dict[tuple[StepWork, int], list[int]] = defaultdict(list)
+    for index, step in enumerate(measured.steps):
+        groups[step.kind, (step.tokens - 1).bit_length()].append(index)
+    operations: dict[str, _Sum] = defaultdict(_Sum)
+    bounds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    beside: dict[str, float] = defaultdict(float)
+    least = 0.0
+    for (kind, _), indices in groups.items():
+        steps = [measured.steps[index] for index in indices]
+        middle = _middle(steps)
+        nodes = times.model.step(middle.workload)
+        given = [(again[index] / measured.steps[index].tokens, foreign[index]) for index in indices]
+        shares = _shares(steps, given, measured, nodes, times)
+        for share in shares:
+            beside["lost"] += share.lost
+            beside["compiled"] += share.compiled
+            beside["idle"] += share.idle
+            beside["others"] += share.others * share.busy
+            beside["again"] += share.again * (1 - share.others) * share.busy
+        busy = math.fsum(share.busy * share.own for share in shares)
+        padding = _padding(nodes, times, middle) * busy
+        beside["padding"] += padding
+        costs = _by_name(nodes, times, middle, name_of, bounds)
+        traced = measured.traced.get(kind)
+        kept = math.fsum(share.own for share in shares)
+        for name, seconds in (_as_shares(traced.seconds) if traced else _predicted(costs)).items():
+            cost = costs.get(name, _Sum())
+            took = (busy - padding) * seconds
+            found = _Sum(took, min(cost.floor * kept, took), *(round(kept * n) for n in (cost.flops, cost.bytes)))
+            found.sent = cost.sent
+            operations[name].add(found)
+        least += math.fsum(
+            share.own * times.floor(step.workload).seconds for step, share in zip(steps, shares, strict=True)
+        )
+    summed = math.fsum(one.floor for one in operations.values())
+    least = min(least, summed)
+    listed = sorted(operations.items(), key=lambda item: item[1].seconds, reverse=True)
+    parts = [*_operation_parts(listed, bounds, measured.wall), *_other_parts(beside, summed - least)]
+    found_operations = tuple(
+        OperationTime(name, one.seconds, one.floor, one.flops, one.bytes, _bound(bounds[name])) for name, one in listed
+    )
+    return StepSplit(least, tuple(part for part in parts if part.seconds), found_operations)
+
+
+def _middle(steps: Sequence[MeasuredStep]) -> MeasuredStep:
+    """The step nearest to the mean of tokens and of keys."""
+    sizes = [(step.tokens, sum(step.workload.total)) for step in steps]
+    tokens, keys = (statistics.fmean(column) or 1.0 for column in zip(*sizes, strict=True))
+    away = [abs(one / tokens - 1) + abs(of_keys / keys - 1) for one, of_keys in sizes]
+    return steps[away.index(min(away))]
+
+
+def _shares(
+    steps: Sequence[MeasuredStep],
+    given: Sequence[tuple[float, float]],
+    measured: Measurement,
+    nodes: StepNodes,
+    times: StepSeconds,
+) -> list[_Share]:
+    usual = statistics.median([step.seconds for step in steps if not step.compiled] or [0.0])
+    traced = measured.traced.get(steps[0].kind)
+    idle_share = 0.0
+    if traced is not None:
+        idle_share = max(0.0, 1 - math.fsum(traced.seconds.values()) / traced.whole)
+    elif not nodes.recorded and not measured.host_is_device:
+        launches = times.predictor.launches(len(nodes.timed))
+        work = math.fsum(times.predictor.node(node, steps[0].workload).seconds for node in nodes.timed)
+        idle_share = max(0.0, 1 - work / launches) if launches else 0.0
+    found = []
+    for step, (again, others) in zip(steps, given, strict=True):
+        compiled = max(0.0, step.seconds - usual) if step.compiled and usual else 0.0
+        lost = 0.0 if step.processor is None else min(max(0.0, step.seconds - step.processor), step.seconds - compiled)
+        rest = step.seconds - compiled - lost
+        busy = rest * (1 - idle_share) if step.busy is None else min(step.busy, rest)
+        found.append(_Share(lost, compiled, rest - busy, busy, again, others))
+    return found
+
+
+def _padding(nodes: StepNodes, times: StepSeconds, step: MeasuredStep) -> float:
+    """The share of a recorded step that pads it."""
+    if not nodes.recorded:
+        return 0.0
+    own = [*nodes.inputs, *nodes.model, *nodes.draw]
+    real, padded = (
+        math.fsum(times.predictor.node(node, step.workload).seconds for node in each) for each in (own, nodes.timed)
+    )
+    return max(0.0, 1 - real / padded)
+
+
+def _by_name(
+    nodes: StepNodes,
+    times: StepSeconds,
+    step: MeasuredStep,
+    name_of: NameOf,
+    bounds: dict[str, dict[str, float]],
+) -> dict[str, _Sum]:
+    """Of one step: predicted seconds, floor and work of the nodes of each name."""
+    found: dict[str, _Sum] = defaultdict(_Sum)
+    for node in (*nodes.inputs, *nodes.model, *nodes.draw):
+        least = floor(node.cost, times.device, times.dtype, times.link)
+        seconds = times.predictor.node(node, step.workload).seconds
+        name = name_of(node)
+        found[name].add(_Sum(seconds, least.seconds, node.cost.flops, node.cost.bytes, node.cost.sent))
+        bounds[name][least.bound] += least.seconds
+    return found
+
+
+def _predicted(costs: Mapping[str, _Sum]) -> dict[str, float]:
+    return _as_shares({name: cost.seconds for name, cost in costs.items()})
+
+
+def _as_shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    whole = math.fsum(seconds.values())
+    return {name: one / whole for name, one in seconds.items()}
+
+
+def _bound(seconds: Mapping[str, float]) -> str:
+    return max(seconds, key=lambda name: seconds[name], default="memory")
+
+
+def _operation_parts(
+    listed: Sequence[tuple[str, _Sum]], bounds: Mapping[str, Mapping[str, float]], wall: float
+) -> list[Part]:
+    parts, small = [], 0.0
+    for name, one in listed:
+        over = one.seconds - one.floor
+        if one.sent:
+            parts.append(Part(f"{name}: messages between ranks", "system", "communication", over))
+        elif over < _LEAST_SHARE * wall:
+            small += over
+        else:
+            cause = _BOUNDS[_bound(bounds[name])]
+            parts.append(Part(f"{name} over its floor", "kernel", cause, over))
+    return [*parts, Part("other operations over their floors", "kernel", "memory", small)]
+
+
+def _other_parts(beside: Mapping[str, float], between: float) -> list[Part]:
+    return [
+        Part("values that operations hand on through memory", "graph", "memory", between),
+        Part("padding of recorded steps", "graph", "padding", beside["padding"]),
+        Part(LAUNCHES, "graph", "launch", beside["idle"]),
+        Part("tokens computed again after preemption", "system", "preemption", beside["again"]),
+        Part(PROMPTS, "system", "scheduling", beside["others"]),
+        Part("compilation", "system", "compilation", beside["compiled"]),
+        Part(TAKEN, "system", "host", beside["lost"]),
+    ]

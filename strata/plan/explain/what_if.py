@@ -1,0 +1,89 @@
+"""What a change would save: a run's requests through the engine's scheduler, with steps as they were measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from strata.plan.explain.measurement import MeasuredRequest, MeasuredStep, Measurement
+from strata.plan.explain.replay import Options, Replayed, replay
+from strata.plan.explain.step_fit import StepFit
+from strata.plan.explain.waterfalls import TOKENIZATION
+
+# Which wait of a run counts.
+_TAIL = 0.99
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """of_tail: what is explained is the wait between two tokens at its 99th percentile, not the run."""
+
+    measured: Measurement
+    of_tail: bool = False
+
+    @cached_property
+    def fit(self) -> StepFit:
+        return StepFit.of(self.measured.steps)
+
+    @cached_property
+    def options(self) -> Options:
+        return Options.of(self.measured.facts)
+
+    @cached_property
+    def between(self) -> float:
+        """Seconds between two steps, without what the host did before the first."""
+        named = math.fsum(self.measured.host.values())
+        return max(0.0, self.measured.between - named) / len(self.measured.steps)
+
+    @cached_property
+    def base(self) -> Replayed:
+        """The run as it was, by the fit."""
+        return replay(self.measured.requests, self.options, self.fit.seconds, self.between)
+
+    @cached_property
+    def replayed_share(self) -> float:
+        """Of the run, what the replay tells of: not tokenization, nor what other work took of the processors."""
+        if self.of_tail:
+            return 1.0
+        lost = self.measured.lost_between + math.fsum(
+            max(0.0, step.seconds - step.processor) for step in self.measured.steps if step.processor is not None
+        )
+        return max(0.0, 1 - (self.measured.host.get(TOKENIZATION, 0.0) + lost) / self.measured.wall)
+
+    def gain(
+        self,
+        changes: Mapping[str, int | bool] | None = None,
+        requests: Sequence[MeasuredRequest] | None = None,
+        steps: Sequence[MeasuredStep] = (),
+        *,
+        replaces: bool = False,
+    ) -> float:
+        """The share of the measured time that a change saves; negative if it costs time.
+
+        changes: of `Options`. requests: instead of the run's. steps: that were measured under the change; they join
+        those of the run, or replace them.
+        """
+        if not self.measured.requests:
+            return 0.0
+        fit = self.fit
+        if steps:
+            fit = StepFit.of(steps if replaces else (*self.measured.steps, *steps))
+        options = replace(self.options, **(changes or {}))  # type: ignore[arg-type]  # fields by name
+        try:
+            base = self.base if replaces or not steps else self._with(self.options, fit, self.measured.requests)
+            changed = self._with(options, fit, requests or self.measured.requests)
+        except ValueError:  # what a made up pool cannot hold is no remedy
+            return 0.0
+        before, after = self._seconds(base), self._seconds(changed)
+        return self.replayed_share * (1 - after / before) if before else 0.0
+
+    def _with(self, options: Options, fit: StepFit, requests: Sequence[MeasuredRequest]) -> Replayed:
+        return replay(requests, options, fit.seconds, self.between)
+
+    def _seconds(self, replayed: Replayed) -> float:
+        if not self.of_tail:
+            return replayed.wall
+        gaps = replayed.gaps
+        return gaps[min(len(gaps) - 1, math.floor(_TAIL * len(gaps)))] if gaps else 0.0

@@ -1,0 +1,146 @@
+"""Explanations of runs whose bottleneck was planted: the verdict names it, and promises what its remedy brings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from strata.hardware.roofline import Workload
+from strata.models.folder import folder_or_shape
+from strata.plan.explain.explain import explain
+from strata.plan.explain.explanation import Explanation
+from strata.plan.explain.measurement import DeviceState, MeasuredStep, TracedOperations
+from strata.plan.explain.step_fit import StepFit
+from strata.plan.meta_model import find_config, host_model
+from strata.plan.step_seconds import StepSeconds
+from tests.plan.explain.runs import BETWEEN, DEVICE, FACTS, law, requests, run, wall
+
+EVEN = requests(*((100, 24) for _ in range(16)))
+
+
+@pytest.fixture(scope="module")
+def times() -> StepSeconds:
+    return StepSeconds(host_model(find_config(folder_or_shape("builtin")), torch.bfloat16), DEVICE)
+
+
+def saved(before: float, after: float) -> float:
+    return 1 - after / before
+
+
+def check(found: Explanation, words: str, gain: float) -> None:
+    """The verdict says these words, its first remedy saves what it does, and the parts add up."""
+    assert words in found.verdict.symptom, found.verdict
+    assert found.verdict.remedies[0].gain == pytest.approx(gain, rel=0.25)
+    fall = found.waterfall
+    assert abs(fall.unexplained) <= 0.02 * fall.measured
+    assert 0 < fall.floor <= fall.measured
+
+
+def test_a_slow_host_loop(times: StepSeconds) -> None:
+    slow = 50e-3  # so much that a slow machine's scheduler is far below it
+    check(explain(run(EVEN, between=slow), times), "waits for the host", saved(wall(EVEN, between=slow), wall(EVEN)))
+
+
+def test_a_slow_tokenizer(times: StepSeconds) -> None:
+    measured = run(EVEN)
+    slow = replace(measured, wall=measured.wall + 0.5, host={"tokenization": 0.5})
+    check(explain(slow, times), "prompts become ids", saved(slow.wall, measured.wall))
+
+
+def test_other_work_on_the_processors(times: StepSeconds) -> None:
+    def halved(step: MeasuredStep) -> MeasuredStep:
+        return replace(step, processor=step.seconds / 2)
+
+    measured = run(EVEN, change=halved)
+    ran = math.fsum(step.processor or 0.0 for step in measured.steps) + BETWEEN * len(measured.steps)
+    check(explain(replace(measured, processor=ran), times), "other work takes the processors", 0.5)
+
+
+def test_a_batch_cap(times: StepSeconds) -> None:
+    facts = replace(FACTS, slots=2)
+    check(explain(run(EVEN, facts), times), "fewer sequences run at once", saved(wall(EVEN, facts), wall(EVEN)))
+
+
+def test_a_tiny_pool(times: StepSeconds) -> None:
+    asked = requests(*((100, 200) for _ in range(16)))
+    facts = replace(FACTS, kv_tokens=16 * 40)
+    measured = run(asked, facts)
+    assert measured.preemptions
+    found = explain(measured, times)
+    check(found, "KV capacity", saved(wall(asked, facts), wall(asked)))
+    assert found.waterfall.seconds(cause="preemption") > 0
+
+
+def test_no_prefix_cache_where_prompts_begin_alike(times: StepSeconds) -> None:
+    asked = requests(*((480, 8) for _ in range(16)), shared=400)
+    facts = replace(FACTS, caches_prefixes=False)
+    check(explain(run(asked, facts), times), "beginnings were computed", saved(wall(asked, facts), wall(asked)))
+
+
+def test_one_long_request(times: StepSeconds) -> None:
+    asked = requests(*((100, 24) for _ in range(15)), (100, 400))
+    check(explain(run(asked), times), "run on after all others", saved(wall(asked), wall(EVEN)))
+
+
+def test_huge_chunks(times: StepSeconds) -> None:
+    asked = [
+        replace(request, due=0.03 * index) for index, request in enumerate(requests(*((900, 20) for _ in range(24))))
+    ]
+    found = explain(run(asked), times, tail=True)
+    small = explain(run(asked, replace(FACTS, step_tokens=64)), times, tail=True)
+    check(found, "tokens wait for the prompts of others", saved(found.waterfall.measured, small.waterfall.measured))
+    assert found.verdict.remedies[0].option == "--max-num-batched-tokens"
+
+
+def test_a_dtype_that_is_wider_than_asked(times: StepSeconds) -> None:
+    wide = StepSeconds(replace(times.model, dtype=torch.float32), DEVICE)
+    facts = replace(FACTS, dtype="float32")
+    measured = run(EVEN, facts, seconds=lambda workload: wide.seconds(workload))
+    after = wall(EVEN, seconds=lambda workload: times.seconds(workload))
+    found = explain(measured, wide, wanted=times)
+    check(found, "float32, bfloat16 was asked", saved(measured.wall, after))
+
+
+def test_a_graph_that_is_not_fused(times: StepSeconds) -> None:
+    expected = {"linear": 21, "attention": 5}
+    facts = replace(FACTS, operations={"linear": 36, "attention": 5}, expected=expected)
+    each = 1e-4
+    share = {"decode": TracedOperations({"linear": 36 * each, "attention": 20 * each}, 56 * each)}
+    measured = run(EVEN, facts, seconds=lambda workload: 56 * each, traced=share | {"prompt": share["decode"]})
+    gain = saved(wall(EVEN, seconds=lambda workload: 56 * each), wall(EVEN, seconds=lambda workload: 41 * each))
+    check(explain(measured, times), "run one by one", gain)
+
+
+def test_launches_by_the_host(times: StepSeconds) -> None:
+    measured = run(EVEN, change=lambda step: replace(step, busy=step.seconds / 3))
+    found = explain(replace(measured, unrecorded=len(measured.steps)), times)
+    stepping = measured.stepping / measured.wall
+    check(found, "launches by the host", stepping * 2 / 3)
+    assert found.verdict.layer == "graph"
+
+
+def test_another_process_on_the_device(times: StepSeconds) -> None:
+    measured = run(EVEN, seconds=lambda workload: 3 * times.seconds(workload))
+    found = explain(replace(measured, device=DeviceState(others=("9.0 GiB in use",))), times)
+    alone = wall(EVEN, seconds=lambda workload: times.seconds(workload))
+    check(found, "the device is shared", saved(measured.wall, alone))
+
+
+def test_clocks_that_are_held_down(times: StepSeconds) -> None:
+    measured = run(EVEN, seconds=lambda workload: 1.3 * times.seconds(workload))
+    found = explain(replace(measured, device=DeviceState(slowed_by=("power limit",))), times)
+    assert found.verdict.cause == "power"
+
+
+def test_a_run_without_steps_is_refused(times: StepSeconds) -> None:
+    with pytest.raises(ValueError, match="no step"):
+        explain(replace(run(EVEN), steps=()), times)
+
+
+def test_steps_that_did_not_run_are_near_the_law() -> None:
+    fit = StepFit.of(run(EVEN).steps)
+    for workload in (Workload((1,) * 12, (110,) * 12), Workload((700,), (700,))):
+        assert fit.seconds(workload) == pytest.approx(law(workload), rel=0.25)
