@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +10,7 @@ import typer
 
 from strata.cli import options
 from strata.cli.bench.options import AsJson, LoadFormat, Model
+from strata.cli.explain_output import Html, TraceFile, show
 
 if TYPE_CHECKING:
     from strata.bench.explain.measure import Workload
@@ -31,6 +31,8 @@ def explain(
     prompt: Annotated[int | None, typer.Option(min=1, help="T3: tokens of each prompt, 512 if left out.")] = None,
     output: Annotated[int | None, typer.Option(min=1, help="T3: tokens of each output, 256 if left out.")] = None,
     probe: Annotated[bool, typer.Option(help="Try the best remedies on a short form of the test.")] = False,
+    html: Html = None,
+    trace: TraceFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a test and explain it: from the measured time down to the floor, and the verdict.
@@ -42,10 +44,7 @@ def explain(
     setup = Setup(model, load_format, dtype, device, deterministic, tensor_parallel_size)
     workload = _workload(test, prompt, output)
     found = explained(setup, workload, {"max_num_seqs": max_num_seqs}, probe=probe)
-    if as_json:
-        print(json.dumps(values(found)))
-    else:
-        draw(found)
+    show(found, as_json=as_json, html=html, trace=trace)
 
 
 def _workload(name: str, prompt: int | None, output: int | None) -> Workload:
@@ -101,53 +100,3 @@ def explained(setup: Setup, workload: Workload, changes: Mapping[str, Any], *, p
 
     prober: Callable[[Mapping[str, Any]], Sequence[MeasuredStep]] | None = tried if probe else None
     return explain_run(measured, times, prober=prober, sources=sources)
-
-
-def values(found: Explanation) -> dict[str, Any]:
-    """As JSON has it, with what follows from the parts."""
-    fall = found.waterfall
-    given = dataclasses.asdict(found)
-    given["waterfall"] |= {"unexplained": fall.unexplained, "share_of_floor": fall.floor / fall.measured}
-    given["verdict"]["line"] = found.verdict.line
-    return given
-
-
-def draw(found: Explanation) -> None:
-    """The waterfall, the operations beside their floors, and the verdict, as tables."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    from strata.graph.draw import duration, quantity
-
-    console, fall = Console(highlight=False), found.waterfall
-    table = Table(title=f"{found.title}; {found.device}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", overflow="fold")
-    for name in ("layer", "cause"):
-        table.add_column(name, no_wrap=True)
-    for name in ("time", "share"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_row("measured", "", "", duration(fall.measured), "")
-    for part in fall.parts:
-        table.add_row(part.name, part.layer, part.cause, duration(part.seconds), f"{part.seconds / fall.measured:.1%}")
-    table.add_row("not explained", "", "", duration(fall.unexplained), f"{fall.unexplained / fall.measured:.1%}")
-    table.add_row("floor", "", "", duration(fall.floor), f"{fall.floor / fall.measured:.1%}")
-    console.print(table)
-    operations = Table(title="operations", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    operations.add_column("")
-    for name in ("time", "floor", "FLOPs", "bytes"):
-        operations.add_column(name, justify="right", no_wrap=True)
-    operations.add_column("bound", no_wrap=True)
-    for one in found.operations:
-        amounts = quantity(one.flops), f"{quantity(one.bytes)}B"
-        operations.add_row(one.name, duration(one.seconds), duration(one.floor), *amounts, one.bound)
-    console.print(operations)
-    verdict = found.verdict
-    console.print(f"{verdict.layer}: {verdict.symptom} ({verdict.cause})", style="bold", markup=False, soft_wrap=True)
-    for line in verdict.evidence:
-        console.print(f"  {line}", markup=False, soft_wrap=True)
-    for remedy in verdict.remedies:
-        option = f" ({remedy.option})" if remedy.option else ""
-        console.print(f"  saves {remedy.gain:.0%}: {remedy.what}{option}", markup=False, soft_wrap=True)
-    for source in found.sources:
-        console.print(f"from {source}", style="dim", soft_wrap=True, markup=False)

@@ -22,6 +22,7 @@ from strata.plan.step_seconds import StepSeconds
 # A second of copies and products, where no probe of the processor was kept.
 _QUICK = cpu.CpuSizes(copied=64 << 20, squares=(512,), rows=(1, 16), width=1024, call=0.05)
 _QUICK_PARTS = 3  # copies, and products in two dtypes
+_TURNS = 3  # the best counts: others may have the processor for a while
 
 
 def processor_device() -> tuple[Device, tuple[str, ...]]:
@@ -31,7 +32,7 @@ def processor_device() -> tuple[Device, tuple[str, ...]]:
     if newest(name) is not None:
         return recognize(name) or Device("processor", name, ()), ()
     measured, began = Measured(), time.perf_counter()
-    measured.run(cpu.parts({}, _QUICK)[:_QUICK_PARTS], began + 60)
+    measured.run(_TURNS * cpu.parts({}, _QUICK)[:_QUICK_PARTS], began + 60)
     took = time.perf_counter() - began
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     report = ProbeReport(

@@ -1,0 +1,84 @@
+"""An explanation as tables, JSON, a page or a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from strata.bench.result import writable
+from strata.plan.explain.explanation import Explanation
+
+Html = Annotated[Path | None, typer.Option(help="Also write one self-contained page.", callback=writable)]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option("--trace", help="Also write a trace for Perfetto (.json or .json.gz).", callback=writable),
+]
+
+
+def show(found: Explanation, *, as_json: bool, html: Path | None, trace: Path | None) -> None:
+    """Tables or one JSON object on standard output, and the files that are asked for."""
+    from strata.plan.report.page import html_page
+    from strata.plan.report.trace import chrome_trace, write_trace
+
+    if html is not None:
+        html.write_text(html_page(found), encoding="utf-8")
+    if trace is not None:
+        write_trace(trace, chrome_trace(found))
+    if as_json:
+        print(json.dumps(values(found)))
+    else:
+        draw(found)
+
+
+def values(found: Explanation) -> dict[str, Any]:
+    """As JSON has it, with what follows from the parts."""
+    fall = found.waterfall
+    given = dataclasses.asdict(found)
+    given["waterfall"] |= {"unexplained": fall.unexplained, "share_of_floor": fall.floor / fall.measured}
+    given["verdict"]["line"] = found.verdict.line
+    return given
+
+
+def draw(found: Explanation) -> None:
+    """The waterfall, the operations beside their floors, and the verdict, as tables."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    from strata.graph.draw import duration, quantity
+
+    console, fall = Console(highlight=False), found.waterfall
+    table = Table(title=f"{found.title}; {found.device}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", overflow="fold")
+    for name in ("layer", "cause"):
+        table.add_column(name, no_wrap=True)
+    for name in ("time", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_row("measured", "", "", duration(fall.measured), "")
+    for part in fall.parts:
+        table.add_row(part.name, part.layer, part.cause, duration(part.seconds), f"{part.seconds / fall.measured:.1%}")
+    table.add_row("not explained", "", "", duration(fall.unexplained), f"{fall.unexplained / fall.measured:.1%}")
+    table.add_row("floor", "", "", duration(fall.floor), f"{fall.floor / fall.measured:.1%}")
+    console.print(table)
+    operations = Table(title="operations", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    operations.add_column("")
+    for name in ("time", "floor", "FLOPs", "bytes"):
+        operations.add_column(name, justify="right", no_wrap=True)
+    operations.add_column("bound", no_wrap=True)
+    for one in found.operations:
+        amounts = quantity(one.flops), f"{quantity(one.bytes)}B"
+        operations.add_row(one.name, duration(one.seconds), duration(one.floor), *amounts, one.bound)
+    console.print(operations)
+    verdict = found.verdict
+    console.print(f"{verdict.layer}: {verdict.symptom} ({verdict.cause})", style="bold", markup=False, soft_wrap=True)
+    for line in verdict.evidence:
+        console.print(f"  {line}", markup=False, soft_wrap=True)
+    for remedy in verdict.remedies:
+        option = f" ({remedy.option})" if remedy.option else ""
+        console.print(f"  saves {remedy.gain:.0%}: {remedy.what}{option}", markup=False, soft_wrap=True)
+    for source in found.sources:
+        console.print(f"from {source}", style="dim", soft_wrap=True, markup=False)
