@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from strata.files.fields import Fields
 from strata.files.json_object import read_existing_object
 from strata.models import generation_fields
-from strata.models.expert_config import ExpertsConfig, mixtral_fields, qwen3_moe_fields, read_mixtral, read_qwen3_moe
-from strata.models.rotary import DynamicRope, RopeConfig, read_rope
+from strata.models.expert_config import ExpertsConfig
+from strata.models.family_config import FAMILY_CONFIGS, FamilyConfig
+from strata.models.layer_config import read_rotated, read_windows
+from strata.models.rope_config import read_ropes
+from strata.models.rotary import RopeConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -25,6 +28,7 @@ class ModelConfig:
 
     windows: for each layer, how many of the latest tokens a query sees (itself included); None means all.
     attention_bias, mlp_bias: the fields of that name; false in families without them.
+    rotated: for each layer whether positions rotate its queries and keys; empty: all do.
     tied: whether the head is the embedding matrix.
     experts: None in families without them.
     max_length: max_position_embeddings, to which the rotary embedding relates; `longest` is what a sequence may have.
@@ -43,6 +47,7 @@ class ModelConfig:
     max_length: int
     rope: RopeConfig
     windows: tuple[int | None, ...]
+    rotated: tuple[bool, ...] = ()
     attention_bias: bool = False
     mlp_bias: bool = False
     tied: bool = False
@@ -62,12 +67,32 @@ class ModelConfig:
         """Of a layer that has some; 0 in families without them."""
         return 0 if self.experts is None else self.experts.count
 
+    @property
+    def layer_kinds(self) -> list[tuple[Any, ...]]:
+        """For each layer what it may have other than its neighbours: window, rotation, experts."""
+        rotated = self.rotated or (True,) * self.num_layers
+        sparse = (False,) * self.num_layers if self.experts is None else self.experts.layers
+        return list(zip(self.windows, rotated, sparse, strict=True))
+
+    def with_layers(self, layers: Sequence[int]) -> ModelConfig:
+        """The config of a model of these layers alone, by their numbers here."""
+        experts = self.experts
+        if experts is not None:
+            experts = replace(experts, layers=tuple(experts.layers[layer] for layer in layers))
+        return replace(
+            self,
+            num_layers=len(layers),
+            windows=tuple(self.windows[layer] for layer in layers),
+            rotated=tuple(self.rotated[layer] for layer in layers) if self.rotated else (),
+            experts=experts,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """A config.json that transformers 4 and 5 and vLLM read; `config_from_dict` gives this config again."""
         rope = self.rope.to_dict()
         values: dict[str, Any] = {
             "architectures": [self.architecture],
-            "model_type": _FAMILIES[self.architecture].model_type,
+            "model_type": FAMILY_CONFIGS[self.architecture].model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -87,77 +112,8 @@ class ModelConfig:
         }
         if self.dtype is not None:
             values["torch_dtype"] = str(self.dtype).removeprefix("torch.")
-        return values | _FAMILIES[self.architecture].own_fields(self)
+        return values | FAMILY_CONFIGS[self.architecture].own_fields(self)
 
-
-_ReadExperts = Callable[[Fields, int, int], ExpertsConfig]
-_WriteExperts = Callable[[ExpertsConfig], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class _Family:
-    """What an absent field means in a family, and which fields are its own. The values are transformers'."""
-
-    model_type: str
-    max_length: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    bos_id: int | None = None
-    eos_id: int | None = None
-    norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    window: int | None = 4096
-    biases: tuple[str, ...] = ()
-    # Which layers have a sliding window: none, all, all if `use_sliding_window` says so ("switched"), or those that
-    # `layer_types` or `max_window_layers` name.
-    sliding: Literal["none", "all", "switched", "some"] = "none"
-    # Reads the fields of experts from layers and intermediate_size, and writes them.
-    experts: tuple[_ReadExperts, _WriteExperts] | None = None
-
-    def own_fields(self, config: ModelConfig) -> dict[str, Any]:
-        values: dict[str, Any] = {key: getattr(config, key) for key in self.biases}
-        window = next((window for window in config.windows if window is not None), None)
-        if self.sliding != "none":
-            values["sliding_window"] = window
-        if self.sliding in ("switched", "some"):
-            values["use_sliding_window"] = window is not None
-        if self.sliding == "some":
-            values["layer_types"] = [_FULL if one is None else _SLIDING for one in config.windows]
-        if self.experts is not None and config.experts is not None:
-            values |= self.experts[1](config.experts)
-        return values
-
-
-_FAMILIES = {
-    "LlamaForCausalLM": _Family("llama", 2048, bos_id=1, eos_id=2, biases=("attention_bias", "mlp_bias")),
-    "MistralForCausalLM": _Family("mistral", 131072, num_kv_heads=8, bos_id=1, eos_id=2, sliding="all"),
-    "Qwen2ForCausalLM": _Family("qwen2", 32768, num_kv_heads=32, sliding="some"),
-    "Qwen3ForCausalLM": _Family(
-        "qwen3", 32768, num_kv_heads=32, head_dim=128, sliding="some", biases=("attention_bias",)
-    ),
-    "MixtralForCausalLM": _Family(
-        "mixtral",
-        131072,
-        num_kv_heads=8,
-        bos_id=1,
-        eos_id=2,
-        norm_eps=1e-5,
-        rope_theta=1000000.0,
-        window=None,
-        sliding="all",
-        experts=(read_mixtral, mixtral_fields),
-    ),
-    "Qwen3MoeForCausalLM": _Family(
-        "qwen3_moe",
-        32768,
-        num_kv_heads=4,
-        sliding="switched",
-        biases=("attention_bias",),
-        experts=(read_qwen3_moe, qwen3_moe_fields),
-    ),
-}
-
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 # Fields without effect on the logits. Generation parameters in config.json are for `read_generation_config`.
 _BOOKKEEPING = """
@@ -191,12 +147,13 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
         raise ValueError(f"{where}: expected a JSON object, found {type(values).__name__}")
     fields = Fields(values, where)
     architecture = _read_architecture(fields)
-    family = _FAMILIES[architecture]
+    family = FAMILY_CONFIGS[architecture]
     num_layers = fields.count("num_hidden_layers")
     hidden_size = fields.count("hidden_size")
     num_heads, num_kv_heads, head_dim = _read_heads(fields, family, hidden_size)
     max_length = fields.count("max_position_embeddings", family.max_length)
     intermediate_size = fields.count("intermediate_size")
+    rotated = read_rotated(fields, family, num_layers)
     config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
@@ -208,15 +165,16 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
         head_dim=head_dim,
         norm_eps=fields.number("rms_norm_eps", family.norm_eps),
         max_length=max_length,
-        rope=_read_rope(fields, family, head_dim, max_length),
-        windows=_read_windows(fields, family, num_layers),
+        rope=read_ropes(fields, family, head_dim, max_length),
+        windows=read_windows(fields, family, num_layers, rotated),
+        rotated=rotated,
         attention_bias=_read_bias(fields, family, "attention_bias"),
         mlp_bias=_read_bias(fields, family, "mlp_bias"),
-        tied=fields.flag("tie_word_embeddings", False),
+        tied=fields.flag("tie_word_embeddings", family.tied),
         dtype=_read_dtype(fields),
         bos_id=_read_id(fields, "bos_token_id", family.bos_id),
         eos_ids=_read_ids(fields, "eos_token_id", family.eos_id),
-        pad_id=_read_id(fields, "pad_token_id", None),
+        pad_id=_read_id(fields, "pad_token_id", family.pad_id),
         experts=None if family.experts is None else family.experts[0](fields, num_layers, intermediate_size),
     )
     _refuse_changed_mathematics(fields)
@@ -237,14 +195,14 @@ def _refuse_misspelt(fields: Fields, values: Collection[str], known: Collection[
 
 def _read_architecture(fields: Fields) -> str:
     named = fields.take("architectures")
-    if not isinstance(named, list) or len(named) != 1 or named[0] not in list(_FAMILIES):
-        raise fields.wrong("architectures", named, "a list with one of " + ", ".join(_FAMILIES))
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in list(FAMILY_CONFIGS):
+        raise fields.wrong("architectures", named, "a list with one of " + ", ".join(FAMILY_CONFIGS))
     architecture: str = named[0]
-    fields.only("model_type", _FAMILIES[architecture].model_type, f"architectures names {architecture}")
+    fields.only("model_type", FAMILY_CONFIGS[architecture].model_type, f"architectures names {architecture}")
     return architecture
 
 
-def _read_heads(fields: Fields, family: _Family, hidden_size: int) -> tuple[int, int, int]:
+def _read_heads(fields: Fields, family: FamilyConfig, hidden_size: int) -> tuple[int, int, int]:
     """Query heads, key/value heads, dimensions of a head."""
     num_heads = fields.count("num_attention_heads")
     # An explicit null means as many as query heads, an absent field the default of the family.
@@ -265,94 +223,11 @@ def _read_heads(fields: Fields, family: _Family, hidden_size: int) -> tuple[int,
     return num_heads, num_kv_heads, head_dim
 
 
-def _read_bias(fields: Fields, family: _Family, key: str) -> bool:
+def _read_bias(fields: Fields, family: FamilyConfig, key: str) -> bool:
     if key in family.biases:
         return fields.flag(key, False)
     fields.only(key, False, f"the biases of {family.model_type} are fixed")
     return False
-
-
-def _read_rope(fields: Fields, family: _Family, head_dim: int, max_length: int) -> RopeConfig:
-    """From `rope_theta` and `rope_scaling` (classic) or `rope_parameters` (transformers 5)."""
-    theta = fields.number("rope_theta", family.rope_theta)
-    original = fields.take("original_max_position_embeddings", None)
-    key = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
-    scaling, parameters = fields.take("rope_scaling", None), fields.take("rope_parameters", None)
-    if scaling and parameters:
-        raise fields.wrong("rope_parameters", parameters, "null beside rope_scaling")
-    values = scaling or parameters or {}
-    if not isinstance(values, dict):
-        raise fields.wrong(key, values, "an object or null")
-    values = _same_for_all_layers(fields, key, values)
-    if original is not None:
-        values = values | {"original_max_position_embeddings": original}
-    rope = read_rope(Fields(values, f"{fields.where}, {key}"), theta, max_length)
-    if isinstance(rope, DynamicRope) and head_dim == 2:
-        raise fields.wrong("head_dim", head_dim, "at least 4 with rope_type 'dynamic'")
-    return rope
-
-
-def _same_for_all_layers(fields: Fields, key: str, values: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 may key the parameters by layer type; only equal ones are supported."""
-    if not values.keys() & {_FULL, _SLIDING}:
-        return values
-    kinds = list(values.values())
-    if not values.keys() <= {_FULL, _SLIDING} or any(kind != kinds[0] for kind in kinds):
-        raise fields.wrong(key, values, "the same parameters for every layer type")
-    if not isinstance(kinds[0], dict):
-        raise fields.wrong(key, values, "an object for each layer type")
-    return kinds[0]
-
-
-def _read_windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer, from `sliding_window`, `use_sliding_window`, `max_window_layers`, `layer_types`."""
-    types = _read_layer_types(fields, num_layers)
-    if family.sliding == "none":
-        fields.only("sliding_window", None, "this family attends to the whole sequence")
-        windows: tuple[int | None, ...] = (None,) * num_layers
-    elif family.sliding == "all":
-        windows = (_read_window(fields, family),) * num_layers
-    elif family.sliding == "switched":
-        used, window = fields.flag("use_sliding_window", False), _read_window(fields, family)
-        fields.count("max_window_layers", 0, least=0)  # transformers gives all layers the window
-        windows = (window if used else None,) * num_layers
-    else:
-        windows = _read_windows_by_layer(fields, family, types, num_layers)
-    if types is not None and [kind == _SLIDING for kind in types] != [window is not None for window in windows]:
-        expected = "what sliding_window (and use_sliding_window) say of this family's layers"
-        raise fields.wrong("layer_types", types, expected)
-    return windows
-
-
-def _read_windows_by_layer(
-    fields: Fields, family: _Family, types: list[str] | None, num_layers: int
-) -> tuple[int | None, ...]:
-    used, window = fields.flag("use_sliding_window", False), _read_window(fields, family)
-    first = fields.count("max_window_layers", 28, least=0)
-    if not used or window is None:
-        return (None,) * num_layers
-    if types is None:
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    return tuple(window if kind == _SLIDING else None for kind in types)
-
-
-def _read_layer_types(fields: Fields, num_layers: int) -> list[str] | None:
-    types: list[str] | None = fields.take("layer_types", None)
-    if types is None:
-        return None
-    if not isinstance(types, list) or len(types) != num_layers:
-        raise fields.wrong("layer_types", types, f"a list with an entry for each of the {num_layers} layers")
-    if any(kind not in (_FULL, _SLIDING) for kind in types):
-        raise fields.wrong("layer_types", types, f"a list of {_FULL!r} and {_SLIDING!r}")
-    return types
-
-
-def _read_window(fields: Fields, family: _Family) -> int | None:
-    # An explicit null means no window, an absent field the default of the family.
-    if not fields.has("sliding_window") and (fields.is_null("sliding_window") or family.window is None):
-        fields.take("sliding_window", None)
-        return None
-    return fields.count("sliding_window", family.window)
 
 
 def _read_dtype(fields: Fields) -> torch.dtype | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from strata.models.config import ModelConfig
+from strata.models.family.llama import Llama
+from strata.models.family.mistral import Mistral
+from strata.models.family.mixtral import Mixtral
+from strata.models.family.qwen2 import Qwen2
+from strata.models.family.qwen3 import Qwen3
+from strata.models.family.qwen3_moe import Qwen3MoE
+from strata.models.family.smollm3 import SmolLM3
 from strata.models.layers import CausalLM
-from strata.models.llama import Llama
-from strata.models.mistral import Mistral
-from strata.models.mixtral import Mixtral
-from strata.models.qwen2 import Qwen2
-from strata.models.qwen3 import Qwen3
-from strata.models.qwen3_moe import Qwen3MoE
 
 FAMILIES: dict[str, type[CausalLM]] = {
     "LlamaForCausalLM": Llama,
@@ -18,6 +19,7 @@ FAMILIES: dict[str, type[CausalLM]] = {
     "Qwen3ForCausalLM": Qwen3,
     "MixtralForCausalLM": Mixtral,
     "Qwen3MoeForCausalLM": Qwen3MoE,
+    "SmolLM3ForCausalLM": SmolLM3,
 }
 
 

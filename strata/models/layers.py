@@ -104,10 +104,14 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         return q, k, v
 
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Queries or keys [tokens, heads, head_dim], rotated by the angles of their positions (`rope_angles`)."""
+        return rope(x, cos, sin)
+
     def forward(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.heads(x)
-        q = rope(q, cos, sin)
-        k = rope(k, cos, sin)
+        q = self.rotate(q, cos, sin)
+        k = self.rotate(k, cos, sin)
         k, v = kv_write(k, v, batch.pages, self.spec.layer)
         mixed = attention(q, k, v, batch, self.spec)
         return self.o_proj(mixed.flatten(-2))

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from strata.comm.mesh import Axis
 from strata.comm.to_device import to_device
-from strata.kernels.rotary.rope import rope
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.layers import Attention
@@ -107,7 +106,7 @@ def _forward(self: Attention, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor)
     assert batch.axis is not None
     assert batch.whole is not None
     q, k, v = self.heads(x)
-    q, k = rope(q, cos, sin), rope(k, cos, sin)
+    q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
     scale, window = self.spec.scale, self.spec.window
     if batch.ring_steps is not None and (window is None or window >= batch.whole.longest):
         mixed = ring_attention(q, k, v, batch.ring_steps, batch.axis, scale)

@@ -45,6 +45,7 @@ TABLES: Mapping[str, Table] = {
     "Qwen3ForCausalLM": _ATTENTION_AND_ENDS + _HEAD_NORMS + _MLP,
     "MixtralForCausalLM": _ATTENTION_AND_ENDS + _EXPERTS,
     "Qwen3MoeForCausalLM": _ATTENTION_AND_ENDS + _HEAD_NORMS + _MLP + _EXPERTS,
+    "SmolLM3ForCausalLM": _ATTENTION_AND_ENDS + _MLP,
 }
 
 

@@ -145,10 +145,7 @@ class RankShard:
 
 def stage_config(config: ModelConfig, first: int, end: int) -> ModelConfig:
     """The config of the layers [first, end), from which the KV pool of their stage follows."""
-    experts = config.experts
-    if experts is not None:
-        experts = replace(experts, layers=experts.layers[first:end])
-    return replace(config, num_layers=end - first, windows=config.windows[first:end], experts=experts)
+    return config.with_layers(range(first, end))
 
 
 def rank_config(

@@ -25,7 +25,7 @@ from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build
 from tests.models.batches import HandPaged, packed, random_sequences
-from tests.models.checkpoints import FAMILY_CONFIGS
+from tests.models.checkpoints import ALIKE_CONFIGS, FAMILY_CONFIGS
 
 from .tiny import VOCABULARY, Tiny
 from .tiny import packed as tiny_batch
@@ -43,7 +43,7 @@ def model_of(config: dict[str, Any]) -> tuple[nn.Module, ModelConfig]:
     return model, read
 
 
-@families
+@pytest.mark.parametrize("config", [config for _, config in ALIKE_CONFIGS], ids=[n for n, _ in ALIKE_CONFIGS])
 def test_node_counts_of_every_family(config: dict[str, Any]) -> None:
     with torch.device("meta"):
         model = build(config_from_dict(config))

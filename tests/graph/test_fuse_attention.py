@@ -24,7 +24,7 @@ from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build
 from tests.models.batches import HandPaged, random_sequences
-from tests.models.checkpoints import FAMILY_CONFIGS
+from tests.models.checkpoints import ALIKE_CONFIGS, FAMILY_CONFIGS
 
 from .tiny import Tiny
 from .tiny import packed as tiny_batch
@@ -44,7 +44,7 @@ def on_meta(config: dict[str, Any]) -> tuple[fx.GraphModule, ModelConfig]:
         return fused(build(read)), read
 
 
-@families
+@pytest.mark.parametrize("config", [config for _, config in ALIKE_CONFIGS], ids=[n for n, _ in ALIKE_CONFIGS])
 def test_node_counts_of_every_family(config: dict[str, Any]) -> None:
     graph, read = on_meta(config)
     expected = operation_counts(graph)

@@ -24,7 +24,7 @@ from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build
 from tests.models.batches import HandPaged, packed, random_sequences
-from tests.models.checkpoints import FAMILY_CONFIGS
+from tests.models.checkpoints import ALIKE_CONFIGS, FAMILY_CONFIGS
 
 families = pytest.mark.parametrize(
     "config", [config for _, config in FAMILY_CONFIGS], ids=[n for n, _ in FAMILY_CONFIGS]
@@ -44,7 +44,7 @@ def plain(model: nn.Module) -> fx.GraphModule:
     return fuse(merge(compose(capture(model), capture_head(model))))
 
 
-@families
+@pytest.mark.parametrize("config", [config for _, config in ALIKE_CONFIGS], ids=[n for n, _ in ALIKE_CONFIGS])
 def test_node_counts_of_every_family(config: dict[str, Any]) -> None:
     with torch.device("meta"):
         model = build(config_from_dict(config))

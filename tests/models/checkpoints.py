@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-Config = dict[str, Any]
+from .later_checkpoints import LATER_CONFIGS, Config, sizes
 
 
 def _llama(**own: Any) -> Config:
@@ -32,22 +32,12 @@ def _qwen3(**own: Any) -> Config:
     return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu"} | own
 
 
-def _sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None) -> Config:
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-    }
-
-
-FAMILY_CONFIGS: list[tuple[str, Config]] = [
+# Families in which every layer has the same operations in the same order.
+ALIKE_CONFIGS: list[tuple[str, Config]] = [
     (
         "llama-llama3",
         _llama(
-            **_sizes(131, 56, 93, 2, 7, 1),
+            **sizes(131, 56, 93, 2, 7, 1),
             head_dim=16,
             max_position_embeddings=256,
             rms_norm_eps=1e-5,
@@ -65,7 +55,7 @@ FAMILY_CONFIGS: list[tuple[str, Config]] = [
     (
         "llama-biases-linear-tied",
         _llama(
-            **_sizes(97, 40, 75, 2, 4, 2),
+            **sizes(97, 40, 75, 2, 4, 2),
             max_position_embeddings=128,
             attention_bias=True,
             mlp_bias=True,
@@ -77,7 +67,7 @@ FAMILY_CONFIGS: list[tuple[str, Config]] = [
     (
         "llama-dynamic",
         _llama(
-            **_sizes(101, 36, 50, 3, 3, None),
+            **sizes(101, 36, 50, 3, 3, None),
             max_position_embeddings=96,
             rope_parameters={"rope_type": "dynamic", "factor": 2.5, "rope_theta": 20000.0},
             dtype="float32",
@@ -86,7 +76,7 @@ FAMILY_CONFIGS: list[tuple[str, Config]] = [
     (
         "llama-yarn",
         _llama(
-            **_sizes(77, 48, 64, 2, 6, 3),
+            **sizes(77, 48, 64, 2, 6, 3),
             max_position_embeddings=256,
             rope_parameters={
                 "rope_type": "yarn",
@@ -104,7 +94,7 @@ FAMILY_CONFIGS: list[tuple[str, Config]] = [
     (
         "mistral-window",
         _mistral(
-            **_sizes(131, 44, 61, 2, 6, 2),
+            **sizes(131, 44, 61, 2, 6, 2),
             head_dim=24,
             max_position_embeddings=512,
             sliding_window=5,
@@ -115,7 +105,7 @@ FAMILY_CONFIGS: list[tuple[str, Config]] = [
     (
         "mistral-yarn",
         _mistral(
-            **_sizes(99, 56, 80, 2, 7, 1),
+            **sizes(99, 56, 80, 2, 7, 1),
             head_dim=None,
             max_position_embeddings=256,
             sliding_window=None,
@@ -131,7 +121,7 @@ FAMILY_CONFIGS: list[tuple[str, Config]] = [
     (
         "mistral-window-linear-tied",
         _mistral(
-            **_sizes(83, 32, 40, 3, 4, 4),
+            **sizes(83, 32, 40, 3, 4, 4),
             max_position_embeddings=64,
             sliding_window=9,
             rope_scaling={"rope_type": "linear", "factor": 2.0, "type": "linear"},
@@ -141,7 +131,7 @@ FAMILY_CONFIGS: list[tuple[str, Config]] = [
     (
         "qwen2-tied",
         _qwen2(
-            **_sizes(139, 56, 70, 2, 14, 2),
+            **sizes(139, 56, 70, 2, 14, 2),
             max_position_embeddings=128,
             rope_theta=1000000.0,
             use_sliding_window=False,
@@ -154,7 +144,7 @@ FAMILY_CONFIGS: list[tuple[str, Config]] = [
     (
         "qwen2-window",
         _qwen2(
-            **_sizes(89, 36, 52, 3, 6, 2),
+            **sizes(89, 36, 52, 3, 6, 2),
             max_position_embeddings=128,
             use_sliding_window=True,
             sliding_window=6,
@@ -165,7 +155,7 @@ FAMILY_CONFIGS: list[tuple[str, Config]] = [
     (
         "qwen2-layer-types-dynamic",
         _qwen2(
-            **_sizes(107, 48, 66, 3, 4, 1),
+            **sizes(107, 48, 66, 3, 4, 1),
             max_position_embeddings=128,
             use_sliding_window=True,
             sliding_window=7,
@@ -177,7 +167,7 @@ FAMILY_CONFIGS: list[tuple[str, Config]] = [
     (
         "qwen3-tied",
         _qwen3(
-            **_sizes(151, 40, 56, 2, 4, 2),
+            **sizes(151, 40, 56, 2, 4, 2),
             head_dim=32,
             max_position_embeddings=128,
             rope_theta=1000000.0,
@@ -191,7 +181,7 @@ FAMILY_CONFIGS: list[tuple[str, Config]] = [
     (
         "qwen3-biases-window",
         _qwen3(
-            **_sizes(103, 42, 60, 2, 7, 1),
+            **sizes(103, 42, 60, 2, 7, 1),
             head_dim=12,
             max_position_embeddings=128,
             attention_bias=True,
@@ -211,13 +201,14 @@ FAMILY_CONFIGS: list[tuple[str, Config]] = [
     (
         "qwen3-linear",
         _qwen3(
-            **_sizes(91, 48, 72, 2, 6, 3),
+            **sizes(91, 48, 72, 2, 6, 3),
             head_dim=20,
             max_position_embeddings=128,
             rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 1.5},
         ),
     ),
 ]
+FAMILY_CONFIGS = ALIKE_CONFIGS + LATER_CONFIGS
 
 
 def make_checkpoint(folder: Path, config: Config, seed: int = 0) -> Path:

@@ -27,6 +27,7 @@ MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "SmolLM3ForCausalLM": "smollm3",
 }
 
 
@@ -116,6 +117,20 @@ def test_named_shapes_are_what_transformers_reads(name: str) -> None:
     assert_agrees(SHAPES[name])
 
 
+def test_layers_that_are_not_rotated() -> None:
+    """In `no_rope_layers` 1 means that a layer is rotated; without it every fourth layer is not."""
+    config = config_from_dict(least("SmolLM3ForCausalLM", num_hidden_layers=5))
+    assert config.rotated == (True, True, True, False, True)
+    assert config.with_layers([3, 0]).rotated == (False, True)
+    named = config_from_dict(least("SmolLM3ForCausalLM", no_rope_layers=[0, 1, 1]))
+    assert named.rotated == (False, True)
+    for wrong in ([1], [1, 2], [True, False], "all"):
+        with pytest.raises(ValueError, match=r"no_rope_layers = .* is not supported; accepted is a list with 0 or 1"):
+            config_from_dict(least("SmolLM3ForCausalLM", no_rope_layers=wrong))
+    with pytest.raises(ValueError, match="unknown field no_rope_layers"):
+        config_from_dict(least("LlamaForCausalLM", no_rope_layers=[1, 1]))
+
+
 numbers = st.floats(1.0, 64.0)
 lengths = st.integers(16, 8192)
 ropes = st.one_of(
@@ -176,10 +191,10 @@ def test_generation_parameters_are_ignored_as_transformers_ignores_them() -> Non
 @settings(max_examples=60, deadline=None)
 @given(key=st.text(min_size=1), architecture=st.sampled_from(list(MODEL_TYPES)))
 def test_an_unknown_field_is_named(key: str, architecture: str) -> None:
-    known = {*oracle(least(architecture)).to_dict(), *GENERATION, "rope_scaling", "rope_theta"}
-    if key in known:
+    read = {"rope_scaling", "rope_theta", "partial_rotary_factor", "num_local_experts", "num_experts"}
+    if key in {*oracle(least(architecture)).to_dict(), *GENERATION, *read}:
         return
-    with pytest.raises(ValueError, match="unknown field") as error:
+    with pytest.raises(ValueError, match=r"unknown field|is not supported") as error:
         config_from_dict(least(architecture, **{key: 1}))
     assert key in str(error.value)
 

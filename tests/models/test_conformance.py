@@ -83,7 +83,8 @@ def test_gradients_equal_transformers(checkpoint: Checkpoint) -> None:
     found = torch.autograd.grad(loss, list(ours.values()))
     wanted = torch.autograd.grad(expected, [theirs[name] for name in ours])
     for name, mine, other in zip(ours, found, wanted, strict=True):
-        assert worst(mine, other) <= TOLERANCE * other.abs().max().item(), name
+        # Softmax does not see what is added to all keys, so a bias of keys that are not rotated has no gradient at all.
+        assert worst(mine, other) <= TOLERANCE * max(1.0, other.abs().max().item()), name
 
 
 @torch.no_grad()

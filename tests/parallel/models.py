@@ -47,6 +47,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 10,
         "mlp_only_layers": [0],
     },
+    "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
 }
 
 

@@ -98,14 +98,9 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
 
 def shortened(config: ModelConfig) -> ModelConfig:
     """With as few layers as have a first, a last and one of each kind between: all others launch what these do."""
-    have_experts = (False,) * config.num_layers if config.experts is None else config.experts.layers
-    kinds = list(zip(config.windows, have_experts, strict=True))
-    kept = (kinds[0], *dict.fromkeys(kinds), kinds[-1])
-    if len(kept) >= config.num_layers:
-        return config
-    windows, sparse = zip(*kept, strict=True)
-    experts = None if config.experts is None else replace(config.experts, layers=sparse)
-    return replace(config, num_layers=len(kept), windows=windows, experts=experts)
+    kinds = config.layer_kinds
+    kept = (0, *dict.fromkeys(kinds.index(kind) for kind in kinds), config.num_layers - 1)
+    return config if len(kept) >= config.num_layers else config.with_layers(kept)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -27,17 +27,10 @@ class LayerCost:
 
 def layer_costs(config: ModelConfig, length: int) -> tuple[LayerCost, ...]:
     """Of each layer, with sequences of so many tokens. Whatever is neither a product nor attention does not count."""
-    mixtures = (False,) * config.num_layers if config.experts is None else config.experts.layers
-    kinds = list(zip(config.windows, mixtures, strict=True))
+    kinds = config.layer_kinds
     unlike = list(dict.fromkeys(kinds))  # a layer of each kind tells of all
-    of_unlike = _unlike_costs(_with_layers(config, unlike), length)
+    of_unlike = _unlike_costs(config.with_layers([kinds.index(kind) for kind in unlike]), length)
     return tuple(of_unlike[unlike.index(kind)] for kind in kinds)
-
-
-def _with_layers(config: ModelConfig, kinds: list[tuple[int | None, bool]]) -> ModelConfig:
-    windows, mixtures = zip(*kinds, strict=True)
-    experts = None if config.experts is None else replace(config.experts, layers=mixtures)
-    return replace(config, num_layers=len(kinds), windows=windows, experts=experts)
 
 
 def _unlike_costs(config: ModelConfig, length: int) -> tuple[LayerCost, ...]:

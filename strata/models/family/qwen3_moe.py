@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from strata.models.config import ModelConfig
 from strata.models.experts import ExpertNames, SparseCausalLM
+from strata.models.family.qwen3 import Qwen3Attention
 from strata.models.layers import Attention
-from strata.models.qwen3 import Qwen3Attention
 
 
 class Qwen3MoE(SparseCausalLM):

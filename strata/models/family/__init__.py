@@ -1,0 +1,1 @@
+"""One file per family: what its layers compute, under the names of its checkpoints."""

@@ -1,0 +1,99 @@
+"""What an absent field of config.json means in each family, and which fields are a family's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from strata.files.fields import Fields
+from strata.models.expert_config import ExpertsConfig, mixtral_fields, qwen3_moe_fields, read_mixtral, read_qwen3_moe
+
+if TYPE_CHECKING:
+    from strata.models.config import ModelConfig
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+_ReadExperts = Callable[[Fields, int, int], ExpertsConfig]
+_WriteExperts = Callable[[ExpertsConfig], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class FamilyConfig:
+    """The values that transformers takes for absent fields, and the fields that other families do not have."""
+
+    model_type: str
+    max_length: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    bos_id: int | None = None
+    eos_id: int | None = None
+    pad_id: int | None = None
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    window: int | None = 4096
+    tied: bool = False
+    biases: tuple[str, ...] = ()
+    # Which layers have a sliding window: none, all, all if `use_sliding_window` says so ("switched"), those that
+    # `layer_types` or `max_window_layers` name ("some"), or those that `no_rope_layers` leaves unrotated.
+    sliding: Literal["none", "all", "switched", "some", "unrotated"] = "none"
+    # Reads the fields of experts from layers and intermediate_size, and writes them.
+    experts: tuple[_ReadExperts, _WriteExperts] | None = None
+
+    def own_fields(self, config: ModelConfig) -> dict[str, Any]:
+        values: dict[str, Any] = {key: getattr(config, key) for key in self.biases}
+        window = next((window for window in config.windows if window is not None), None)
+        if self.sliding != "none":
+            values["sliding_window"] = window
+        if self.sliding in ("switched", "some", "unrotated"):
+            values["use_sliding_window"] = window is not None
+        if self.sliding in ("some", "unrotated"):
+            values["layer_types"] = [FULL if one is None else SLIDING for one in config.windows]
+        if self.sliding == "unrotated":
+            values["no_rope_layers"] = [int(rotated) for rotated in config.rotated]
+        if self.experts is not None and config.experts is not None:
+            values |= self.experts[1](config.experts)
+        return values
+
+
+FAMILY_CONFIGS = {
+    "LlamaForCausalLM": FamilyConfig("llama", 2048, bos_id=1, eos_id=2, biases=("attention_bias", "mlp_bias")),
+    "MistralForCausalLM": FamilyConfig("mistral", 131072, num_kv_heads=8, bos_id=1, eos_id=2, sliding="all"),
+    "Qwen2ForCausalLM": FamilyConfig("qwen2", 32768, num_kv_heads=32, sliding="some"),
+    "Qwen3ForCausalLM": FamilyConfig(
+        "qwen3", 32768, num_kv_heads=32, head_dim=128, sliding="some", biases=("attention_bias",)
+    ),
+    "MixtralForCausalLM": FamilyConfig(
+        "mixtral",
+        131072,
+        num_kv_heads=8,
+        bos_id=1,
+        eos_id=2,
+        norm_eps=1e-5,
+        rope_theta=1000000.0,
+        window=None,
+        sliding="all",
+        experts=(read_mixtral, mixtral_fields),
+    ),
+    "Qwen3MoeForCausalLM": FamilyConfig(
+        "qwen3_moe",
+        32768,
+        num_kv_heads=4,
+        sliding="switched",
+        biases=("attention_bias",),
+        experts=(read_qwen3_moe, qwen3_moe_fields),
+    ),
+    "SmolLM3ForCausalLM": FamilyConfig(
+        "smollm3",
+        32768,
+        num_kv_heads=4,
+        bos_id=128000,
+        eos_id=128001,
+        pad_id=128004,
+        rope_theta=2000000.0,
+        window=None,
+        tied=True,
+        biases=("attention_bias", "mlp_bias"),
+        sliding="unrotated",
+    ),
+}

@@ -1,0 +1,75 @@
+"""Configs of the families beyond Llama, Mistral and Qwen, for `tests.models.checkpoints`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Config = dict[str, Any]
+
+
+def sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None) -> Config:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+
+
+def _smollm3(**own: Any) -> Config:
+    return {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "hidden_act": "silu"} | own
+
+
+LATER_CONFIGS: list[tuple[str, Config]] = [
+    (
+        "smollm3-tied",
+        _smollm3(
+            **sizes(131, 56, 74, 5, 7, 1),
+            head_dim=16,
+            max_position_embeddings=128,
+            rope_theta=5000000.0,
+            no_rope_layer_interval=2,
+            use_sliding_window=False,
+            sliding_window=None,
+            pad_token_id=None,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+    ),
+    (
+        "smollm3-biases-window",
+        _smollm3(
+            **sizes(97, 36, 50, 3, 6, 2),
+            max_position_embeddings=128,
+            attention_bias=True,
+            mlp_bias=True,
+            no_rope_layers=[0, 1, 0],
+            use_sliding_window=True,
+            sliding_window=6,
+            tie_word_embeddings=False,
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=[2, 5],
+        ),
+    ),
+    (
+        "smollm3-yarn",
+        _smollm3(
+            **sizes(83, 48, 66, 4, 4, 4),
+            max_position_embeddings=256,
+            layer_types=["full_attention"] * 4,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            pad_token_id=3,
+            bos_token_id=1,
+            eos_token_id=2,
+            dtype="float32",
+        ),
+    ),
+]
