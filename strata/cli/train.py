@@ -48,7 +48,7 @@ def train(
     restarts: Annotated[int, typer.Option(min=0, help="How often all ranks start again when one fails.")] = 0,
     profile: Annotated[str | None, typer.Option(help="Steps to trace, such as 10-12, into run.out/profile.")] = None,
     estimate: Annotated[
-        str | None, typer.Option(help="A GPU (h200): print a step's memory and least time on it, and end.")
+        str | None, typer.Option(help="A GPU (h200): print a step's memory and times on it, and end.")
     ] = None,
 ) -> None:
     """Train a model on what `strata data` has written: pretraining, SFT, LoRA or DPO, as the file's tables say.

@@ -15,8 +15,8 @@ GIB = 2**30
 
 
 def estimate_text(run: TrainConfig, device_name: str, ranks: int) -> str:
-    """Memory of the fullest rank and least time of the run's largest step, for each way to recompute; the one that a
-    run takes is marked. ranks: as many as `parallel` has if that says more.
+    """Memory of the fullest rank, likely and least time of the run's largest step, for each way to recompute; the one
+    that a run takes is marked. ranks: as many as `parallel` has if that says more.
     """
     device = specs.device(device_name)
     config, room = model_config(run), int(device.ceiling("memory").value)
@@ -57,10 +57,11 @@ def _named(layout: Layout) -> str:
 
 
 def _figures(found: Estimate) -> str:
-    memory, time = found.fullest, found.time
+    memory, time, likely = found.fullest, found.time, found.likely
     return (
         f"{memory.total / GIB:.1f} GiB (state {memory.state / GIB:.1f}, gradient sums {memory.accumulated / GIB:.1f}, "
         f"activations {memory.activations / GIB:.1f}, workspace {memory.workspace / GIB:.1f}); "
-        f"at least {time.seconds * 1e3:.1f} ms (messages that nothing hides {time.communication * 1e3:.1f} ms), "
-        f"{found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.1%}"
+        f"likely {likely.seconds * 1e3:.1f} ms ({likely.origin}; messages {likely.communication * 1e3:.1f} ms), "
+        f"{found.likely_tokens_per_second:,.0f} tokens/s, MFU {found.likely_mfu:.1%}; at least "
+        f"{time.seconds * 1e3:.1f} ms (messages that nothing hides {time.communication * 1e3:.1f} ms)"
     )

@@ -6,7 +6,7 @@ for those of other algorithms, by their name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -65,3 +65,42 @@ def all_to_all_cost(nbytes: int, ranks: int) -> CollectiveCost:
 def shift_cost(nbytes: int, ranks: int) -> CollectiveCost:
     """Of `nbytes` on each rank, to the next one."""
     return CollectiveCost() if ranks == 1 else CollectiveCost(1, nbytes)
+
+
+@dataclass(frozen=True)
+class HierarchicalCost:
+    """What one rank sends to others of its machine, and to its counterparts in other machines."""
+
+    inside: CollectiveCost = field(default_factory=CollectiveCost)
+    across: CollectiveCost = field(default_factory=CollectiveCost)
+
+    def __add__(self, other: HierarchicalCost) -> HierarchicalCost:
+        return HierarchicalCost(self.inside + other.inside, self.across + other.across)
+
+
+def hierarchical_all_gather_cost(nbytes: int, inside: int, machines: int) -> HierarchicalCost:
+    """Of `nbytes` in the result: first between machines, where a rank gathers its counterparts' parts alone, then
+    inside each, between `inside` ranks.
+    """
+    return HierarchicalCost(all_gather_cost(nbytes, inside), all_gather_cost(nbytes // inside, machines))
+
+
+def hierarchical_reduce_scatter_cost(nbytes: int, inside: int, machines: int) -> HierarchicalCost:
+    """Of `nbytes` of input on each rank: the same the other way round."""
+    return HierarchicalCost(reduce_scatter_cost(nbytes, inside), reduce_scatter_cost(nbytes // inside, machines))
+
+
+def hierarchical_all_reduce_cost(nbytes: int, inside: int, machines: int) -> HierarchicalCost:
+    """Of `nbytes` on each rank: a part of them is all that crosses to other machines (Thakur et al. 2005; NCCL's
+    hierarchical algorithms).
+    """
+    return hierarchical_reduce_scatter_cost(nbytes, inside, machines) + hierarchical_all_gather_cost(
+        nbytes, inside, machines
+    )
+
+
+def hierarchical_all_to_all_cost(nbytes: int, inside: int, machines: int) -> HierarchicalCost:
+    """Of `nbytes` of input on each rank, in equal parts for all: what goes to another machine goes first to the rank
+    here that has the place of its target there (PXN, NCCL 2.12), so that a rank sends to its counterparts alone.
+    """
+    return HierarchicalCost(all_to_all_cost(nbytes, inside), all_to_all_cost(nbytes, machines))

@@ -32,6 +32,7 @@ class NodeCost:
     """One node that does work. `shape` is its result's; `parameters` maps the names it reads to their sizes.
 
     weight: [out, width] of the weight that a product multiplies by, merged ones together; None of what is no product.
+    backward: of its gradients, if they were asked for.
     implementation, kernels: what runs it on the device that was asked about, and what that launches (see
         `Implementation`); empty if none was.
     """
@@ -46,16 +47,23 @@ class NodeCost:
     implementation: str = ""
     kernels: tuple[str, ...] = ()
     weight: tuple[int, int] | None = None
+    backward: Cost = field(default_factory=Cost)
 
 
 def node_costs(
-    graph: fx.GraphModule, argument: Any, workload: Workload, limits: DeviceLimits | None = None
+    graph: fx.GraphModule,
+    argument: Any,
+    workload: Workload,
+    limits: DeviceLimits | None = None,
+    *,
+    gradients: bool = False,
 ) -> list[NodeCost]:
     """The cost of each node of a captured graph (merged and bound or not) for one step, in order.
 
     argument: what the graph is called with, its tensors on the meta device (a Batch, or hidden states for a head); a
     plain tuple holds several. workload: the sequences of that step, which shapes alone cannot tell. limits: a device,
-    which need not be here, whose kernels are told; for a graph that is bound for its kind.
+    which need not be here, whose kernels are told; for a graph that is bound for its kind. gradients: tell the cost of
+    the backward pass, too (`Operation.backward_cost`).
     Nodes that only view memory are left out. Raises NotImplementedError, naming it, for a function whose cost is not
     known.
     """
@@ -78,6 +86,7 @@ def node_costs(
                 implementation,
                 kernels,
                 _weight_shape(node, operation, args),
+                operation.backward_cost(*args, workload=workload) if gradients else Cost(),
             )
         )
     return found

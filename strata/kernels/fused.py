@@ -18,12 +18,16 @@ Composition = Callable[..., Any]
 
 
 def fused(
-    *, mutates: tuple[str, ...] = (), saved: Callable[..., Cost] | None = None, **traits: bool
+    *,
+    mutates: tuple[str, ...] = (),
+    saved: Callable[..., Cost] | None = None,
+    backward: Callable[..., Cost] | None = None,
+    **traits: bool,
 ) -> Callable[[Composition], Operation]:
     """Make a composition `name(run, *arguments)` the fused operation `name(*arguments)`, as `operation` does.
 
     Its cost is that of all parts, less what these write for one another and read of it. saved: of the arguments, what
-    it does not do besides (`Cost`). mutates, traits: see `Operation`.
+    it does not do besides (`Cost`). mutates, backward, traits: see `Operation`.
     """
 
     def define(composition: Composition) -> Operation:
@@ -40,7 +44,7 @@ def fused(
             return whole if saved is None else whole - saved(*args)
 
         reference.__name__, reference.__doc__ = composition.__name__, composition.__doc__
-        return operation(cost, meta=meta, mutates=mutates, **traits)(reference)
+        return operation(cost, meta=meta, mutates=mutates, backward=backward, **traits)(reference)
 
     return define
 

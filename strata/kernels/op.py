@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Proxy
 
-from strata.hardware.roofline import Cost
+from strata.hardware.roofline import Cost, Workload
 from strata.kernels.device_limits import implementations_for
 
 # Instead of the names of a library's kernels, which are for it to choose; one may stand for several in a row.
@@ -59,6 +59,7 @@ class Operation:
     reads_state: a token's result follows from what its sequence has kept (the keys and values before it), so the work
         depends on how long the sequences are.
     collective: all ranks of an axis run it together; its second argument is the axis.
+    backward: the cost of its gradients, where that does not follow from its own by the rule of `backward_cost`.
     """
 
     name: str
@@ -71,12 +72,32 @@ class Operation:
     gated: bool = False
     reads_state: bool = False
     collective: bool = False
+    backward: Callable[..., Cost] | None = None
     implementations: list[Implementation] = field(default_factory=list)
     _bound: dict[tuple[str, bool, bool], Bound] = field(default_factory=dict, repr=False)
 
     @property
     def __name__(self) -> str:  # torch.fx names nodes after it
         return self.name
+
+    def backward_cost(self, *args: Any, workload: Workload) -> Cost:
+        """The cost of the gradients of all that a call reads.
+
+        By the rule twice the FLOPs, as a product has two gradients (Kaplan et al. 2020, section 2.1); it reads what the
+        call read and the gradient of what that wrote, writes a gradient of all that was read, and as many messages
+        travel back. What kernels compute again, as attention its scores, does not count.
+        """
+        if self.backward is not None:
+            return self.backward(*args, workload=workload)
+        cost = self.cost(*args, workload=workload)
+        return Cost(
+            2 * cost.flops,
+            read=cost.read + cost.written,
+            written=cost.read,
+            weights=cost.weights,
+            messages=cost.messages,
+            sent=cost.sent,
+        )
 
     def implement(
         self,
@@ -182,19 +203,22 @@ def operation(
     gated: bool = False,
     reads_state: bool = False,
     collective: bool = False,
+    backward: Callable[..., Cost] | None = None,
 ) -> Callable[[Callable[..., Any]], Operation]:
     """Make the decorated reference an operation of the same name and list it in `OPERATIONS`.
 
     `meta(*args)` returns empty tensors of the result's shape and dtype on the meta device; `cost(*args, workload)`
     counts the work (see `strata.hardware.roofline`), `workload` telling what the lengths in tensors cannot tell there.
-    The traits are those of `Operation`.
+    The traits, and `backward`, are those of `Operation`.
     """
 
     def define(reference: Callable[..., Any]) -> Operation:
         if reference.__name__ in OPERATIONS:
             raise ValueError(f"operation {reference.__name__!r} is defined twice")
         name = reference.__name__
-        made = Operation(name, reference, cost, meta, mutates, rowwise, product, gated, reads_state, collective)
+        made = Operation(
+            name, reference, cost, meta, mutates, rowwise, product, gated, reads_state, collective, backward
+        )
         made.__doc__ = reference.__doc__
         OPERATIONS[made.name] = made
         return made

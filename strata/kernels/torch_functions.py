@@ -25,6 +25,10 @@ def _sum_cost(left: Tensor, right: Tensor, *, workload: Workload) -> Cost:
     return Cost(flops=result.numel(), read=left.nbytes + right.nbytes, written=result.nbytes)
 
 
+def _sum_backward_cost(left: Tensor, right: Tensor, *, workload: Workload) -> Cost:
+    return Cost()  # the gradient of a sum is that of both
+
+
 def _rows(source: Tensor, dim: int, rows: Tensor) -> Tensor:
     return source.new_empty((len(rows), *source.shape[1:]), device="meta")
 
@@ -55,7 +59,7 @@ def _converted_cost(source: Tensor, dtype: torch.dtype, *, workload: Workload) -
     return Cost(read=source.nbytes, written=source.numel() * dtype.itemsize)
 
 
-add = Operation("add", operator.add, _sum_cost, _sum)
+add = Operation("add", operator.add, _sum_cost, _sum, backward=_sum_backward_cost)
 
 # By what a node of a graph calls. They are in no registry: torch alone runs them.
 TORCH_FUNCTIONS: dict[Any, Operation] = {

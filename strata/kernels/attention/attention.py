@@ -47,7 +47,15 @@ def _meta(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSp
     return torch.empty(q.shape, dtype=q.dtype, device="meta")
 
 
-@operation(_cost, meta=_meta, reads_state=True)
+def _backward_cost(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, workload: Workload
+) -> Cost:
+    """Of its result, too, each row is multiplied by the gradient of that (Dao et al. 2022, algorithm 4)."""
+    cost = _cost(q, k, v, batch, spec, workload)
+    return Cost(2 * cost.flops, read=cost.read + 2 * cost.written, written=cost.read, cached=cost.cached)
+
+
+@operation(_cost, meta=_meta, reads_state=True, backward=_backward_cost)
 def attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
     """Each query over the keys of its own sequence at its own position and before.
 

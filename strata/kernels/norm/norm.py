@@ -43,7 +43,13 @@ def _torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, None, eps).mul_(weight)
 
 
-@fused(rowwise=True)
+def _sum_backward_cost(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, workload: Workload) -> Cost:
+    """Of the norm, with the gradient of the sum added; the result is that of both that were added up."""
+    found: Cost = rms_norm.backward_cost(x, weight, eps, workload=workload)
+    return found + Cost(flops=x.numel(), read=x.nbytes)
+
+
+@fused(rowwise=True, backward=_sum_backward_cost)
 def add_rms_norm(run: Run, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`x + residual`, and `rms_norm` of that sum.
 

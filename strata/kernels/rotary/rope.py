@@ -24,7 +24,11 @@ def _angles_meta(positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     return table.new_empty(shape, device="meta"), table.new_empty(shape, device="meta")
 
 
-@operation(_angles_cost, meta=_angles_meta, rowwise=True)
+def _no_cost(*args: Tensor, workload: Workload) -> Cost:
+    return Cost()  # positions have no gradient
+
+
+@operation(_angles_cost, meta=_angles_meta, rowwise=True, backward=_no_cost)
 def rope_angles(positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """What `rope` multiplies by, looked up once for all layers.
 
@@ -43,7 +47,7 @@ def _cost(x: Tensor, cos: Tensor, sin: Tensor, *, workload: Workload) -> Cost:
     return Cost(flops=3 * x.numel(), read=x.nbytes + (cos.nbytes + sin.nbytes) // 2, written=x.nbytes)
 
 
-@operation(_cost, rowwise=True)
+@operation(_cost, rowwise=True, backward=_cost)  # the gradient is rotated back
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each head by the angles of its token's position.
 

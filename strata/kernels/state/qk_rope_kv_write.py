@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from strata.hardware.roofline import Cost
+from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.fused import Run, fused
@@ -24,7 +24,29 @@ def _saved(product: Tensor, q_weight: object, k_weight: object, cos: Tensor, sin
     return Cost(read=(cos.nbytes + sin.nbytes) // 2)
 
 
-@fused(mutates=("pages",), saved=_saved)
+def _backward_cost(
+    product: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    pages: PagedKV | None,
+    spec: HeadsSpec,
+    *,
+    workload: Workload,
+) -> Cost:
+    """Gradients are rotated back into one with that of the values, which is copied, behind the norms' gradients."""
+    q, k, _ = _parts(product, spec, cos.shape[-1])
+    norms = Cost()
+    if q_weight is not None and k_weight is not None:
+        for heads, weight in ((q, q_weight), (k, k_weight)):
+            whole: Cost = rms_norm.backward_cost(heads, weight, spec.eps, workload=workload)
+            norms += whole - Cost(read=heads.nbytes, written=heads.nbytes)  # what rotation writes and norms read
+    angles = (cos.nbytes + sin.nbytes) // 2
+    return norms + Cost(3 * (q.numel() + k.numel()), product.nbytes + angles, product.nbytes)
+
+
+@fused(mutates=("pages",), saved=_saved, backward=_backward_cost)
 def qk_rope_kv_write(
     run: Run,
     product: Tensor,

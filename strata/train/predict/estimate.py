@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from strata.comm.network import Network
 from strata.comm.placement import Placement
 from strata.hardware.figures import Device
 from strata.kernels.loss.loss import CHUNK_ELEMENTS
@@ -15,7 +16,7 @@ from strata.parallel.layout import Layout
 from strata.parallel.timeline import peak_saved
 from strata.train.config import TrainConfig
 from strata.train.predict.flops import document_flops
-from strata.train.predict.least_time import StepTime, least_time
+from strata.train.predict.least_time import StepTime, least_time, predicted_time
 from strata.train.predict.step_shape import RankParameters, StepShape
 from strata.train.steps.passes import LOGITS_BYTES
 
@@ -45,14 +46,17 @@ class Memory:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step before it runs. memory: of each rank of the pipeline. tokens: of the step, on all ranks together.
+    """A step before it runs. memory: of each rank of the pipeline. time: the least. likely: what it is predicted to
+    take. tokens: of the step, on all ranks together.
 
-    mfu: the formula's FLOPs (`document_flops`) over the least time and the maker's dense bfloat16 peak of all ranks.
+    mfu: the formula's FLOPs (`document_flops`) over the least time and the maker's dense bfloat16 peak of all ranks;
+    likely_mfu: over the likely time.
     """
 
     recompute: str
     memory: tuple[Memory, ...]
     time: StepTime
+    likely: StepTime
     tokens: int
     mfu: float
 
@@ -66,23 +70,35 @@ class Estimate:
         """On all ranks together, at most."""
         return self.tokens / self.time.seconds
 
+    @property
+    def likely_tokens_per_second(self) -> float:
+        """On all ranks together, by the likely time."""
+        return self.tokens / self.likely.seconds
 
-def estimate(shape: StepShape, device: Device, recompute: str = "auto") -> Estimate:
-    """Memory and least time of a step on such devices.
+    @property
+    def likely_mfu(self) -> float:
+        return self.mfu * self.time.seconds / self.likely.seconds
 
-    recompute: one of `shape.recomputes`, or "auto" for the first that fits. Raises ValueError if none does, or if there
-    are several ranks and nothing is known of messages between such devices.
+
+def estimate(shape: StepShape, device: Device, recompute: str = "auto", network: Network | None = None) -> Estimate:
+    """Memory and times of a step on such devices.
+
+    recompute: one of `shape.recomputes`, or "auto" for the first that fits. network: of several machines; without one
+    all ranks lie in one. Raises ValueError if none fits, or if there are several ranks and nothing is known of messages
+    between such devices.
     """
     if recompute == "auto":
         recompute = choose_recompute(shape, int(device.ceiling("memory").value))
-    time = least_time(shape, recompute, device)
+    time = least_time(shape, recompute, device, network)
+    likely = predicted_time(shape, recompute, device, network)
     layout = shape.layout
     ways = layout.dp * layout.shard * shape.batches
     sequences, rest = divmod(shape.tokens, shape.length)
     lengths = [shape.length] * sequences + [rest]
     flops = ways * document_flops(shape.config, lengths, shape.tokens).total
     peak = layout.ranks * device.ceiling("compute", "bfloat16", measured=False).value
-    return Estimate(recompute, memory_by_rank(shape, recompute), time, ways * shape.tokens, flops / time.seconds / peak)
+    mfu = flops / time.seconds / peak
+    return Estimate(recompute, memory_by_rank(shape, recompute), time, likely, ways * shape.tokens, mfu)
 
 
 def step_shape(run: TrainConfig, config: ModelConfig, layout: Layout) -> StepShape:

@@ -115,7 +115,7 @@ class StepShape:
     @cached_property
     def layer_costs(self) -> tuple[LayerCost, ...]:
         """Of each layer of the whole model, with full sequences."""
-        return layer_costs(self.config, self.length)
+        return layer_costs(self.config, self.length, fused=self.runs_graph)
 
     @cached_property
     def held(self) -> tuple[RankParameters, ...]:

@@ -1,0 +1,87 @@
+"""What kernels reach inside long steps of training, where a device is at its power limit and messages run beside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strata.hardware.efficiency import Column
+from strata.hardware.figures import TERA, Device
+
+
+@dataclass(frozen=True)
+class TrainingRates:
+    """Of one device. Products: FLOP/s by the width of the model, since the wider it is the more of a step they are, and
+    the more power it takes. Attention: by head size; the backward pass without the scores that it computes again.
+
+    wide, narrow: products of 16 and of 8 bits. traffic: bytes/s through memory of norms, activations, updates. gap:
+    seconds between two kernels, and of the small ones there. copied: bytes of an element of the weights that FSDP
+    copies each time a batch passes. modules: how many times as long computation takes where matrices, layers or experts
+    are divided, and modules run kernel by kernel. beside: the share of a link's bandwidth that is left to messages
+    while products run. slowed: the share of its time that computation loses beside messages.
+    """
+
+    wide: Column
+    narrow: Column
+    attention: Column
+    attention_backward: Column
+    traffic: float
+    gap: float
+    copied: int
+    modules: float
+    beside: float
+    slowed: float
+    source: str
+    date: str
+
+    def scaled(self, one: Device, other: Device) -> TrainingRates:
+        """The same shares of what makers promise, on another device."""
+        ratios = [
+            device_of.ceiling(quantity, dtype, measured=False).value
+            for quantity, dtype in (("compute", "bfloat16"), ("bandwidth", None))
+            for device_of in (other, one)
+        ]
+        compute, memory = ratios[0] / ratios[1], ratios[2] / ratios[3]
+        return TrainingRates(
+            _times(self.wide, compute),
+            _times(self.narrow, compute),
+            _times(self.attention, compute),
+            _times(self.attention_backward, compute),
+            self.traffic * memory,
+            self.gap,
+            self.copied,
+            self.modules,
+            self.beside,
+            self.slowed,
+            self.source,
+            self.date,
+        )
+
+
+def _times(column: Column, factor: float) -> Column:
+    return Column(tuple((size, rate * factor) for size, rate in column.points))
+
+
+def _rates(*points: tuple[int, float]) -> Column:
+    return Column(tuple((size, rate * TERA) for size, rate in points))
+
+
+# By the device's key in strata.hardware.specs.
+TRAINING_RATES = {
+    "h200": TrainingRates(
+        wide=_rates((2048, 757), (4096, 685)),
+        narrow=_rates((2048, 1260), (4096, 1140)),
+        attention=_rates((64, 433), (128, 508)),
+        attention_backward=_rates((64, 278), (128, 337)),
+        traffic=4.12 * TERA,
+        gap=20e-6,
+        copied=44,
+        modules=1.3,
+        beside=0.52,
+        slowed=0.12,
+        source="kernels of traced steps of 8192 tokens a sequence: T6 (1B, one H200) and 8B on two (f82237a); those in "
+        "8 bits from one step time of each; products of 8B without messages beside them from strata bench kernels; "
+        "what FSDP copies from 8B with cp=2 (f4dcc19), and modules by the step times of tp=4 and pp=4 (a633b1b) and of "
+        "ep=2 (f4dcc19), which are 1.27 to 1.35",
+        date="2026-11-21",
+    )
+}
