@@ -6,6 +6,7 @@ import torch
 
 from strata.train.faults.hang import HangWatch
 from strata.train.faults.stragglers import ComputeClock
+from strata.train.log.step_times import StepTimes
 
 # Forward and backward passes: the part of a step in which a rank need not wait for others.
 PASSES = "passes"
@@ -22,10 +23,10 @@ NO_PHASES = Phases()
 
 
 class ObservedPhases(Phases):
-    """`Phases` that a hang watch, a profiler's trace and a clock follow."""
+    """`Phases` that a hang watch, a profiler's trace, a clock and, on the first rank, its times follow."""
 
-    def __init__(self, watch: HangWatch, clock: ComputeClock) -> None:
-        self._watch, self._clock = watch, clock
+    def __init__(self, watch: HangWatch, clock: ComputeClock, times: StepTimes | None) -> None:
+        self._watch, self._clock, self._times = watch, clock, times
         self._step = 0
         self._phase = ""
         self._range: torch.profiler.record_function | None = None
@@ -40,6 +41,8 @@ class ObservedPhases(Phases):
         if self._range is not None:
             self._range.__exit__(None, None, None)
         self._watch.at(self._step, phase)
+        if self._times is not None:
+            self._times.at(phase)
         self._phase = phase
         self._range = torch.profiler.record_function(f"strata.{phase}")
         self._range.__enter__()

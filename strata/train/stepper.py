@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from strata.comm.mesh import Mesh
+from strata.models.config import ModelConfig
 from strata.models.weights import load
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
@@ -29,7 +30,9 @@ from strata.train.steps.tune_step import TuneStep
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step is made from. before_update: called right before masters and optimizer state change."""
+    """What a step is made from. before_update: called right before masters and optimizer state change. recompute: see
+    `chosen_recompute`.
+    """
 
     config: TrainConfig
     start: Start
@@ -39,6 +42,7 @@ class Setting:
     folder: Path
     phases: Phases
     before_update: Callable[[], None]
+    recompute: str
 
 
 def make_stepper(setting: Setting) -> ParallelStep | TuneStep:
@@ -56,21 +60,24 @@ def make_stepper(setting: Setting) -> ParallelStep | TuneStep:
         config.optimizer,
         fresh(config.run.seed) if weights is None else stored(weights),
         precision=config.run.precision,
-        recompute=_recompute(setting),
+        recompute=setting.recompute,
         balance=_balance(setting),
         phases=setting.phases,
         before_update=setting.before_update,
     )
 
 
-def _recompute(setting: Setting) -> str:
-    """What the backward pass computes again: the first way that fits."""
-    config, device = setting.config, setting.mesh.world.device
+def chosen_recompute(config: TrainConfig, model: ModelConfig, layout: Layout, device: torch.device) -> str:
+    """What the backward pass computes again: as the config says, else the first way that fits. Adapters and
+    preferences are trained without.
+    """
+    if config.lora is not None or config.dpo is not None:
+        return "none"
     if config.run.recompute != "auto":
         return config.run.recompute
     if device.type == "cpu":
         return "none"
-    return choose_recompute(step_shape(config, setting.start.config, setting.layout), device_memory(device))
+    return choose_recompute(step_shape(config, model, layout), device_memory(device))
 
 
 def _balance(setting: Setting) -> BalanceConfig | None:

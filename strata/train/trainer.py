@@ -10,7 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from strata.comm.launch import World
+from strata.hardware.machine import cpu_name
 from strata.parallel.data_parallel import all_ranks
 from strata.train.checkpoints.checkpointer import Checkpointer
 from strata.train.config import TrainConfig
@@ -23,7 +26,9 @@ from strata.train.faults.stragglers import ComputeClock
 from strata.train.folder_lock import sole_run
 from strata.train.layout import chosen_layout
 from strata.train.learning_rate import learning_rate
+from strata.train.log.description import RunDescription
 from strata.train.log.logs import Logs, open_logs
+from strata.train.log.step_times import StepTimes, open_times
 from strata.train.meter import Meter
 from strata.train.phases import ObservedPhases
 from strata.train.position import Position
@@ -32,7 +37,7 @@ from strata.train.recipe import recipe_of
 from strata.train.results import Reading, Results
 from strata.train.settings import collected_between_steps, deterministic
 from strata.train.start import open_data, resumed, starting_point
-from strata.train.stepper import Setting, make_stepper
+from strata.train.stepper import Setting, chosen_recompute, make_stepper
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -99,8 +104,12 @@ class Trainer:
             warn=warn,
             waits=lambda: self._watch.at(self.position.step, "checkpoint"),  # a slow disk is no hang
         )
-        clock = ComputeClock(self.world.device)
-        self._phases = ObservedPhases(self._watch, clock)
+        clock, device, frozen = ComputeClock(self.world.device), self.world.device, config.lora is not None
+        self._times = None
+        if self.world.is_main:
+            self._times = StepTimes(self.start.config, documents.size, device, weights_are_frozen=frozen)
+        self._phases = ObservedPhases(self._watch, clock, self._times)
+        recompute = chosen_recompute(config, self.start.config, self.layout, device)
         setting = Setting(
             config,
             self.start,
@@ -110,6 +119,7 @@ class Trainer:
             self.folder,
             self._phases,
             self.checkpoints.before_update,
+            recompute,
         )
         # DPO computes its reference here.
         with deterministic(config.run.deterministic):
@@ -122,7 +132,7 @@ class Trainer:
             self.world.device,
             clock,
             peak_flops=peak_flops,
-            weights_are_frozen=config.lora is not None,
+            weights_are_frozen=frozen,
         )
         if config.balance is not None and config.balance.warning:
             warn(config.balance.warning)
@@ -132,6 +142,7 @@ class Trainer:
         self.position = Position()
         if is_resumed:
             self._guard.restore(self._load()["guard"])
+        self._describe(recompute)
 
     def train(self, report: Report = lambda _: None) -> Position:
         """All steps that are left, and a checkpoint of the last. `report` receives each line of the log, on every rank.
@@ -147,18 +158,21 @@ class Trainer:
             self.checkpoints.prepare(self.stepper.state_shards())
             while self.position.step < self.config.run.steps:
                 try:
-                    with self._open_log() as log:  # which drops the lines of steps that are repeated
-                        self._advance(log, report)
+                    # Which drop the lines of steps that are repeated.
+                    with self._open_log() as log, self._open_times() as times:
+                        self._advance(log, times, report)
                 except _RollBack as back:
                     self.warn(back.verdict.reason)
                     self._go_back(back.verdict)
             self.checkpoints.finish()
         return self.position
 
-    def _advance(self, log: Logs, report: Report) -> None:
+    def _advance(self, log: Logs, times: Logs, report: Report) -> None:
         """Steps until the end."""
         run = self.config.run
         self._meter.restart(self.position.tokens)
+        if self._times is not None:
+            self._times.restart()
         last = self._guard.data_step(run.steps)
         with prefetch(self.loader, self.position.place, last - self.position.data_step) as steps:
             while self.position.step < run.steps:
@@ -173,6 +187,8 @@ class Trainer:
                     self._judge(reading)
                 if is_logged:
                     self._write_line(log, report)
+                    if self._times is not None:
+                        times.write(self.position.step, self._times.take())
                 self._phases.at("checkpoint")
                 self.checkpoints.poll()
                 if is_saved:
@@ -208,7 +224,11 @@ class Trainer:
             self.position = self.position.without(step)
 
     def _one_step(self, step: Step) -> None:
+        if self._times is not None:
+            self._times.begin()
         result = self.stepper(step.batches, self._rate(self.position.step))
+        if self._times is not None:
+            self._times.end(step)
         self.position = self.position.after(step)
         self._results.add(self.position.step, result)
         self._meter.count(step)
@@ -250,8 +270,25 @@ class Trainer:
         self.stepper.restored(self.position.step)
         return state
 
+    def _describe(self, recompute: str) -> None:
+        """For those who explain the run later."""
+        if not self.world.is_main:
+            return
+        kind = self.world.device.type
+        device = torch.cuda.get_device_name(self.world.device) if kind == "cuda" else cpu_name()
+        described = RunDescription(
+            self.config, self.start.config, self.layout, recompute, device, kind, torch.get_num_threads()
+        )
+        try:
+            described.write(self.folder)
+        except OSError as error:
+            self.warn(f"the run cannot be explained later: {error.filename}: {error.strerror}")
+
     def _sole_run(self) -> AbstractContextManager[None]:
         return sole_run(self.folder) if self.world.is_main else contextlib.nullcontext()
+
+    def _open_times(self) -> Logs:
+        return open_times(self.folder, self.position.step, rank=self.world.rank, warn=self.warn)
 
     def _open_log(self) -> Logs:
         return open_logs(
