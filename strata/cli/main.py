@@ -22,6 +22,7 @@ _MODULES = {
     "generate": "strata.cli.generate:generate",
     "chat": "strata.cli.chat:chat",
     "graph": "strata.cli.graph:graph",
+    "plan": "strata.cli.plan:plan",
     "warm": "strata.cli.warm:warm",
     "probe": "strata.cli.probe:probe",
     "explain": "strata.cli.explain:explain",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -86,6 +87,14 @@ class PoolTooSmall(ValueError):
         return f"{self._problem}: {advice}\n" + "\n".join(self._ledger.lines())
 
 
+class DeviceMemory(NamedTuple):
+    """Of a device, in bytes."""
+
+    name: str
+    free: int
+    total: int
+
+
 def available_memory(device: torch.device) -> tuple[int, int]:
     """(free, total) bytes of a device."""
     if device.type == "cuda":
@@ -132,9 +141,11 @@ def plan_memory(
     sharing: int = 1,
     messages: int = 0,
     sources: int = 1,
+    memory: DeviceMemory | None = None,
 ) -> Ledger:
     """Divide the device's memory.
 
+    memory: of a device that need not be here; None: of `device` as it is now.
     sharing: how many processes like this one a host's memory is for; a GPU is of one. messages: bytes
         that those between ranks need. sources: ranks whose rows meet at experts, each of them as many as the
         step of one has.
@@ -142,7 +153,7 @@ def plan_memory(
     recorded: sizes of the steps that CUDA graphs run. scratch: bytes that decode attention needs beside its result.
     Raises ValueError if the pages would not hold one sequence of `max_length` tokens, with what to change.
     """
-    free, total = available_memory(device)
+    free, total = available_memory(device) if memory is None else (memory.free, memory.total)
     if device.type == "cpu":
         free //= sharing
     # A step has as many rows of logits as sequences that draw, or as are scored at once.
@@ -167,7 +178,7 @@ def plan_memory(
         room = min(int((budget - fixed) * CPU_KV_SHARE), max_sequences * per_sequence * pool.page_bytes)
     pages = num_pages if num_pages is not None else max(0, room) // pool.page_bytes
     ledger = Ledger(
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        device=_name(device) if memory is None else memory.name,
         total=total,
         others=others,
         budget=budget,
@@ -191,3 +202,7 @@ def plan_memory(
             f"{pages:,} KV pages do not fit beside the weights: ask for fewer\n" + "\n".join(ledger.lines())
         )
     return ledger
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -42,7 +42,7 @@ from strata.models.shapes import SHAPES
 from strata.models.weights import weight_bytes
 from strata.parallel.serving_shard import RankShard
 
-_MAX_SEQUENCES, _PAGE_SIZE = EngineConfig.max_num_seqs, EngineConfig.page_size
+_PAGE_SIZE = EngineConfig.page_size
 
 
 def find_config(model: str) -> ModelConfig:
@@ -88,7 +88,7 @@ class MetaModel:
     """A model without weights, of which it would have so many `parameters` in `dtype`: the graphs of its steps on a
     device that need not be here. library: cuDNN attends for prompts there. shard: of the rank whose share it is, where
     several divide a model; `config` is the rank's own then. division: how ranks divide the tokens of steps. limits:
-    None of a CPU."""
+    None of a CPU. max_sequences: of the largest recorded steps."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -98,6 +98,7 @@ class MetaModel:
     library: bool
     shard: RankShard | None = None
     division: TokenDivision | None = None
+    max_sequences: int = EngineConfig.max_num_seqs
 
     def _batch(self, workload: Workload, size: BufferShape | None) -> Batch:
         """What the graphs are called with in a step of that workload, one-token sequences first; size: recorded."""
@@ -184,7 +185,7 @@ class MetaModel:
         if self.graphs.decode(count) is None:
             return None
         if max(workload.new) == 1:
-            rows = next((rows for rows in decode_buckets(_MAX_SEQUENCES) if rows >= count), None)
+            rows = next((rows for rows in decode_buckets(self.max_sequences) if rows >= count), None)
             return None if rows is None else BufferShape(rows, rows, rows)
         prompts = count - _decodes(workload)
         fresh = fresh_rows(workload.new) if workload.new == workload.total else None
@@ -194,7 +195,8 @@ class MetaModel:
     def _mixed_sizes(self) -> list[BufferShape]:
         """Of recorded steps with prompts."""
         most = min(EngineConfig.max_num_batched_tokens or MAX_TOKENS, max_mixed_tokens(self.parameters, self.library))
-        return mixed_buckets(_MAX_SEQUENCES, most, self.library, self.library and keeps_neighbours_apart(self.dtype))
+        fresh = self.library and keeps_neighbours_apart(self.dtype)
+        return mixed_buckets(self.max_sequences, most, self.library, fresh)
 
     def _is_divided(self, workload: Workload, size: BufferShape | None) -> bool:
         """Whether cuDNN attends for the prompts of a step. size: as it is recorded; None: launched eagerly."""

@@ -15,7 +15,7 @@ from strata.comm.peer_copies import with_peer_copies
 from strata.engine.embeddings.pooling import Pooler
 from strata.engine.engine_config import EngineConfig, EngineSizes, library_limit
 from strata.engine.faults import memory_explained
-from strata.engine.ledger import Ledger, plan_memory
+from strata.engine.ledger import DeviceMemory, Ledger, plan_memory
 from strata.engine.ranks.expert_balance import RankExperts
 from strata.engine.ranks.rank import Rank, share_of
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
@@ -109,7 +109,7 @@ def build_executor(
         if limit is not None:
             log(without_library(limit))
     # A draw with filters gathers its rows of logits, of the whole vocabulary, on every rank.
-    ledger = _planned(asked, replace(own, vocab_size=config.vocab_size), sizes, device, rank.size)
+    ledger = planned_memory(asked, replace(own, vocab_size=config.vocab_size), sizes, device, rank.size)
     for line in ledger.lines():
         log(line)
     with clock.phase("weights"), memory_explained("loading the weights", ledger):
@@ -231,8 +231,16 @@ def _runs_own_kernels(asked: EngineConfig, device: torch.device, log: Log) -> bo
     return False
 
 
-def _planned(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, device: torch.device, ranks: int) -> Ledger:
-    """How the memory of a device is divided."""
+def planned_memory(
+    asked: EngineConfig,
+    config: ModelConfig,
+    sizes: EngineSizes,
+    device: torch.device,
+    ranks: int,
+    memory: DeviceMemory | None = None,
+) -> Ledger:
+    """How the memory of a device is divided. config: of a rank, with the whole vocabulary. memory: of a device that
+    need not be here. Raises ValueError if it does not suffice."""
     rows = {size.sequences for size in sizes.recorded}
     overlapped = SLOTS * _overlapped_bytes(asked, config, sizes)
     return plan_memory(
@@ -251,6 +259,7 @@ def _planned(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, devic
         sharing=ranks,
         messages=_message_bytes(asked, sizes, device, overlapped),
         sources=asked.tensor_parallel_size if asked.enable_dp_attention else 1,
+        memory=memory,
     )
 
 

@@ -1,0 +1,102 @@
+"""`strata plan`: how to serve a model on given devices, what to expect of it, and the command that starts it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from strata.hardware.figures import GIGA
+from strata.hardware.specs import device
+from strata.models.folder import folder_shape_or_file
+
+if TYPE_CHECKING:
+    from strata.plan.search.report import ServingPlan
+
+_MOST_TOKENS = 10**7
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, org/model, config.json, or a shape (8B, 70B).")],
+    hardware: Annotated[str, typer.Option(help="Device of the database; strata probe lists what is here.")] = "h200",
+    gpus: Annotated[int, typer.Option(min=1, max=100_000, help="How many of them there are.")] = 1,
+    isl: Annotated[int | None, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens of a prompt.")] = None,
+    osl: Annotated[int | None, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens of an answer.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="JSON lines with input_length and output_length instead.")] = None,
+    cached: Annotated[int, typer.Option(min=0, help="First tokens of prompts that the prefix cache has.")] = 0,
+    ttft: Annotated[float | None, typer.Option(help="Most milliseconds to the first token, on average.")] = None,
+    tpot: Annotated[float | None, typer.Option(help="Most milliseconds of each token after it.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Of one device an hour, in any currency.")] = None,
+    gpus_per_host: Annotated[int, typer.Option(min=1, help="Devices that a fast link joins.")] = 8,
+    network: Annotated[float, typer.Option(min=0.001, help="GB/s of a device to other hosts, each way.")] = 50.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Choose how to serve a model: ranks, replicas, sequences at once and tokens of a step that give the most tokens a
+    second within the objectives, predicted from what was measured of the device.
+
+    What Strata cannot run yet stands in a table of its own.
+
+    Example: strata plan 70B --hardware h200 --gpus 8 --isl 2000 --osl 500 --tpot 30
+    """
+    from strata.plan.search.report import serving_plan
+    from strata.plan.search.traffic import Objectives, Traffic, read_traffic
+
+    if (trace is None) == (isl is None) or (isl is None) != (osl is None):
+        raise ValueError("give the lengths of requests by --isl and --osl, or by --trace FILE")
+    traffic = Traffic.of(isl, osl, cached) if isl and osl else read_traffic(trace or Path(), cached)
+    objectives = Objectives(*(None if value is None else value / 1e3 for value in (ttft, tpot)))
+    file = folder_shape_or_file(model)
+    found = serving_plan(model, file, device(hardware), gpus, traffic, objectives, gpus_per_host, network * GIGA, price)
+    if as_json:
+        print(json.dumps(found.to_dict()))
+    else:
+        _draw(found)
+
+
+def _draw(found: ServingPlan) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from strata.plan.search.choice import Choice
+
+    console = Console(highlight=False)
+
+    def table(title: str, choices: tuple[Choice, ...], *, blocked: bool) -> Table:
+        made = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        names = ("engines", "sequences", "TTFT ms", "TPOT ms", "tok/s", "each")
+        made.add_column("layout")
+        for name in names:
+            made.add_column(name, justify="right")
+        made.add_column("lacks" if blocked else "")
+        for one in choices:
+            made.add_row(
+                one.settings.layout.name,
+                f"{one.replicas}",
+                f"{one.settings.sequences}",
+                f"{one.point.ttft * 1e3:,.1f}",
+                f"{one.point.tpot * 1e3:,.2f}",
+                f"{one.tokens:,.0f}",
+                f"{one.tokens_per_device:,.0f}",
+                ", ".join(one.blocked),
+            )
+        return made
+
+    best = found.best
+    if best is None:
+        console.print("Strata runs no layout of this model on these devices yet.")
+    else:
+        console.print(table(f"{found.title}: the best", (best,), blocked=False))
+        for name, value in found.lines():
+            console.print(f"{name:<18}{value}", soft_wrap=True)
+        console.print()
+        print(found.where)
+        print(f"  {shlex.join(found.command)}")
+    if found.others:
+        console.print(table("\nOther layouts", found.others, blocked=False))
+    if found.blocked:
+        console.print(table("\nNot in Strata yet", found.blocked, blocked=True))
+    for source in found.sources:
+        console.print(f"from {source}", style="dim", soft_wrap=True)

@@ -1,0 +1,139 @@
+"""One way to serve a model, what it is predicted to give, and the command that starts it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from strata.engine.engine_config import EngineConfig
+from strata.engine.scheduling.room import SERVER_TARGET_MS
+from strata.models.config import ModelConfig
+from strata.plan.search.batching import LoadPoint
+from strata.plan.search.layout import Layout
+from strata.plan.search.memory import Held
+from strata.plan.search.precision import Precision
+from strata.plan.search.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one engine. sequences: most that run at once, of a rank where ranks have their own (max_num_seqs). budget:
+    most tokens of a step. target: milliseconds that a step is to take at most beside decodes; 0: none.
+    """
+
+    layout: Layout
+    precision: Precision
+    sequences: int
+    budget: int
+    target: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings on some devices. replicas: engines. point: of each of them. held: of each of its devices. output: mean
+    tokens of an answer. blocked: what Strata lacks to run it; empty if it runs. binds: what keeps an engine from more
+    sequences.
+    """
+
+    settings: Settings
+    replicas: int
+    point: LoadPoint
+    held: Held
+    output: float
+    blocked: tuple[str, ...]
+    binds: str = ""
+
+    @property
+    def devices(self) -> int:
+        """That work."""
+        return self.replicas * self.settings.layout.ranks
+
+    @property
+    def requests(self) -> float:
+        """A second, of all replicas."""
+        return self.replicas * self.point.requests
+
+    @property
+    def tokens(self) -> float:
+        """Of answers, a second."""
+        return self.requests * self.output
+
+    @property
+    def tokens_per_device(self) -> float:
+        return self.tokens / self.devices
+
+    @property
+    def tokens_per_user(self) -> float | None:
+        """A second, once the first has come; None of answers of one token."""
+        return 1 / self.point.tpot if self.point.tpot else None
+
+    def to_dict(self) -> dict[str, Any]:
+        settings, point, held = self.settings, self.point, self.held
+        return {
+            "layout": settings.layout.name,
+            "options": settings.layout.options,
+            "precision": settings.precision.name,
+            "replicas": self.replicas,
+            "devices": self.devices,
+            "max_num_seqs": settings.sequences,
+            "max_num_batched_tokens": settings.budget,
+            "step_target_ms": settings.target,
+            "concurrency": point.concurrency * self.replicas,
+            "ttft_ms": point.ttft * 1e3,
+            "tpot_ms": point.tpot * 1e3,
+            "requests_per_second": self.requests,
+            "tokens_per_second": self.tokens,
+            "tokens_per_second_per_device": self.tokens_per_device,
+            "tokens_per_second_per_user": self.tokens_per_user,
+            "memory_bytes": {
+                "total": held.total,
+                "weights": held.weights,
+                "workspace": held.workspace,
+                "kv": held.kv,
+                "margin": held.margin,
+                "kv_tokens": held.tokens,
+            },
+            "binds": self.binds,
+            "not_in_strata_yet": list(self.blocked),
+        }
+
+
+def command(choice: Choice, model: str, is_shape: bool, length: int, per_host: int) -> list[str]:
+    """The words of the `strata serve` that starts the engines of one host.
+
+    is_shape: the model has random weights and no tokenizer. length: tokens of the longest request.
+    """
+    settings = choice.settings
+    words = ["strata", "serve", model]
+    if is_shape:
+        words += ["--load-format", "dummy", "--tokenizer", "builtin"]
+    for name, value in settings.layout.options.items():
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words.append(str(value))
+    here = min(choice.replicas, per_host // settings.layout.ranks)
+    if here > 1:
+        words += ["--data-parallel-size", str(here)]
+    words += ["--max-model-len", str(length)]
+    if settings.sequences != EngineConfig.max_num_seqs:
+        words += ["--max-num-seqs", str(settings.sequences)]
+    words += ["--max-num-batched-tokens", str(settings.budget)]
+    if settings.target != SERVER_TARGET_MS:
+        words += ["--step-target-ms", f"{settings.target:g}"]
+    return words
+
+
+def request_flops(config: ModelConfig, traffic: Traffic) -> float:
+    """FLOPs of a mean request, a multiply-add as two: every matrix that a token meets, the head for tokens of the
+    answer, and scores and values of the keys that each query sees (all of them, as if there were no windows)."""
+    size, width = config.hidden_size, config.head_dim
+    matrices = 2 * (config.num_heads + config.num_kv_heads) * width * size * config.num_layers
+    experts = config.experts
+    sparse = 0 if experts is None else sum(experts.layers)
+    matrices += (config.num_layers - sparse) * 3 * config.intermediate_size * size
+    if experts is not None:
+        matrices += sparse * size * (3 * experts.per_token * experts.intermediate_size + experts.count)
+    tokens = traffic.computed + traffic.output - 1
+    pairs = traffic.computed * (traffic.cached + traffic.computed / 2) + (traffic.output - 1) * traffic.context
+    attention = 4 * config.num_layers * config.num_heads * width * pairs
+    return 2 * matrices * tokens + 2 * config.vocab_size * size * traffic.output + attention

@@ -1,0 +1,188 @@
+"""What steps of a model take, from graphs of a few of its layers: layers of one kind take equally long.
+
+The graphs of 80 layers take seconds to make and 0.3 s a step to price; two of them, and one more, give the same times.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from strata.comm.symmetric import imagined
+from strata.engine.ranks.token_division import CONTEXT_AXIS
+from strata.graph.cost import NodeCost
+from strata.hardware.prediction import ORIGINS, Prediction
+from strata.hardware.roofline import Cost, Floor, Workload
+from strata.models.config import ModelConfig
+from strata.models.families import build
+from strata.models.weights import weight_bytes
+from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
+from strata.plan.meta_model import MetaModel, meta_model
+from strata.plan.search.layout import Layout
+from strata.plan.search.machine import Machine
+from strata.plan.search.precision import AS_CHECKPOINT, Precision
+
+# Steps of so many sequences are priced as recorded ones: `strata serve --max-num-seqs` records as many as it is given.
+MOST_SEQUENCES = 1024
+
+_Kind = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class StepPrice:
+    """A step, in seconds: on the device by the origin of its prediction, and until the host has launched it, 0 if it is
+    replayed. messages: part of the device's. bounds: of the roofline, of all layers.
+    """
+
+    origins: dict[str, float]
+    around: float
+    launches: float
+    messages: float
+    bounds: Floor
+
+    @property
+    def seconds(self) -> float:
+        return max(self.on_device, self.launches)
+
+    @property
+    def on_device(self) -> float:
+        return sum(self.origins.values()) + self.around
+
+    def __add__(self, other: StepPrice) -> StepPrice:
+        return self._with(other, 1.0)
+
+    def times(self, count: int) -> StepPrice:
+        """So many of such steps, one after another; a negative number is taken away."""
+        nothing = StepPrice(dict.fromkeys(ORIGINS, 0.0), 0.0, 0.0, 0.0, Floor(0.0, 0.0))
+        return nothing._with(self, float(count))
+
+    def _with(self, other: StepPrice, count: float) -> StepPrice:
+        bounds, more = self.bounds, other.bounds
+        return StepPrice(
+            {origin: value + count * other.origins[origin] for origin, value in self.origins.items()},
+            self.around + count * other.around,
+            self.launches + count * other.launches,
+            self.messages + count * other.messages,
+            Floor(
+                bounds.compute + count * more.compute,
+                bounds.memory + count * more.memory,
+                bounds.communication + count * more.communication,
+            ),
+        )
+
+
+class LayerPrices:
+    """Prices steps of one rank of a layout, of a model in `dtype`; of several stages, of all of them together, without
+    what they send each other."""
+
+    def __init__(self, config: ModelConfig, machine: Machine, layout: Layout, dtype: torch.dtype) -> None:
+        """Raises ValueError if the ranks of the layout cannot share the model, or their link is not known."""
+        self.machine, self._dtype = machine, dtype
+        self._whole = layout if layout.stages == 1 else replace(layout, stages=1)
+        self.predictor = machine.predictor_of(self._whole.ranks)
+        device = self.predictor.device
+        self._rates = {self.predictor.dtype: device.ceiling("compute", self.predictor.dtype).value}
+        self._bandwidth = device.ceiling("bandwidth").value
+        kinds = config.layer_kinds
+        base = _representatives(kinds)
+        held = Counter(kinds[layer] for layer in base)
+        self._parts: list[tuple[MetaModel, dict[_Kind, int]]] = [(self._model(config, base), {})]
+        self._missing = {kind: count - held[kind] for kind, count in Counter(kinds).items() if count > held[kind]}
+        for kind in self._missing:
+            layer = kinds.index(kind)
+            at = base.index(layer) + 1
+            self._parts.append((self._model(config, [*base[:at], layer, *base[at:]]), {kind: 1}))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of hidden states."""
+        return self._dtype.itemsize
+
+    @cached_property
+    def costs(self) -> list[tuple[MetaModel, int]]:
+        """The models of few layers, and how many times each counts: their costs add up to those of the whole model."""
+        more = list(self._missing.values())
+        extended = ((part[0], count) for part, count in zip(self._parts[1:], more, strict=True))
+        return [(self._parts[0][0], 1 - sum(more)), *extended]
+
+    def price(self, workload: Workload, precision: Precision = AS_CHECKPOINT) -> StepPrice:
+        """A step that samples a row of each sequence, those of one token first."""
+        return self.prices(workload, [precision])[0]
+
+    def prices(self, workload: Workload, precisions: list[Precision]) -> list[StepPrice]:
+        """The same step in several precisions."""
+        found: list[StepPrice] | None = None
+        for model, count in self.costs:
+            own = [price.times(count) for price in self._of(model, workload, precisions)]
+            found = own if found is None else [one + more for one, more in zip(found, own, strict=True)]
+        assert found is not None
+        return found
+
+    def _of(self, model: MetaModel, workload: Workload, precisions: list[Precision]) -> list[StepPrice]:
+        predictor, step = self.predictor, model.step(workload)
+        each = [predictor.node(node, workload) for node in step.timed]
+        around = predictor.step(step.timed, workload, recorded=True).seconds - sum(one.seconds for one in each)
+        launches = 0.0 if step.recorded or not self.machine.runs else predictor.launches(len(step.timed))
+        pairs = list(zip(step.timed, each, strict=True))
+        return [self._in(precision, pairs, around, launches) for precision in precisions]
+
+    def _in(
+        self, precision: Precision, pairs: list[tuple[NodeCost, Prediction]], around: float, launches: float
+    ) -> StepPrice:
+        """The same step in a precision: a node is as far above its roofline as in the checkpoint's."""
+        origins, messages = dict.fromkeys(ORIGINS, 0.0), 0.0
+        compute = memory = communication = 0.0
+        for node, found in pairs:
+            cost, dtype, origin, seconds = node.cost, self.predictor.dtype, found.origin, found.seconds
+            if precision is not AS_CHECKPOINT:
+                cost, dtype = precision.cost(node), precision.dtype_of(node, dtype)
+                if cost is not node.cost or dtype != self.predictor.dtype:
+                    before = self._roofline(node.cost, self.predictor.dtype)
+                    seconds *= self._roofline(cost, dtype) / before if before else 1.0
+                    origin = "analytic"
+            origins[origin] += seconds
+            messages += seconds if cost.messages else 0.0
+            compute += cost.flops / self._rate(dtype)
+            memory += (cost.weights + cost.cached) / self._bandwidth
+            if self.predictor.link is not None:
+                communication += self.predictor.link.least_seconds(cost.messages, cost.sent)
+        return StepPrice(origins, around, launches, messages, Floor(compute, memory, communication))
+
+    def _roofline(self, cost: Cost, dtype: str) -> float:
+        return max(cost.flops / self._rate(dtype), cost.bytes / self._bandwidth)
+
+    def _rate(self, dtype: str) -> float:
+        """FLOP/s; the checkpoint's where the device has no peak for another dtype."""
+        if dtype not in self._rates:
+            known = self.predictor.device.known("compute", dtype)
+            self._rates[dtype] = self._rates[self.predictor.dtype] if known is None else known.value
+        return self._rates[dtype]
+
+    def _model(self, config: ModelConfig, layers: list[int]) -> MetaModel:
+        layout, own = self._whole, config.with_layers(layers)
+        shard = _shard(own, layout)
+        context = imagined(CONTEXT_AXIS, layout.context) if layout.context > 1 else None
+        made = meta_model(own, self.machine.kernels, self._dtype, shard=shard, context=context)
+        # Which steps are recorded follows from the size of the model as it is.
+        whole = _shard(config, layout)
+        with torch.device("meta"):
+            parameters = weight_bytes(build(config if whole is None else whole.divided), self._dtype)
+        return replace(made, parameters=parameters // self._dtype.itemsize, max_sequences=MOST_SEQUENCES)
+
+
+def _shard(config: ModelConfig, layout: Layout) -> RankShard | None:
+    if layout.tensor == 1:
+        return None
+    axis = imagined(TENSOR_AXIS, layout.tensor)
+    by = {"expert_parallel": layout.expert_parallel, "own_tokens": layout.own_tokens}
+    return RankShard.of(config, layout.tensor, 0, axis, **by)
+
+
+def _representatives(kinds: list[_Kind]) -> list[int]:
+    """Layers of all kinds, with the first and the last of the model."""
+    found = {kinds.index(kind) for kind in kinds} | {0, len(kinds) - 1}
+    return sorted(found)

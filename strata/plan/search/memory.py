@@ -1,0 +1,147 @@
+"""What an engine of a plan holds on each device: the engine's own ledger, of a device that need not be here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from strata.cache.tables import BufferShape
+from strata.engine.engine_config import EngineConfig, EngineSizes
+from strata.engine.ledger import DeviceMemory
+from strata.engine.ranks.rank import share_of
+from strata.engine.recorded_steps import recorded_sizes
+from strata.engine.startup.executor import planned_memory
+from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart
+from strata.kernels.device_limits import DeviceLimits, why_not
+from strata.models.config import ModelConfig
+from strata.plan.search.layout import Layout
+from strata.plan.search.machine import Machine
+from strata.plan.search.precision import Precision
+from strata.plan.search.traffic import Traffic
+
+# What a process holds of a device before anything is allocated, estimated.
+_CONTEXT = 1 << 29
+# By how many standard deviations more tokens are kept room for than the mean of a load needs.
+_DEVIATIONS = 2.0
+_DEVICE = torch.device("cuda")
+_BUDGET = 8192
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of the rank of an engine that needs the most. lacking: beyond what it may use, with one sequence; 0 if it
+    fits. tokens: that the KV pages of an engine have room for, of each rank where ranks have sequences of their own.
+    """
+
+    total: int
+    budget: int
+    weights: int
+    workspace: int
+    tokens: int
+    page_bytes: int
+    page_size: int
+
+    @property
+    def token_bytes(self) -> float:
+        """Of keys and values of a token."""
+        return self.page_bytes / self.page_size
+
+    @property
+    def kv(self) -> int:
+        return max(0, self.budget - self.weights - self.workspace)
+
+    @property
+    def margin(self) -> int:
+        """What is left to others and lost between blocks."""
+        return self.total - self.budget
+
+    def lacking(self, tokens: int) -> int:
+        """Bytes that are missing for so many tokens; 0 if there are enough."""
+        need = self.weights + self.workspace + math.ceil(tokens / self.page_size) * self.page_bytes
+        return max(0, need - self.budget)
+
+
+class Memory:
+    """Asks the engine's ledger for layouts of a model. Weights and recorded sizes are found once for a layout."""
+
+    def __init__(self, config: ModelConfig, machine: Machine, traffic: Traffic, model: str) -> None:
+        self._config, self._machine, self._model = config, machine, model
+        self._length = traffic.longest
+        limits = DeviceLimits.listed(machine.listed) if machine.runs else None
+        self._limits = None if limits is None or why_not(limits) is not None else limits
+        total = int(machine.listed.ceiling("memory").value)
+        self._memory = DeviceMemory(machine.listed.product, total - _CONTEXT, total)
+        self._found: dict[tuple[Layout, int, int], Held] = {}
+        self._ranks = cache(self._of_rank)
+
+    def asked(self, layout: Layout, sequences: int, budget: int) -> EngineConfig:
+        """The options of such an engine. Raises ValueError for what Strata's engine does not do."""
+        options: dict[str, Any] = dict(layout.options)
+        return EngineConfig(
+            self._model,
+            max_model_len=self._length,
+            max_num_seqs=sequences,
+            max_num_batched_tokens=budget,
+            **options,
+        )
+
+    def held(self, layout: Layout, sequences: int, budget: int, precision: Precision) -> Held:
+        """sequences: of a rank where ranks have their own. Raises ValueError as `asked`."""
+        key = layout, sequences, budget
+        if key not in self._found:
+            asked = self.asked(layout, sequences, budget)
+            every = [self._held(asked, *self._ranks(layout, rank)) for rank in sorted({0, layout.ranks - 1})]
+            self._found[key] = max(every, key=lambda one: one.lacking(self._length))
+        held = self._found[key]
+        layers = held.weights * (1 - self._outside)
+        weights = held.weights - int(layers * (1 - precision.weights))
+        page_bytes = max(1, int(held.page_bytes * precision.cached))
+        held = replace(held, weights=weights, page_bytes=page_bytes)
+        return replace(held, tokens=held.kv // page_bytes * held.page_size)
+
+    @property
+    def _outside(self) -> float:
+        """Share of embedding and head, which keep the checkpoint's dtype, of all weights."""
+        config = self._config
+        heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * config.hidden_size
+        experts = config.experts
+        width = config.intermediate_size if experts is None else experts.count * experts.intermediate_size
+        ids = config.vocab_size * config.hidden_size * (1 if config.tied else 2)
+        return ids / (ids + config.num_layers * (heads + 3 * width * config.hidden_size))
+
+    def _of_rank(self, layout: Layout, rank: int) -> tuple[ModelConfig, EngineSizes]:
+        """The config of a rank, with the whole vocabulary, and the sizes of an engine with default options."""
+        asked = self.asked(layout, EngineConfig.max_num_seqs, _BUDGET)
+        shard = share_of(asked, self._config, rank) if max(layout.tensor, layout.stages) > 1 else None
+        own = self._config if shard is None else shard.config
+        sizes = EngineSizes.of(asked, own, _DEVICE, self._limits, shard)
+        return replace(own, vocab_size=self._config.vocab_size), sizes
+
+    def _held(self, asked: EngineConfig, config: ModelConfig, sizes: EngineSizes) -> Held:
+        budget = asked.max_num_batched_tokens or _BUDGET
+        recorded: list[BufferShape] = []
+        if self._limits is not None:
+            fresh = sizes.library and keeps_neighbours_apart(sizes.pool.dtype)
+            recorded = recorded_sizes(asked.max_num_seqs, budget, sizes.parameters, sizes.library, fresh)
+        sizes = replace(sizes, max_tokens=budget, recorded=tuple(recorded))
+        # With one page, of a device with room for anything: what is missing on the real one is counted from the parts.
+        ample = self._memory._replace(free=1 << 60, total=1 << 60)
+        ledger = planned_memory(replace(asked, num_pages=1), config, sizes, _DEVICE, asked.ranks, ample)
+        workspace = ledger.activations + ledger.sequences + ledger.graphs + ledger.messages
+        usable = int(self._memory.total * asked.gpu_memory_utilization) - _CONTEXT
+        return Held(
+            self._memory.total, usable, ledger.weights, workspace, 0, ledger.page_bytes, ledger.page_size
+        )  # fmt: skip
+
+
+def needed_tokens(traffic: Traffic, sequences: int, page_size: int) -> float:
+    """Tokens of KV pages that so many sequences under way hold, all at different places of their answers: their mean
+    and some deviations more, no more than all could; a cached prefix once."""
+    own = traffic.context - traffic.cached + page_size / 2
+    spread = _DEVIATIONS * traffic.output * math.sqrt(sequences / 12)
+    most = sequences * (traffic.longest - traffic.cached + page_size)
+    return traffic.cached + min(sequences * own + spread, most)

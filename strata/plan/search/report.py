@@ -1,0 +1,202 @@
+"""A plan of serving: what was asked, the best way, the others, and where the prediction comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strata.hardware.figures import Device
+from strata.hardware.prediction import ORIGINS
+from strata.models.shapes import SHAPES
+from strata.models.weights import resolve_dtype
+from strata.plan.meta_model import dtype_name, find_config
+from strata.plan.search.choice import Choice, command, request_flops
+from strata.plan.search.layer_prices import StepPrice
+from strata.plan.search.machine import Machine
+from strata.plan.search.search import Found, Question, Search
+from strata.plan.search.traffic import Objectives, Traffic
+
+_CUDA = torch.device("cuda")
+_SHOWN = 8
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """found: by the search. decode, mixed: steps of the best, of its decodes and with prompts beside them; None without
+    a best. price: of a device an hour, None if it is not known. model_file: what the model was found as.
+    """
+
+    question: Question
+    found: Found
+    decode: StepPrice | None
+    mixed: StepPrice | None
+    price: float | None
+    model_file: str
+
+    @property
+    def best(self) -> Choice | None:
+        return self.found.best
+
+    @property
+    def others(self) -> tuple[Choice, ...]:
+        return self.found.others[:_SHOWN]
+
+    @property
+    def blocked(self) -> tuple[Choice, ...]:
+        return self.found.blocked[:_SHOWN]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.question.machine.sources
+
+    @property
+    def title(self) -> str:
+        asked = self.question
+        lengths = f"prompts of {asked.traffic.prompt:,.0f} and answers of {asked.traffic.output:,.0f} tokens"
+        return f"{asked.model} on {asked.devices} x {asked.machine.listed.product}, {lengths}"
+
+    @property
+    def command(self) -> list[str]:
+        """Of the best: what starts the engines of one host."""
+        assert self.best is not None
+        is_shape = self.model_file in SHAPES or Path(self.model_file).is_file()
+        return command(
+            self.best, self.question.model, is_shape, self.question.traffic.longest, self.question.machine.per_host
+        )
+
+    @property
+    def where(self) -> str:
+        """How many hosts the command is for."""
+        assert self.best is not None
+        each = min(self.best.replicas, self.question.machine.per_host // self.best.settings.layout.ranks)
+        hosts = -(-self.best.replicas // each)
+        return "run:" if hosts == 1 else f"run on each of {hosts} hosts, behind a load balancer:"
+
+    @property
+    def mfu(self) -> float | None:
+        """FLOPs of the requests' own matrices and attention over the maker's dense peak of all devices that work."""
+        if self.best is None:
+            return None
+        asked = self.question
+        peak = asked.machine.listed.ceiling("compute", dtype_name(asked.dtype), measured=False).value
+        return self.best.requests * request_flops(asked.config, asked.traffic) / (self.best.devices * peak)
+
+    @property
+    def cost_per_million(self) -> float | None:
+        """Of a million tokens of answers, their prompts included, on all devices, idle ones too."""
+        if self.best is None or self.price is None:
+            return None
+        return self.price * self.question.devices / 3600 / self.best.tokens * 1e6
+
+    @property
+    def origins(self) -> dict[str, float]:
+        """Which share of the mean step's time is measured, interpolated and analytic."""
+        best = self.best
+        if best is None or self.decode is None or self.mixed is None:
+            return {}
+        share = best.point.prompt_steps
+        seconds = {
+            origin: (1 - share) * self.decode.origins[origin] + share * self.mixed.origins[origin] for origin in ORIGINS
+        }
+        return {origin: value / sum(seconds.values()) for origin, value in seconds.items()}
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What is told of the best, a name and a sentence each."""
+        best = self.best
+        assert best is not None
+        assert self.decode is not None
+        point, held, bounds = best.point, best.held, self.decode.bounds
+        idle = self.question.devices - best.devices
+        gib = {name: f"{getattr(held, name) / _GIB:,.2f}" for name in ("weights", "kv", "workspace", "margin")}
+        found = [
+            ("load", f"{point.concurrency * best.replicas:,.0f} requests under way, {best.requests:,.2f} a second"),
+            (
+                "steps",
+                f"{point.step * 1e3:,.2f} ms; {point.prompt_steps:.0%} have {point.chunk:,.0f} tokens of prompts",
+            ),
+            ("binds", best.binds),
+            (
+                "decode steps",
+                f"bound by {bounds.bound}, whose floor is {bounds.seconds / self.decode.seconds:.0%} of one",
+            ),
+            ("MFU", f"{self.mfu:.1%} of the maker's dense peak"),
+            (
+                "memory, GiB",
+                f"{held.total / _GIB:,.1f} a device: weights {gib['weights']}, workspace {gib['workspace']}",
+            ),
+            (
+                "",
+                f"keys and values {gib['kv']} ({held.tokens:,} tokens), others and gaps between blocks {gib['margin']}",
+            ),
+        ]
+        if idle:
+            found.append(("idle", f"{idle} of {self.question.devices} devices"))
+        if self.cost_per_million is not None:
+            found.append(("cost", f"{self.cost_per_million:,.3f} for a million tokens of answers"))
+        shares = ", ".join(f"{share:.0%} {origin}" for origin, share in self.origins.items() if share >= 0.005)
+        found.append(("predicted", shares))
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        asked, best = self.question, self.best
+        objectives = asked.objectives
+        return {
+            "model": asked.model,
+            "device": asked.machine.listed.key,
+            "dtype": dtype_name(asked.dtype),
+            "devices": asked.devices,
+            "prompt_tokens": asked.traffic.prompt,
+            "cached_tokens": asked.traffic.cached,
+            "output_tokens": asked.traffic.output,
+            "ttft_ms": None if objectives.ttft is None else objectives.ttft * 1e3,
+            "tpot_ms": None if objectives.tpot is None else objectives.tpot * 1e3,
+            "best": None if best is None else best.to_dict(),
+            "command": None if best is None else self.command,
+            "mfu": self.mfu,
+            "cost_per_million_tokens": self.cost_per_million,
+            "predicted_from": self.origins,
+            "others": [one.to_dict() for one in self.found.others],
+            "not_in_strata_yet": [one.to_dict() for one in self.found.blocked],
+            "sources": list(self.sources),
+        }
+
+
+def serving_plan(
+    model: str,
+    model_file: str,
+    listed: Device,
+    devices: int,
+    traffic: Traffic,
+    objectives: Objectives,
+    per_host: int,
+    network: float,
+    price: float | None,
+) -> ServingPlan:
+    """Search, and price the steps of the best.
+
+    model: as it was named, model_file: where it was found. network: bytes/s. Raises ValueError for whatever cannot be:
+    a device without figures, requests that are longer than the model's, no room, objectives that nothing meets.
+    """
+    config = find_config(model_file)
+    if traffic.longest > config.longest and not config.rope.grows:
+        raise ValueError(
+            f"prompt and answer have up to {traffic.longest:,} tokens, and {model} is made for {config.longest:,}: "
+            "give shorter ones"
+        )
+    dtype = resolve_dtype("auto", config, _CUDA)
+    machine = Machine.of(listed, dtype_name(dtype), per_host, network)
+    question = Question(model, config, dtype, machine, devices, traffic, objectives)
+    search = Search(question)
+    found = search.run()
+    best, decode, mixed = found.best, None, None
+    if best is not None:
+        layout, precision = best.settings.layout, best.settings.precision
+        own = best.point.decoding / layout.stages / (layout.tensor if layout.own_tokens else 1)
+        table, decodes = search.table(layout, precision), max(1, round(own))
+        decode = table.price(decodes, 0)
+        mixed = table.price(decodes, max(2, round(best.point.chunk)))
+    return ServingPlan(question, found, decode, mixed, price, model_file)

@@ -1,0 +1,270 @@
+"""The search for the best way to serve a model: every layout, and of its steps a few that are priced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from strata.engine.scheduling.room import SERVER_TARGET_MS
+from strata.models.config import ModelConfig
+from strata.plan.search.batching import Batching, at_concurrency
+from strata.plan.search.choice import Choice, Settings
+from strata.plan.search.layer_prices import LayerPrices
+from strata.plan.search.layout import Layout, layouts
+from strata.plan.search.machine import Machine
+from strata.plan.search.memory import Memory, needed_tokens
+from strata.plan.search.precision import AS_CHECKPOINT, PRECISIONS, Precision
+from strata.plan.search.step_table import Anchors, StepTable
+from strata.plan.search.traffic import Objectives, Traffic
+
+# What is tried of an engine: sequences at once, most tokens of a step, milliseconds that one may take (0: no target).
+SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 1000)
+BUDGETS = (8192, 2048, 4096, 16384)
+TARGETS = (SERVER_TARGET_MS, 0.0)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is planned. dtype: of weights, keys and values. devices: how many there are."""
+
+    model: str
+    config: ModelConfig
+    dtype: torch.dtype
+    machine: Machine
+    devices: int
+    traffic: Traffic
+    objectives: Objectives
+
+
+@dataclass(frozen=True)
+class Found:
+    """best: the most tokens a second of those that Strata runs; None if it runs none that fits. others: the best of
+    each other layout. blocked: the best with each thing that Strata lacks. seen: all that were priced,
+    whether or not they meet the objectives.
+    """
+
+    best: Choice | None
+    others: tuple[Choice, ...]
+    blocked: tuple[Choice, ...]
+    seen: tuple[Choice, ...]
+
+
+class Search:
+    """Keeps what was priced."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.memory = Memory(question.config, question.machine, question.traffic, question.model)
+        self._anchors: dict[Layout, Anchors] = {}
+        self._tables: dict[tuple[Layout, Precision], StepTable] = {}
+
+    def run(self) -> Found:
+        """Raises ValueError if the model fits on no layout of the devices, or none is quick enough."""
+        fitting = self.fitting()
+        seen = [choice for layout, precision in fitting for choice in self.choices(layout, precision)]
+        meeting = [choice for choice in seen if self.meets(choice)]
+        runs = best_of_each(choice for choice in meeting if not choice.blocked)
+        blocked = best_of_blocked(choice for choice in meeting if choice.blocked)
+        running = [choice for choice in seen if not choice.blocked]
+        if not meeting or (running and not runs):
+            raise ValueError(too_slow(self.question, self.least(fitting), running or seen, blocked))
+        best = replace(runs[0], binds=self.binds(runs[0])) if runs else None
+        return Found(best, tuple(runs[1:]), tuple(blocked), tuple(seen))
+
+    def fitting(self) -> list[tuple[Layout, Precision]]:
+        """What has room for a sequence at least. Raises ValueError, with the bytes that are missing, if nothing has."""
+        possible = [layout for layout in self._layouts(self.question.devices) if self._is_linked(layout)]
+        near = [layout for layout in possible if layout.own_tokens or layout.ranks <= self.question.machine.per_host]
+        # Stages on several hosts are for what one host has no room for.
+        for some in (near, possible):
+            if any(not self.lacking(layout, AS_CHECKPOINT) for layout in some):
+                pairs = ((layout, precision) for layout in some for precision in PRECISIONS)
+                return [(layout, precision) for layout, precision in pairs if not self.lacking(layout, precision)]
+        raise ValueError(self._does_not_fit(possible))
+
+    def lacking(self, layout: Layout, precision: Precision) -> int:
+        """Bytes of a device that are missing for one sequence of the longest request."""
+        held = self.memory.held(layout, 1, min(BUDGETS), precision)
+        return held.lacking(self.question.traffic.longest)
+
+    def choices(self, layout: Layout, precision: Precision) -> Iterator[Choice]:
+        """All settings of a layout whose sequences have room; of precisions that Strata lacks those of a server."""
+        ways = [(budget, target) for budget in BUDGETS for target in TARGETS]
+        for way, (budget, target) in enumerate(ways if precision is AS_CHECKPOINT else ways[:1]):
+            for sequences in SEQUENCES:
+                choice = self.choice(Settings(layout, precision, sequences, budget, target))
+                # More sequences take no less time for a token; the first way shows how much.
+                if choice is None or (way and choice.point.tpot > (self.question.objectives.tpot or math.inf)):
+                    break
+                yield choice
+
+    def choice(self, settings: Settings) -> Choice | None:
+        """What settings are predicted to give; None if their sequences do not fit."""
+        question, layout = self.question, settings.layout
+        held = self.memory.held(layout, settings.sequences, settings.budget, settings.precision)
+        need = needed_tokens(question.traffic, settings.sequences, held.page_size)
+        if held.tokens < max(need, question.traffic.longest):
+            return None
+        ranks = layout.tensor if layout.own_tokens else 1
+        batching = Batching(settings.budget, settings.target / 1e3 or None, layout.stages, ranks)
+        table = self.table(layout, settings.precision)
+        point = at_concurrency(table.seconds, question.traffic, batching, settings.sequences * ranks)
+        replicas = layout.replicas(question.devices, question.machine.per_host)
+        return Choice(
+            settings, replicas, point, held, question.traffic.output, self.blocked(layout, settings.precision)
+        )
+
+    def blocked(self, layout: Layout, precision: Precision) -> tuple[str, ...]:
+        """Why Strata cannot run it yet; nothing if it can."""
+        machine, found = self.question.machine, []
+        if not machine.runs:
+            found.append(f"no kernels for {machine.listed.product}")
+        if precision is not AS_CHECKPOINT:
+            found.append(precision.name)
+        if layout.ranks > machine.per_host:
+            found.append("ranks of one engine on several hosts")
+        return tuple(found)
+
+    def meets(self, choice: Choice) -> bool:
+        """The objectives."""
+        wanted, point = self.question.objectives, choice.point
+        return point.ttft <= (wanted.ttft or math.inf) and point.tpot <= (wanted.tpot or math.inf)
+
+    def table(self, layout: Layout, precision: Precision) -> StepTable:
+        """Times of the layout's steps."""
+        key = layout, precision
+        if key not in self._tables:
+            self._tables[key] = StepTable(self.anchors(layout), self.question.config, layout, precision)
+        return self._tables[key]
+
+    def anchors(self, layout: Layout) -> Anchors:
+        """Stages of a pipeline share them."""
+        whole = replace(layout, stages=1)
+        if whole not in self._anchors:
+            question = self.question
+            prices = LayerPrices(question.config, question.machine, whole, question.dtype)
+            decodes = None if whole.context == 1 else self.anchors(replace(whole, context=1))
+            self._anchors[whole] = Anchors(prices, question.traffic, PRECISIONS, decodes)
+        return self._anchors[whole]
+
+    def least(self, fitting: list[tuple[Layout, Precision]]) -> Objectives:
+        """The floors of both latencies: a prompt and a token alone, of the layout that has the least."""
+        prompt = max(2, round(self.question.traffic.computed))
+        tables = [self.table(layout, precision) for layout, precision in fitting]
+        ttft = min(table.price(0, prompt).bounds.seconds for table in tables)
+        return Objectives(ttft, min(table.price(1, 0).bounds.seconds for table in tables))
+
+    def binds(self, choice: Choice) -> str:
+        """What keeps an engine from more sequences at once."""
+        settings = choice.settings
+        at = SEQUENCES.index(settings.sequences) + 1
+        if at == len(SEQUENCES):
+            return f"most sequences that are tried at once, {SEQUENCES[-1]}"
+        more = self.choice(replace(settings, sequences=SEQUENCES[at]))
+        if more is None:
+            return "memory for keys and values"
+        wanted = self.question.objectives
+        if more.point.tpot > (wanted.tpot or math.inf):
+            return "the objective of TPOT"
+        if more.point.ttft > (wanted.ttft or math.inf):
+            return "the objective of TTFT"
+        return "prompts, which take all the room of steps"
+
+    def _layouts(self, devices: int) -> Iterator[Layout]:
+        question = self.question
+        found = layouts(question.config, devices, question.machine.per_host)
+        # Ranks that divide prompts all decode: what they win is the first token.
+        return (one for one in found if one.context == 1 or question.objectives.ttft is not None)
+
+    def _is_linked(self, layout: Layout) -> bool:
+        """Whether the link between the ranks is known."""
+        try:
+            self.question.machine.predictor_of(layout.ranks)
+        except ValueError:
+            return False
+        return True
+
+    def _does_not_fit(self, possible: list[Layout]) -> str:
+        question = self.question
+        missing, layout = min(((self.lacking(one, AS_CHECKPOINT), one) for one in possible), key=lambda pair: pair[0])
+        held = self.memory.held(layout, 1, min(BUDGETS), AS_CHECKPOINT)
+        devices, name = question.devices, question.machine.listed.key
+        enough = self._enough(devices)
+        advice = f"--gpus {enough} has room for it" if enough else "a device with more memory is needed"
+        smaller = (precision for precision in PRECISIONS if not all(self.lacking(one, precision) for one in possible))
+        if (precision := next(smaller, None)) is not None:
+            advice += f", and so would these in {precision.name}, which Strata does not serve yet"
+        return (
+            f"{question.model} does not fit on {devices} x {name}: by {layout.name} each needs {held.weights:,} bytes "
+            f"of weights, {held.workspace:,} of workspace and keys and values of a sequence of "
+            f"{question.traffic.longest:,} tokens, {missing:,} bytes more than the {held.budget:,} that it may use; "
+            f"{advice}"
+        )
+
+    def _enough(self, devices: int) -> int | None:
+        """The fewest, doubled again and again, that have room; None if not even a thousand times as many have."""
+        for power in range(1, 11):
+            more = devices << power
+            larger = (one for one in self._layouts(more) if one.ranks > devices and self._is_linked(one))
+            if any(not self.lacking(one, AS_CHECKPOINT) for one in larger):
+                return more
+        return None
+
+
+def best_of_each(choices: Iterable[Choice]) -> list[Choice]:
+    """Of each layout and precision the one with the most tokens a second; the best first."""
+    found: dict[tuple[Layout, Precision], Choice] = {}
+    for choice in choices:
+        key = choice.settings.layout, choice.settings.precision
+        if key not in found or rank(choice) < rank(found[key]):
+            found[key] = choice
+    return sorted(found.values(), key=rank)
+
+
+def best_of_blocked(choices: Iterable[Choice]) -> list[Choice]:
+    """Of each list of what Strata lacks the one with the most tokens a second; the best first."""
+    found: dict[tuple[str, ...], Choice] = {}
+    for choice in choices:
+        if choice.blocked not in found or rank(choice) < rank(found[choice.blocked]):
+            found[choice.blocked] = choice
+    return sorted(found.values(), key=rank)
+
+
+def rank(choice: Choice) -> tuple[float, float, int]:
+    """What comes first is better."""
+    return -choice.tokens, choice.point.tpot, choice.settings.layout.ranks
+
+
+def too_slow(question: Question, least: Objectives, seen: list[Choice], blocked: list[Choice]) -> str:
+    """Why none of `seen` meets the objectives, in words: they are below a floor, or below what is predicted. blocked:
+    what would meet them."""
+    wanted = question.objectives
+    where = f"{question.model} on {question.devices} x {question.machine.listed.key}"
+    for name, given, floor in (("--ttft", wanted.ttft, least.ttft), ("--tpot", wanted.tpot, least.tpot)):
+        if given is not None and floor is not None and given < floor:
+            return (
+                f"{name} {given * 1e3:g} is below the floor of {where}, {floor * 1e3:.3g} ms: no device reads its "
+                f"weights, computes or sends faster; ask for more than that"
+            )
+
+    def excess(choice: Choice) -> float:
+        point = choice.point
+        return max(point.ttft / (wanted.ttft or math.inf), point.tpot / (wanted.tpot or math.inf))
+
+    if not seen:
+        return f"{where} has no room for the requests' keys and values: give more devices or shorter requests"
+    near = min(seen, key=excess)
+    asked = " and ".join(
+        f"{name} {value * 1e3:g}"
+        for name, value in (("--ttft", wanted.ttft), ("--tpot", wanted.tpot))
+        if value is not None
+    )
+    return (
+        f"{where} is not predicted to meet {asked} (ms) in any way: {near.settings.layout.name} comes nearest, with "
+        f"TTFT {near.point.ttft * 1e3:.4g} and TPOT {near.point.tpot * 1e3:.4g} ms at {near.settings.sequences} "
+        "sequences; ask for no less, or give more devices"
+        + (f"; {', '.join(blocked[0].blocked)} would do, which Strata lacks" if blocked else "")
+    )

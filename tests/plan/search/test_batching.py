@@ -1,0 +1,73 @@
+"""Loads on engines with continuous batching, against counts by hand and against what they must not do."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from strata.plan.search.batching import SERVER_SECONDS, Batching, at_concurrency, at_rate
+from strata.plan.search.traffic import Traffic
+
+TRAFFIC = Traffic.of(500, 101)
+FREE = Batching(budget=8192, target=None)
+
+
+def seconds(decodes: float, prompts: float) -> float:
+    """A step of 10 ms, and 10 us for each token of a prompt."""
+    return 0.01 + 1e-5 * prompts
+
+
+def test_a_request_alone_takes_its_own_steps() -> None:
+    point = at_concurrency(seconds, TRAFFIC, FREE, 1)
+    assert point.ttft == pytest.approx(SERVER_SECONDS + seconds(0, 500), rel=0.02)
+    assert point.tpot == pytest.approx(0.01, rel=0.02)
+    assert point.requests == pytest.approx(1 / (point.ttft + 100 * point.tpot), rel=1e-3)
+
+
+@pytest.mark.parametrize("concurrency", [1, 7, 64, 500])
+def test_requests_under_way_are_those_that_come_in_the_time_of_one(concurrency: int) -> None:
+    """Little's law, also where prompts take all the room of steps and most requests wait."""
+    point = at_concurrency(seconds, TRAFFIC, Batching(1024, 0.02), concurrency)
+    assert point.requests * (point.ttft + 100 * point.tpot) == pytest.approx(concurrency, rel=1e-3)
+
+
+def test_steps_compute_as_many_prompts_as_answers_end() -> None:
+    point = at_concurrency(seconds, TRAFFIC, FREE, 64)
+    each = point.step / (point.tpot * 100) * point.decoding  # answers that end in a step
+    assert point.prompt_steps * point.chunk == pytest.approx(each * 500, rel=1e-6)
+    assert point.step == pytest.approx(0.01 + 1e-5 * each * 500, rel=1e-6)
+
+
+def test_more_sequences_give_more_tokens_more_slowly() -> None:
+    points = [at_concurrency(lambda d, p: seconds(d, p) + 1e-5 * d, TRAFFIC, FREE, count) for count in range(1, 200, 9)]
+    assert all(one.requests <= more.requests for one, more in pairwise(points))
+    assert all(one.tpot <= more.tpot for one, more in pairwise(points))
+
+
+def test_prompts_set_the_limit_where_steps_have_no_more_room() -> None:
+    point = at_concurrency(seconds, TRAFFIC, Batching(1000, None), 10_000)
+    assert point.decoding + point.chunk == pytest.approx(1000, rel=0.01)
+    assert point.requests == pytest.approx(point.chunk / 500 / seconds(0, point.chunk), rel=0.01)
+
+
+def test_a_rate_is_met_or_refused() -> None:
+    point = at_rate(seconds, TRAFFIC, FREE, rate=20.0, most=256)
+    assert point is not None
+    assert point.requests == pytest.approx(20.0, rel=1e-3)
+    assert point.decoding == pytest.approx(20 * 100 * point.tpot, rel=1e-3)
+    assert at_rate(seconds, TRAFFIC, FREE, rate=200.0, most=256) is None  # 200 x 500 tokens at 10 us each
+
+
+def test_stages_take_their_share_of_the_sequences() -> None:
+    """Two stages with half of the layers each: as many tokens from as many sequences, once two steps are under way."""
+    one = at_concurrency(lambda _, __: 0.01, TRAFFIC, FREE, 64)
+    two = at_concurrency(lambda _, __: 0.005, TRAFFIC, Batching(8192, None, stages=2), 64)
+    assert two.tpot == pytest.approx(one.tpot)
+    assert two.requests == pytest.approx(one.requests, rel=0.01)
+
+
+def test_answers_of_one_token_are_prompts_alone() -> None:
+    point = at_concurrency(seconds, Traffic.of(500, 1), Batching(1000, None), 2)
+    assert point.requests == pytest.approx(2 / seconds(0, 1000))
+    assert point.tpot == 0.0

@@ -1,0 +1,59 @@
+"""Prices from graphs of a few layers against graphs of all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from strata.comm.symmetric import imagined
+from strata.hardware.roofline import Workload
+from strata.hardware.specs import device
+from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
+from strata.plan.meta_model import find_config, meta_model
+from strata.plan.search.layer_prices import LayerPrices
+from strata.plan.search.layout import Layout
+from strata.plan.search.machine import Machine
+from strata.plan.search.precision import AS_CHECKPOINT, PRECISIONS
+from strata.plan.step_seconds import StepSeconds
+
+H200 = device("h200")
+STEPS = {
+    "decode": Workload((1,) * 20, (900,) * 20),
+    "mixed": Workload((1,) * 8 + (700,), (900,) * 8 + (700,)),
+    "launched by the host": Workload((20_000,), (20_000,)),
+}
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return Machine.of(H200, "bfloat16", per_host=8, network=50e9)
+
+
+@pytest.mark.parametrize(("model", "tensor"), [("0.6B", 1), ("0.6B", 4), ("30B-A3B", 2)])
+def test_few_layers_give_the_time_of_all(machine: Machine, model: str, tensor: int) -> None:
+    config = find_config(model)
+    if config.experts is not None:  # two kinds of layers, in an order that does not repeat
+        sparse = (False, True, True, False, *(True,) * 4)
+        experts = replace(config.experts, layers=sparse)
+        config = replace(config, num_layers=8, windows=(None,) * 8, experts=experts)
+    shard = None if tensor == 1 else RankShard.of(config, tensor, 0, imagined(TENSOR_AXIS, tensor))
+    whole = StepSeconds(replace(meta_model(config, H200, shard=shard), max_sequences=1024), H200)
+    prices = LayerPrices(config, machine, Layout(tensor), torch.bfloat16)
+    for workload in STEPS.values():
+        assert prices.price(workload).seconds == pytest.approx(whole.predict(workload).seconds, rel=1e-6)
+
+
+def test_other_precisions_read_fewer_bytes(machine: Machine) -> None:
+    prices = LayerPrices(find_config("8B"), machine, Layout(), torch.bfloat16)
+    plain, fp8, fp8_kv, int4 = prices.prices(STEPS["decode"], list(PRECISIONS))
+    assert PRECISIONS[0] is AS_CHECKPOINT
+    layers = 32 * (4096 * (4096 + 1024 + 1024) + 4096 * 4096 + 3 * 4096 * 14336)
+    bandwidth = H200.ceiling("bandwidth").value
+    assert plain.bounds.memory - fp8.bounds.memory == pytest.approx(layers / bandwidth, rel=1e-3)  # a byte a weight
+    cached = 20 * 900 * 32 * 2 * 8 * 128  # and one an element of keys and values
+    assert fp8.bounds.memory - fp8_kv.bounds.memory == pytest.approx(cached / bandwidth, rel=0.01)
+    assert int4.seconds < fp8.seconds < plain.seconds
+    assert fp8_kv.seconds < fp8.seconds
+    assert fp8.origins["analytic"] > plain.origins["analytic"]

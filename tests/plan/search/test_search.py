@@ -1,0 +1,171 @@
+"""The search: what it finds, what it must not do, and what it says where there is nothing to find."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from strata.cli import serve as serve_cli
+from strata.cli.main import app
+from strata.hardware.specs import device
+from strata.plan.meta_model import find_config
+from strata.plan.search import search as search_module
+from strata.plan.search.choice import request_flops
+from strata.plan.search.layout import Layout, layouts
+from strata.plan.search.machine import Machine
+from strata.plan.search.memory import Memory, needed_tokens
+from strata.plan.search.precision import AS_CHECKPOINT
+from strata.plan.search.search import Question, Search, rank
+from strata.plan.search.traffic import Objectives, Traffic
+
+RUNNER = CliRunner()
+TRAFFIC = Traffic.of(1000, 200)
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return Machine.of(device("h200"), "bfloat16", per_host=8, network=50e9)
+
+
+@pytest.fixture
+def few_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "SEQUENCES", (1, 16, 64, 256, 640))
+    monkeypatch.setattr(search_module, "BUDGETS", (8192, 2048))
+    monkeypatch.setattr(search_module, "PRECISIONS", (AS_CHECKPOINT,))
+
+
+@pytest.fixture(scope="module")
+def asked(machine: Machine) -> Callable[..., Search]:
+    """A search in a small model, in which priced steps are kept from one to the next."""
+    config = replace(find_config("0.6B"), num_layers=4, windows=(None,) * 4)
+    anchors: dict[Layout, Any] = {}
+
+    def make(devices: int = 2, ttft: float | None = None, tpot: float | None = None) -> Search:
+        objectives = Objectives(ttft, tpot)
+        made = Search(Question("0.6B", config, torch.bfloat16, machine, devices, TRAFFIC, objectives))
+        made._anchors = anchors
+        return made
+
+    return make
+
+
+def test_memory_of_8b_by_hand(machine: Machine) -> None:
+    memory = Memory(find_config("8B"), machine, TRAFFIC, "8B")
+    for tensor in (1, 2):
+        held = memory.held(Layout(tensor), 64, 8192, AS_CHECKPOINT)
+        vocabulary, norms = 2 * 128256 * 4096, 65 * 4096
+        matrices = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
+        angles = 4 * 1200 * 128  # the rotary embedding's, of the longest request
+        assert held.weights == 2 * (vocabulary // tensor + norms + matrices // tensor) + angles
+        assert held.page_bytes == 16 * 32 * 2 * (8 // tensor) * 128 * 2
+        assert held.total == 141e9
+        assert held.budget == int(141e9 * 0.9) - (1 << 29)
+        assert held.tokens == (held.budget - held.weights - held.workspace) // held.page_bytes * 16
+
+
+def test_tokens_that_sequences_hold() -> None:
+    assert needed_tokens(Traffic.of(100, 1, 0), 10, 16) == pytest.approx(10 * (100.5 + 8), rel=0.02)
+    many = needed_tokens(Traffic.of(1000, 200, 900), 500, 16)
+    assert many == pytest.approx(900 + 500 * (100 + 100 + 8), rel=0.05)
+    assert needed_tokens(Traffic.of(100, 50), 1, 16) <= 100 + 50 + 16
+
+
+def test_flops_of_a_request_by_hand() -> None:
+    config = find_config("8B")
+    matrices = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
+    attention = 4 * 32 * 4096 * (100 * 50 + 9 * 105)
+    expected = 2 * matrices * (100 + 9) + 2 * 128256 * 4096 * 10 + attention
+    assert request_flops(config, Traffic.of(100, 10)) == pytest.approx(expected)
+
+
+@pytest.mark.usefixtures("few_settings")
+def test_the_search_finds_what_trying_everything_finds(asked: Callable[..., Search]) -> None:
+    for tpot in (None, 0.0012):
+        search = asked(devices=4, ttft=0.5, tpot=tpot)
+        every = []
+        for layout in layouts(search.question.config, 4, 8):
+            for budget in search_module.BUDGETS:
+                for target in search_module.TARGETS:
+                    for count in search_module.SEQUENCES:
+                        settings = search_module.Settings(layout, AS_CHECKPOINT, count, budget, target)
+                        if (choice := search.choice(settings)) is not None and search.meets(choice):
+                            every.append(choice)
+        best = search.run().best
+        assert best is not None
+        assert rank(best) == rank(min(every, key=rank))
+
+
+@pytest.mark.usefixtures("few_settings")
+def test_more_devices_and_looser_objectives_are_never_worse(asked: Callable[..., Search]) -> None:
+    def tokens(**given: Any) -> float:
+        best = asked(**given).run().best
+        assert best is not None
+        return best.tokens
+
+    by_devices = [tokens(devices=count, tpot=0.002) for count in (1, 3, 8, 11)]
+    assert by_devices == sorted(by_devices)
+    by_tpot = [tokens(tpot=value) for value in (0.001, 0.002, None)]
+    assert by_tpot == sorted(by_tpot)
+    by_ttft = [tokens(ttft=value) for value in (0.008, 0.05, None)]
+    assert by_ttft == sorted(by_ttft)
+
+
+def test_replicas_do_not_span_hosts() -> None:
+    assert Layout(4).replicas(20, 8) == 5
+    assert Layout(3).replicas(16, 8) == 4
+    assert Layout(8, stages=2).replicas(40, 8) == 2
+
+
+def plan(*words: str) -> Any:
+    return RUNNER.invoke(app, ["plan", *words])
+
+
+def failure(*words: str) -> str:
+    result = plan(*words)
+    assert isinstance(result.exception, ValueError), result.output
+    return str(result.exception)
+
+
+def test_the_command_is_one_that_serve_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = plan(*["1B", "--gpus", "2", "--isl", "500", "--osl", "100", "--tpot", "2", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(serve_cli, "launch", lambda job, engine: started.append(engine) or 0)
+    assert found["command"][:2] == ["strata", "serve"]
+    served = RUNNER.invoke(app, found["command"][1:])
+    assert served.exit_code == 0, served.output
+    assert started[0]["max_num_seqs"] == found["best"]["max_num_seqs"]
+    assert started[0]["max_num_batched_tokens"] == found["best"]["max_num_batched_tokens"]
+    assert started[0]["max_model_len"] == found["prompt_tokens"] + found["output_tokens"]
+    assert (started[0]["step_target_ms"] or 0) == found["best"]["step_target_ms"]
+    assert sum(found["predicted_from"].values()) == pytest.approx(1.0)
+
+
+def test_what_cannot_be_is_said(tmp_path: Any) -> None:
+    lengths = ("--isl", "100", "--osl", "10")
+    assert "device 'h300' is unknown" in failure("8B", "--hardware", "h300", *lengths)
+    assert "neither" in failure("9C", *lengths) or "9C" in failure("9C", *lengths)
+    assert "no compute in bfloat16 is recorded for m3-ultra" in failure("8B", "--hardware", "m3-ultra", *lengths)
+    said = failure("70B", *lengths)
+    assert "bytes more than" in said
+    assert "--gpus 2 has room" in said
+    assert "fp8 weights" in said
+    assert "below the floor" in failure("8B", *lengths, "--tpot", "0.5")
+    assert "nearest" in failure("8B", *lengths, "--tpot", "3.8")
+    assert "give the lengths" in failure("8B", "--isl", "100")
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("")
+    assert "has no requests" in failure("8B", "--trace", str(trace))
+    trace.write_text('{"timestamp": 5, "input_length": 9, "output_length": 2}\n' * 2)
+    rows = trace.read_text().replace("5", "4", 1).splitlines()
+    trace.write_text("\n".join(reversed(rows)))
+    assert "line 2: timestamp 4 is before" in failure("8B", "--trace", str(trace))
+    trace.write_text('{"prompt": "hello"}\n')
+    assert "input_length" in failure("8B", "--trace", str(trace))
