@@ -31,7 +31,7 @@ def test_the_parts_and_the_floor_are_the_measured_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    ("arguments", "message"),
     [
         (["T9"], "T9"),
         (["T1", "--prompt", "5"], "--prompt and --output are of T3-bN"),
