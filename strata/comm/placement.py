@@ -16,6 +16,8 @@ class Placement(Enum):
     PER_TOKEN: held whole and applied to each token: with sequence parallelism a rank sees a part of the tokens
         (Korthikanti et al. 2022), so its gradient is a part of the sum; without, it is complete.
     PER_HEAD: held whole and applied to each head: a rank sees its own heads, so its gradient is a part of the sum.
+    DIVIDED_NORM: of a norm over rows that the ranks divide as COLUMN does: its elements are divided, and the scale of a
+        row follows from the columns of all ranks.
     EXPERT: divided along the expert axis by the first dimension. Along the tensor axis training holds them whole;
         serving divides each expert's width, or gives each rank experts of its own (`ExpertSlots`).
     """
@@ -25,12 +27,13 @@ class Placement(Enum):
     VOCABULARY = "vocabulary"
     PER_TOKEN = "per token"
     PER_HEAD = "per head"
+    DIVIDED_NORM = "divided norm"
     EXPERT = "expert"
 
     @property
     def divided_dim(self) -> int | None:
         """The dimension that the tensor axis divides; None for a parameter that each rank holds whole."""
-        if self in (Placement.COLUMN, Placement.VOCABULARY):
+        if self in (Placement.COLUMN, Placement.VOCABULARY, Placement.DIVIDED_NORM):
             return 0
         return 1 if self is Placement.ROW else None
 

@@ -15,6 +15,8 @@ from strata.graph.capture import operation_of
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.vocabulary_embedding import vocabulary_embedding
 from strata.kernels.moe.held import held_experts
+from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
+from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.op import Operation
 
 
@@ -41,6 +43,7 @@ def shard(
       the rows of all ranks come before the router (`dispatch_rows`), which so all ranks run on all rows, and sums go
       back to the rank whose rows they are of (`combine_rows`).
     - Rows of a VOCABULARY table: zeros for ids of other ranks, then an all-reduce.
+    - Before a norm with DIVIDED_NORM weights: an all-reduce of the mean squares of each rank's columns.
     - Logits by VOCABULARY rows stay the rank's own, [rows, its ids].
 
     What reads other parameters stays: the rank's model holds its own heads and columns. Raises ValueError for a
@@ -96,6 +99,9 @@ def _shard_node(
             _follow(node, combine_rows, ranks.along)
         else:
             _follow(node, all_reduce, ranks.along)
+    elif Placement.DIVIDED_NORM in read:
+        _require(operation is wide_rms_norm, node, read[Placement.DIVIDED_NORM])
+        _norm_of_all_ranks(graph.graph, node, ranks.along)
     elif Placement.VOCABULARY in read:
         table = read[Placement.VOCABULARY]
         if operation is embedding:
@@ -144,9 +150,20 @@ def _require(is_known: bool, node: fx.Node, parameter: fx.Node) -> None:
         operation = operation_of(node)
         assert operation is not None
         raise ValueError(
-            f"{operation.name} reads {parameter.target}, which ranks divide; only of products is it known how their "
-            "parts make the whole"
+            f"{operation.name} reads {parameter.target}, which ranks divide; only of products and of wide_rms_norm is "
+            "it known how their parts make the whole"
         )
+
+
+def _norm_of_all_ranks(graph: fx.Graph, node: fx.Node, along: Along) -> None:
+    """The scale of a row from the columns of all ranks."""
+    x, weight, eps, offset = node.args
+    with graph.inserting_before(node):
+        squares = graph.call_function(mean_square, (x,))
+        total = graph.call_function(all_reduce, (squares, along))
+    for made in (squares, total):
+        made.meta = {"module": node.meta["module"], "layer": node.meta["layer"]}
+    node.target, node.args = divided_rms_norm, (x, total, along.size, weight, eps, offset)
 
 
 def _sum_product(node: fx.Node, ranks: _Ranks) -> None:

@@ -96,4 +96,5 @@ FAMILY_CONFIGS = {
         biases=("attention_bias", "mlp_bias"),
         sliding="unrotated",
     ),
+    "Olmo2ForCausalLM": FamilyConfig("olmo2", 2048, eos_id=50279, pad_id=1, norm_eps=1e-5, biases=("attention_bias",)),
 }

@@ -19,6 +19,7 @@ from strata.kernels.attention.spec import AttentionSpec
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
 from strata.kernels.norm.norm import rms_norm
+from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.rotary.rope import rope, rope_angles
 from strata.kernels.state.kv_write import kv_write
 from strata.models.batch import Batch
@@ -64,6 +65,17 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+
+class WideRMSNorm(RMSNorm):
+    """`RMSNorm` that multiplies by `offset + weight`, in float32 until the end."""
+
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
+        super().__init__(size, eps)
+        self.offset = offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        return wide_rms_norm(x, self.weight, self.eps, self.offset)
 
 
 class MLP(nn.Module):
@@ -135,11 +147,11 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, decoder layers, last norm: what checkpoints call `model`."""
 
-    def __init__(self, config: ModelConfig, layers: list[DecoderLayer], max_length: int) -> None:
+    def __init__(self, config: ModelConfig, layers: list[DecoderLayer], norm: RMSNorm, max_length: int) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = norm
         self.rotary = Rotary(config.rope, config.head_dim, config.max_length, max_length)
 
     def forward(self, batch: Batch) -> Tensor:
@@ -151,7 +163,8 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module, ABC):
-    """A decoder and its head. A family says what its attention is.
+    """A decoder and its head. A family says what its attention is, and which layers and last norm are
+    not the usual ones.
 
     forward: Batch to hidden states [tokens, hidden] after the last norm.
     head: hidden states [rows, hidden] to logits [rows, vocab]; apart, so that only wanted rows are projected.
@@ -159,8 +172,8 @@ class CausalLM(nn.Module, ABC):
 
     def __init__(self, config: ModelConfig, max_length: int) -> None:
         super().__init__()
-        layers = [DecoderLayer(config, self.attention(config, layer)) for layer in range(config.num_layers)]
-        self.model = Decoder(config, layers, max_length)
+        layers = [self.decoder_layer(config, self.attention(config, layer)) for layer in range(config.num_layers)]
+        self.model = Decoder(config, layers, self.last_norm(config), max_length)
         # A tied head has no parameter of its own, so there is nothing that could come apart.
         self.lm_head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -168,6 +181,16 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def attention(config: ModelConfig, layer: int) -> Attention:
         """The attention of one layer."""
+
+    @staticmethod
+    def decoder_layer(config: ModelConfig, attention: Attention) -> DecoderLayer:
+        """A layer around its attention."""
+        return DecoderLayer(config, attention)
+
+    @staticmethod
+    def last_norm(config: ModelConfig) -> RMSNorm:
+        """What hidden states pass through before the head."""
+        return RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, batch: Batch) -> Tensor:
         return self.model(batch)

@@ -28,6 +28,8 @@ _ATTENTION_AND_ENDS = (
     Rule(r"(model\.norm|model\.layers\.\d+\.(input|post_attention)_layernorm)\.weight", Placement.PER_TOKEN),
 )
 _HEAD_NORMS = (Rule(r"model\.layers\.\d+\.self_attn\.[qk]_norm\.weight", Placement.PER_HEAD),)
+_WHOLE_NORMS = (Rule(r"model\.layers\.\d+\.self_attn\.[qk]_norm\.weight", Placement.DIVIDED_NORM),)
+_BRANCH_NORMS = (Rule(r"model\.layers\.\d+\.(pre|post)_feedforward_layernorm\.weight", Placement.PER_TOKEN),)
 _MLP = (
     Rule(r"model\.layers\.\d+\.mlp\.(gate|up)_proj\.(weight|bias)", Placement.COLUMN),
     Rule(r"model\.layers\.\d+\.mlp\.down_proj\.weight", Placement.ROW),
@@ -46,6 +48,7 @@ TABLES: Mapping[str, Table] = {
     "MixtralForCausalLM": _ATTENTION_AND_ENDS + _EXPERTS,
     "Qwen3MoeForCausalLM": _ATTENTION_AND_ENDS + _HEAD_NORMS + _MLP + _EXPERTS,
     "SmolLM3ForCausalLM": _ATTENTION_AND_ENDS + _MLP,
+    "Olmo2ForCausalLM": _ATTENTION_AND_ENDS + _WHOLE_NORMS + _BRANCH_NORMS + _MLP,
 }
 
 

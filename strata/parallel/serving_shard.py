@@ -29,7 +29,7 @@ PIPELINE_AXIS = "pp"
 
 # Of an expert's own matrices [outputs, inputs], by the parameter in which all experts are stacked: what is divided.
 _EXPERT_DIMS = {"gate_up_proj": 0, "down_proj": 1}
-_KEYS_AND_VALUES = ("k_proj", "v_proj")
+_KEYS_AND_VALUES = ("k_proj", "v_proj", "k_norm")
 
 
 @dataclass(frozen=True)

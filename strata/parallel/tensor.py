@@ -19,8 +19,9 @@ from strata.comm.mesh import Axis
 from strata.comm.placement import Placement
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
+from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
 from strata.models.batch import Batch
-from strata.models.layers import Embedding, Linear
+from strata.models.layers import Embedding, Linear, WideRMSNorm
 from strata.parallel.families import Table, placements, span
 from strata.parallel.ring_products import products_of_gathered, scattered_product
 
@@ -204,12 +205,29 @@ class VocabularyEmbedding(nn.Module):
         return _reduce(torch.where(own[:, None], rows, 0), self.axis, self.sequence_parallel)
 
 
+class DividedNorm(nn.Module):
+    """A `WideRMSNorm` of rows that the ranks divide: each has some columns, and the scale is that of the whole row."""
+
+    def __init__(self, part: WideRMSNorm, axis: Axis) -> None:
+        super().__init__()
+        self.weight, self.eps, self.offset, self.axis = part.weight, part.eps, part.offset, axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Each rank scales its own columns by the sum, so what reaches the sum has to be added up on the way back.
+        total = copy_to(all_reduce(mean_square(x).contiguous(), self.axis), self.axis)
+        normed: Tensor = divided_rms_norm(x, total, self.axis.size, self.weight, self.eps, self.offset)
+        return normed
+
+
 def _replace_module(model: nn.Module, name: str, sharding: TensorSharding, rows: int, overlap: bool) -> None:
     """Put the sharded module in place of one whose sum goes over ranks. rows: of its weight before it was cut."""
     module, placement = model.get_submodule(name), sharding.placements[f"{name}.weight"]
     arguments = sharding.axis, sharding.sequence_parallel, overlap
     if placement is Placement.ROW:
         _replace(model, name, RowLinear(_linear(model, name), *arguments))
+    if placement is Placement.DIVIDED_NORM:
+        assert isinstance(module, WideRMSNorm)
+        _replace(model, name, DividedNorm(module, sharding.axis))
     if placement is Placement.VOCABULARY and isinstance(module, Embedding):
         first, _ = span(rows, sharding.axis.size, sharding.axis.index)
         _replace(model, name, VocabularyEmbedding(module, first, *arguments))

@@ -60,7 +60,7 @@ def test_node_counts_of_every_family(config: dict[str, Any]) -> None:
     assert [node.name for node in fuse_products(graph).graph.nodes] == nodes
 
 
-@families
+@pytest.mark.parametrize("config", [config for _, config in ALIKE_CONFIGS], ids=[n for n, _ in ALIKE_CONFIGS])
 def test_hidden_states_keep_their_norm(config: dict[str, Any]) -> None:
     with torch.device("meta"):
         graph = fuse_products(fuse(merge(capture(build(config_from_dict(config))))))

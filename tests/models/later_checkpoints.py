@@ -22,6 +22,11 @@ def _smollm3(**own: Any) -> Config:
     return {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "hidden_act": "silu"} | own
 
 
+def _olmo2(**own: Any) -> Config:
+    ids = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": None}
+    return {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "hidden_act": "silu"} | ids | own
+
+
 LATER_CONFIGS: list[tuple[str, Config]] = [
     (
         "smollm3-tied",
@@ -70,6 +75,40 @@ LATER_CONFIGS: list[tuple[str, Config]] = [
             bos_token_id=1,
             eos_token_id=2,
             dtype="float32",
+        ),
+    ),
+    (
+        "olmo2-odd",
+        _olmo2(
+            **sizes(101, 56, 74, 2, 7, 1),
+            max_position_embeddings=128,
+            rms_norm_eps=1e-6,
+            rope_theta=500000.0,
+            torch_dtype="float32",
+        ),
+    ),
+    (
+        "olmo2-biases-tied",
+        _olmo2(
+            **sizes(97, 36, 50, 3, 6, 2),
+            head_dim=10,
+            max_position_embeddings=128,
+            attention_bias=True,
+            tie_word_embeddings=True,
+            rope_scaling={"rope_type": "linear", "factor": 2.0},
+        ),
+    ),
+    (
+        "olmo2-yarn",
+        _olmo2(
+            **sizes(83, 48, 66, 2, 4, None),
+            max_position_embeddings=256,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
         ),
     ),
 ]

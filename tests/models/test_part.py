@@ -52,9 +52,10 @@ def expected_slice(shard: RankShard, stored: str, value: Tensor, shape: tuple[in
     kv_heads = shard.whole.num_kv_heads
     rows_divided = ("q_proj", "gate_proj", "up_proj", ".w1.", ".w3.")
     columns_divided = ("o_proj.weight", "down_proj.weight", ".w2.")
-    if any(part in stored for part in rows_divided):
+    divided_norms = ("q_norm", "k_norm") if shard.whole.architecture.startswith("Olmo") else ()
+    if any(part in stored for part in (*rows_divided, *divided_norms[:1])):
         return value.chunk(size)[index]
-    if any(part in stored for part in ("k_proj", "v_proj")):
+    if any(part in stored for part in ("k_proj", "v_proj", *divided_norms[1:])):
         heads = value.unflatten(0, (kv_heads, -1))
         own = [head for head in range(kv_heads) if head * size // kv_heads == index or index * kv_heads // size == head]
         return heads[own].flatten(0, 1)

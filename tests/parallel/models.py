@@ -48,6 +48,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0],
     },
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
 }
 
 

@@ -19,6 +19,8 @@ from strata.parallel.serving_shard import RankShard
 from .models import CONFIGS, config_of
 
 FAMILIES = tuple(CONFIGS)
+# Whose norms stand before the branches, so that they take up the additions and messages behind the branches.
+PRE_NORM = tuple(name for name in FAMILIES if not name.startswith(("olmo", "gemma")))
 RANKS = (2, 4, 8)
 
 
