@@ -86,6 +86,11 @@ class StepSeconds:
         """The least that the step needs: weights, keys and values moved once, and its products."""
         return floor(self.costs.step(workload, len(workload.new)), self.device, self.dtype, self.link)
 
+    @property
+    def around(self) -> float:
+        """What a step takes beside its nodes: copies of inputs and ids, its start, and until the next begins."""
+        return self.predictor.launches(0)
+
     def attention(self, workload: Workload) -> float:
         """Seconds of the attention of all layers."""
         return sum(

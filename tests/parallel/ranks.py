@@ -21,7 +21,7 @@ def run_ranks(
     world: int,
     tmp_path: Path,
     *,
-    timeout: float = 60.0,
+    timeout: float = 240.0,
     collective_seconds: float = 120.0,
     **args: Any,
 ) -> list[Any]:

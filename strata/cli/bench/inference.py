@@ -22,6 +22,7 @@ from strata.cli.bench.gaps import gaps
 from strata.cli.bench.kernels import kernels
 from strata.cli.bench.options import AsJson, LoadFormat, Model, Save
 from strata.cli.bench.parallel import parallel
+from strata.cli.bench.predictions import predictions
 from strata.cli.bench.serve import serve
 from strata.cli.bench.train import train
 from strata.cli.help import Command
@@ -39,6 +40,7 @@ bench.command(cls=Command)(faults)
 bench.command(cls=Command)(gaps)
 bench.command(cls=Command)(kernels)
 bench.command(cls=Command)(parallel)
+bench.command(cls=Command)(predictions)
 bench.command(cls=Command)(serve)
 bench.command(cls=Command)(train)
 

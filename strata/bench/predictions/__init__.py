@@ -1,0 +1,1 @@
+"""Holds predicted steps against measured ones."""

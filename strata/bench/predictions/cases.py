@@ -1,0 +1,54 @@
+"""The requests whose steps are measured: decodes, prompts and both together, of sizes that no table was made at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from strata.bench.workloads import InferenceTest, random_prompts
+
+# Decode steps of each case, of which the median counts.
+_STEPS = 8
+_DECODES = (1, 2, 3, 6, 11, 24, 48, 90, 160, 250)
+_CONTEXTS = (60, 700, 2900, 11_000)
+# (prompts, tokens of each).
+_PROMPTS = (
+    (1, 32), (1, 90), (1, 230), (1, 500), (1, 900), (1, 1700), (1, 3100), (1, 6000), (1, 12_000), (1, 16_000),
+    (2, 150), (4, 330), (5, 1200), (16, 480), (40, 100), (100, 60), (9, 2000),
+)  # fmt: skip
+# (decodes, tokens that each has, tokens of the prompt that comes behind them).
+_MIXED = (
+    (1, 100, 9000), (4, 700, 11_000), (10, 50, 13_000), (20, 300, 15_000), (50, 130, 16_000), (100, 60, 16_000),
+    (150, 20, 15_500), (3, 2400, 12_000),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests that come at once. name: for people. tokens: keys and values that they hold in the end."""
+
+    name: str
+    test: InferenceTest
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.test.prompt_lengths) + sum(self.test.outputs)
+
+
+def cases() -> Iterator[Case]:
+    """Decodes first, then prompts, then prompts beside decodes."""
+    for sequences in _DECODES:
+        for context in _CONTEXTS:
+            prompts = random_prompts(sequences, context)
+            yield _case(f"{sequences} decodes over {context:,} tokens", prompts, (_STEPS,) * sequences)
+    for count, tokens in _PROMPTS:
+        yield _case(f"{count} prompts of {tokens:,} tokens", random_prompts(count, tokens), (1,) * count)
+    for sequences, context, tokens in _MIXED:
+        # The first step is full before the long prompt ends, so its rest runs beside decodes.
+        prompts = random_prompts(sequences, context) + random_prompts(1, tokens)
+        outputs = (_STEPS,) * sequences + (1,)
+        yield _case(f"{sequences} decodes, a prompt of {tokens:,} tokens", prompts, outputs)
+
+
+def _case(name: str, prompts: tuple[tuple[int, ...], ...], outputs: tuple[int, ...]) -> Case:
+    return Case(name, InferenceTest(name, prompts, outputs, temperature=0.0))

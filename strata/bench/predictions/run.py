@@ -1,0 +1,36 @@
+"""Runs cases on an engine and predicts their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from strata.bench.explain.measure import Workload, facts, measured_steps
+from strata.bench.predictions.cases import Case, cases
+from strata.bench.predictions.errors import StepError, step_errors
+from strata.plan.step_seconds import StepSeconds
+
+if TYPE_CHECKING:
+    from strata.engine.llm import LLM
+
+
+def fitting(llm: LLM, options: Mapping[str, Any], times: StepSeconds) -> list[Case]:
+    """The cases that an engine's model, slots and memory allow."""
+    engine = facts(llm, options, times)
+    return [
+        case
+        for case in cases()
+        if case.test.longest <= engine.max_length
+        and case.tokens + len(case.test.prompts) * engine.page_size <= engine.kv_tokens
+        and len(case.test.prompts) <= engine.slots
+    ]
+
+
+def predicted_and_measured(
+    llm: LLM, options: Mapping[str, Any], times: StepSeconds, repeat: int
+) -> Iterator[list[StepError]]:
+    """Of each case, run so often and once more before. options: that the engine was asked for."""
+    for case in fitting(llm, options, times):
+        workload = Workload(case.test)
+        measured_steps(llm, workload)
+        yield step_errors(case.name, [measured_steps(llm, workload) for _ in range(repeat)], times)

@@ -1,0 +1,91 @@
+"""`strata bench predictions`: predicted steps held against measured ones."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from strata.bench.result import provenance, short_dtype
+from strata.bench.run import Setup, device_name, engine
+from strata.cli import options
+from strata.cli.bench.options import AsJson, LoadFormat, Save
+
+if TYPE_CHECKING:
+    from strata.bench.predictions.errors import StepError
+    from strata.engine.llm import LLM
+    from strata.plan.step_seconds import StepSeconds
+
+_MAX_LENGTH = 20_000
+
+
+def predictions(
+    models: Annotated[str, typer.Option(help="Shapes or models, several between commas.")] = "0.6B,8B,1B,30B-A3B",
+    load_format: LoadFormat = None,
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = "auto",
+    repeat: Annotated[int, typer.Option(min=1, help="How often each case is measured.")] = 3,
+    as_json: AsJson = False,
+    save: Save = None,
+) -> None:
+    """Measure steps of decodes, prompts and both, and say how far the cost model's predictions are from them.
+
+    Every line of the results has the step, what it took and what was predicted. The cases' sizes are none at which
+    calls were measured for the predictions.
+
+    Example: strata bench predictions --models 0.6B,8B --save predictions.jsonl
+    """
+    from strata.bench.predictions.errors import ErrorSummary
+    from strata.bench.predictions.run import predicted_and_measured
+
+    everything: list[StepError] = []
+    for model in models.split(","):
+        setup = Setup(model, load_format, dtype, device, deterministic=False)
+        given = setup.llm_options()
+        given["max_model_len"] = min(_MAX_LENGTH, _longest(setup))
+        llm = engine(given)
+        of_model: list[StepError] = []
+        for errors in predicted_and_measured(llm, given, _times(llm), repeat):
+            of_model += errors
+            for one in errors:
+                line = {"test": "predictions", "model": model, "dtype": short_dtype(dtype)} | one.values()
+                line |= {"device": device_name(llm)} | provenance()
+                if save is not None:
+                    with save.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(line) + "\n")
+                typer.echo(json.dumps(line) if as_json else _text(model, one))
+        everything += of_model
+        del llm
+    if as_json:
+        return
+    for kind in ("decode", "prompt", "mixed", None):
+        of_kind = [one.error for one in everything if kind in (None, one.kind)]
+        if of_kind:
+            typer.echo(f"{kind or 'all':8} {ErrorSummary.of(of_kind).text()}")
+
+
+def _longest(setup: Setup) -> int:
+    from strata.plan.meta_model import find_config
+
+    return find_config(setup.source).longest
+
+
+def _times(llm: LLM) -> StepSeconds:
+    """Of the device that an engine runs on."""
+    import torch
+
+    from strata.plan.explain.ceilings import processor_device, steps_on_gpu, steps_on_processor
+    from strata.plan.meta_model import dtype_name
+
+    ran = dtype_name(next(llm.engine.model.parameters()).dtype)
+    if llm.engine.device.type == "cpu":
+        here, _ = processor_device()
+        return steps_on_processor(llm.engine.config, ran, here)
+    return steps_on_gpu(llm.engine.config, ran, torch.cuda.get_device_name(llm.engine.device))
+
+
+def _text(model: str, one: StepError) -> str:
+    step = f"{one.sequences} sequences, {one.tokens:,} tokens over {one.keys:,}"
+    times = f"{one.measured * 1e3:9.3f} ms, predicted {one.predicted * 1e3:9.3f} ({one.error:+.1%}, {one.origin})"
+    return f"{model:8} {one.kind:7} {step:42} {times}"
