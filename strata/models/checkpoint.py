@@ -20,13 +20,17 @@ _LONGEST_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint. `start` is the byte where it begins, counted from the end of the header."""
+    """One tensor of a checkpoint. `start` is the byte where it begins, counted from the end of the header.
+
+    first_row: of what stands here as a tensor of `shape` and is a part of the one in the file.
+    """
 
     name: str
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
+    first_row: int = 0
 
 
 def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:

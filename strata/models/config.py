@@ -28,6 +28,7 @@ class ModelConfig:
 
     windows: for each layer, how many of the latest tokens a query sees (itself included); None means all.
     attention_bias, mlp_bias: the fields of that name; false in families without them.
+    partial_rotary: which part of a head positions rotate, its first dimensions.
     rotated: for each layer whether positions rotate its queries and keys; empty: all do.
     tied: whether the head is the embedding matrix.
     experts: None in families without them.
@@ -48,6 +49,7 @@ class ModelConfig:
     rope: RopeConfig
     windows: tuple[int | None, ...]
     rotated: tuple[bool, ...] = ()
+    partial_rotary: float = 1.0
     attention_bias: bool = False
     mlp_bias: bool = False
     tied: bool = False
@@ -61,6 +63,11 @@ class ModelConfig:
     def longest(self) -> int:
         """Tokens of the longest sequence that the checkpoint is made for."""
         return self.rope.longest(self.max_length)
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many dimensions of a head positions rotate."""
+        return int(self.head_dim * self.partial_rotary)
 
     @property
     def num_experts(self) -> int:
@@ -118,9 +125,9 @@ class ModelConfig:
 # Fields without effect on the logits. Generation parameters in config.json are for `read_generation_config`.
 _BOOKKEEPING = """
     _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path
-    attention_dropout attn_implementation chunk_size_feed_forward finetuning_task id2label initializer_range
+    attention_dropout attn_implementation chunk_size_feed_forward embd_pdrop finetuning_task id2label initializer_range
     is_llama_config label2id max_sequence_length name_or_path num_labels output_attentions output_hidden_states
-    prefix pretraining_tp problem_type return_dict sep_token_id task_specific_params tie_last_hidden_states
+    prefix pretraining_tp problem_type resid_pdrop return_dict sep_token_id task_specific_params tie_last_hidden_states
     tokenizer_class torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version
     use_bfloat16 use_cache
 """
@@ -154,6 +161,7 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
     max_length = fields.count("max_position_embeddings", family.max_length)
     intermediate_size = fields.count("intermediate_size")
     rotated = read_rotated(fields, family, num_layers)
+    ropes = read_ropes(fields, family, head_dim, max_length)
     config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
@@ -165,7 +173,8 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
         head_dim=head_dim,
         norm_eps=fields.number("rms_norm_eps", family.norm_eps),
         max_length=max_length,
-        rope=read_ropes(fields, family, head_dim, max_length),
+        rope=ropes.rope,
+        partial_rotary=ropes.partial,
         windows=read_windows(fields, family, num_layers, rotated),
         rotated=rotated,
         attention_bias=_read_bias(fields, family, "attention_bias"),
@@ -255,7 +264,6 @@ def _read_ids(fields: Fields, key: str, default: int | None) -> tuple[int, ...]:
 def _refuse_changed_mathematics(fields: Fields) -> None:
     """Fields that are known, and that are implemented for one value only."""
     fields.choice("hidden_act", ("silu", "swish"), "silu")
-    fields.only("partial_rotary_factor", 1.0, "all dimensions of a head are rotated")
     fields.only("rope_interleaved", False, "the first half of a head turns with the second")
     fields.only("use_mrope", False, "positions have one dimension")
     fields.only("is_encoder_decoder", False, "these families are decoders")

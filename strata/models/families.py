@@ -7,6 +7,7 @@ from strata.models.family.llama import Llama
 from strata.models.family.mistral import Mistral
 from strata.models.family.mixtral import Mixtral
 from strata.models.family.olmo2 import Olmo2
+from strata.models.family.phi3 import Phi3
 from strata.models.family.qwen2 import Qwen2
 from strata.models.family.qwen3 import Qwen3
 from strata.models.family.qwen3_moe import Qwen3MoE
@@ -22,6 +23,7 @@ FAMILIES: dict[str, type[CausalLM]] = {
     "Qwen3MoeForCausalLM": Qwen3MoE,
     "SmolLM3ForCausalLM": SmolLM3,
     "Olmo2ForCausalLM": Olmo2,
+    "Phi3ForCausalLM": Phi3,
 }
 
 

@@ -31,6 +31,12 @@ class FamilyConfig:
     pad_id: int | None = None
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    # What `partial_rotary_factor` is; None: there is no such field.
+    partial_rotary: float | None = None
+    # What `original_max_position_embeddings` is beside the rope's own object; None: it need not be there.
+    original_length: int | None = None
+    # The types of rope that the family has; None: all.
+    rope_types: tuple[str, ...] | None = None
     window: int | None = 4096
     tied: bool = False
     biases: tuple[str, ...] = ()
@@ -51,6 +57,11 @@ class FamilyConfig:
             values["layer_types"] = [FULL if one is None else SLIDING for one in config.windows]
         if self.sliding == "unrotated":
             values["no_rope_layers"] = [int(rotated) for rotated in config.rotated]
+        if self.partial_rotary is not None:
+            values["partial_rotary_factor"] = config.partial_rotary
+        if self.original_length is not None:
+            original = getattr(config.rope, "original_max_position_embeddings", self.original_length)
+            values["original_max_position_embeddings"] = original
         if self.experts is not None and config.experts is not None:
             values |= self.experts[1](config.experts)
         return values
@@ -97,4 +108,17 @@ FAMILY_CONFIGS = {
         sliding="unrotated",
     ),
     "Olmo2ForCausalLM": FamilyConfig("olmo2", 2048, eos_id=50279, pad_id=1, norm_eps=1e-5, biases=("attention_bias",)),
+    "Phi3ForCausalLM": FamilyConfig(
+        "phi3",
+        4096,
+        bos_id=1,
+        eos_id=32000,
+        pad_id=32000,
+        norm_eps=1e-5,
+        window=None,
+        partial_rotary=1.0,
+        original_length=4096,
+        rope_types=("default", "longrope", "su"),
+        sliding="all",
+    ),
 }

@@ -9,6 +9,8 @@ Parameters are created uninitialized: fill them with `strata.models.weights.load
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
 from strata.kernels.norm.norm import rms_norm
 from strata.kernels.norm.wide_norm import wide_rms_norm
+from strata.kernels.rotary.partial_rope import partial_rope
 from strata.kernels.rotary.rope import rope, rope_angles
 from strata.kernels.state.kv_write import kv_write
 from strata.models.batch import Batch
@@ -102,6 +105,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, *, qkv_bias: bool, output_bias: bool) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.is_partial = config.rotary_dim < config.head_dim
         self.spec = AttentionSpec(layer, config.head_dim**-0.5, config.windows[layer])
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = Linear(config.hidden_size, queries, bias=qkv_bias)
@@ -118,7 +122,7 @@ class Attention(nn.Module):
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Queries or keys [tokens, heads, head_dim], rotated by the angles of their positions (`rope_angles`)."""
-        return rope(x, cos, sin)
+        return partial_rope(x, cos, sin) if self.is_partial else rope(x, cos, sin)
 
     def forward(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.heads(x)
@@ -152,7 +156,7 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
         self.norm = norm
-        self.rotary = Rotary(config.rope, config.head_dim, config.max_length, max_length)
+        self.rotary = Rotary(config.rope, config.rotary_dim, config.max_length, max_length)
 
     def forward(self, batch: Batch) -> Tensor:
         x = self.embed_tokens(batch.tokens)
@@ -168,7 +172,11 @@ class CausalLM(nn.Module, ABC):
 
     forward: Batch to hidden states [tokens, hidden] after the last norm.
     head: hidden states [rows, hidden] to logits [rows, vocab]; apart, so that only wanted rows are projected.
+    joined: by their names in a layer, the matrices that checkpoints of the family hold one above the other in one, and
+    what these parts are called (`strata.models.joined`).
     """
+
+    joined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __init__(self, config: ModelConfig, max_length: int) -> None:
         super().__init__()

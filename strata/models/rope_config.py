@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from strata.files.fields import Fields
 from strata.models.family_config import FULL, SLIDING, FamilyConfig
-from strata.models.rotary import DynamicRope, RopeConfig, read_rope
+from strata.models.rotary import DynamicRope, LongRope, RopeConfig, read_rope
 
 
-def read_ropes(fields: Fields, family: FamilyConfig, head_dim: int, max_length: int) -> RopeConfig:
+class Ropes(NamedTuple):
+    """rope: of all layers, or of those without a window. window: of those with one, if it is another. partial: which
+    part of a head is rotated, its first dimensions.
+    """
+
+    rope: RopeConfig
+    window: RopeConfig | None
+    partial: float
+
+
+def read_ropes(fields: Fields, family: FamilyConfig, head_dim: int, max_length: int) -> Ropes:
     """From `rope_theta` and `rope_scaling` (classic) or `rope_parameters` (transformers 5)."""
     theta = fields.number("rope_theta", family.rope_theta)
     original = fields.take("original_max_position_embeddings", None)
@@ -21,12 +31,38 @@ def read_ropes(fields: Fields, family: FamilyConfig, head_dim: int, max_length: 
     if not isinstance(values, dict):
         raise fields.wrong(key, values, "an object or null")
     values = _same_for_all_layers(fields, key, values)
+    kind = values.get("rope_type", values.get("type", "default"))
+    if family.rope_types is not None and kind not in family.rope_types:
+        raise fields.wrong(key, values, f"rope_type {' or '.join(map(repr, family.rope_types))}")
+    if family.original_length is not None:
+        original = family.original_length if original is None else original
+        original = None if kind == "default" else original  # this family names it in any case
     if original is not None:
         values = values | {"original_max_position_embeddings": original}
-    rope = read_rope(Fields(values, f"{fields.where}, {key}"), theta, max_length)
-    if isinstance(rope, DynamicRope) and head_dim == 2:
+    parts = Fields(values, f"{fields.where}, {key}")
+    partial = _read_partial(fields, parts, family, head_dim)
+    dims = int(head_dim * partial)
+    rope = read_rope(parts, theta, max_length)
+    if isinstance(rope, DynamicRope) and dims == 2:
         raise fields.wrong("head_dim", head_dim, "at least 4 with rope_type 'dynamic'")
-    return rope
+    if isinstance(rope, LongRope) and {len(rope.short_factor), len(rope.long_factor)} != {dims // 2}:
+        lengths = [len(rope.short_factor), len(rope.long_factor)]
+        raise fields.wrong(key, lengths, f"short_factor and long_factor with {dims // 2} numbers each")
+    return Ropes(rope, None, partial)
+
+
+def _read_partial(fields: Fields, parts: Fields, family: FamilyConfig, head_dim: int) -> float:
+    """From `partial_rotary_factor`, in the rope's own object or beside it."""
+    key, reason = "partial_rotary_factor", "all dimensions of a head are rotated"
+    if family.partial_rotary is None:
+        fields.only(key, 1.0, reason)
+        parts.only(key, 1.0, reason)
+        return 1.0
+    factor = parts.number(key, fields.number(key, family.partial_rotary))
+    dims = int(head_dim * factor)
+    if not 2 <= dims <= head_dim or dims % 2:
+        raise fields.wrong(key, factor, f"a part of head_dim = {head_dim} that is an even number")
+    return factor
 
 
 def _same_for_all_layers(fields: Fields, key: str, values: dict[str, Any]) -> dict[str, Any]:

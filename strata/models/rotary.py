@@ -157,6 +157,43 @@ class YarnRope(RopeConfig):
         return values
 
 
+@dataclass(frozen=True)
+class LongRope(RopeConfig):
+    """LongRoPE (Ding et al. 2024): each wavelength times a number of its own, others beyond the original length.
+
+    transformers takes `long_factor` for a sequence as soon as it is longer than the original length, and so gives its
+    first tokens other keys than before. Here the factors are those of `max_length` from the start (as in vLLM): the
+    results of a model instance do not depend on chunking or on cached prefixes.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    # How many times the original length sequences may have, and what cosines and sines are multiplied by.
+    factor: float
+    fixed_attention_factor: float | None = None
+    rope_type: ClassVar[str] = "longrope"
+
+    @property
+    def attention_factor(self) -> float:
+        if self.fixed_attention_factor is not None:
+            return self.fixed_attention_factor
+        if self.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+
+    def inverse_frequencies(self, head_dim: int, trained_length: int, max_length: int) -> Tensor:
+        is_long = max_length > self.original_max_position_embeddings
+        factors = torch.tensor(self.long_factor if is_long else self.short_factor, dtype=torch.float32, device="cpu")
+        return 1.0 / (factors * powers(self.theta, head_dim))
+
+    def to_dict(self) -> dict[str, Any]:
+        values = super().to_dict() | {"short_factor": list(self.short_factor), "long_factor": list(self.long_factor)}
+        if "fixed_attention_factor" in values:
+            values["attention_factor"] = values.pop("fixed_attention_factor")
+        return values
+
+
 def powers(base: float, head_dim: int) -> Tensor:
     """base ** (2 i / head_dim), [head_dim / 2] float32 on the CPU."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
@@ -192,6 +229,23 @@ def _read_yarn(fields: Fields, theta: float, trained_length: int) -> RopeConfig:
     )
 
 
+def _read_long(fields: Fields, theta: float, trained_length: int) -> RopeConfig:
+    original = fields.count("original_max_position_embeddings", trained_length)
+    factor, attention_factor = fields.number("factor", trained_length / original), _optional(fields, "attention_factor")
+    if attention_factor is None and original == 1:
+        raise fields.wrong("original_max_position_embeddings", original, "at least 2 without attention_factor")
+    short, long = _read_factors(fields, "short_factor"), _read_factors(fields, "long_factor")
+    return LongRope(theta, short, long, original, factor, attention_factor)
+
+
+def _read_factors(fields: Fields, key: str) -> tuple[float, ...]:
+    values = fields.take(key)
+    numeric = isinstance(values, list) and all(type(one) in (int, float) and 0 < one < math.inf for one in values)
+    if not numeric:
+        raise fields.wrong(key, values, "a list of numbers greater than 0")
+    return tuple(float(one) for one in values)
+
+
 def _optional(fields: Fields, key: str) -> float | None:
     if not fields.has(key):
         return fields.take(key, None)  # type: ignore[no-any-return]
@@ -204,6 +258,8 @@ _READERS: dict[str, Callable[[Fields, float, int], RopeConfig]] = {
     "dynamic": lambda fields, theta, _: DynamicRope(theta, fields.number("factor")),
     "llama3": _read_llama3,
     "yarn": _read_yarn,
+    "longrope": _read_long,
+    "su": _read_long,  # what early checkpoints of Phi-3 call it
 }
 
 
@@ -215,7 +271,6 @@ def read_rope(fields: Fields, theta: float, trained_length: int) -> RopeConfig:
     """
     legacy = fields.take("type", "default")
     rope_type = fields.choice("rope_type", _READERS, legacy)
-    fields.only("partial_rotary_factor", 1.0, "all dimensions of a head are rotated")
     theta = fields.number("rope_theta", theta)
     if theta <= 1:
         raise fields.wrong("rope_theta", theta, "a number greater than 1")

@@ -20,6 +20,7 @@ from strata.models.config import DTYPES, ModelConfig, config_from_dict, read_con
 from strata.models.experts import stored_parameters, stored_views
 from strata.models.families import build
 from strata.models.initialize import randomize
+from strata.models.joined import split_tensors
 from strata.models.layers import CausalLM
 from strata.models.memory import require_memory
 from strata.models.part import Box, ModelPart, boxes, held, randomize_part, whole
@@ -139,6 +140,7 @@ def match_tensors(model: nn.Module, tensors: dict[str, StoredTensor], folder: Pa
     the tensors if some are missing, unexpected, or of another shape than config.json says.
     """
     wanted = stored_parameters(model)
+    tensors = split_tensors(model, wanted, tensors, folder)
     tied = _HEAD not in wanted
     names = {name: name for name in wanted}
     if tied and _EMBEDDING not in tensors and _HEAD in tensors:
@@ -197,7 +199,8 @@ def _pieces(reader: Any, stored: StoredTensor, box: Box) -> Iterator[tuple[slice
     columns = [slice(*bounds) for bounds in others]
     for start in range(first, end, step):
         last = min(start + step, end)
-        yield slice(start - first, last - first), tensor[(slice(start, last), *columns)]
+        rows = slice(stored.first_row + start, stored.first_row + last)
+        yield slice(start - first, last - first), tensor[(rows, *columns)]
 
 
 def _check_tie(tensors: dict[str, StoredTensor], folder: Path, box: Box) -> None:

@@ -49,6 +49,7 @@ TABLES: Mapping[str, Table] = {
     "Qwen3MoeForCausalLM": _ATTENTION_AND_ENDS + _HEAD_NORMS + _MLP + _EXPERTS,
     "SmolLM3ForCausalLM": _ATTENTION_AND_ENDS + _MLP,
     "Olmo2ForCausalLM": _ATTENTION_AND_ENDS + _WHOLE_NORMS + _BRANCH_NORMS + _MLP,
+    "Phi3ForCausalLM": _ATTENTION_AND_ENDS + _MLP,
 }
 
 

@@ -27,6 +27,11 @@ def _olmo2(**own: Any) -> Config:
     return {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "hidden_act": "silu"} | ids | own
 
 
+def _phi3(**own: Any) -> Config:
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    return {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_act": "silu"} | ids | own
+
+
 LATER_CONFIGS: list[tuple[str, Config]] = [
     (
         "smollm3-tied",
@@ -108,6 +113,53 @@ LATER_CONFIGS: list[tuple[str, Config]] = [
                 "rope_theta": 10000.0,
                 "factor": 4.0,
                 "original_max_position_embeddings": 64,
+            },
+        ),
+    ),
+    (
+        "phi3-partial-window",
+        _phi3(
+            **sizes(101, 56, 75, 2, 7, 1),
+            max_position_embeddings=128,
+            original_max_position_embeddings=128,
+            partial_rotary_factor=0.75,
+            sliding_window=9,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            rope_theta=5000.0,
+        ),
+    ),
+    (
+        # Every sequence of two tokens is longer than the original length.
+        "phi3-longrope-long",
+        _phi3(
+            **sizes(97, 40, 50, 3, 5, None),
+            max_position_embeddings=128,
+            original_max_position_embeddings=1,
+            rope_scaling={
+                "type": "longrope",
+                "attention_factor": 1.2,
+                "short_factor": [1.0, 1.0, 1.0, 1.0],
+                "long_factor": [1.0, 1.5, 2.0, 7.5],
+            },
+            torch_dtype="float32",
+        ),
+    ),
+    (
+        "phi3-longrope-short-partial-tied",
+        _phi3(
+            **sizes(83, 48, 66, 2, 6, 3),
+            max_position_embeddings=128,
+            original_max_position_embeddings=128,
+            tie_word_embeddings=True,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 20000.0,
+                "partial_rotary_factor": 0.5,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "short_factor": [1.0, 1.25],
+                "long_factor": [3.0, 9.0],
             },
         ),
     ),

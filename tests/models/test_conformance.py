@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from strata.models.config import config_from_dict
 from strata.models.families import build
 from strata.models.initialize import initialize
+from strata.models.joined import join_parameters
 from strata.models.save import save
 from strata.models.weights import load
 
@@ -76,13 +77,15 @@ def test_gradients_equal_transformers(checkpoint: Checkpoint) -> None:
     sequences = random_sequences(checkpoint.config.vocab_size, (5, 19), seed=2)
     weights = torch.randn(24, checkpoint.config.vocab_size, generator=torch.Generator().manual_seed(3))
     ours = dict(checkpoint.model.named_parameters())
-    theirs = {name: parameter for name, parameter in checkpoint.oracle.named_parameters() if name in ours}
-    assert theirs.keys() == ours.keys()
+    theirs = dict(checkpoint.oracle.named_parameters())
+    assert theirs.keys() == join_parameters(checkpoint.model, ours).keys()
     loss = (checkpoint.model.head(checkpoint.model(packed(sequences))) * weights).sum()
     expected = (oracle_logits(checkpoint.oracle, sequences) * weights).sum()
-    found = torch.autograd.grad(loss, list(ours.values()))
-    wanted = torch.autograd.grad(expected, [theirs[name] for name in ours])
-    for name, mine, other in zip(ours, found, wanted, strict=True):
+    gradients = dict(zip(ours, torch.autograd.grad(loss, list(ours.values())), strict=True))
+    found = join_parameters(checkpoint.model, gradients)
+    wanted = torch.autograd.grad(expected, list(theirs.values()))
+    for name, other in zip(theirs, wanted, strict=True):
+        mine = found[name]
         # Softmax does not see what is added to all keys, so a bias of keys that are not rotated has no gradient at all.
         assert worst(mine, other) <= TOLERANCE * max(1.0, other.abs().max().item()), name
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen3Config
+from transformers import Phi3Config, Qwen2Config, Qwen3Config
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
@@ -67,3 +68,43 @@ def test_the_angles_of_qwens_recipe_equal_transformers(family: str, theirs: Any,
     # Angles of 100,000 radians are exact to 0.008 in float32, but both multiply the same numbers.
     torch.testing.assert_close(table[:, :64], cos[0, :, :64], rtol=0, atol=1e-5)
     torch.testing.assert_close(table[:, 64:], sin[0, :, :64], rtol=0, atol=1e-5)
+
+
+PHI = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 3.0 * i for i in range(8)],
+}
+
+
+@pytest.mark.parametrize("length", [64, 65, 200])
+@pytest.mark.parametrize("own", [{}, {"attention_factor": 1.3}, {"factor": 4.0}])
+def test_longrope_takes_the_factors_of_the_longest_sequence_from_the_start(own: dict[str, Any], length: int) -> None:
+    """The short ones up to the original length; equal to transformers for a sequence of that length."""
+    sizes = SIZES | {"num_attention_heads": 2, "max_position_embeddings": 256, "original_max_position_embeddings": 64}
+    asked = sizes | {"partial_rotary_factor": 1.0, "rope_parameters": PHI | own, "pad_token_id": 0}
+    config = config_from_dict(asked | {"architectures": ["Phi3ForCausalLM"]})
+    table = rope_table(config.rope, config.rotary_dim, config.max_length, length)
+    theirs = Phi3RotaryEmbedding(Phi3Config(**asked))
+    cos, sin = theirs(torch.zeros(1), torch.arange(length)[None])
+    assert torch.allclose(table, torch.cat((cos[0, :, :8], sin[0, :, :8]), -1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"short_factor": [1.0]}, "short_factor and long_factor with 8 numbers each"),
+        ({"long_factor": [0.0] * 8}, "long_factor = .* a list of numbers greater than 0"),
+        ({"rope_type": "yarn", "factor": 2.0}, "rope_type 'default' or 'longrope' or 'su'"),
+        (
+            {"partial_rotary_factor": 0.1},
+            "partial_rotary_factor = 0.1 .* a part of head_dim = 16 that is an even",
+        ),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5"),
+    ],
+)
+def test_rotations_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    asked = SIZES | {"num_attention_heads": 2, "rope_parameters": PHI | changes, "architectures": ["Phi3ForCausalLM"]}
+    with pytest.raises(ValueError, match=message):
+        config_from_dict(asked)

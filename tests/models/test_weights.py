@@ -296,3 +296,26 @@ def test_tensors_are_known_from_headers(folder: Path) -> None:
     found = read_checkpoint(folder)
     assert {name: tensor.shape for name, tensor in found.items()} == {n: tuple(t.shape) for n, t in stored.items()}
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("drop", r"lacks tensors that its config.json calls for: model\.layers\.0\.self_attn\.qkv_proj\.weight$"),
+        ("cut", r"qkv_proj\.weight is \[71, 56\], expected \[72, 56\]"),
+        ("apart", r"does not call for: model\.layers\.0\.self_attn\.k_proj\.weight$"),
+    ],
+)
+def test_joined_matrices_must_be_whole(tmp_path: Path, change: str, message: str) -> None:
+    folder = make_checkpoint(tmp_path / "model", CONFIGS["phi3-partial-window"])
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    if change == "drop":
+        del tensors[name]
+    elif change == "cut":
+        tensors[name] = tensors[name][1:].contiguous()
+    else:
+        tensors[name.replace("qkv", "k")] = tensors[name][:8].clone()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load(folder)

@@ -1,0 +1,64 @@
+"""Matrices that a family's checkpoints join, one above the other, and that its model has apart: read and written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from strata.models.checkpoint import StoredTensor
+from strata.models.layers import CausalLM
+
+
+def split_tensors(
+    model: nn.Module, parameters: dict[str, Tensor], tensors: dict[str, StoredTensor], folder: Path
+) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint, the parts of joined ones under the names of the parameters that they are.
+
+    parameters: of the whole model, by name. Raises ValueError that names a joined tensor that is absent or of another
+    shape than its parts have together.
+    """
+    tensors = dict(tensors)
+    for name, parts in _joined(model, parameters):
+        sizes = [parameters[part].shape[0] for part in parts]
+        expected = (sum(sizes), *parameters[parts[0]].shape[1:])
+        whole = tensors.pop(name, None)
+        if whole is None:
+            raise ValueError(f"{folder} lacks tensors that its config.json calls for: {name}")
+        if whole.shape != expected:
+            raise ValueError(
+                f"{folder} has tensors of other shapes than its config.json says: {name} is {list(whole.shape)}, "
+                f"expected {list(expected)}"
+            )
+        if present := [part for part in parts if part in tensors]:
+            raise ValueError(f"{folder} has tensors that its config.json does not call for: {', '.join(present)}")
+        first = 0
+        for part, rows in zip(parts, sizes, strict=True):
+            tensors[part] = dataclasses.replace(whole, shape=(rows, *whole.shape[1:]), first_row=first)
+            first += rows
+    return tensors
+
+
+def join_parameters(model: nn.Module, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters of a whole model as its checkpoints have them."""
+    homes = {part: (name, parts) for name, parts in _joined(model, parameters) for part in parts}
+    found: dict[str, Tensor] = {}
+    for key, parameter in parameters.items():
+        name, parts = homes.get(key, (key, (key,)))
+        if name not in found:
+            found[name] = parameter if name == key else torch.cat([parameters[part] for part in parts])
+    return found
+
+
+def _joined(model: nn.Module, parameters: dict[str, Tensor]) -> Iterator[tuple[str, list[str]]]:
+    """The name of each joined tensor, and those of its parts in order."""
+    joined = model.joined if isinstance(model, CausalLM) else {}
+    for name, parts in joined.items():
+        block, _, whole = name.rpartition(".")
+        for parameter in parameters:
+            path, _, own = parameter.rpartition(f".{block}.")
+            if path and own.removesuffix(".weight") == parts[0]:
+                yield f"{path}.{block}.{whole}.weight", [f"{path}.{block}.{part}.weight" for part in parts]
