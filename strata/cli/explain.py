@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,14 +13,18 @@ from strata.cli.bench.options import AsJson, LoadFormat, Model
 from strata.cli.explain_output import Html, TraceFile, show
 
 if TYPE_CHECKING:
-    from strata.bench.explain.measure import Workload
+    from strata.bench.explain.measure import AnyWorkload, Workload
     from strata.bench.run import Setup
-    from strata.plan.explain.explanation import Explanation
-    from strata.plan.explain.measurement import MeasuredStep
+    from strata.bench.served.client import Load
+    from strata.bench.workloads import InferenceTest
+    from strata.engine.llm import LLM
+    from strata.plan.explain.explanation import Explanation, Subject
+    from strata.plan.explain.measurement import EngineFacts, MeasuredStep
+    from strata.plan.step_seconds import StepSeconds
 
 
 def explain(
-    test: Annotated[str, typer.Argument(help="T1, T2, T3-bN (N requests) or T4, as of strata bench.")] = "T3-b8",
+    test: Annotated[str, typer.Argument(help="T1, T2, T3-bN (N requests), T4, or T5, a served load.")] = "T3-b8",
     model: Model = "builtin",
     load_format: LoadFormat = None,
     dtype: options.Dtype = "bfloat16",
@@ -28,8 +32,11 @@ def explain(
     deterministic: options.Deterministic = False,
     tensor_parallel_size: options.TensorParallelSize = 1,
     max_num_seqs: options.MaxNumSeqs = 256,
-    prompt: Annotated[int | None, typer.Option(min=1, help="T3: tokens of each prompt, 512 if left out.")] = None,
-    output: Annotated[int | None, typer.Option(min=1, help="T3: tokens of each output, 256 if left out.")] = None,
+    prompt: Annotated[int | None, typer.Option(min=1, help="T3, T5: tokens of each prompt, 512 if left out.")] = None,
+    output: Annotated[int | None, typer.Option(min=1, help="T3, T5: tokens of each output; 256, T5: 128.")] = None,
+    request_rate: Annotated[float | None, typer.Option(min=0.001, help="T5: requests a second, 55.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=2, help="T5: requests, 500.")] = None,
+    tail: Annotated[bool, typer.Option(help="Explain the waits between tokens at p99 instead.")] = False,
     probe: Annotated[bool, typer.Option(help="Try the best remedies on a short form of the test.")] = False,
     html: Html = None,
     trace: TraceFile = None,
@@ -37,13 +44,25 @@ def explain(
 ) -> None:
     """Run a test and explain it: from the measured time down to the floor, and the verdict.
 
+    Of T1 to T4 that is the time of the run, of T5 the mean latency of a request.
+
     Example: strata explain T3-b16 --model builtin --device cpu --probe
     """
     from strata.bench.run import Setup
 
     setup = Setup(model, load_format, dtype, device, deterministic, tensor_parallel_size)
-    workload = _workload(test, prompt, output)
-    found = explained(setup, workload, {"max_num_seqs": max_num_seqs}, probe=probe)
+    subject: Subject = "tail" if tail else "run"
+    workload: AnyWorkload
+    if test == "T5":
+        from strata.bench.explain.measure import ServedWorkload
+
+        subject = "tail" if tail else "request"
+        workload = ServedWorkload(_load(setup, request_rate, num_prompts, prompt, output))
+    elif request_rate is not None or num_prompts is not None:
+        raise ValueError(f"--request-rate and --num-prompts are of T5, a served load; {test} comes at once")
+    else:
+        workload = _workload(test, prompt, output)
+    found = explained(setup, workload, {"max_num_seqs": max_num_seqs}, subject=subject, probe=probe)
     show(found, as_json=as_json, html=html, trace=trace)
 
 
@@ -61,42 +80,92 @@ def _workload(name: str, prompt: int | None, output: int | None) -> Workload:
     return Workload(dataclasses.replace(test, prompts=prompts, outputs=(output or test.outputs[0],) * count))
 
 
-def explained(setup: Setup, workload: Workload, changes: Mapping[str, Any], *, probe: bool = False) -> Explanation:
+def _load(setup: Setup, rate: float | None, requests: int | None, prompt: int | None, output: int | None) -> Load:
+    from strata.bench.load.request_sets import EvenLengths
+    from strata.bench.served.client import random_load
+    from strata.bench.served.measure import LENGTHS, RATE, REQUESTS
+    from strata.plan.meta_model import find_config
+
+    lengths = EvenLengths(prompt or LENGTHS.prompt, output or LENGTHS.output)
+    vocabulary = find_config(setup.source).vocab_size
+    return random_load(lengths, requests or REQUESTS, float(RATE) if rate is None else rate, 0, vocabulary)
+
+
+def explained(
+    setup: Setup,
+    workload: AnyWorkload,
+    changes: Mapping[str, Any],
+    *,
+    subject: Subject = "run",
+    probe: bool = False,
+) -> Explanation:
     """A test on an engine with these changes of its options. Raises ValueError for a model that reads too little."""
     from strata.bench.explain.measure import measure, measured_steps
-    from strata.bench.run import engine, floor_on
-    from strata.plan.explain.ceilings import processor_device, steps_on_gpu, steps_on_processor
+    from strata.bench.run import engine
     from strata.plan.explain.explain import explain as explain_run
-    from strata.plan.meta_model import dtype_name
 
-    test = workload.test
     given = setup.llm_options() | dict(changes)
-    if test.longest > given["max_model_len"]:
-        raise ValueError(
-            f"{test.name} has sequences of up to {test.longest:,} tokens and {setup.model} reads "
-            f"{given['max_model_len']:,}: take another --model, or T3 with a smaller --prompt and --output"
-        )
+    _check_length(workload, setup, given["max_model_len"])
     llm = engine(given)
-    on_host = llm.engine.device.type == "cpu"
-    ran = dtype_name(next(llm.engine.model.parameters()).dtype)
-    sources: Sequence[str] = ()
-    ideal = None
-    if on_host:
-        here, sources = processor_device()
-        times = steps_on_processor(llm.engine.config, ran, here, setup.deterministic)
-        ideal = test.floor(times.costs.step, times.device, times.dtype)
-    else:
-        import torch
-
-        product = torch.cuda.get_device_name(llm.engine.device)
-        times = steps_on_gpu(llm.engine.config, ran, product, setup.deterministic)
-        ideal = floor_on(test, setup, product)
+    times, sources = predicted(llm, setup)
     measured_steps(llm, workload.short())  # compiles and fills what the first run needs
-    title = f"{setup.test_name(test.name)} {setup.model}"
+    title = f"{setup.test_name(workload.name)} {setup.model}"
+    ideal = None if workload.test is None else ideal_seconds(workload.test, times)
     measured = measure(llm, workload, given, times, title=title, ideal=ideal, short=workload.short())
 
     def tried(change: Mapping[str, Any]) -> Sequence[MeasuredStep]:
         return measured_steps(engine(given | dict(change)), workload.short())
 
-    prober: Callable[[Mapping[str, Any]], Sequence[MeasuredStep]] | None = tried if probe else None
-    return explain_run(measured, times, prober=prober, sources=sources)
+    wanted = in_asked_dtype(measured.facts, llm, setup, times)
+    prober = tried if probe else None
+    return explain_run(measured, times, wanted=wanted, subject=subject, prober=prober, sources=sources)
+
+
+def predicted(llm: LLM, setup: Setup) -> tuple[StepSeconds, Sequence[str]]:
+    """Steps of an engine's model on its device, and where a processor's ceilings come from."""
+    from strata.plan.explain.ceilings import processor_device, steps_on_processor
+    from strata.plan.meta_model import dtype_name
+
+    engine = llm.engine
+    ran = dtype_name(next(engine.model.parameters()).dtype)
+    if engine.device.type == "cpu":
+        here, sources = processor_device()
+        return steps_on_processor(engine.config, ran, here, setup.deterministic), sources
+    return _on_gpu(llm, setup, ran), ()
+
+
+def in_asked_dtype(facts: EngineFacts, llm: LLM, setup: Setup, times: StepSeconds) -> StepSeconds | None:
+    """The same in the dtype that was asked for; None where the engine has it."""
+    from strata.plan.explain.ceilings import steps_on_processor
+
+    if facts.dtype == facts.asked_dtype:
+        return None
+    if llm.engine.device.type == "cpu":
+        return steps_on_processor(llm.engine.config, facts.asked_dtype, times.device, setup.deterministic)
+    return _on_gpu(llm, setup, facts.asked_dtype)
+
+
+def _on_gpu(llm: LLM, setup: Setup, dtype: str) -> StepSeconds:
+    import torch
+
+    from strata.parallel.serving_shard import RankShard
+    from strata.plan.explain.ceilings import steps_on_gpu
+
+    engine, shard = llm.engine, None
+    if (ranks := setup.tensor_parallel_size) > 1:
+        shard = RankShard.of(engine.config, ranks, 0, expert_parallel=setup.enable_expert_parallel)
+    product = torch.cuda.get_device_name(engine.device)
+    return steps_on_gpu(engine.config, dtype, product, setup.deterministic, shard)
+
+
+def ideal_seconds(test: InferenceTest, times: StepSeconds) -> float:
+    """The least that a test takes where its steps are predicted."""
+    return test.floor(times.costs.step, times.device, times.dtype, times.link)
+
+
+def _check_length(workload: AnyWorkload, setup: Setup, most: int) -> None:
+    if workload.longest > most:
+        raise ValueError(
+            f"{workload.name} has sequences of up to {workload.longest:,} tokens and {setup.model} reads {most:,}: "
+            "take another --model, or T3 with a smaller --prompt and --output"
+        )

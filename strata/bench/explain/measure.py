@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import torch
 from strata.bench.explain.node_times import NodeTimes
 from strata.bench.explain.recorder import HostSpans, StepRecorder
 from strata.bench.run import device_name
+from strata.bench.served.client import Load, ServedEngine
 from strata.bench.step_observers import observed
 from strata.bench.workloads import InferenceTest
 from strata.graph.cost import operation_counts
@@ -48,12 +50,43 @@ class Workload:
     test: InferenceTest
     texts: tuple[str, ...] | None = None
 
+    @property
+    def name(self) -> str:
+        return self.test.name
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt and output."""
+        return self.test.longest
+
     def short(self) -> Workload:
         """Its first requests with short outputs."""
         count = min(_SHORT_REQUESTS, len(self.test.prompts))
         outputs = tuple(min(_SHORT_OUTPUT, one) for one in self.test.outputs[:count])
         test = replace(self.test, prompts=self.test.prompts[:count], outputs=outputs)
         return Workload(test, None if self.texts is None else self.texts[:count])
+
+
+@dataclass(frozen=True)
+class ServedWorkload:
+    """load: requests and when they come, by the messages of an engine process (see `ServedEngine`)."""
+
+    load: Load
+    name: str = "T5"
+    test: None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt and output."""
+        return max(len(one.prompt) + one.output_tokens for one in self.load.asks)
+
+    def short(self) -> ServedWorkload:
+        """Its first requests with short outputs, all at once."""
+        asks = [replace(one, output_tokens=min(_SHORT_OUTPUT, one.output_tokens)) for one in self.load.asks]
+        return ServedWorkload(Load(asks[:_SHORT_REQUESTS], [0.0] * len(asks[:_SHORT_REQUESTS])))
+
+
+AnyWorkload = Workload | ServedWorkload
 
 
 @dataclass(frozen=True)
@@ -66,13 +99,13 @@ class _Ran:
 
 def measure(
     llm: LLM,
-    workload: Workload,
+    workload: AnyWorkload,
     options: Mapping[str, Any],
     times: StepSeconds,
     *,
     title: str,
     ideal: float | None = None,
-    short: Workload | None = None,
+    short: AnyWorkload | None = None,
 ) -> Measurement:
     """options: that the engine was asked for. times: predicts its steps. ideal: see `Measurement`. short: what is run
     once more, before, to time operations, where a CPU runs them; None: nothing is.
@@ -80,7 +113,7 @@ def measure(
     engine = llm.engine
     on_host = engine.device.type == "cpu"
     traced = _traced(llm, short) if on_host and short is not None else {}
-    recorder, spans = StepRecorder(engine), HostSpans()
+    recorder, spans = StepRecorder(engine), HostSpans(engine.loop.clock)
     scheduler, recorded = engine.loop.scheduler, engine.recorded
     before = scheduler.statistics.preemptions
     unrecorded = 0 if recorded is None else sum(recorded.unrecorded.values())
@@ -100,12 +133,13 @@ def measure(
         Summary.of(sampler.readings).slowed_by,
         (f"{others / 2**30:.1f} GiB in use before the engine started",) if others > _OTHERS_BYTES else (),
     )
+    steps = recorder.steps(ran.start)
     return Measurement(
         title,
         device_name(llm),
         ran.wall,
-        recorder.steps(ran.start),
-        ran.requests,
+        steps,
+        _numbered(ran.requests, steps),
         facts(llm, options, times),
         spans.seconds,
         scheduler.statistics.preemptions - before,
@@ -117,7 +151,7 @@ def measure(
     )
 
 
-def measured_steps(llm: LLM, workload: Workload) -> tuple[MeasuredStep, ...]:
+def measured_steps(llm: LLM, workload: AnyWorkload) -> tuple[MeasuredStep, ...]:
     """The steps of one run."""
     recorder = StepRecorder(llm.engine)
     with observed(llm.engine.loop, recorder):
@@ -125,7 +159,7 @@ def measured_steps(llm: LLM, workload: Workload) -> tuple[MeasuredStep, ...]:
     return recorder.steps(ran.start)
 
 
-def _traced(llm: LLM, short: Workload) -> Mapping[StepWork, TracedOperations]:
+def _traced(llm: LLM, short: AnyWorkload) -> Mapping[StepWork, TracedOperations]:
     nodes = NodeTimes()
     with nodes.of(llm.engine.graphs), observed(llm.engine.loop, nodes):
         _run(llm, short)
@@ -154,8 +188,10 @@ def facts(llm: LLM, options: Mapping[str, Any], times: StepSeconds) -> EngineFac
     )
 
 
-def _run(llm: LLM, workload: Workload) -> _Ran:
+def _run(llm: LLM, workload: AnyWorkload) -> _Ran:
     """One `generate`. Every request gets as many tokens as it was asked for."""
+    if isinstance(workload, ServedWorkload):
+        return _serve(llm, workload.load)
     from strata import SamplingParams
 
     test, vocabulary, clock = workload.test, llm.engine.config.vocab_size, llm.engine.loop.clock
@@ -168,3 +204,34 @@ def _run(llm: LLM, workload: Workload) -> _Ran:
     wall, ran = clock() - start, time.thread_time() - began
     requests = tuple(MeasuredRequest(tuple(one.prompt_token_ids), len(one.outputs[0].token_ids)) for one in outputs)
     return _Ran(wall, ran, start, requests)
+
+
+def _serve(llm: LLM, load: Load) -> _Ran:
+    clock = llm.engine.loop.clock
+    served = ServedEngine(llm.engine, "explained")
+    start, began = clock(), time.thread_time()
+    answered = served.serve(load, str(start))  # whose prefixes no other run shares
+    wall, ran = clock() - start, time.thread_time() - began
+    requests = tuple(
+        MeasuredRequest(
+            tuple(token for token in ask.prompt if isinstance(token, int)),
+            len(one.times),
+            one.due - start,
+            tuple(at - start for at in one.times),
+        )
+        for ask, one in zip(load.asks, answered, strict=True)
+    )
+    return _Ran(wall, ran, start, requests)
+
+
+def _numbered(requests: Sequence[MeasuredRequest], steps: Sequence[MeasuredStep]) -> tuple[MeasuredRequest, ...]:
+    """With the ids of their sequences, which ascend in the order of arrival, and, where nobody noted when tokens were
+    delivered, the ends of the steps that drew them."""
+    drawn: dict[int, list[float]] = defaultdict(list)
+    for step in steps:
+        for chunk in step.chunks:
+            drawn[chunk.sequence] += [step.end] * chunk.draws
+    return tuple(
+        replace(request, sequence=id, times=request.times or tuple(drawn[id]))
+        for request, id in zip(requests, sorted(drawn), strict=True)
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -59,8 +59,9 @@ class StepRecorder:
 
 @dataclass
 class HostSpans:
-    """Seconds of what the host does beside steps, by name."""
+    """Seconds of what the host does beside steps, by name. clock: the engine's."""
 
+    clock: Callable[[], float]
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -72,9 +73,9 @@ class HostSpans:
         encode = tokenizer.encode
 
         def timed(*arguments: object, **options: object) -> list[int]:
-            began = time.perf_counter()
+            began = self.clock()
             ids: list[int] = encode(*arguments, **options)  # type: ignore[arg-type]  # as the caller gave them
-            self.seconds[TOKENIZATION] = self.seconds.get(TOKENIZATION, 0.0) + time.perf_counter() - began
+            self.seconds[TOKENIZATION] = self.seconds.get(TOKENIZATION, 0.0) + self.clock() - began
             return ids
 
         tokenizer.encode = timed  # type: ignore[method-assign]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from strata.plan.explain.explanation import Explanation, Peaks, StepTime
+from strata.plan.explain.explanation import Explanation, Peaks, StepTime, Subject
 from strata.plan.explain.findings import Asked, Finding, findings
 from strata.plan.explain.measurement import MeasuredStep, Measurement
 from strata.plan.explain.split import NameOf, operation_name
-from strata.plan.explain.waterfalls import Explained, of_run, of_tail
+from strata.plan.explain.waterfalls import Explained, of_latency, of_run, of_tail
 from strata.plan.explain.what_if import WhatIf
 from strata.plan.step_seconds import StepSeconds
 from strata.plan.waterfall import Part, Remedy, Verdict
@@ -19,6 +19,8 @@ LEAST_GAIN = 0.03
 # Findings that a probe tries.
 _TRIED = 3
 # Steps measured under other options of the engine, of a short form of the run.
+_WATERFALLS = {"run": of_run, "request": of_latency, "tail": of_tail}
+_TITLES = {"run": "", "request": ", mean latency of a request", "tail": ", waits between tokens at p99"}
 Prober = Callable[[Mapping[str, Any]], Sequence[MeasuredStep]]
 
 
@@ -27,26 +29,26 @@ def explain(
     times: StepSeconds,
     *,
     wanted: StepSeconds | None = None,
-    tail: bool = False,
+    subject: Subject = "run",
     name_of: NameOf = operation_name,
     prober: Prober | None = None,
     sources: Sequence[str] = (),
 ) -> Explanation:
     """times: predicts the run's steps and their floors. wanted: the same in the dtype that was asked for, where the run
-    has another. tail: of the longest waits between two tokens instead of the whole run. name_of: see `split_steps`.
+    has another. subject: what of the run is explained. name_of: see `split_steps`.
     prober: tries the remedies that promise most.
 
     Raises ValueError for a run without steps.
     """
     if not measured.steps:
         raise ValueError("no step was measured: there is nothing to explain")
-    explained = (of_tail if tail else of_run)(measured, times, name_of)
-    asked = Asked(measured, explained, times, wanted, WhatIf(measured, tail))
+    explained = _WATERFALLS[subject](measured, times, name_of)
+    asked = Asked(measured, explained, times, wanted, WhatIf(measured, subject))
     found = findings(asked)
     if prober is not None:
         found = _tried(found, asked.what_if, prober)
     verdict = _verdict(found, asked)
-    title = f"{measured.title}, waits between tokens at p99" if tail else measured.title
+    title = measured.title + _TITLES[subject]
     compute, bandwidth = times.device.known("compute", times.dtype), times.device.known("bandwidth")
     return Explanation(
         title,
@@ -112,7 +114,7 @@ def _intensity(asked: Asked) -> str:
 def _more_at_once(asked: Asked) -> tuple[Remedy, ...]:
     """What twice the requests would save of each one's time, where steps hardly grow with them."""
     run, what_if = asked.measured, asked.what_if
-    if what_if.of_tail or not run.requests or len(run.requests) * 2 > run.facts.slots:
+    if what_if.subject != "run" or not run.requests or len(run.requests) * 2 > run.facts.slots:
         return ()
     gain = 1 - (1 - what_if.gain(requests=[*run.requests, *run.requests])) / 2
     return (Remedy("twice the requests at once", gain),) if gain >= LEAST_GAIN else ()

@@ -8,6 +8,8 @@ from typing import Literal
 from strata.plan.waterfall import Verdict, Waterfall
 
 StepWork = Literal["decode", "prompt", "mixed"]
+# What is explained: the wall time of a run, the mean latency of its requests, or the waits between two tokens at p99.
+Subject = Literal["run", "request", "tail"]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from strata.plan.explain.measurement import Measurement, shared_prefix_tokens
 from strata.plan.explain.split import LAUNCHES, PROMPTS, TAKEN
-from strata.plan.explain.waterfalls import TOKENIZATION, Explained
+from strata.plan.explain.waterfalls import QUEUEING, TOKENIZATION, Explained
 from strata.plan.explain.what_if import WhatIf
 from strata.plan.step_seconds import StepSeconds
 from strata.plan.waterfall import Cause, Layer, Remedy
@@ -73,7 +73,7 @@ def findings(asked: Asked) -> list[Finding]:
 def _host_loop(asked: Asked) -> Iterable[Finding]:
     run, what_if = asked.measured, asked.what_if
     steps = len(run.steps)
-    if asked.what_if.of_tail or not run.requests or not steps:
+    if what_if.subject != "run" or not run.requests:
         return
     needed = _LOOP * what_if.base.host
     took = what_if.between
@@ -91,7 +91,7 @@ def _tokenizer(asked: Asked) -> Iterable[Finding]:
     run = asked.measured
     took = run.host.get(TOKENIZATION, 0.0)
     tokens = sum(len(request.prompt) for request in run.requests)
-    if not took or not tokens or asked.what_if.of_tail:
+    if not took or not tokens or asked.what_if.subject != "run":
         return
     yield Finding(
         "slow tokenizer",
@@ -229,7 +229,7 @@ def _batch_cap(asked: Asked) -> Iterable[Finding]:
 
 def _chunks(asked: Asked) -> Iterable[Finding]:
     run = asked.measured
-    if not asked.what_if.of_tail or asked.part(PROMPTS) <= 0:
+    if asked.what_if.subject != "tail" or asked.part(PROMPTS) <= 0:
         return
     largest = max(step.tokens for step in run.steps)
     smaller = [tokens for tokens in _CHUNKS if run.facts.slots <= tokens < min(largest, run.facts.step_tokens)]
@@ -251,7 +251,7 @@ def _chunks(asked: Asked) -> Iterable[Finding]:
 
 def _long_tail(asked: Asked) -> Iterable[Finding]:
     run = asked.measured
-    if len(run.requests) < 3 or asked.what_if.of_tail:
+    if len(run.requests) < 3 or asked.what_if.subject != "run":
         return
     outputs = sorted(request.outputs for request in run.requests)
     usual = outputs[math.ceil(_TAIL_SHARE * len(outputs)) - 1]
@@ -271,6 +271,21 @@ def _long_tail(asked: Asked) -> Iterable[Finding]:
         Remedy(f"outputs of {usual:,} tokens at most, or other work beside the tail",
                asked.what_if.gain(requests=cut), "max_tokens"),
     )  # fmt: skip
+
+
+def _queueing(asked: Asked) -> Iterable[Finding]:
+    run = asked.measured
+    share = asked.part(QUEUEING)
+    if asked.what_if.subject != "request" or len(run.requests) < 2:
+        return
+    yield Finding(
+        "queueing",
+        "system",
+        "high latency with good throughput: requests wait before they run",
+        "queueing",
+        (f"{share:.0%} of a request's time is over before its first step begins",),
+        Remedy("a second replica", asked.what_if.gain(requests=run.requests[::2]), "--data-parallel-size"),
+    )
 
 
 def _other_processes(asked: Asked) -> Iterable[Finding]:
@@ -334,6 +349,7 @@ _RULES = (
     _batch_cap,
     _chunks,
     _long_tail,
+    _queueing,
     _other_processes,
     _held_down,
     _messages,

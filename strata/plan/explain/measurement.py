@@ -66,12 +66,13 @@ class MeasuredStep:
 @dataclass(frozen=True)
 class MeasuredRequest:
     """prompt: its ids. outputs: tokens that it got. due: when it came. times: when each of its tokens was delivered, in
-    seconds from the start of the run; empty where nobody noted it."""
+    seconds from the start of the run; empty where nobody noted it. sequence: its id in the steps."""
 
     prompt: tuple[int, ...]
     outputs: int
     due: float = 0.0
     times: tuple[float, ...] = ()
+    sequence: int = -1
 
 
 @dataclass(frozen=True)

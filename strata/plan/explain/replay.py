@@ -43,13 +43,20 @@ class Options:
 @dataclass(frozen=True)
 class Replayed:
     """Seconds of the virtual clock. wall: from the first request to the last token. steps: all of them, from there too.
-    host: processor seconds of the scheduler here for a step, the median. times: of each request's tokens."""
+    host: processor seconds of the scheduler here for a step, the median. times: of each
+    request's tokens, by the clock that `due` is of."""
 
     wall: float
     steps: tuple[MeasuredStep, ...]
     host: float
     preemptions: int
     times: tuple[tuple[float, ...], ...]
+    due: tuple[float, ...]
+
+    @property
+    def latencies(self) -> list[float]:
+        """From each request's arrival to its last token."""
+        return [times[-1] - due for times, due in zip(self.times, self.due, strict=True)]
 
     @property
     def gaps(self) -> list[float]:
@@ -95,7 +102,14 @@ def replay(
         for update in updates:
             times[int(update.sequence.request.id)].append(now)
     preempted = scheduler.statistics.preemptions
-    return Replayed(now - start, tuple(steps), statistics.median(host), preempted, tuple(tuple(one) for one in times))
+    return Replayed(
+        now - start,
+        tuple(steps),
+        statistics.median(host),
+        preempted,
+        tuple(tuple(one) for one in times),
+        tuple(one.due for one in requests),
+    )
 
 
 def _request(index: int, measured: MeasuredRequest) -> Request:

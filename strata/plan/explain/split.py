@@ -17,7 +17,7 @@ from strata.plan.step_seconds import StepSeconds
 from strata.plan.waterfall import Cause, Part
 
 _BOUNDS: Mapping[str, Cause] = {"compute": "compute", "memory": "memory", "communication": "communication"}
-# Operations whose part of a run is smaller are one part together.
+# Operations whose part of all is smaller are one part together.
 _LEAST_SHARE = 0.01
 TAKEN = "processors taken by other work"
 LAUNCHES = "launches and host work inside steps"
@@ -46,18 +46,19 @@ class _Sum:
     bytes: int = 0
     sent: int = 0
 
-    def add(self, other: _Sum, count: int = 1) -> None:
-        self.seconds += other.seconds * count
-        self.floor += other.floor * count
-        self.flops += other.flops * count
-        self.bytes += other.bytes * count
-        self.sent += other.sent * count
+    def add(self, other: _Sum) -> None:
+        self.seconds += other.seconds
+        self.floor += other.floor
+        self.flops += other.flops
+        self.bytes += other.bytes
+        self.sent += other.sent
 
 
 @dataclass(frozen=True)
 class _Share:
-    """What of one step is not its operations' own work, and what is (busy), in seconds. again, others: the shares of
-    its work that were lost and done once more, and that are for other requests than those explained."""
+    """What of one step is not its operations' own work, and what is (busy), in seconds, as often as it counts. again,
+    others: the shares of its work that were lost and done once more, and that are for other requests than those
+    explained."""
 
     lost: float
     compiled: float
@@ -65,9 +66,15 @@ class _Share:
     busy: float
     again: float
     others: float
+    count: float
 
     @property
     def own(self) -> float:
+        """Which share is the requests' own work and counts, so often."""
+        return self.count * self.own_share
+
+    @property
+    def own_share(self) -> float:
         return (1 - self.again) * (1 - self.others)
 
 
@@ -76,21 +83,22 @@ def split_steps(
     times: StepSeconds,
     name_of: NameOf = operation_name,
     others: Sequence[float] | None = None,
-    *,
-    counts_again: bool = True,
+    weights: Sequence[float] | None = None,
 ) -> StepSplit:
     """Steps alike in kind and size are priced by the one in their middle: its nodes' shares of the predicted time, or
     of the traced where there is a trace, divide what was measured. A floor never exceeds what was measured: caches may
     hold what it takes for read from memory.
 
     name_of: of a node, as the trace names it. others: of each step the share of its work that is for requests which are
-    not those explained; None: all of it is. counts_again: the steps are all of a run, in order, so that they tell what
-    was computed again.
+    not those explained; None: all of it is. weights: how often each step counts; None: once.
     """
-    again = recomputed(measured.steps) if counts_again else [0] * len(measured.steps)
+    again = recomputed(measured.steps)
     foreign = [0.0] * len(measured.steps) if others is None else others
+    counts = [1.0] * len(measured.steps) if weights is None else weights
     groups: dict[tuple[StepWork, int], list[int]] = defaultdict(list)
     for index, step in enumerate(measured.steps):
+        if not counts[index]:
+            continue
         groups[step.kind, (step.tokens - 1).bit_length()].append(index)
     operations: dict[str, _Sum] = defaultdict(_Sum)
     bounds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -100,7 +108,7 @@ def split_steps(
         steps = [measured.steps[index] for index in indices]
         middle = _middle(steps)
         nodes = times.model.step(middle.workload)
-        given = [(again[index] / measured.steps[index].tokens, foreign[index]) for index in indices]
+        given = [(again[index] / measured.steps[index].tokens, foreign[index], counts[index]) for index in indices]
         shares = _shares(steps, given, measured, nodes, times)
         for share in shares:
             beside["lost"] += share.lost
@@ -108,7 +116,7 @@ def split_steps(
             beside["idle"] += share.idle
             beside["others"] += share.others * share.busy
             beside["again"] += share.again * (1 - share.others) * share.busy
-        busy = math.fsum(share.busy * share.own for share in shares)
+        busy = math.fsum(share.busy * share.own_share for share in shares)
         padding = _padding(nodes, times, middle) * busy
         beside["padding"] += padding
         costs = _by_name(nodes, times, middle, name_of, bounds)
@@ -126,7 +134,10 @@ def split_steps(
     summed = math.fsum(one.floor for one in operations.values())
     least = min(least, summed)
     listed = sorted(operations.items(), key=lambda item: item[1].seconds, reverse=True)
-    parts = [*_operation_parts(listed, bounds, measured.wall), *_other_parts(beside, summed - least)]
+    parts = [
+        *_operation_parts(listed, bounds, sum(one.seconds for _, one in listed)),
+        *_other_parts(beside, summed - least),
+    ]
     found_operations = tuple(
         OperationTime(name, one.seconds, one.floor, one.flops, one.bytes, _bound(bounds[name])) for name, one in listed
     )
@@ -143,7 +154,7 @@ def _middle(steps: Sequence[MeasuredStep]) -> MeasuredStep:
 
 def _shares(
     steps: Sequence[MeasuredStep],
-    given: Sequence[tuple[float, float]],
+    given: Sequence[tuple[float, float, float]],
     measured: Measurement,
     nodes: StepNodes,
     times: StepSeconds,
@@ -158,12 +169,12 @@ def _shares(
         work = math.fsum(times.predictor.node(node, steps[0].workload).seconds for node in nodes.timed)
         idle_share = max(0.0, 1 - work / launches) if launches else 0.0
     found = []
-    for step, (again, others) in zip(steps, given, strict=True):
+    for step, (again, others, count) in zip(steps, given, strict=True):
         compiled = max(0.0, step.seconds - usual) if step.compiled and usual else 0.0
         lost = 0.0 if step.processor is None else min(max(0.0, step.seconds - step.processor), step.seconds - compiled)
         rest = step.seconds - compiled - lost
         busy = rest * (1 - idle_share) if step.busy is None else min(step.busy, rest)
-        found.append(_Share(lost, compiled, rest - busy, busy, again, others))
+        found.append(_Share(count * lost, count * compiled, count * (rest - busy), count * busy, again, others, count))
     return found
 
 
@@ -210,14 +221,14 @@ def _bound(seconds: Mapping[str, float]) -> str:
 
 
 def _operation_parts(
-    listed: Sequence[tuple[str, _Sum]], bounds: Mapping[str, Mapping[str, float]], wall: float
+    listed: Sequence[tuple[str, _Sum]], bounds: Mapping[str, Mapping[str, float]], whole: float
 ) -> list[Part]:
     parts, small = [], 0.0
     for name, one in listed:
         over = one.seconds - one.floor
         if one.sent:
             parts.append(Part(f"{name}: messages between ranks", "system", "communication", over))
-        elif over < _LEAST_SHARE * wall:
+        elif over < _LEAST_SHARE * whole:
             small += over
         else:
             cause = _BOUNDS[_bound(bounds[name])]

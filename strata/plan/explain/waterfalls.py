@@ -1,11 +1,13 @@
-"""From what was measured down to the floor: of a whole run, or of its longest waits between two tokens."""
+"""From what was measured down to the floor: of a whole run, of a request, of the longest waits between two tokens."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from strata.plan.explain.explanation import OperationTime
 from strata.plan.explain.measurement import MeasuredStep, Measurement
@@ -16,6 +18,8 @@ from strata.plan.waterfall import Part, Waterfall
 
 TOKENIZATION = "tokenization"
 BETWEEN = "host between steps"
+QUEUEING = "queueing until its first step"
+SCHEDULED = "steps that are less full than the work allows"
 # A part so small, as a share of what was measured, is the rounding of a difference.
 _NOTHING = 1e-6
 # Of the gaps between two tokens those whose rank is so near to the 99th percentile, as a share of all.
@@ -34,8 +38,10 @@ def of_run(measured: Measurement, times: StepSeconds, name_of: NameOf = operatio
     """The wall time. Its floor is that of the fullest steps that the work allows, where that is known."""
     split = split_steps(measured, times, name_of)
     least = split.floor if measured.ideal is None else min(measured.ideal, split.floor)
-    scheduled = Part("steps that are less full than the work allows", "system", "scheduling", split.floor - least)
-    return _explained(measured, split, least, [scheduled])
+    named = [Part(name, "system", "host", seconds) for name, seconds in measured.host.items()]
+    lost = Part(TAKEN, "system", "host", measured.lost_between)
+    scheduled = Part(SCHEDULED, "system", "scheduling", split.floor - least)
+    return _explained(measured.wall, measured.stepping, split, least, [*named, lost, scheduled])
 
 
 def of_tail(measured: Measurement, times: StepSeconds, name_of: NameOf = operation_name) -> Explained:
@@ -43,31 +49,70 @@ def of_tail(measured: Measurement, times: StepSeconds, name_of: NameOf = operati
 
     Raises ValueError if no request got two tokens at known times.
     """
-    gaps = sorted(
-        ((after - before, before, after) for one in measured.requests for before, after in pairwise(one.times)),
-    )
+    gaps = sorted((after - before, after) for one in measured.requests for before, after in pairwise(one.times))
     if not gaps:
         raise ValueError("no request got two tokens: there is no wait between tokens to explain")
-    chosen = [gap for rank, gap in enumerate(gaps) if abs((rank + 0.5) / len(gaps) - 0.99) <= _NEAR] or gaps[-1:]
-    fit = StepFit.of(measured.steps)
-    steps = [step for _, before, after in chosen for step in _within(measured.steps, before, after)]
-    foreign = [_share_of_prompts(step, fit) for step in steps]
-    length = math.fsum(gap for gap, _, _ in chosen)
-    # Steps as often as they were waited for: what they computed again is not told by their order.
-    part = replace(measured, wall=length, steps=tuple(steps), host={}, ideal=None, processor=None)
-    split = split_steps(part, times, name_of, foreign, counts_again=False)
-    whole = _explained(part, split, split.floor, [])
-    return _divided(whole, len(chosen))
+    near = [gap for rank, gap in enumerate(gaps) if abs((rank + 0.5) / len(gaps) - 0.99) <= _NEAR]
+    chosen = near or gaps[-1:]
+    fit, ends = StepFit.of(measured.steps), [step.end for step in measured.steps]
+    weights = [0.0] * len(ends)
+    for gap, after in chosen:
+        for index in range(bisect_right(ends, after - gap), bisect_right(ends, after)):
+            weights[index] += 1 / len(chosen)
+    others = [
+        _share_of_prompts(step, fit) if weight else 0.0 for step, weight in zip(measured.steps, weights, strict=True)
+    ]
+    split = split_steps(measured, times, name_of, others, weights)
+    return _explained(math.fsum(gap for gap, _ in chosen) / len(chosen), _weighted(measured, weights), split)
 
 
-def _explained(measured: Measurement, split: StepSplit, least: float, more: Sequence[Part]) -> Explained:
-    named = [Part(name, "system", "host", seconds) for name, seconds in measured.host.items()]
-    rest = measured.wall - measured.stepping - measured.lost_between - math.fsum(part.seconds for part in named)
-    lost = Part(TAKEN, "system", "host", measured.lost_between)
-    parts = _together([*named, Part(BETWEEN, "system", "host", rest), lost, *more, *split.parts])
-    kept = [part for part in parts if abs(part.seconds) > _NOTHING * measured.wall]
+def of_latency(measured: Measurement, times: StepSeconds, name_of: NameOf = operation_name) -> Explained:
+    """The mean time of a request from its arrival to its last token. The floor is that of the steps which it was in.
+
+    Raises ValueError if no request's times are known.
+    """
+    requests = [one for one in measured.requests if one.times]
+    if not requests:
+        raise ValueError("no request's times are known: there is no latency to explain")
+    holding: dict[int, list[int]] = defaultdict(list)
+    for index, step in enumerate(measured.steps):
+        for chunk in step.chunks:
+            holding[chunk.sequence].append(index)
+    until = list(accumulate((step.seconds for step in measured.steps), initial=0.0))
+    weights = [0.0] * len(measured.steps)
+    queued = delivered = others = whole = 0.0
+    for request in requests:
+        inside = holding[request.sequence]
+        first, last = inside[0], inside[-1]
+        for index in inside:
+            weights[index] += 1 / len(requests)
+        queued += measured.steps[first].begin - request.due
+        delivered += request.times[-1] - measured.steps[last].end
+        others += until[last + 1] - until[first] - math.fsum(measured.steps[index].seconds for index in inside)
+        whole += request.times[-1] - request.due
+    parts = (
+        Part(QUEUEING, "system", "queueing", queued / len(requests)),
+        Part("steps of others, between its own", "system", "scheduling", others / len(requests)),
+        Part("delivery", "system", "host", delivered / len(requests)),
+    )
+    split = split_steps(measured, times, name_of, weights=weights)
+    return _explained(whole / len(requests), _weighted(measured, weights), split, more=parts)
+
+
+def _explained(
+    whole: float, stepping: float, split: StepSplit, least: float | None = None, more: Sequence[Part] = ()
+) -> Explained:
+    """What is neither steps nor named is the host's between steps. least: the floor, where it is not the split's."""
+    beside = math.fsum(part.seconds for part in more if part.name != SCHEDULED)
+    rest = Part(BETWEEN, "system", "host", whole - stepping - beside)
+    parts = _together([rest, *more, *split.parts])
+    kept = [part for part in parts if abs(part.seconds) > _NOTHING * whole]
     ordered = sorted(kept, key=lambda part: part.seconds, reverse=True)
-    return Explained(Waterfall(measured.wall, least, tuple(ordered)), split.operations)
+    return Explained(Waterfall(whole, split.floor if least is None else least, tuple(ordered)), split.operations)
+
+
+def _weighted(measured: Measurement, weights: Sequence[float]) -> float:
+    return math.fsum(weight * step.seconds for weight, step in zip(weights, measured.steps, strict=True))
 
 
 def _together(parts: Sequence[Part]) -> list[Part]:
@@ -77,27 +122,6 @@ def _together(parts: Sequence[Part]) -> list[Part]:
         before = found.get(part.name)
         found[part.name] = part if before is None else replace(part, seconds=part.seconds + before.seconds)
     return list(found.values())
-
-
-def _divided(whole: Explained, count: int) -> Explained:
-    parts = tuple(replace(part, seconds=part.seconds / count) for part in whole.waterfall.parts)
-    operations = tuple(
-        replace(
-            one,
-            seconds=one.seconds / count,
-            floor=one.floor / count,
-            flops=round(one.flops / count),
-            bytes=round(one.bytes / count),
-        )
-        for one in whole.operations
-    )
-    fall = whole.waterfall
-    return Explained(Waterfall(fall.measured / count, fall.floor / count, parts), operations)
-
-
-def _within(steps: Sequence[MeasuredStep], before: float, after: float) -> list[MeasuredStep]:
-    """Steps that end in the wait."""
-    return [step for step in steps if before < step.end <= after]
 
 
 def _share_of_prompts(step: MeasuredStep, fit: StepFit) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from strata.plan.explain.explanation import Subject
 from strata.plan.explain.measurement import MeasuredRequest, MeasuredStep, Measurement
 from strata.plan.explain.replay import Options, Replayed, replay
 from strata.plan.explain.step_fit import StepFit
@@ -18,10 +20,10 @@ _TAIL = 0.99
 
 @dataclass(frozen=True)
 class WhatIf:
-    """of_tail: what is explained is the wait between two tokens at its 99th percentile, not the run."""
+    """subject: what is explained."""
 
     measured: Measurement
-    of_tail: bool = False
+    subject: Subject = "run"
 
     @cached_property
     def fit(self) -> StepFit:
@@ -45,7 +47,7 @@ class WhatIf:
     @cached_property
     def replayed_share(self) -> float:
         """Of the run, what the replay tells of: not tokenization, nor what other work took of the processors."""
-        if self.of_tail:
+        if self.subject != "run":
             return 1.0
         lost = self.measured.lost_between + math.fsum(
             max(0.0, step.seconds - step.processor) for step in self.measured.steps if step.processor is not None
@@ -83,7 +85,9 @@ class WhatIf:
         return replay(requests, options, fit.seconds, self.between)
 
     def _seconds(self, replayed: Replayed) -> float:
-        if not self.of_tail:
+        if self.subject == "run":
             return replayed.wall
+        if self.subject == "request":
+            return statistics.fmean(replayed.latencies)
         gaps = replayed.gaps
         return gaps[min(len(gaps) - 1, math.floor(_TAIL * len(gaps)))] if gaps else 0.0

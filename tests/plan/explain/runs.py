@@ -58,6 +58,9 @@ def run(
     """What would be measured of it. change: what is different of each step."""
     ran = replay(asked, Options.of(facts), seconds, between)
     steps = tuple(map(change, ran.steps))
-    timed = tuple(replace(one, times=times) for one, times in zip(asked, ran.times, strict=True))
+    timed = tuple(
+        replace(one, times=times, sequence=index)
+        for index, (one, times) in enumerate(zip(asked, ran.times, strict=True))
+    )
     given: Mapping[str, Any] = {"preemptions": ran.preemptions} | others
     return Measurement("made up", DEVICE.product, ran.wall, steps, timed, facts, **given)

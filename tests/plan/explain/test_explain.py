@@ -89,10 +89,20 @@ def test_huge_chunks(times: StepSeconds) -> None:
     asked = [
         replace(request, due=0.03 * index) for index, request in enumerate(requests(*((900, 20) for _ in range(24))))
     ]
-    found = explain(run(asked), times, tail=True)
-    small = explain(run(asked, replace(FACTS, step_tokens=64)), times, tail=True)
+    found = explain(run(asked), times, subject="tail")
+    small = explain(run(asked, replace(FACTS, step_tokens=64)), times, subject="tail")
     check(found, "tokens wait for the prompts of others", saved(found.waterfall.measured, small.waterfall.measured))
     assert found.verdict.remedies[0].option == "--max-num-batched-tokens"
+
+
+def test_more_requests_than_one_engine_answers(times: StepSeconds) -> None:
+    asked = [replace(one, due=2e-3 * n) for n, one in enumerate(requests(*((200, 40) for _ in range(60))))]
+    measured = run(asked, replace(FACTS, slots=8))
+    found = explain(measured, times, subject="request")
+    assert found.waterfall.seconds(cause="queueing") > found.waterfall.measured / 2
+    latencies = [one.times[-1] - one.due for one in measured.requests]
+    assert found.waterfall.measured == pytest.approx(math.fsum(latencies) / len(latencies))
+    assert abs(found.waterfall.unexplained) < 1e-9
 
 
 def test_a_dtype_that_is_wider_than_asked(times: StepSeconds) -> None:

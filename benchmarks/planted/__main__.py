@@ -1,0 +1,184 @@
+"""Plants each bottleneck, lets `strata explain` name it, and mends it: is the promised gain what mending brings?
+
+    OMP_NUM_THREADS=1 python -m benchmarks.planted --repeat 3 --save planted.jsonl
+
+On a CPU all but CPU contention goes by the time that the engine's thread had a processor, so that other work on the
+machine does not count. A gain is that of the medians; the fault and its absence are measured in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.planted.cases import CASES, Case
+from strata.bench.explain.measure import Workload, measure, measured_steps
+from strata.bench.result import provenance
+from strata.bench.run import Setup, engine
+from strata.cli.explain import ideal_seconds, in_asked_dtype, predicted
+from strata.engine.llm import LLM
+from strata.plan.explain.explain import explain
+from strata.plan.explain.explanation import Explanation
+from strata.plan.explain.measurement import MeasuredStep
+
+NEAR = 0.25  # of the actual gain
+ADDED_UP = 0.02  # of the measured time
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """predicted: by the first remedy. actual: of mending it. unexplained: of the measured time. seconds: of the run
+    with the fault and without."""
+
+    case: str
+    named: bool
+    verdict: str
+    predicted: float
+    actual: float
+    unexplained: float
+    faulty: float
+    mended: float
+
+    @property
+    def near(self) -> bool:
+        return abs(self.predicted - self.actual) <= NEAR * abs(self.actual)
+
+
+class Bench:
+    """Engines for a case, and its runs."""
+
+    def __init__(self, case: Case, setup: Setup) -> None:
+        self.case, self.setup = case, setup
+        base = setup.llm_options() | {"skip_tokenizer_init": not case.texts}
+        self.asked = base | {name: value for name, value in case.options.items() if name != "dtype"}
+        self.faulty = base | dict(case.options)
+        changed = {name: base[name] for name in case.options if name in base}
+        self.mended = base | changed | dict(case.mended)
+
+    def make(self, options: Mapping[str, Any], *, faulty: bool) -> LLM:
+        if not faulty:
+            return self._timed(engine(options))
+        with self.case.around():
+            return self._timed(engine(options))
+
+    def _timed(self, llm: LLM) -> LLM:
+        if llm.engine.device.type == "cpu" and not self.case.by_wall:
+            llm.engine.loop.clock = time.thread_time
+        return llm
+
+    def workload(self, llm: LLM, *, faulty: bool = True) -> Workload:
+        chosen = self.case.workload
+        if not faulty and self.case.mended_workload is not None:
+            chosen = self.case.mended_workload
+        if not self.case.texts:
+            return chosen
+        vocabulary, tokenizer = llm.engine.config.vocab_size, llm.get_tokenizer()
+        texts = tuple(tokenizer.decode([id % vocabulary for id in prompt]) for prompt in chosen.test.prompts)
+        return dataclasses.replace(chosen, texts=texts)
+
+    def explained(self, llm: LLM, *, faulty: bool, probe: bool) -> Explanation:
+        workload = self.workload(llm, faulty=faulty)
+        options = self.asked if faulty else self.mended
+        times, sources = predicted(llm, self.setup)
+        if faulty:
+            with self.case.during(llm):
+                measured = self._measured(llm, workload, options, times)
+        else:
+            measured = self._measured(llm, workload, options, times)
+
+        def tried(change: Mapping[str, Any]) -> Sequence[MeasuredStep]:
+            made = self._timed(engine(self.asked | dict(change)))
+            short = workload.short()
+            measured_steps(made, short)
+            return measured_steps(made, short)
+
+        return explain(
+            measured,
+            times,
+            wanted=in_asked_dtype(measured.facts, llm, self.setup, times),
+            subject=self.case.subject,
+            prober=tried if probe else None,
+            sources=sources,
+        )
+
+    def _measured(self, llm: LLM, workload: Workload, options: Mapping[str, Any], times: Any) -> Any:
+        measured_steps(llm, workload.short())
+        ideal = ideal_seconds(workload.test, times)
+        return measure(llm, workload, options, times, title=self.case.name, ideal=ideal, short=workload.short())
+
+
+def outcome(case: Case, setup: Setup, repeat: int) -> Outcome:
+    bench = Bench(case, setup)
+    with bench.case.around() if case.needs_cuda else _nothing():
+        faulty = bench.make(bench.faulty, faulty=not case.needs_cuda)
+        found = [bench.explained(faulty, faulty=True, probe=index == 0) for index in range(repeat)]
+    mended_engine = bench.make(bench.mended, faulty=False)
+    mended = [bench.explained(mended_engine, faulty=False, probe=False) for _ in range(repeat)]
+    before = statistics.median(one.waterfall.measured for one in found)
+    after = statistics.median(one.waterfall.measured for one in mended)
+    verdict = found[0].verdict
+    fall = found[0].waterfall
+    return Outcome(
+        case.name,
+        case.symptom in verdict.symptom,
+        verdict.line,
+        verdict.remedies[0].gain if verdict.remedies else 0.0,
+        1 - after / before,
+        fall.unexplained / fall.measured,
+        before,
+        after,
+    )
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--only", help="cases whose names hold this")
+    parser.add_argument("--save", type=Path, help="append a line of JSON for each case")
+    given = parser.parse_args()
+    on_cuda = given.device != "cpu" and torch.cuda.is_available()
+    setup = Setup(given.model, None, "bfloat16", "cuda" if on_cuda else "cpu", False)
+    name = torch.cuda.get_device_name() if on_cuda else device_name_of_processor()
+    print(f"{'case':36}{'named':>6}{'promised':>10}{'brought':>9}{'near':>6}{'unexplained':>13}  verdict")
+    for case in CASES:
+        if given.only and given.only not in case.name:
+            continue
+        if case.needs_cuda and not on_cuda:
+            print(f"{case.name:36}not run: it needs a CUDA device")
+            continue
+        found = outcome(case, setup, given.repeat)
+        print(
+            f"{found.case:36}{'yes' if found.named else 'NO':>6}{found.predicted:>10.1%}{found.actual:>9.1%}"
+            f"{'yes' if found.near else 'NO':>6}{found.unexplained:>13.2%}  {found.verdict}",
+            flush=True,
+        )
+        if given.save is not None:
+            line = dataclasses.asdict(found) | {"near": found.near, "device": name, "model": given.model}
+            with given.save.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line | provenance()) + "\n")
+
+
+def device_name_of_processor() -> str:
+    from strata.hardware.machine import cpu_name
+
+    return cpu_name()
+
+
+if __name__ == "__main__":
+    main()
