@@ -144,8 +144,8 @@ def _operation(number: int, one: OperationTime, measured: float) -> list[str]:
         joined(element("span", one.bound, class_=f"key {one.bound}")),
         seconds(one.seconds),
         share(one.seconds, measured),
-        seconds(one.floor),
-        share(one.floor, one.seconds),
+        seconds(one.floor) if one.floor else "-",
+        share(one.floor, one.seconds) if one.floor else "-",
         *rates,
     ]
 

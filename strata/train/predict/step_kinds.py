@@ -79,6 +79,8 @@ def read_step_trace(events: Iterable[Mapping[str, Any]], step: str, floors: Mapp
             for event in spans
             if event.get("cat") in _HOST
             and event["name"] != step
+            # A phase is work where its name says of what kind; else it is what its operators do.
+            and (event["cat"] == "cpu_op" or kind_of(event["name"]) != OTHER)
             and start <= event["ts"] < end
             and ((event["pid"], event["tid"]) in threads or kind_of(event["name"]) == COMMUNICATION)
         ]

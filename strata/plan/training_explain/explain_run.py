@@ -1,0 +1,116 @@
+"""Explains a training run: where its time went, what holds it back, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+
+from strata.plan.explain.explain import LEAST_GAIN
+from strata.plan.explain.explanation import Explanation, StepTime
+from strata.plan.report.units import seconds, share
+from strata.plan.training_explain.findings import Asked, findings
+from strata.plan.training_explain.recorded_run import RecordedRun
+from strata.plan.training_explain.run_floor import run_floor
+from strata.plan.training_explain.run_waterfall import explained_run
+from strata.plan.waterfall import Remedy, Verdict
+
+# Beyond so many, a step of the timeline is an interval of the log.
+_MOST_STEPS = 5000
+# From this share of its floor on, a run is near it.
+_NEAR = 0.6
+_MOST_REMEDIES = 5
+
+
+def explain_run(run: RecordedRun) -> Explanation:
+    """The waterfall of all steps of a run, per rank, and the verdict. Raises ValueError for a device of which nothing
+    is known."""
+    floor = run_floor(run)
+    explained = explained_run(run, floor)
+    asked = Asked(run, floor, explained)
+    what = run.what
+    ranks = f", {what.layout.ranks} ranks" if what.layout.ranks > 1 else ""
+    title = f"Training {run.folder.name}: {run.steps:,} steps of {run.tokens / run.steps:,.0f} tokens{ranks}"
+    sources = list(floor.sources)
+    if run.trace is not None:
+        sources.append(f"work by kind: {run.trace.table.steps} traced steps, taken as all")
+    elif what.kind == "cuda":
+        sources.append("no step was traced (strata train --profile 10-12): what lies within steps is predicted")
+    return Explanation(
+        title,
+        what.device,
+        explained.waterfall,
+        _verdict(asked),
+        explained.operations,
+        tuple(_steps(run)),
+        tuple(sources),
+        floor.peaks,
+    )
+
+
+def _verdict(asked: Asked) -> Verdict:
+    found = findings(asked)
+    if not found:
+        return _without_finding(asked)
+    first = found[0]
+    remedies = sorted(chain.from_iterable(one.remedies for one in found), key=lambda one: -one.gain)
+    worth = _different(one for one in remedies if one.gain >= LEAST_GAIN)
+    evidence = (*first.evidence, *_utilization(asked))
+    return Verdict(first.layer, first.symptom, first.cause, evidence, tuple(worth)[:_MOST_REMEDIES])
+
+
+def _different(remedies: Iterator[Remedy]) -> Iterator[Remedy]:
+    """The same option may help against two causes."""
+    seen: set[str] = set()
+    for one in remedies:
+        if (key := one.option or one.what) not in seen:
+            seen.add(key)
+            yield one
+
+
+def _without_finding(asked: Asked) -> Verdict:
+    """The kernels themselves keep the run from its floor, or it is near."""
+    fall = asked.explained.waterfall
+    near, remedies = fall.floor / fall.measured, tuple(_narrow(asked))
+    if near > _NEAR or not fall.parts:
+        symptom = f"near the floor: {near:.0%} of the time is the least"
+        return Verdict("kernel", symptom, "compute", _utilization(asked), remedies)
+    largest = max(fall.parts, key=lambda part: part.seconds)
+    evidence = (f"{largest.name}: {share(largest.seconds, fall.measured)} of the time", *_utilization(asked))
+    return Verdict(largest.layer, f"busy but slow: {largest.name}", largest.cause, evidence, remedies)
+
+
+def _narrow(asked: Asked) -> Iterator[Remedy]:
+    """Products in 8 bits, where the run could have them: they change its numbers."""
+    what, shape = asked.run.what, asked.floor.shape
+    tunes = what.config.lora is not None or what.config.dpo is not None
+    if what.kind == "cuda" and shape.precision == "bf16" and shape.runs_graph and not tunes:
+        narrow = replace(shape, precision="fp8-tensor")
+        option = "--run.precision fp8-tensor"
+        found = asked.tried("products in 8 bits, if the loss allows it", option, narrow)
+        yield from (one for one in found if one.gain >= LEAST_GAIN)
+
+
+def _utilization(asked: Asked) -> tuple[str, ...]:
+    run, floor = asked.run, asked.floor
+    ranks = run.what.layout.ranks
+    promised = floor.device.known("compute", "bfloat16", measured=False) if run.what.kind == "cuda" else None
+    peak = floor.peaks.compute if promised is None else promised.value
+    of = "the rate that this processor reaches" if promised is None else "the maker's peak, MFU"
+    used = run.flops.total / run.seconds / (peak * ranks)
+    return (
+        f"{run.tokens / run.seconds:,.0f} tokens/s, {used:.1%} of {of}; packs are {run.filled:.0%} full",
+        f"a step takes {seconds(run.seconds / run.steps)}, its floor is {seconds(floor.seconds / run.steps)}",
+    )
+
+
+def _steps(run: RecordedRun) -> Iterator[StepTime]:
+    """Steps of an interval are taken to be alike."""
+    begin = 0.0
+    for one in run.intervals:
+        count = one.steps if run.steps <= _MOST_STEPS else 1
+        each, work = one.seconds / count, min(one.device, one.seconds) / count
+        for number in range(count):
+            start = begin + number * each
+            yield StepTime(start, start + work, None, one.tokens // one.steps, one.sequences // one.steps)
+        begin += one.seconds

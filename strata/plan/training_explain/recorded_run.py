@@ -1,0 +1,180 @@
+"""What a run's folder tells of its time: the intervals of its log, and the steps that it traced."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from strata.train.log.description import RunDescription, read_description
+from strata.train.log.json_lines import read_lines
+from strata.train.log.logs import FILE
+from strata.train.log.step_times import TIMES
+from strata.train.predict.flops import StepFlops
+from strata.train.predict.step_kinds import StepTable, kind_of, read_step_trace
+from strata.train.profile import STEP
+
+# Of kernels that multiply in float32: cuBLAS's and CUTLASS's without tensor cores, with TF32, and cuBLAS's newer names.
+_WIDE_PRODUCTS = ("sgemm", "tf32", "s1688", "nvjet_sss", "f32f32_f32")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Between two lines of the log: see `StepTimes.take`. step: the last. flops: of all ranks."""
+
+    step: int
+    steps: int
+    seconds: float
+    device: float
+    phases: Mapping[str, float]
+    tokens: int
+    sequences: int
+    packs: int
+    flops: StepFlops
+
+    @property
+    def each(self) -> float:
+        """Seconds of a step."""
+        return self.seconds / self.steps
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Steps that were traced. wide: the share of the products' time that float32 kernels have."""
+
+    table: StepTable
+    wide: float
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What a run left. slowest: the rank that computes longest most often, and the share of the time that the others
+    lose to it; None of a single one. trace: None if no steps were traced."""
+
+    folder: Path
+    what: RunDescription
+    intervals: tuple[Interval, ...]
+    slowest: tuple[int, float] | None = None
+    trace: Trace | None = None
+
+    @property
+    def seconds(self) -> float:
+        return sum(one.seconds for one in self.intervals)
+
+    @property
+    def steps(self) -> int:
+        return sum(one.steps for one in self.intervals)
+
+    @property
+    def tokens(self) -> int:
+        return sum(one.tokens for one in self.intervals)
+
+    @property
+    def packs(self) -> int:
+        return sum(one.packs for one in self.intervals)
+
+    @property
+    def sequences(self) -> int:
+        return sum(one.sequences for one in self.intervals)
+
+    @property
+    def flops(self) -> StepFlops:
+        return sum((one.flops for one in self.intervals), StepFlops())
+
+    @property
+    def filled(self) -> float:
+        """The share of the packs' room that tokens fill."""
+        return self.tokens / max(1, self.packs * self.what.config.data.tokens_per_pack)
+
+    @property
+    def warm_up(self) -> float:
+        """What the first interval takes longer than as many of the usual steps; 0 where there is no other."""
+        first, *others = self.intervals
+        if not others:
+            return 0.0
+        return max(0.0, first.seconds - first.steps * median(one.each for one in others))
+
+    @property
+    def steady(self) -> Interval:
+        """The run without its warm-up, added up: the intervals after the first stand for it, too."""
+        counted = self.intervals[1:] or self.intervals
+        whole = sum(one.seconds for one in counted)
+        scale = (self.seconds - self.warm_up) / whole
+        phases: dict[str, float] = {}
+        for one in counted:
+            for name, seconds in one.phases.items():
+                phases[name] = phases.get(name, 0.0) + seconds * scale
+        return replace(
+            counted[-1],
+            steps=self.steps,
+            seconds=whole * scale,
+            device=sum(one.device for one in counted) * scale,
+            phases=phases,
+            tokens=self.tokens,
+            flops=self.flops,
+        )
+
+
+def read_run(folder: Path) -> RecordedRun:
+    """The run in a folder, finished or under way. Raises ValueError, naming the file, if there is none, or too little
+    of one."""
+    what = read_description(folder)
+    path = folder / TIMES
+    lines = read_lines(path) if path.is_file() else []
+    intervals = tuple(_interval(path, line) for line in lines)
+    intervals = tuple(one for one in intervals if one.steps and one.seconds > 0)
+    if not intervals:
+        raise ValueError(f"{path} tells of no step yet: wait for the first line of the log, or lower run.log_every")
+    logged = read_lines(folder / FILE) if (folder / FILE).is_file() else []
+    traced = folder / "profile" / "trace.json.gz"
+    return RecordedRun(folder, what, intervals, _slowest(logged), _read_trace(traced) if traced.is_file() else None)
+
+
+def _interval(path: Path, line: Mapping[str, Any]) -> Interval:
+    try:
+        return Interval(
+            line["step"],
+            line["steps"],
+            line["seconds"],
+            line["device"],
+            line["phases"],
+            line["tokens"],
+            line["sequences"],
+            line["packs"],
+            StepFlops(line["products"], line["attention"], line["head"]),
+        )
+    except KeyError as error:
+        raise ValueError(f"{path}: a line has no {error}; another version of Strata wrote it") from None
+
+
+def _slowest(lines: Iterable[Mapping[str, Any]]) -> tuple[int, float] | None:
+    told = [line for line in lines if "slowest_rank" in line]
+    if not told:
+        return None
+    ranks = [line["slowest_rank"] for line in told]
+    rank = max(sorted(set(ranks)), key=ranks.count)
+    return rank, fmean(line["slowest_share"] * (line["slowest_rank"] == rank) for line in told)
+
+
+def _read_trace(path: Path) -> Trace:
+    try:
+        with gzip.open(path) as stream:
+            events = json.load(stream)["traceEvents"]
+        table = read_step_trace(events, STEP, {})
+    except (ValueError, KeyError, EOFError, OSError) as error:
+        raise ValueError(f"{path} is not the trace of a run's steps: {error}; remove it, or profile again") from None
+    return Trace(table, wide_share(events))
+
+
+def wide_share(events: Iterable[Mapping[str, Any]]) -> float:
+    """The share of float32 kernels in the time of a device's products; 0 of a processor."""
+    products = wide = 0.0
+    for event in events:
+        if event.get("cat") == "kernel" and kind_of(event["name"]) == "products":
+            products += event["dur"]
+            wide += event["dur"] if any(word in event["name"].lower() for word in _WIDE_PRODUCTS) else 0.0
+    return wide / products if products else 0.0
