@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +14,9 @@ import typer
 from strata.cli import options
 from strata.cli.bench.options import AsJson, LoadFormat, Model
 from strata.cli.explain_output import Html, TraceFile, show
+
+# Options that say something of a training run.
+_OF_TRAINING = {"run", "html", "trace", "as_json"}
 
 if TYPE_CHECKING:
     from strata.bench.explain.measure import AnyWorkload, Workload
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
 
 
 def explain(
+    context: typer.Context,
     test: Annotated[str, typer.Argument(help="T1, T2, T3-bN (N requests), T4, or T5, a served load.")] = "T3-b8",
     model: Model = "builtin",
     load_format: LoadFormat = None,
@@ -37,6 +44,7 @@ def explain(
     request_rate: Annotated[float | None, typer.Option(min=0.001, help="T5: requests a second, 55.")] = None,
     num_prompts: Annotated[int | None, typer.Option(min=2, help="T5: requests, 500.")] = None,
     tail: Annotated[bool, typer.Option(help="Explain the waits between tokens at p99 instead.")] = False,
+    run: Annotated[Path | None, typer.Option(help="Instead: a training run's folder, or its TOML file.")] = None,
     probe: Annotated[bool, typer.Option(help="Try the best remedies on a short form of the test.")] = False,
     html: Html = None,
     trace: TraceFile = None,
@@ -46,8 +54,14 @@ def explain(
 
     Of T1 to T4 that is the time of the run, of T5 the mean latency of a request.
 
+    --run explains a training run from what its folder has, or takes a few steps of a TOML file and explains those.
+
     Example: strata explain T3-b16 --model builtin --device cpu --probe
     """
+    if run is not None:
+        _check_alone(context)
+        show(_training(run), as_json=as_json, html=html, trace=trace)
+        return
     from strata.bench.run import Setup
 
     setup = Setup(model, load_format, dtype, device, deterministic, tensor_parallel_size)
@@ -64,6 +78,30 @@ def explain(
         workload = _workload(test, prompt, output)
     found = explained(setup, workload, {"max_num_seqs": max_num_seqs}, subject=subject, probe=probe)
     show(found, as_json=as_json, html=html, trace=trace)
+
+
+def _check_alone(context: typer.Context) -> None:
+    """What is of tests says nothing of a training run. Raises ValueError where it was given."""
+    given = (one for one in context.command.params if one.name not in _OF_TRAINING)
+    for one in given:
+        source = context.get_parameter_source(one.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            name = one.opts[0] if one.opts[0].startswith("-") else "a test"
+            raise ValueError(f"--run explains a training run, of which {name} says nothing; leave one of them out")
+
+
+def _training(run: Path) -> Explanation:
+    # Before torch is loaded, as `strata train` does: its threads that wait would keep the cores busy.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from strata.plan.training_explain.explain_run import explain_run
+    from strata.plan.training_explain.recorded_run import read_run
+    from strata.plan.training_explain.short_run import short_run
+    from strata.train.config import read_train_config
+
+    if run.is_dir():
+        return explain_run(read_run(run))
+    with tempfile.TemporaryDirectory() as folder:
+        return explain_run(short_run(read_train_config(run), Path(folder)))
 
 
 def _workload(name: str, prompt: int | None, output: int | None) -> Workload:

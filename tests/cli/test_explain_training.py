@@ -1,0 +1,97 @@
+"""`strata explain --run`: real runs on a CPU, finished ones by their folder, others by a few steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from strata.cli.main import app
+from strata.comm.launch import join_world
+from strata.hardware.machine import cpu_name, processor
+from strata.hardware.probe.ceiling import Ceiling
+from strata.hardware.probe.report import ProbeReport, file_of, keep
+from strata.train.config import read_train_config
+from strata.train.trainer import Trainer
+from tests.train.tiny_run import Files, write_files, write_toml
+
+RUNNER = CliRunner()
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return write_files(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(autouse=True)
+def probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe of this machine that was kept, of 10 GB/s and 100 GFLOP/s."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    ceilings = (Ceiling("copy", 1e10, 0.1, shape=(10**9,)), Ceiling("product", 1e11, 0.01, "float32", (512,) * 3))
+    report = ProbeReport(cpu_name(), "2026-11-23", 1.0, processor(), (), ceilings)
+    keep(report, file_of(cpu_name(), 1))
+
+
+@pytest.fixture
+def toml(files: Files, tmp_path: Path) -> Path:
+    return write_toml(tmp_path / "run.toml", files.table(tmp_path / "run", run={"steps": STEPS, "log_every": 2}))
+
+
+def explained(*arguments: str) -> dict[str, Any]:
+    result = RUNNER.invoke(app, ["explain", "--run", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    fall = found["waterfall"]
+    parts = sum(part["seconds"] for part in fall["parts"])
+    assert parts + fall["floor"] == pytest.approx(fall["measured"], rel=0.02)
+    assert found["device"] == cpu_name()
+    assert found["verdict"]["evidence"]
+    return found
+
+
+def test_a_run_is_explained_from_its_folder(toml: Path, tmp_path: Path) -> None:
+    with join_world("cpu") as world:
+        position = Trainer(read_train_config(toml), world).train()
+    page, trace = tmp_path / "run.html", tmp_path / "run.json"
+    found = explained(str(tmp_path / "run"), "--html", str(page), "--trace", str(trace))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "times.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 3, 4, 6]  # the checkpoint's step has a line, too
+    assert sum(line["tokens"] for line in lines) == position.tokens
+    for line in lines:
+        assert sum(line["phases"].values()) == pytest.approx(line["seconds"], rel=1e-3)
+        assert 0 < line["device"] < line["seconds"]
+    assert found["waterfall"]["measured"] == pytest.approx(sum(line["seconds"] for line in lines))
+    flops = sum(line[name] for line in lines for name in ("products", "attention", "head"))
+    assert found["waterfall"]["floor"] == pytest.approx(flops / 1e11)  # its update fits into caches
+    assert len(found["steps"]) == STEPS
+    assert {part["name"] for part in found["waterfall"]["parts"]} >= {"checkpoints", "update over its floor"}
+    assert found["verdict"]["symptom"] in page.read_text()
+    slices = [one for one in json.loads(trace.read_text())["traceEvents"] if one.get("cat") == "step"]
+    assert len(slices) == STEPS
+
+
+def test_a_config_is_explained_by_a_few_steps_that_leave_nothing(toml: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    found = explained(str(toml))
+    assert {"products", "attention", "optimizer"} <= {one["name"] for one in found["operations"]}
+    assert any("traced steps" in source for source in found["sources"])
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--run", "nowhere"], "nowhere does not exist"),
+        (["T1", "--run", "nowhere"], "a test says nothing"),
+        (["--run", "nowhere", "--model", "8B"], "--model says nothing"),
+        (["--run", "."], "holds no run.json"),
+    ],
+)
+def test_what_cannot_be_explained_is_said(arguments: list[str], message: str) -> None:
+    result = RUNNER.invoke(app, ["explain", *arguments])
+    assert isinstance(result.exception, ValueError)
+    assert message in str(result.exception)
