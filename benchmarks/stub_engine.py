@@ -17,7 +17,19 @@ from typing import ClassVar
 import msgspec
 import zmq
 
-from strata.engine.process.messages import Abort, Add, Delta, Finish, Hello, Ready, Statistics, Step, ToEngine
+from strata.engine.process.messages import (
+    Abort,
+    Add,
+    AskLedgers,
+    Delta,
+    Finish,
+    Hello,
+    Ledgers,
+    Ready,
+    Statistics,
+    Step,
+    ToEngine,
+)
 from strata.engine.sampling_params import SamplingParams
 
 
@@ -100,6 +112,8 @@ class StubEngine:
                     self._step(samples, first=True)
                 case Abort(ids):
                     self._running = [one for one in self._running if one.id not in ids]
+                case AskLedgers(id):  # it keeps none
+                    self._socket.send_multipart([client, self._encoder.encode(Ledgers(id, []))])
                 case Finish(id, index):
                     self._running = [one for one in self._running if (one.id, one.index) != (id, index)]
 

@@ -30,11 +30,14 @@ from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.rank_schedulers import RankPages, RankSchedulers
 from strata.engine.scheduling.room import StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
+from strata.engine.scheduling.step_times import StepTimes
 from strata.engine.startup.clock import Log, StartupClock, collector_off
 from strata.engine.startup.executor import Executor, build_executor
-from strata.engine.step_cost import step_times
+from strata.engine.step_cost import step_shares, step_times
 from strata.engine.step_graphs import StepGraphs
 from strata.engine.warm_up import warm_up
+from strata.engine.watch.step_shares import StepShares
+from strata.hardware.machine import cpu_name
 from strata.models import weights
 from strata.models.config import ModelConfig
 from strata.models.generation_config import GenerationDefaults, read_generation_config
@@ -50,6 +53,7 @@ class Engine:
     recorded: steps that replay CUDA graphs, and counts of those that do not; None if none is to.
     ranks: what runs steps on all of several ranks; None where there is one.
     graphs: that its steps run, of the first rank.
+    shares: what can be told of a step by its plan.
     """
 
     loop: EngineLoop
@@ -69,6 +73,7 @@ class Engine:
     recorded: RecordedSteps | None
     ranks: RankedRunner | None
     graphs: StepGraphs
+    shares: StepShares
 
 
 def build_engine(asked: EngineConfig, log: Log, *, show_progress: bool = False) -> Engine:
@@ -117,7 +122,8 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
             ranks = RankedRunner(executor.runner, followers, experts, balance)
         pooler = RankedPooler(executor.pooler, followers)
     with clock.phase("graph"):
-        target = _step_target(asked, executor, device)
+        shares = _step_shares(executor, device)
+        target = _step_target(asked, executor, shares.times)
     recorded, ledger = executor.recorded, executor.ledger
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
     stages = asked.pipeline_parallel_size
@@ -154,6 +160,7 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
         recorded=recorded,
         ranks=ranks,
         graphs=executor.graphs,
+        shares=shares,
     )
     if followers is not None and recorded is not None:
         followers.before_leaving(recorded.drop)
@@ -176,15 +183,21 @@ def _scheduler(
     return Scheduler(config, pages, PrefixTree(pages) if asked.enable_prefix_caching else None), pages
 
 
-def _step_target(asked: EngineConfig, executor: Executor, device: torch.device) -> StepTarget | None:
+def _step_shares(executor: Executor, device: torch.device) -> StepShares:
+    """What can be told of steps before they run: how long they take, where own kernels run, and their floors."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    times = None
+    if executor.own_kernels:
+        times = step_times(executor.graphs, executor.pool_shape, name, max(executor.mixed_tokens, default=0))
+    return step_shares(executor.graphs, executor.pool_shape, name, times)
+
+
+def _step_target(asked: EngineConfig, executor: Executor, times: StepTimes | None) -> StepTarget | None:
     """What limits steps with decodes; None if nothing does, or the device's peaks are not known."""
-    if not executor.own_kernels or asked.step_target_ms is None:
+    if times is None or asked.step_target_ms is None:
         return None
-    mixed_tokens = executor.mixed_tokens
-    name = torch.cuda.get_device_name(device)
-    times = step_times(executor.graphs, executor.pool_shape, name, max(mixed_tokens, default=0))
     seconds = asked.step_target_ms / 1e3 / asked.pipeline_parallel_size  # stages are alike, and a token passes them all
-    return None if times is None else StepTarget(seconds, times, mixed_tokens)
+    return StepTarget(seconds, times, executor.mixed_tokens)
 
 
 def _default_params(defaults: GenerationDefaults) -> SamplingParams:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Listed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from strata.engine.faults import EngineFault, out_of_memory
 from strata.engine.grammars.matchers import explain, takes_end
 from strata.engine.plan import StepPlan, UndrawnStep
 from strata.engine.request import Request, Sequence, Update
+from strata.engine.scheduling.held import Held
 from strata.engine.scheduling.late_launch import LateLaunch
 from strata.engine.scheduling.rank_schedulers import RankSchedulers
 from strata.engine.scheduling.scheduler import Scheduler
@@ -67,6 +68,34 @@ class Runner(Protocol):
         """Wait until nothing of any step is under way."""
 
 
+class StepTiming(NamedTuple):
+    """How a step went, in seconds of the loop's clock.
+
+    held: who had to wait for the next, and why. planned: when the scheduler was asked for it; launched: when its launch
+    began; ended: when the host knew its ids. drawing: for which the host waited to draw it, behind masks of grammars.
+    recorded: it replayed a recording. late: the device had done it before the host came for its ids.
+    """
+
+    plan: StepPlan
+    held: tuple[Held, ...]
+    planned: float
+    launched: float
+    ended: float
+    drawing: float = 0.0
+    recorded: bool = False
+    late: bool = False
+
+
+@dataclass(slots=True)
+class _Launch:
+    """What is known of a step under way; see `StepTiming`."""
+
+    held: tuple[Held, ...]
+    planned: float
+    launched: float
+    drawing: float = 0.0
+
+
 @dataclass(frozen=True)
 class StepOutput:
     """What a finished step brought.
@@ -74,12 +103,14 @@ class StepOutput:
     updates: each sequence that got an id.
     logprobs: of the step's rows, on the host; `rows` finds a sequence's row in them.
     prompt_logprobs: by their sequences.
+    timing: how the step went.
     """
 
     updates: list[Update]
     rows: dict[int, int]
     logprobs: LogprobTensors | None
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]]
+    timing: StepTiming
 
 
 class EngineLoop:
@@ -119,6 +150,7 @@ class EngineLoop:
         self._outstanding: LaunchedStep | UndrawnStep | None = None
         self._stages = scheduler.config.stages
         self._in_stages: deque[LaunchedStep] = deque()
+        self._launches: deque[_Launch] = deque()  # of the steps under way
         self._late: LateLaunch | None = None
         self._fault: str | None = None
         self._is_inconsistent = False
@@ -190,7 +222,7 @@ class EngineLoop:
         began = self.clock()
         plan = self.scheduler.schedule()
         drawn = self._drawn(before) if before is not None else None
-        after = self._launch(plan) if plan is not None else None
+        after = self._launch(plan, began) if plan is not None else None
         if self._late is not None and plan is not None:
             self._late.launched(plan, _size(after), began, alone=drawn is None)
         if not self._run_ahead and after is not None:
@@ -202,9 +234,10 @@ class EngineLoop:
     def _step_in_stages(self) -> StepOutput | None:
         """Launch a step while a stage has none, or else wait for the oldest."""
         if len(self._in_stages) < self._stages + self._run_ahead:
+            began = self.clock()
             plan = self.scheduler.schedule()
             if plan is not None:
-                self._in_stages.append(self._drawn(self._masked(self._launch(plan))))
+                self._in_stages.append(self._drawn(self._masked(self._launch(plan, began))))
                 return None
         return self._complete(self._in_stages.popleft()) if self._in_stages else None
 
@@ -231,13 +264,15 @@ class EngineLoop:
     def _clear(self) -> None:
         self._outstanding = None
         self._in_stages.clear()
+        self._launches.clear()
         self.forget_under_way()
         with suppress(Exception):  # the device may have broken down; then the next step says so
             self._runner.settle()
         self.scheduler.reset()
         self._is_inconsistent = False
 
-    def _launch(self, plan: StepPlan) -> LaunchedStep | UndrawnStep:
+    def _launch(self, plan: StepPlan, planned: float) -> LaunchedStep | UndrawnStep:
+        self._launches.append(_Launch(self.scheduler.held, planned, self.clock()))
         with self._memory_explained(plan):
             return self._runner.launch(plan)
 
@@ -252,8 +287,12 @@ class EngineLoop:
     def _drawn(self, step: LaunchedStep | UndrawnStep) -> LaunchedStep:
         if not isinstance(step, UndrawnStep):
             return step
+        began = self.clock()
         with self._memory_explained(step.plan):
-            return self._runner.draw(step)
+            drawn = self._runner.draw(step)
+        if drawn.masked:
+            self._launches[0 if self._stages == 1 else -1].drawing = self.clock() - began
+        return drawn
 
     @contextmanager
     def _memory_explained(self, plan: StepPlan) -> Iterator[None]:
@@ -268,10 +307,21 @@ class EngineLoop:
             raise fault from None
 
     def _complete(self, launched: LaunchedStep) -> StepOutput:
-        in_time = self._late is not None and not launched.ended
+        late = self._run_ahead and launched.ended
         ids, plan = launched.wait(), launched.plan
         if self._late is not None:
-            self._late.completed(in_time)
+            self._late.completed(in_time=not late)
+        launch, ended = self._launches.popleft(), self.clock()
+        timing = StepTiming(
+            plan,
+            launch.held,
+            launch.planned,
+            launch.launched,
+            ended,
+            launch.drawing,
+            launched.size is not None,
+            late,
+        )
         scored = [(self.scheduler.sequence(part.sequence), part) for part in launched.prompt_logprobs]
         failed = self._fail_lost(plan) if launched.masked else []
         updates = failed + self.scheduler.complete(plan, ids)
@@ -281,7 +331,7 @@ class EngineLoop:
         if launched.logprobs is not None:
             rows = {draw.sequence: row for row, draw in enumerate(plan.draws)}
         wanted = [(sequence, part) for sequence, part in scored if sequence is not None]
-        return StepOutput(updates, rows, launched.logprobs, wanted)
+        return StepOutput(updates, rows, launched.logprobs, wanted, timing)
 
     def _fail_lost(self, plan: StepPlan) -> list[Update]:
         """End the requests of sequences whose matchers could not tell what may come next."""

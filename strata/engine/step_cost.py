@@ -7,9 +7,13 @@ from strata.comm.mesh import Axis
 from strata.engine.ranks.token_division import DivisionTimes, TokenDivision
 from strata.engine.scheduling.step_times import LINK, MESSAGE_SECONDS, StepTimes
 from strata.engine.step_graphs import StepGraphs
+from strata.engine.watch.step_floor import StepFloor
+from strata.engine.watch.step_shares import StepShares
 from strata.graph.cost import StepCosts, meta_indices, meta_pages, step_costs
 from strata.hardware.figures import Device
 from strata.hardware.links import Link, link_of
+from strata.hardware.probe.device import device_of
+from strata.hardware.probe.report import kept, newest
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import recognize
 from strata.models.batch import Batch
@@ -32,6 +36,31 @@ def step_times(graphs: StepGraphs, shape: PoolShape, product: str, recorded: int
         return StepTimes.of(costs, device, dtype, recorded, _link(device) if costs.messages else None, overlapped)
     except ValueError:  # no peak is recorded for the dtype
         return None
+
+
+def step_shares(graphs: StepGraphs, shape: PoolShape, product: str, times: StepTimes | None) -> StepShares:
+    """The floors of steps on a device: by what a probe of this machine found, else by the database. times: how long its
+    steps take, if that is known."""
+    device = known_here(product)
+    if device is None:
+        return StepShares(times)
+    costs = least_costs(graphs, shape)
+    dtype = str(shape.dtype).removeprefix("torch.")
+    try:
+        return StepShares(times, StepFloor.of(costs, device, dtype, _link(device) if costs.messages else None))
+    except ValueError:  # no peak is recorded for the dtype
+        return StepShares(times)
+
+
+def known_here(product: str) -> Device | None:
+    """A device by the name that its driver or system reports, with what `strata probe` has found on this machine."""
+    path = newest(product)
+    if path is not None:
+        try:
+            return device_of(kept(path))
+        except ValueError:  # of another version
+            pass
+    return recognize(product)
 
 
 def _link(device: Device) -> Link | None:

@@ -4,24 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
 
-Layer = Literal["kernel", "graph", "system"]
-Cause = Literal[
-    "compute",
-    "memory",
-    "communication",
-    "launch",
-    "host",
-    "queueing",
-    "scheduling",
-    "padding",
-    "preemption",
-    "compilation",
-    "power",
-]
-LAYERS: tuple[Layer, ...] = get_args(Layer)
-CAUSES: tuple[Cause, ...] = get_args(Cause)
+from strata.engine.watch.verdict import CAUSES, LAYERS, Cause, Layer, Remedy, Verdict
+
+__all__ = ["CAUSES", "LAYERS", "Cause", "Layer", "Part", "Remedy", "Verdict", "Waterfall"]
 
 
 @dataclass(frozen=True)
@@ -52,30 +38,3 @@ class Waterfall:
         return math.fsum(
             part.seconds for part in self.parts if layer in (None, part.layer) and cause in (None, part.cause)
         )
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """What to do, as an option of Strata where there is one, and which share of the measured time it is predicted to
-    save."""
-
-    what: str
-    gain: float
-    option: str = ""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What holds a run back. evidence: figures in words. remedies: the greatest gain first."""
-
-    layer: Layer
-    symptom: str
-    cause: Cause
-    evidence: tuple[str, ...]
-    remedies: tuple[Remedy, ...]
-
-    @property
-    def line(self) -> str:
-        """The verdict in one line."""
-        advice = f"; {self.remedies[0].what} saves {self.remedies[0].gain:.0%}" if self.remedies else ""
-        return f"{self.layer}: {self.symptom} ({self.cause}){advice}"

@@ -8,11 +8,13 @@ import os
 import signal
 import struct
 from contextlib import suppress
+from uuid import uuid4
 
 import msgspec
 import zmq
 
 from strata.engine.process import messages
+from strata.engine.watch.request_ledger import RequestLedger
 
 # Frames that are read before other tasks get a turn.
 FRAMES_PER_READ = 64
@@ -20,6 +22,8 @@ FRAMES_PER_READ = 64
 RETRY_MS = 20
 # How long a closing client waits until its last messages are out, in milliseconds.
 LINGER_MS = 500
+# In which an engine answers what it is asked for between two steps.
+ANSWER_SECONDS = 10.0
 
 _log = logging.getLogger("strata.serve")
 
@@ -65,6 +69,10 @@ class Stream:
             await self._reader
         held, self._held = self._held, {}
         return list(held.values())
+
+    def delivered(self, ended: float) -> None:
+        """Tell the engine, for the request's ledger, when its last text was ready: after `aclose`."""
+        self._client.delivered(self.id, ended)
 
     def expire(self) -> None:
         """Its time is over: what has come may still be read, and nothing more comes."""
@@ -126,6 +134,7 @@ class EngineClient:
         self._dead: asyncio.Future[str] = self._loop.create_future()
         self._streams: dict[str, Stream] = {}
         self._vectors: dict[str, asyncio.Future[list[float]]] = {}
+        self._asked: dict[str, asyncio.Future[list[RequestLedger]]] = {}
         self._most_silence = silence_timeout
         self._silent_since = 0.0  # by the loop's clock, of an engine that has requests
         self._watchdog: asyncio.TimerHandle | None = None
@@ -242,6 +251,27 @@ class EngineClient:
         if not stream._running:
             del self._streams[id]
 
+    def delivered(self, id: str, ended: float) -> None:
+        """The last text of a request was ready at `ended`, in seconds of `time.monotonic()`."""
+        self._send(messages.Delivered(id, ended))
+
+    async def ledgers(self, name: str) -> list[RequestLedger]:
+        """Of all requests of that name (`Add.names` and ids) that the engine knows, in their order. Raises EngineGone,
+        also if it does not answer in time."""
+        if not self.alive:
+            raise EngineGone(self._dead.result())
+        id = uuid4().hex
+        answer: asyncio.Future[list[RequestLedger]] = self._loop.create_future()
+        self._asked[id] = answer
+        self._send(messages.AskLedgers(id, name))
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await answer
+        except TimeoutError:
+            raise EngineGone(f"it has not answered for {ANSWER_SECONDS:g} s") from None
+        finally:
+            del self._asked[id]
+
     def _check_new(self, id: str) -> None:
         if id in self._streams or id in self._vectors:
             raise ValueError(f"request id {id!r} is in use by an unfinished request: choose another")
@@ -283,6 +313,9 @@ class EngineClient:
                     vector.set_result(list(struct.unpack(f"<{len(values) // 4}f", values)))
             case messages.Refused(id, reason):
                 self._refuse(id, EngineRefused(reason))
+            case messages.Ledgers(id, ledgers):
+                if id in self._asked and not self._asked[id].done():
+                    self._asked[id].set_result(ledgers)
             case messages.Ready():
                 if not self._answered.done():
                     self._answered.set_result(message)
@@ -340,6 +373,9 @@ class EngineClient:
             self._answered.set_result(None)
         for id in (*self._streams, *self._vectors):
             self._refuse(id, EngineGone(reason))
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(EngineGone(reason))
 
 
 def _has_mail(socket: zmq.Socket[bytes]) -> bool:

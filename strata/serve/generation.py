@@ -14,13 +14,14 @@ from fastapi import Request
 from strata.engine.process.messages import Add, Delta, TokenLogprobs
 from strata.engine.samples import Sample
 from strata.engine.sampling_params import SamplingParams
+from strata.engine.watch.request_ledger import RequestLedger
 from strata.serve.admission import admission_of
 from strata.serve.client import EngineGone, EngineRefused, Stream
 from strata.serve.http.errors import ApiError
 from strata.serve.observe.logs import note_generation
 from strata.serve.observe.metrics import Endpoint, RequestRecord
 from strata.serve.routing.replicas import ReplicaStream
-from strata.serve.state import server_of
+from strata.serve.state import ledger_name, request_id_of, server_of
 
 
 class SampleDelta(msgspec.Struct, frozen=True):
@@ -50,7 +51,7 @@ class Generation:
 
     request: admitted, with places for these samples; its log line will tell of them. prompt: token ids, at least one.
     endpoint: for the metrics. bad_words: those of `params` as ids. grammar: one that was found to compile.
-    priority: lower runs first.
+    priority: lower runs first. reply_id: of what it is answered with, by which its ledger can be asked for.
     cached_tokens: how much of the prompt was in the prefix cache. completion_tokens: of all samples so far.
     record: what the metrics have of it, None until it has ended.
 
@@ -68,6 +69,7 @@ class Generation:
         bad_words: list[tuple[int, ...]],
         grammar: str | None = None,
         priority: int = 0,
+        reply_id: str = "",
     ) -> None:
         self._state = server_of(request)
         self._admission = admission_of(request)
@@ -83,6 +85,8 @@ class Generation:
             salt=self._admission.caller.salt,
             bad_words=bad_words,
             grammar=grammar,
+            began=self._admission.arrival,
+            names=[ledger_name(request, id) for id in (request_id_of(request), reply_id) if id],
         )
         self._samples = [Sample.of(params, prompt, self._state.tokenizer) for _ in range(params.n)]
         self._last_times = [0.0] * params.n
@@ -146,6 +150,16 @@ class Generation:
             self._record()
             self._timer.cancel()
             await self._stream.aclose()
+            if self.record is not None:
+                self._stream.delivered(self.record.ended)
+
+    async def ledger(self) -> RequestLedger | None:
+        """Where its time went, once it has ended; None if the engine has ended too."""
+        try:
+            found = await self._state.client.ledgers(self._add.id)
+        except EngineGone:
+            return None
+        return found[-1] if found else None
 
     def _start(self) -> Stream | ReplicaStream:
         params, limit = self._add.params, self._state.client.ready.max_model_len

@@ -111,3 +111,14 @@ def arrival_of(request: Request) -> float:
     """When its head had come, in seconds of `time.monotonic()`."""
     arrival: float = request.scope["state"]["arrival"]
     return arrival
+
+
+def request_id_of(request: Request) -> str:
+    """Its x-request-id."""
+    id: str = request.scope["state"].get("request_id", "")
+    return id
+
+
+def ledger_name(request: Request, id: str) -> str:
+    """By which the engine knows requests of the caller that are called `id`: nobody finds those of others."""
+    return f"{caller_of(request).name}/{id}"

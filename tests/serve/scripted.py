@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 
 from strata.engine.process.messages import Add, Delta, Ready, Statistics, TokenLogprobs
 from strata.engine.sampling_params import SamplingParams
+from strata.engine.watch.request_ledger import RequestLedger
 from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineGone
 from strata.serve.grammar import GrammarChecker
@@ -42,6 +43,7 @@ class ScriptedStream:
     def __init__(self, id: str, script: Sequence[Batch], prompt_logprobs: list[TokenLogprobs], hangs: bool) -> None:
         self.prompt_logprobs = prompt_logprobs
         self.closed = False
+        self.ended: float | None = None
         self._id = id
         self._script = iter(script)
         self._hangs = hangs
@@ -64,6 +66,9 @@ class ScriptedStream:
 
     async def aclose(self) -> None:
         self.closed = True
+
+    def delivered(self, ended: float) -> None:
+        self.ended = ended
 
 
 class ScriptedEngine:
@@ -110,6 +115,9 @@ class ScriptedEngine:
 
     def finish(self, id: str, index: int, stop: str) -> None:
         self.finished.append((index, stop))
+
+    async def ledgers(self, name: str) -> list[RequestLedger]:
+        return []
 
     async def close(self) -> None:
         self.alive = False

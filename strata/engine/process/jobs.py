@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from strata.engine.faults import why_no_id
 from strata.engine.process.messages import Delta, TokenLogprobs
 from strata.engine.request import Request, Sequence, Update
+from strata.engine.watch.request_times import Arrival
 
 
 @dataclass(slots=True, eq=False)
@@ -15,6 +16,7 @@ class Job:
 
     id: the client's. request: its id there is the scheduler's. sequences: its samples, once they are queued; running:
         how many of them have not ended.
+    arrival, names: of its ledger.
     prompt_reported: prompt tokens whose log-probabilities have been sent or never will be.
     scheduled: when it was first admitted. begun: whether the client has had a delta of it.
     """
@@ -23,6 +25,8 @@ class Job:
     id: str
     request: Request
     running: int
+    arrival: Arrival
+    names: list[str]
     sequences: list[Sequence] = field(default_factory=list)
     prompt_reported: int = 1
     scheduled: float | None = None

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from strata.engine.sampling_params import SamplingParams
+from strata.engine.watch.request_ledger import RequestLedger
 
 PROTOCOL = 1
 
@@ -30,6 +31,8 @@ class Add(msgspec.Struct, tag="add", frozen=True):
     salt: requests share cached prefixes only with requests of the same salt.
     bad_words: `params.bad_words` as ids.
     grammar: what the output must follow, as an llguidance grammar that has been found to compile; None for anything.
+    arrival: when it was submitted; began: when its client's request came; 0 where that is not told.
+    names: by which its ledger can be asked for, besides its id.
     """
 
     id: str
@@ -40,6 +43,8 @@ class Add(msgspec.Struct, tag="add", frozen=True):
     salt: str = ""
     bad_words: list[tuple[int, ...]] = []
     grammar: str | None = None
+    began: float = 0.0
+    names: list[str] = []
 
 
 class Embed(msgspec.Struct, tag="embed", frozen=True):
@@ -65,7 +70,21 @@ class Finish(msgspec.Struct, tag="finish", frozen=True):
     stop: str
 
 
-ToEngine = Hello | Add | Embed | Abort | Finish
+class Delivered(msgspec.Struct, tag="delivered", frozen=True):
+    """The last text of a request was ready at `ended`."""
+
+    id: str
+    ended: float
+
+
+class AskLedgers(msgspec.Struct, tag="ask_ledgers", frozen=True):
+    """Tell the ledgers of all requests of a name. id: of this question."""
+
+    id: str
+    name: str
+
+
+ToEngine = Hello | Add | Embed | Abort | Finish | Delivered | AskLedgers
 
 
 class TokenLogprobs(NamedTuple):
@@ -138,6 +157,9 @@ class Statistics(msgspec.Struct, array_like=True, frozen=True):
     recorded_sizes: sizes of steps that replay CUDA graphs. too_large, scored, not_recorded: steps that replayed none,
     by why (`strata.engine.recorded_steps.Reason`); nothing counts where none is to.
     waiting_tokens: of prompts, still to be computed, cached ones included; at most 0.05 s old.
+    floor_share, predicted_ratio, gap_share: of the last seconds' steps (`strata.engine.watch.step_window.Standings`);
+        None while nothing runs, or where the device is not known.
+    finding, layer, cause: what holds the engine back (`strata.engine.watch.verdict.Standing`), empty while it rests.
     """
 
     running: int = 0
@@ -155,11 +177,30 @@ class Statistics(msgspec.Struct, array_like=True, frozen=True):
     scored: int = 0
     not_recorded: int = 0
     waiting_tokens: int = 0
+    floor_share: float | None = None
+    predicted_ratio: float | None = None
+    gap_share: float | None = None
+    finding: str = ""
+    layer: str = ""
+    cause: str = ""
 
 
 def ended(statistics: Statistics) -> Statistics:
     """What an engine that has ended had counted; nothing of how it stood."""
-    return msgspec.structs.replace(statistics, running=0, waiting=0, waiting_tokens=0, kv_usage=0.0, recorded_sizes=0)
+    return msgspec.structs.replace(
+        statistics,
+        running=0,
+        waiting=0,
+        waiting_tokens=0,
+        kv_usage=0.0,
+        recorded_sizes=0,
+        floor_share=None,
+        predicted_ratio=None,
+        gap_share=None,
+        finding="",
+        layer="",
+        cause="",
+    )
 
 
 class Step(msgspec.Struct, tag="step", frozen=True):
@@ -189,4 +230,11 @@ class Fault(msgspec.Struct, tag="fault", frozen=True):
     message: str
 
 
-FromEngine = Ready | Step | PromptLogprobs | Embedding | Refused | Fault
+class Ledgers(msgspec.Struct, tag="ledgers", frozen=True):
+    """The answer to `AskLedgers`; empty where no request is known by the name."""
+
+    id: str
+    ledgers: list[RequestLedger]
+
+
+FromEngine = Ready | Step | PromptLogprobs | Embedding | Refused | Ledgers | Fault

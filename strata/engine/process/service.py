@@ -25,7 +25,10 @@ from strata.engine.ranks.ranked_runner import BEHIND_SECONDS
 from strata.engine.recorded_steps import REASONS
 from strata.engine.request import Request, Status
 from strata.engine.runner import PromptLogprobs
+from strata.engine.scheduling.rank_schedulers import RankPages
 from strata.engine.startup.clock import Log
+from strata.engine.watch.request_times import Arrival
+from strata.engine.watch.watch import Watch
 
 # How often clients hear how the engine stands when they hear nothing else, in seconds.
 REPORT_EVERY = 0.5
@@ -59,6 +62,8 @@ class Service:
         self._unscheduled: list[Job] = []
         self._grammars = _compiler(engine, log)
         self._embeddings = EmbeddingQueue(engine.pooler, engine.loop.clock)
+        ranks = len(engine.pages.parts) if isinstance(engine.pages, RankPages) else 1
+        self._watch = Watch(engine.shares, ranks=ranks, records=engine.recorded is not None)
         self._numbers = itertools.count()
         self._steps = self._failed = 0
         self._settled = True
@@ -96,8 +101,13 @@ class Service:
         elif isinstance(message, messages.Abort):
             for id in message.ids:
                 self._abort(client, id)
-        else:
+        elif isinstance(message, messages.Finish):
             self._finish(client, message)
+        elif isinstance(message, messages.Delivered):
+            self._watch.requests.delivered(message.id, message.ended)
+        else:
+            found = self._watch.requests.ledgers(message.name, self._clock())
+            self._send(client, messages.Ledgers(message.id, found))
 
     def step(self) -> None:
         """Run what there is to run, once, and send each client what it brought."""
@@ -110,6 +120,7 @@ class Service:
             self._note_scheduled(began)
         if output is not None:
             self._steps += 1
+            self._watch.step(output.timing)
             self._send_output(output)
         if self._embeddings:
             self._loop.forget_under_way()
@@ -145,6 +156,8 @@ class Service:
         if self._loop.idle or now - self._counted >= COUNT_EVERY:
             self._waiting_tokens = scheduler.waiting_tokens + self._embeddings.waiting_tokens
             self._counted = -math.inf if self._loop.idle else now
+        standings = self._watch.standings(now, compiled["kernel"])
+        finding, layer, cause = standings.verdict or ("", "", "")
         unrecorded = recorded.unrecorded if recorded is not None else dict.fromkeys(REASONS, 0)
         return messages.Statistics(
             running=scheduler.running,
@@ -162,6 +175,12 @@ class Service:
             scored=unrecorded["prompt_logprobs"],
             not_recorded=unrecorded["out_of_memory"],
             waiting_tokens=self._waiting_tokens,
+            floor_share=standings.floor,
+            predicted_ratio=standings.predicted,
+            gap_share=standings.gap,
+            finding=finding,
+            layer=layer,
+            cause=cause,
         )
 
     def _greet(self, name: bytes, protocol: int) -> None:
@@ -205,7 +224,7 @@ class Service:
             grammar=message.grammar,
         )
         request.check_ids(self._engine.config.vocab_size)
-        job = Job(client, message.id, request, message.params.n)
+        job = Job(client, message.id, request, message.params.n, _arrival(message, self._clock()), message.names)
         if request.grammar is None:
             self._queue(job, None)
         elif self._grammars is None:
@@ -216,6 +235,8 @@ class Service:
 
     def _queue(self, job: Job, matcher: LLMatcher | None) -> None:
         job.sequences = self._loop.add(job.request, matcher)
+        arrival = job.arrival._replace(queued=self._clock())
+        self._watch.requests.queued(job.request.id, (job.id, *job.names), job.sequences, arrival)
         self._unscheduled.append(job)
 
     def _queue_compiled(self, grammars: GrammarCompiler) -> None:
@@ -235,6 +256,7 @@ class Service:
         job = client.jobs.get(id)
         if job is not None:
             self._loop.abort(job.request.id)
+            self._watch.requests.request_ended(job.request.id, self._clock())
             if self._grammars is not None:
                 self._grammars.cancel(job.request.id)
             self._remove(job)
@@ -247,6 +269,7 @@ class Service:
         sequence = job.sequences[message.index]
         if not sequence.finished:
             self._loop.finish(sequence, "stop", message.stop)
+            self._watch.requests.sample_ended(sequence)
             self._note_end(job)
 
     def _forget(self, name: bytes) -> None:
@@ -293,6 +316,7 @@ class Service:
                 entry = [rows.entry(output.rows[update.sequence.id], update.token, most)]
             deltas.append(delta_of(job, update, entry))
             if update.finish_reason is not None:
+                self._watch.requests.sample_ended(update.sequence)
                 self._note_end(job)
                 self._failed += not job.running and update.finish_reason == "error"
         if reached:
@@ -354,6 +378,13 @@ def _ready(engine: Engine, model: str) -> messages.Ready:
         startup=engine.startup,
         pid=os.getpid(),
     )
+
+
+def _arrival(message: messages.Add, read: float) -> Arrival:
+    """By the engine's clock; what is not told, or cannot be, is as if it had come when the engine read it."""
+    submitted = message.arrival if 0.0 < message.arrival <= read else read
+    began = message.began if 0.0 < message.began <= submitted else submitted
+    return Arrival(began, submitted, read, read)
 
 
 def _compiler(engine: Engine, log: Log) -> GrammarCompiler | None:

@@ -14,6 +14,7 @@ from strata.engine.plan import NOTHING, RankPlans, StepPlan
 from strata.engine.request import Request, Sequence, Update
 from strata.engine.routing.router import Route, Router
 from strata.engine.scheduling.config import SchedulerConfig
+from strata.engine.scheduling.held import Held
 from strata.engine.scheduling.scheduler import Scheduler, Statistics
 
 if TYPE_CHECKING:
@@ -112,6 +113,10 @@ class RankSchedulers:
     @property
     def has_room(self) -> bool:
         return any(part.has_room for part in self._parts)
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        return tuple(held for part in self._parts for held in part.held)
 
     def sequence(self, id: int) -> Sequence | None:
         return self._of(id).sequence(id)

@@ -17,6 +17,7 @@ from strata.engine.request import Request, Sequence, Status, Update, new_sequenc
 from strata.engine.scheduling.admission import Admission
 from strata.engine.scheduling.builder import PlanBuilder
 from strata.engine.scheduling.config import SchedulerConfig
+from strata.engine.scheduling.held import NOBODY, Held, Holdup
 from strata.engine.scheduling.prefixes import Prefixes
 from strata.engine.scheduling.queues import Queues, order
 
@@ -60,6 +61,8 @@ class Scheduler:
         self._queues = Queues(min(config.max_sequences, config.max_tokens))
         self._admission = Admission(pages, self._prefixes, self._queues)
         self._next_id = config.rank
+        self._preempted: list[int] = []
+        self._holdup: Holdup | None = None
 
     @property
     def max_sequences(self) -> int:
@@ -104,6 +107,13 @@ class Scheduler:
         in_line += sum([max(1, len(sequence.tokens) - sequence.computed) for sequence in running])
         return in_line < self.config.max_tokens
 
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """Why those wait that the last plan left out, of each rank that has sequences of its own: here of one."""
+        if self._holdup is None and not self._preempted:
+            return (NOBODY,)
+        return (Held(self._holdup, tuple(self._preempted)),)
+
     def sequence(self, id: int) -> Sequence | None:
         """An unfinished sequence; None once it has ended."""
         return self._sequences.get(id)
@@ -137,6 +147,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step; None if nothing can run before an outstanding plan is completed."""
         self._prefixes.publish()
+        self._preempted = []
         builder = PlanBuilder(self.config.max_tokens, self._pages.page_size)
         prefilling = self._decode(builder)
         may_admit = bool(self._queues.waiting) and self._queues.free_slots > 0
@@ -352,12 +363,14 @@ class Scheduler:
         """
         waiting, size = self._queues.waiting, self._pages.page_size
         deferred = reserved = 0
+        self._holdup = None
         while deferred < len(waiting) and deferred < self._queues.free_slots and builder.budget:
             sequence = waiting[deferred]
             if before is not None and sequence.order > before.order:
                 break
             found = self._admission.find(sequence, reserved)
             if found is None:
+                self._holdup = "pages"
                 break
             if self._prefixes.is_pending(sequence, found):
                 self._prefixes.release(found)
@@ -369,10 +382,16 @@ class Scheduler:
             goes_ahead = count == wanted and len(sequence.unforked) < self._queues.free_slots - deferred
             if not count or (deferred and not goes_ahead):
                 self._prefixes.release(found)
+                self._holdup = "step_full"
                 break
             del waiting[deferred]
             self._admit(sequence, found, builder)
             self._prefill(sequence, count, builder)
+        if waiting and self._holdup is None:
+            if deferred:
+                self._holdup = "prefix"
+            else:
+                self._holdup = "step_full" if self._queues.free_slots else "slot"
 
     def _admit(self, sequence: Sequence, found: list[int], builder: PlanBuilder) -> None:
         """Give a sequence a slot and all its pages, of which some were found."""
@@ -394,6 +413,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Take a sequence's pages; it computes them again when it is admitted again."""
         self._stop(sequence)
+        self._preempted.append(sequence.id)
         sequence.preemptions += 1
         self.statistics.preemptions += 1
         self._queues.enqueue(sequence)

@@ -10,6 +10,7 @@ from fastapi import Request, Response
 from strata.serve.admission import admit_generation
 from strata.serve.api.chat_reply import ChatReply
 from strata.serve.api.chat_stream import ChatStream
+from strata.serve.api.ledger_reply import ledger_of
 from strata.serve.api.prompts import bad_words_of, chat_text, encode
 from strata.serve.generation import Generation
 from strata.serve.grammar import answer_grammar
@@ -55,7 +56,10 @@ async def _answer(body: ChatRequest, request: Request) -> Response:
     async with parsed.generation as generation:
         async for deltas in generation:
             reply.take(deltas)
-    return json_response(reply.completion(parsed.head, usage_of([generation]), parsed.prompt_ids))
+    completion = reply.completion(parsed.head, usage_of([generation]), parsed.prompt_ids)
+    if body.ledger:
+        completion.ledger = await ledger_of(request, [generation])
+    return json_response(completion)
 
 
 async def _stream(body: ChatRequest, request: Request) -> AsyncGenerator[bytes, None]:
@@ -74,7 +78,9 @@ async def _stream(body: ChatRequest, request: Request) -> AsyncGenerator[bytes, 
             chunks, roles = roles + stream.chunks(deltas), b""
             if chunks:
                 yield chunks
-    yield stream.usage(usage_of([generation])) + DONE if body.includes_usage else DONE
+    usage = usage_of([generation]) if body.includes_usage else None
+    ledger = await ledger_of(request, [generation]) if body.ledger else None
+    yield stream.last(usage, ledger) + DONE
 
 
 async def _parse(body: ChatRequest, request: Request) -> _ParsedRequest:
@@ -104,8 +110,9 @@ async def _parse(body: ChatRequest, request: Request) -> _ParsedRequest:
     params = with_visible_tags(params, state.tokenizer, tools.tool_format, reasoning)
     parsed = reasoning or tools.tool_format is not None
     bad_words = await bad_words_of(state, admission, params)
+    head = ReplyHead.new("chatcmpl", model)
     return _ParsedRequest(
-        ReplyHead.new("chatcmpl", model),
+        head,
         Generation(
             request,
             prompt,
@@ -114,6 +121,7 @@ async def _parse(body: ChatRequest, request: Request) -> _ParsedRequest:
             bad_words=bad_words,
             grammar=None if grammar is None else grammar.text,
             priority=body.priority or 0,
+            reply_id=head.id,
         ),
         [
             ReplyParser(tools.tool_format, reasoning, in_reasoning=opens_reasoning(text.text), parallel=tools.parallel)

@@ -12,9 +12,11 @@ import msgspec
 
 from strata.engine.process.messages import TokenLogprobs
 from strata.serve.api.chat_reply import finish_reason
+from strata.serve.api.ledger_reply import last_chunk
 from strata.serve.api.logprobs import chat_logprobs
 from strata.serve.generation import SampleDelta
 from strata.serve.replies.reply_parser import ContentDelta, ReasoningDelta, ReplyEvent, ReplyParser, ToolCallStart
+from strata.serve.schema.ledger import RequestLedgerReply
 from strata.serve.schema.reply import ReplyHead, Usage
 from strata.text.tokenizer import Tokenizer
 
@@ -62,9 +64,9 @@ class ChatStream:
         """The chunks of what has come; empty if nothing of it can be shown yet."""
         return b"".join([self._choices[delta.index].chunks(delta) for delta in deltas])
 
-    def usage(self, usage: Usage) -> bytes:
-        """The last chunk of a stream with usage."""
-        return self._start + b',"choices":[],"usage":' + usage.model_dump_json().encode() + b"}\n\n"
+    def last(self, usage: Usage | None, ledger: RequestLedgerReply | None) -> bytes:
+        """The last chunk of a stream with usage, a ledger or both; empty without."""
+        return last_chunk(self._start, usage, ledger)
 
     def _write(self, choice: bytes) -> bytes:
         end = self._end

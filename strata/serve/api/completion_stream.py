@@ -10,6 +10,8 @@ from collections.abc import Callable
 import msgspec
 
 from strata.serve.api.completion_choice import ChoiceDelta, merged
+from strata.serve.api.ledger_reply import last_chunk
+from strata.serve.schema.ledger import RequestLedgerReply
 from strata.serve.schema.reply import ReplyHead, Usage
 
 _encode = msgspec.json.encode
@@ -44,15 +46,19 @@ class CompletionStream:
         end = self._end if self._usage is None else _with_usage(self._usage())
         return b"".join((self._start, b',"choices":[', choice, b"]", end))
 
-    def usage(self, usage: Usage) -> bytes:
-        """The last chunk of a stream with usage."""
-        return self._start + b',"choices":[]' + _with_usage(usage)
+    def last(self, usage: Usage | None, ledger: RequestLedgerReply | None) -> bytes:
+        """The last chunk of a stream with usage, a ledger or both; empty without."""
+        return last_chunk(self._start, usage, ledger)
 
 
-def written_completion(head: ReplyHead, choices: list[bytes], usage: Usage) -> bytes:
+def written_completion(
+    head: ReplyHead, choices: list[bytes], usage: Usage, ledger: RequestLedgerReply | None = None
+) -> bytes:
     """A whole `Completion` as JSON, of choices that are."""
     start = _encode(head.fields("text_completion"))[:-1]
-    return b"".join((start, b',"choices":[', b",".join(choices), b'],"usage":', usage.model_dump_json().encode(), b"}"))
+    told = b"" if ledger is None else b',"ledger":' + ledger.model_dump_json().encode()
+    usage_json = usage.model_dump_json().encode()
+    return b"".join((start, b',"choices":[', b",".join(choices), b'],"usage":', usage_json, told, b"}"))
 
 
 def written_choice(index: int, delta: ChoiceDelta, *, with_ids: bool, prompt_ids: list[int] | None) -> bytes:

@@ -12,6 +12,7 @@ from fastapi import Request, Response
 from strata.serve.admission import admit_generation
 from strata.serve.api.completion_choice import ChoiceDelta, ChoiceText, check_echo, echo_of, merged
 from strata.serve.api.completion_stream import CompletionStream, written_choice, written_completion
+from strata.serve.api.ledger_reply import ledger_of
 from strata.serve.api.prompts import Prompt, bad_words_of, encode_all
 from strata.serve.generation import Generation, SampleDelta
 from strata.serve.generations import merged_streams
@@ -49,7 +50,8 @@ async def _answer(body: CompletionRequest, request: Request) -> Response:
         prompt_ids = parsed.prompt_of(index).ids if body.return_token_ids else None
         choices.append(written_choice(index, merged(own), with_ids=prompt_ids is not None, prompt_ids=prompt_ids))
         await asyncio.sleep(0)  # they may be long
-    return Response(written_completion(parsed.head, choices, parsed.usage()), media_type="application/json")
+    ledger = await ledger_of(request, parsed.generations) if body.ledger else None
+    return Response(written_completion(parsed.head, choices, parsed.usage(), ledger), media_type="application/json")
 
 
 async def _stream(body: CompletionRequest, request: Request) -> AsyncGenerator[bytes, None]:
@@ -69,7 +71,9 @@ async def _stream(body: CompletionRequest, request: Request) -> AsyncGenerator[b
                 unsent.discard(index)
             if any(chunks):
                 yield b"".join(chunks)
-    yield stream.usage(parsed.usage()) + DONE if body.includes_usage else DONE
+    usage = parsed.usage() if body.includes_usage else None
+    ledger = await ledger_of(request, parsed.generations) if body.ledger else None
+    yield stream.last(usage, ledger) + DONE
 
 
 @dataclass(frozen=True)
@@ -142,8 +146,9 @@ async def _parse(body: CompletionRequest, request: Request) -> _ParsedRequest:
         await state.grammars.check(grammar, admission)
     note_prompt(request.scope, "\n".join(prompt.text for prompt in prompts))
     bad_words = await bad_words_of(state, admission, params)
+    head = ReplyHead.new("cmpl", model)
     return _ParsedRequest(
-        ReplyHead.new("cmpl", model),
+        head,
         prompts,
         [
             Generation(
@@ -154,6 +159,7 @@ async def _parse(body: CompletionRequest, request: Request) -> _ParsedRequest:
                 bad_words=bad_words,
                 grammar=None if grammar is None else grammar.text,
                 priority=body.priority or 0,
+                reply_id=head.id,
             )
             for prompt in prompts
         ],

@@ -143,8 +143,9 @@ async def _parse(body: ResponsesRequest, request: Request) -> _ParsedRequest:
         tools.tool_format, reasoning, in_reasoning=opens_reasoning(prompt.text), parallel=tools.parallel
     )
     bad_words = await bad_words_of(state, admission, params)
+    new = _new_body(body, model, params, keep)
     return _ParsedRequest(
-        ResponseInProgress(_new_body(body, model, params, keep), parser, state.tokenizer),
+        ResponseInProgress(new, parser, state.tokenizer),
         Generation(
             request,
             prompt.ids,
@@ -153,6 +154,7 @@ async def _parse(body: ResponsesRequest, request: Request) -> _ParsedRequest:
             bad_words=bad_words,
             grammar=None if grammar is None else grammar.text,
             priority=body.priority or 0,
+            reply_id=new["id"],
         ),
         messages if keep else None,
     )

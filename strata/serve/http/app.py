@@ -16,6 +16,7 @@ from strata.serve.api import (
     health,
     models_route,
     replicas_route,
+    requests_route,
     responses,
     tokens_route,
 )
@@ -38,6 +39,7 @@ ROUTERS = (
     models_route.router,
     health.router,
     replicas_route.router,
+    requests_route.router,
     metrics_route.router,
     page_route.router,
 )

@@ -28,12 +28,16 @@ Rejection = Literal[
 ]  # fmt: skip
 REJECTIONS: tuple[Rejection, ...] = get_args(Rejection)
 
-_ENGINE_GAUGES: dict[str, tuple[str, Callable[[Statistics], float]]] = {
+_ENGINE_GAUGES: dict[str, tuple[str, Callable[[Statistics], float | None]]] = {
     "num_requests_running": ("Sequences in the running batch.", lambda s: s.running),
     "num_requests_waiting": ("Sequences that wait to be run.", lambda s: s.waiting),
     "num_tokens_waiting": ("Tokens of prompts that are still to be computed.", lambda s: s.waiting_tokens),
     "kv_cache_usage_perc": ("Share of the KV pages in use; 1 is all.", lambda s: s.kv_usage),
     "recorded_sizes": ("Sizes of steps that replay CUDA graphs.", lambda s: s.recorded_sizes),
+    # Of the last seconds; without a value while nothing runs, and the first two where the device is not known.
+    "step_floor_share": ("Least seconds of recent steps, by those that they took.", lambda s: s.floor_share),
+    "step_predicted_ratio": ("Predicted seconds of recent steps, by measured ones.", lambda s: s.predicted_ratio),
+    "step_gap_share": ("Share of the time in which the device waited for the host.", lambda s: s.gap_share),
 }
 _ENGINE_COUNTERS: dict[str, tuple[str, str | None, dict[str, Callable[[Statistics], int]]]] = {
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", None, {"": lambda s: s.prefix_queries}),
@@ -255,8 +259,17 @@ class Metrics:
         for name, (help_text, value) in _ENGINE_GAUGES.items():
             gauge = GaugeMetricFamily(f"strata_{name}", help_text, labels=["model_name", "engine"])
             for engine, statistics in enumerate(engines):
-                gauge.add_metric([self._model_name, str(engine)], value(statistics))
+                found = value(statistics)
+                if found is not None:
+                    gauge.add_metric([self._model_name, str(engine)], found)
             yield gauge
+        labels = ["model_name", "engine", "finding", "layer", "cause"]
+        verdict = GaugeMetricFamily("strata_verdict", "What holds the engine back now: always 1.", labels=labels)
+        for engine, statistics in enumerate(engines):
+            if statistics.finding:
+                told = [statistics.finding, statistics.layer, statistics.cause]
+                verdict.add_metric([self._model_name, str(engine), *told], 1)
+        yield verdict
 
 
 class _Families:

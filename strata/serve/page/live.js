@@ -3,8 +3,10 @@
 import { request, servedModel } from "./api.js";
 import { Chart } from "./chart.js";
 import { dress, element, icon } from "./dom.js";
+import { parseMetrics } from "./prometheus.js";
 import { Readings } from "./readings.js";
 import { UNITS } from "./units.js";
+import { readVerdict } from "./verdict.js";
 
 const EVERY = 1000; // milliseconds
 
@@ -55,6 +57,7 @@ class Live {
     this.fault = document.getElementById("fault");
     this.button = document.getElementById("pause");
     this.tiles = document.getElementById("tiles");
+    this.verdict = document.getElementById("verdict");
     this.paused = false;
     document.getElementById("charts").append(...CHARTS.map((chart) => chart.element));
     this.restyle();
@@ -66,6 +69,7 @@ class Live {
       this.schedule();
     });
     this.showTiles(null);
+    this.showVerdict(new Map());
     this.schedule();
     servedModel().then(({ id }) => (document.getElementById("model").textContent = id), () => {});
   }
@@ -98,6 +102,7 @@ class Live {
       this.fault.hidden = true;
       this.say("Live", true);
       this.showTiles(point);
+      this.showVerdict(parseMetrics(text));
     } catch (error) {
       this.readings.interrupt(Date.now() / 1000);
       this.fault.replaceChildren(error.status === 401 ? "The server asks for a key: enter it in the chat's settings, in this tab." : error.message);
@@ -112,6 +117,16 @@ class Live {
   say(text, isReading) {
     this.state.textContent = text;
     this.state.classList.toggle("reading", isReading);
+  }
+
+  showVerdict(samples) {
+    const { finding, text, floor, beside } = readVerdict(samples);
+    this.verdict.dataset.finding = finding ?? "";
+    this.verdict.replaceChildren(
+      element("p", { class: "said" }, text),
+      element("p", { class: "floor" }, element("b", {}, floor), " of the floor"),
+      ...(beside ? [element("p", { class: "beside" }, beside)] : []),
+    );
   }
 
   showTiles(point) {

@@ -10,6 +10,7 @@ import msgspec
 
 from strata.engine.process.messages import Add, Delta, Embed, Ready, Statistics, TokenLogprobs
 from strata.engine.routing.router import NoReplica, Route, Router, Standing
+from strata.engine.watch.request_ledger import RequestLedger
 from strata.serve.client import EngineClient, EngineGone
 from strata.serve.routing.drains import ReplicaDrains
 
@@ -56,6 +57,10 @@ class ReplicaStream:
                 self._begun = True
                 self._replicas.router.begun(self._route)
             return deltas
+
+    def delivered(self, ended: float) -> None:
+        """As of `Stream`."""
+        self.client.delivered(self.id, ended)
 
     def expire(self) -> None:
         """As of `Stream`."""
@@ -208,6 +213,14 @@ class Replicas:
                 continue
             finally:
                 self.router.ended(route)
+
+    async def ledgers(self, name: str) -> list[RequestLedger]:
+        """As of `EngineClient`, of all engines that live."""
+        living = [client for client in self.clients if client.alive]
+        if not living:
+            raise EngineGone("no engine lives")
+        found = await asyncio.gather(*(client.ledgers(name) for client in living))
+        return [ledger for of_one in found for ledger in of_one]
 
     def finish(self, id: str, index: int, stop: str) -> None:
         """As of `EngineClient`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from strata.serve.schema.base import ReplyModel
+from strata.serve.schema.ledger import RequestLedgerReply
 from strata.serve.schema.reply import Usage
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -67,6 +68,7 @@ class ChatCompletion(ReplyModel):
     service_tier: Literal["default"]
     system_fingerprint: str
     prompt_token_ids: list[int] | None = None
+    ledger: RequestLedgerReply | None = None
 
 
 class FunctionCallDelta(ReplyModel):
@@ -99,7 +101,8 @@ class ChatChunkChoice(ReplyModel):
 
 
 class ChatChunk(ReplyModel):
-    """`usage` is there with stream_options.include_usage only: null but in the last chunk, which has no choices."""
+    """`usage` is there with stream_options.include_usage only: null but in the last chunk, which has no choices and,
+    if that was asked for, the ledger."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -110,3 +113,4 @@ class ChatChunk(ReplyModel):
     system_fingerprint: str
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+    ledger: RequestLedgerReply | None = None

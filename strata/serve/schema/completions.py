@@ -9,6 +9,7 @@ from pydantic import Field
 from strata.engine.sampling_params import RANGES
 from strata.serve.http.errors import ApiError
 from strata.serve.schema.base import ReplyModel, Unsupported, described_as
+from strata.serve.schema.ledger import RequestLedgerReply
 from strata.serve.schema.reply import Usage
 from strata.serve.schema.sampling import Ids, SamplingFields, TopLogprobs
 from strata.serve.schema.structured import FormatFields
@@ -94,3 +95,4 @@ class Completion(ReplyModel):
     choices: list[CompletionChoice]
     system_fingerprint: str
     usage: Usage | None = None
+    ledger: RequestLedgerReply | None = None

@@ -106,6 +106,8 @@ class SamplingFields(GenerationFields):
     """Leave special tokens out of the text; the default."""
     return_token_ids: bool | None = None
     """Add `prompt_token_ids` and the `token_ids` of each choice to the answer."""
+    ledger: bool | None = None
+    """Add where the request's time went, as GET /requests/{id} tells it, to the answer. (Strata's extension.)"""
 
     @property
     def samples(self) -> int:

@@ -20,8 +20,9 @@ import pytest
 from strata import LLM, SamplingParams
 from strata.engine.faults import EngineFault
 from strata.engine.grammars.grammar import GrammarCompiler
-from strata.engine.loop import StepOutput
+from strata.engine.loop import StepOutput, StepTiming
 from strata.engine.outputs import Logprob
+from strata.engine.plan import NOTHING
 from strata.engine.process.messages import (
     Abort,
     Add,
@@ -42,6 +43,7 @@ from strata.engine.process.messages import (
 from strata.engine.process.service import Service
 from strata.engine.recorded_steps import REASONS
 from strata.engine.request import Request, Sequence, Status, Update
+from strata.engine.watch.step_shares import StepShares
 from strata.kernels.compiled import KINDS
 from tests.engine.grammars.test_closed_objects import json_grammar
 from tests.engine.test_failed_requests import NAN_TOKEN, break_embedding
@@ -557,7 +559,8 @@ def test_the_host_time_of_a_step_is_small() -> None:
     sequences = [Sequence(i, replace(request, id=f"{i}"), 0, 100, [1], 1) for i in range(256)]
     for sequence in sequences:
         sequence.status = Status.RUNNING
-    output = StepOutput([Update(sequence, 77, None) for sequence in sequences], {}, None, [])
+    timing = StepTiming(NOTHING, (), 1e12, 0.0, 0.0)
+    output = StepOutput([Update(sequence, 77, None) for sequence in sequences], {}, None, [], timing)
     scheduler = SimpleNamespace(
         running=256,
         waiting=0,
@@ -590,6 +593,7 @@ def test_the_host_time_of_a_step_is_small() -> None:
         compilations=SimpleNamespace(counts=dict.fromkeys(KINDS, 0)),
         recorded=SimpleNamespace(sizes=[], unrecorded=dict.fromkeys(REASONS, 0)),
         ranks=None,
+        shares=StepShares(),
     )
     frames: list[bytes] = []
     service = Service(cast(Any, engine), "stub", lambda _, frame: not frames.append(frame), print)

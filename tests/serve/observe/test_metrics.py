@@ -71,6 +71,18 @@ def test_engine_values_are_the_newest_statistics() -> None:
     assert read["strata_corrupted_requests_total"] == 1
 
 
+def test_the_verdict_and_the_share_of_the_floor() -> None:
+    told = Statistics(floor_share=0.4, gap_share=0.25, finding="host gaps", layer="system", cause="host")
+    read = samples(Metrics("m").render(told))
+    assert read["strata_step_floor_share"] == 0.4
+    assert read["strata_step_gap_share"] == 0.25
+    assert "strata_step_predicted_ratio" not in read, "the device is not known"
+    verdicts = {name: value for name, value in read.items() if name.startswith("strata_verdict")}
+    assert verdicts == {"strata_verdict{cause=host}{finding=host gaps}{layer=system}": 1}
+    resting = samples(Metrics("m").render(ended(told)))
+    assert not [name for name in resting if name.startswith(("strata_verdict", "strata_step_"))]
+
+
 def test_counters() -> None:
     metrics = Metrics("m")
     metrics.received("chat")
