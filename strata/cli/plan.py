@@ -1,4 +1,4 @@
-"""`strata plan`: how to serve a model on given devices, what to expect of it, and the command that starts it."""
+"""`strata plan`: how to serve or train a model on given devices, what to expect, and the command that starts it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,33 @@ def plan(
     price: Annotated[float | None, typer.Option(min=0, help="Of one device an hour, in any currency.")] = None,
     gpus_per_host: Annotated[int, typer.Option(min=1, help="Devices that a fast link joins.")] = 8,
     network: Annotated[float, typer.Option(min=0.001, help="GB/s of a device to other hosts, each way.")] = 50.0,
+    train: Annotated[bool, typer.Option("--train", help="Train it; then the next three options.")] = False,
+    batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a step, on all devices.")] = None,
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 8192,
+    precision: Annotated[str, typer.Option(help="Of its layers: bf16, fp8-tensor, fp8-row.")] = "bf16",
+    out: Annotated[Path | None, typer.Option(help="Write the run file of the training there.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Choose how to serve a model: ranks, replicas, sequences at once and tokens of a step that give the most tokens a
     second within the objectives, predicted from what was measured of the device.
 
-    What Strata cannot run yet stands in a table of its own.
+    What Strata cannot run yet stands in a table of its own. With --train, choose the quickest layout of a training step
+    that fits.
 
     Example: strata plan 70B --hardware h200 --gpus 8 --isl 2000 --osl 500 --tpot 30
     """
+    if train != (batch_tokens is not None):
+        raise ValueError("a plan of a training run takes --train and --batch-tokens, one of serving neither")
+    if batch_tokens is not None:
+        if any(given is not None for given in (isl, osl, trace, ttft, tpot)) or cached:
+            raise ValueError("--isl, --osl, --trace, --cached, --ttft and --tpot are for serving: leave out --train")
+        from strata.cli.plan_training import plan_training
+
+        on = (device(hardware), gpus, batch_tokens, sequence, gpus_per_host, network * GIGA, precision)
+        plan_training(model, folder_shape_or_file(model), on, price, out, as_json=as_json)
+        return
+    if out is not None:
+        raise ValueError("--out writes the run file of a training: it goes with --train")
     from strata.plan.search.report import serving_plan
     from strata.plan.search.traffic import Objectives, Traffic, read_traffic
 

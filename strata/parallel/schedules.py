@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 
 class Pass(Enum):
@@ -145,6 +146,8 @@ SCHEDULES: Mapping[str, Callable[[int, int], PipelineSchedule]] = {
 }
 
 
+# A search asks for the same ones under many layouts.
+@lru_cache(maxsize=256)
 def make_schedule(name: str, ranks: int, micro_batches: int) -> PipelineSchedule:
     """The schedule of that name in `SCHEDULES`. Raises ValueError if it is unknown or wants other numbers."""
     if name not in SCHEDULES:

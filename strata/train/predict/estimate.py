@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from strata.comm.network import Network
 from strata.comm.placement import Placement
@@ -13,11 +14,13 @@ from strata.models.config import ModelConfig
 from strata.parallel.buckets import BUCKET_ELEMENTS
 from strata.parallel.families import TABLES
 from strata.parallel.layout import Layout
+from strata.parallel.schedules import make_schedule
 from strata.parallel.timeline import peak_saved
 from strata.train.config import TrainConfig
 from strata.train.predict.flops import document_flops
+from strata.train.predict.held import RankParameters
 from strata.train.predict.least_time import StepTime, least_time, predicted_time
-from strata.train.predict.step_shape import RankParameters, StepShape
+from strata.train.predict.step_shape import StepShape
 from strata.train.steps.passes import LOGITS_BYTES
 
 # Of a device's memory, what a run may plan with: the rest is the driver's, the libraries' and lost between blocks.
@@ -132,19 +135,25 @@ def memory_by_rank(shape: StepShape, recompute: str) -> tuple[Memory, ...]:
 
     recompute: one of `shape.recomputes`. Experts are taken to get equally many tokens each.
     """
-    under_way = peak_saved(shape.schedule)
+    under_way = _under_way(shape.schedule_name, shape.layout.pp, shape.schedule.micro_batches)
     return tuple(
         _memory(shape, recompute, held, micro_batches)
         for held, micro_batches in zip(shape.held, under_way, strict=True)
     )
 
 
+@lru_cache(maxsize=256)
+def _under_way(schedule: str, ranks: int, micro_batches: int) -> tuple[float, ...]:
+    return peak_saved(make_schedule(schedule, ranks, micro_batches))
+
+
 def _memory(shape: StepShape, recompute: str, held: RankParameters, micro_batches: float) -> Memory:
     state, sums = _state_bytes(shape, held), _sum_bytes(shape, held)
-    kept = [_layer_bytes(shape, layer, recompute) for layer in held.layers]
-    whole = [_layer_bytes(shape, layer, "none") for layer in held.layers]
+    kept = [_layer_bytes(shape, layer, recompute) for layer, _ in held.unlike]
+    whole = [_layer_bytes(shape, layer, "none") for layer, _ in held.unlike]
+    of_all = sum(count * each for (_, count), each in zip(held.unlike, kept, strict=True))
     recomputed = max(all_ - own for all_, own in zip(whole, kept, strict=True))
-    layer = recomputed + max(_layer_working_bytes(shape, layer) for layer in held.layers)
+    layer = recomputed + max(_layer_working_bytes(shape, layer) for layer, _ in held.unlike)
     head, logits = _loss_bytes(shape, held)
     gathered = 0
     if shape.layout.zero == 3:
@@ -152,7 +161,7 @@ def _memory(shape: StepShape, recompute: str, held: RankParameters, micro_batche
         # weights' dtype and in float32.
         gathered = 2 * (held.total - held.in_layers)
         layer += 10 * held.mean_layer
-    fullest = Memory(state, sums, int(micro_batches * sum(kept)), gathered + head + max(logits, layer))
+    fullest = Memory(state, sums, int(micro_batches * of_all), gathered + head + max(logits, layer))
     end = Memory(state, sums, max(kept), gathered + _new_gradient_bytes(shape, held) + layer)
     return max(fullest, end, key=lambda one: one.total)
 

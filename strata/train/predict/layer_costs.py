@@ -4,6 +4,7 @@ takes, too."""
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class LayerCost:
     backward: PassCost
 
 
+# A search asks for the same layers under many layouts.
+@lru_cache(maxsize=64)
 def layer_costs(config: ModelConfig, length: int, *, fused: bool = True) -> tuple[LayerCost, ...]:
     """Of each layer, with sequences of so many tokens. fused: of the merged and fused graph; else of the modules."""
     kinds = config.layer_kinds

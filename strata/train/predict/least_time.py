@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 
 from strata.comm.network import Network
 from strata.hardware.figures import Device
 from strata.hardware.roofline import Cost
+from strata.parallel.schedules import make_schedule
 from strata.parallel.timeline import Durations, simulate
+from strata.train.predict.held import RankParameters
 from strata.train.predict.layer_costs import PassCost
 from strata.train.predict.messages import Axes, Messages, data_messages, exposed, hidden, sent
 from strata.train.predict.rates import Rates, least_rates, measured_rates
-from strata.train.predict.step_shape import RankParameters, StepShape
+from strata.train.predict.step_shape import StepShape
 
 # Passes over logits: what the product wrote is read, its gradient written, and that read again.
 _LOGITS_PASSES = 3
@@ -93,7 +96,7 @@ def step_time(shape: StepShape, recompute: str, rates: Rates) -> StepTime:
         transfers = Messages(hop.cost, hop.seconds).times(2 * stages * shape.batches)
         weights = slowest.backward - slowest.inputs
         durations = Durations(slowest.forward / stages, slowest.inputs / stages, weights / stages, hop.seconds)
-        bubble = simulate(shape.schedule, durations).length - work
+        bubble = _bubble(shape, durations, work / shape.batches)
     found = {name: one.times(shape.batches) for name, one in slowest.messages.items()}
     # Only within a step: a rank waits for the slowest other one before it updates.
     ends = [data_messages(shape, held, own.computing, rates) for held, own in zip(shape.held, passes, strict=True)]
@@ -113,6 +116,25 @@ def step_time(shape: StepShape, recompute: str, rates: Rates) -> StepTime:
         slowed=rates.slowed * beside,
         origin=rates.origin,
     )
+
+
+def _bubble(shape: StepShape, durations: Durations, work: float) -> float:
+    """Waiting in a step whose micro-batches take so many seconds of work each. Once a pipeline is full each is like the
+    one before, so of many the waiting follows from that of fewer.
+    """
+    name, ranks, shown = shape.schedule_name, shape.layout.pp, shape.alike_from(4)
+    bubble = _length(name, ranks, shown, durations) - shown * work
+    if shown == shape.batches:
+        return bubble
+    fewer = shape.alike_from(3)
+    less = _length(name, ranks, fewer, durations) - fewer * work
+    return bubble + (shape.batches - shown) / (shown - fewer) * (bubble - less)
+
+
+# A search asks for the same pipeline under many layouts.
+@lru_cache(maxsize=4096)
+def _length(schedule: str, ranks: int, micro_batches: int, durations: Durations) -> float:
+    return simulate(make_schedule(schedule, ranks, micro_batches), durations).length
 
 
 @dataclass(frozen=True)
@@ -141,9 +163,9 @@ class _Passes:
 
     def __init__(self, shape: StepShape, recompute: str, rates: Rates, rank: int) -> None:
         self.shape, self.rates, self.held = shape, rates, shape.held[rank]
-        costs = [shape.layer_costs[layer] for layer in self.held.layers]
-        ahead = sum((self._work(cost.forward, rates.attention) for cost in costs), _Work())
-        back = sum((self._work(cost.backward, rates.attention_backward) for cost in costs), _Work())
+        costs = [(shape.layer_costs[layer], count) for layer, count in self.held.unlike]
+        ahead = sum((self._work(cost.forward, rates.attention, count) for cost, count in costs), _Work())
+        back = sum((self._work(cost.backward, rates.attention_backward, count) for cost, count in costs), _Work())
         again = self._again(recompute, ahead)
         head = 2 * self.held.head * shape.own_tokens / rates.wide
         # A loss computes its logits twice unless it makes gradients of them on the spot.
@@ -157,7 +179,7 @@ class _Passes:
         self.forward, self.backward = self.computing[0] + waiting[0], self.computing[1] + waiting[1]
         self.inputs = self.backward - ahead.products - head  # all but the products that give the weights' gradients
 
-    def _work(self, cost: PassCost, attention_rate: float) -> _Work:
+    def _work(self, cost: PassCost, attention_rate: float, layers: int) -> _Work:
         shape, rates, tokens = self.shape, self.rates, self.shape.own_tokens
         parts = shape.layout.tp
         products = tokens * (cost.dense / parts / rates.dense + cost.routed / shape.between / rates.wide)
@@ -167,7 +189,8 @@ class _Passes:
             elements = cost.dense / 2 if cost.operands else 0.0
             # A weight is converted in the forward pass; the backward pass has as many elements once more for each.
             moved += _QUANTIZED * (tokens * cost.operands + (elements if attention_rate is rates.attention else 0.0))
-        return _Work(products, attention, self._traffic_seconds(moved), cost.kernels * rates.gap)
+        each = (products, attention, self._traffic_seconds(moved), cost.kernels * rates.gap)
+        return _Work(*(layers * seconds for seconds in each))
 
     def _again(self, recompute: str, ahead: _Work) -> _Work:
         """What the backward pass computes again of a forward pass of the layers."""
@@ -176,7 +199,7 @@ class _Passes:
         shape, config, rates = self.shape, self.shape.config, self.rates
         dense, sparse = 2 * shape.own_tokens / shape.layout.tp / rates.dense, 2 * shape.own_tokens / shape.between
         products = 0.0
-        for layer in self.held.layers:
+        for layer, count in self.held.unlike:
             cost = shape.layer_costs[layer].forward
             each = config.hidden_size * config.intermediate_size
             widest, mlp = 2 * each * dense, 3 * each * dense
@@ -188,11 +211,14 @@ class _Passes:
                 widest, last = 2 * experts.per_token * each * sparse / rates.wide, 0.0
                 mlp = cost.routed / 2 * sparse / rates.wide
             whole = cost.dense / 2 * dense + cost.routed / 2 * sparse / rates.wide
-            products += {
-                "operations": 0.0,
-                "mlp": widest if shape.runs_graph else mlp - last,
-                "layers": whole - last,
-            }[recompute]
+            products += (
+                count
+                * {
+                    "operations": 0.0,
+                    "mlp": widest if shape.runs_graph else mlp - last,
+                    "layers": whole - last,
+                }[recompute]
+            )
         attention = ahead.attention if recompute == "layers" else 0.0
         share = 1.0 if shape.runs_graph or recompute == "layers" else 0.5  # of an MLP alone
         return _Work(products, attention, ahead.traffic * share, ahead.gaps * share)
@@ -224,7 +250,7 @@ class _Passes:
         size, axis = 2 * shape.own_tokens * config.hidden_size, Axes(shape).tensor
         sparse = (False,) * config.num_layers if config.experts is None else config.experts.layers
         # Experts are whole on each rank of tp. Embedding and head are half a block each.
-        dense = sum(not sparse[layer] for layer in self.held.layers)
+        dense = sum(count for layer, count in self.held.unlike if not sparse[layer])
         blocks = len(self.held.layers) + dense
         ends = (self.held.embedding > 0) + (self.held.head > 0)
         whole = [sent(self.rates, one, size, axis) for one in ("all_gather", "reduce_scatter")]
@@ -268,7 +294,7 @@ class _Passes:
         if layout.ep == 1 or experts is None:
             return Messages(), Messages()
         axis = Axes(shape).experts
-        layers = sum(experts.layers[layer] for layer in self.held.layers)
+        layers = sum(count for layer, count in self.held.unlike if experts.layers[layer])
         rows = int(shape.own_tokens // shape.between * shape.ranks_of_token)
         # Rows of hidden states; their weights (float32), as much as the numbers of their experts; how many there are.
         vectors, weights, counts = (

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from strata.comm.cost import CollectiveCost, HierarchicalCost
 from strata.parallel.buckets import BUCKET_ELEMENTS
+from strata.train.predict.held import RankParameters
 from strata.train.predict.rates import Rates
-from strata.train.predict.step_shape import RankParameters, StepShape
+from strata.train.predict.step_shape import StepShape
 
 
 @dataclass(frozen=True)

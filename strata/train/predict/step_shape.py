@@ -1,51 +1,18 @@
-"""A step as sizes alone: the model, the tokens of a rank, the layout; and which parameters each rank then holds."""
+"""A step as sizes alone: the model, the tokens of a rank, the layout, and what follows from them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
-from torch import nn
-
-from strata.comm.placement import Placement
 from strata.models.config import ModelConfig
-from strata.models.families import build
-from strata.parallel.families import TABLES, placements
 from strata.parallel.layout import Layout
 from strata.parallel.schedules import PipelineSchedule, make_schedule
-from strata.parallel.stages import layer_spans
 from strata.train.config import RECOMPUTE
+from strata.train.predict.held import RankParameters, held_parameters
 from strata.train.predict.layer_costs import LayerCost, layer_costs
 from strata.train.recompute import RECOMPUTE_OF_MODULES
-
-
-@dataclass(frozen=True)
-class RankParameters:
-    """What a rank of a pipeline holds, in elements, after tp and ep have divided it; ZeRO not yet.
-
-    layers: the numbers of those of its stages. in_layers: their parameters. dense: all outside experts, embedding and
-    head among them. experts: of the experts. embedding, head: 0 where they lie on another rank; a tied embedding is the
-    head of the last rank too, which computes with it, but a parameter of the first alone.
-    """
-
-    layers: tuple[int, ...]
-    in_layers: int
-    dense: int
-    experts: int
-    embedding: int
-    head: int
-
-    @property
-    def total(self) -> int:
-        return self.dense + self.experts
-
-    @property
-    def mean_layer(self) -> int:
-        """The parameters of one layer."""
-        return self.in_layers // len(self.layers)
 
 
 @dataclass(frozen=True)
@@ -109,8 +76,18 @@ class StepShape:
 
     @cached_property
     def schedule(self) -> PipelineSchedule:
-        """Of the pipeline; without one, of a single rank."""
-        return make_schedule(self.layout.schedule if self.layout.pp > 1 else "1f1b", self.layout.pp, self.batches)
+        """Of the pipeline, with no more micro-batches than it takes to go on alike; without one, of a single rank."""
+        return make_schedule(self.schedule_name, self.layout.pp, 1 if self.layout.pp == 1 else self.alike_from(4))
+
+    @property
+    def schedule_name(self) -> str:
+        """Of the pipeline; of a single rank the plainest."""
+        return "1f1b" if self.layout.pp == 1 else self.layout.schedule
+
+    def alike_from(self, rounds: int) -> int:
+        """The micro-batches of a schedule that has at most so many for each rank and shares out as `batches` do."""
+        ranks = self.layout.pp
+        return min(self.batches, rounds * ranks + self.batches % ranks)
 
     @cached_property
     def layer_costs(self) -> tuple[LayerCost, ...]:
@@ -120,46 +97,4 @@ class StepShape:
     @cached_property
     def held(self) -> tuple[RankParameters, ...]:
         """Of each rank of the pipeline."""
-        with torch.device("meta"):
-            model = build(self.config)
-        stages = self.schedule.stages
-        spans = layer_spans(model, stages, self.length) if stages > 1 else [(0, self.config.num_layers)]
-        elements = dict(self._elements(model))
-        tied_head = elements["model.embed_tokens.weight"] if self.config.tied else 0
-        found = []
-        for rank in range(self.schedule.ranks):
-            own = self.schedule.stages_of(rank)
-            layers = tuple(layer for stage in own for layer in range(*spans[stage]))
-            prefixes = [f"model.layers.{layer}." for layer in layers]
-            if 0 in own:
-                prefixes.append("model.embed_tokens.")
-            if stages - 1 in own:
-                prefixes += ["model.norm.", "lm_head."]
-            names = [name for name in elements if name.startswith(tuple(prefixes))]
-            experts = sum(elements[name] for name in names if ".mlp.experts." in name)
-            ends = [elements.get(f"{end}.weight", 0) for end in ("model.embed_tokens", "lm_head")]
-            found.append(
-                RankParameters(
-                    layers,
-                    sum(elements[name] for name in names if name.startswith("model.layers.")),
-                    sum(elements[name] for name in names) - experts,
-                    experts,
-                    ends[0] if 0 in own else 0,
-                    (ends[1] or tied_head) if stages - 1 in own else 0,
-                )
-            )
-        return tuple(found)
-
-    def _elements(self, model: nn.Module) -> Iterator[tuple[str, int]]:
-        """Of each parameter, the most that a rank of tp and ep holds."""
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        placed = placements(shapes, TABLES[self.config.architecture])
-        for name, shape in shapes.items():
-            dim = placed[name].divided_dim
-            parts = self.layout.tp
-            if placed[name] is Placement.EXPERT:
-                dim, parts = 0, self.layout.ep
-            if dim is None:
-                yield name, shape.numel()
-            else:
-                yield name, shape.numel() // shape[dim] * -(-shape[dim] // parts)
+        return held_parameters(self.config, self.layout.tp, self.layout.ep, self.length, self.schedule.rank_of_stage)

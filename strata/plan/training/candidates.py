@@ -1,0 +1,117 @@
+"""All ways to divide a training step that `Layout.check` accepts and that are not plainly another one's equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from strata.parallel.layout import Layout
+from strata.parallel.schedules import SCHEDULES
+from strata.plan.training.task import Task
+from strata.train.predict.step_shape import StepShape
+
+# A rank of cp with fewer tokens than these waits for messages.
+_LEAST_TOKENS_OF_CONTEXT = 1024
+# Sequences of a pack beyond these only take memory: products are as quick as they get.
+_MOST_TOKENS_OF_PACK = 65536
+_MOST_SEQUENCES_OF_MICRO_BATCH = 2
+
+
+def candidates(task: Task) -> Iterator[StepShape]:
+    """Steps of the task, each with its layout, pack and micro-batches."""
+    for tp in _tensor_sizes(task):
+        for pp in _stage_sizes(task, tp):
+            for cp in _context_sizes(task, tp * pp):
+                ways = task.gpus // (tp * pp * cp)
+                if task.sequences % ways and ways > task.sequences:
+                    continue
+                for layout in _layouts(task, tp, pp, cp, ways):
+                    yield from _packed(task, layout, ways)
+
+
+def _packed(task: Task, layout: Layout, ways: int) -> Iterator[StepShape]:
+    """The layout with each number of sequences that a pack may have."""
+    if task.sequences % ways:
+        return
+    share = task.sequences // ways
+    for count in _divisors(share):
+        tokens, batches = count * task.sequence, share // count
+        if tokens > max(task.sequence, _MOST_TOKENS_OF_PACK) or (layout.cp > 1 and count > 1):
+            continue
+        if layout.zero == 1 and batches == 1:
+            continue  # ZeRO-2 sends as much and holds less
+        if layout.pp == 1:
+            yield StepShape(task.config, tokens, task.sequence, batches, task.precision, layout)
+            continue
+        # Larger micro-batches fill a pipeline later and keep more; two sequences spare it some messages.
+        if batches < layout.pp or count > _MOST_SEQUENCES_OF_MICRO_BATCH:
+            continue
+        for schedule in SCHEDULES:
+            divided = replace(layout, schedule=schedule, micro_batches=batches)
+            shape = StepShape(task.config, tokens, task.sequence, batches, task.precision, divided)
+            if _fits(task, replace(divided, micro_batches=shape.alike_from(4))):
+                yield shape
+
+
+def _layouts(task: Task, tp: int, pp: int, cp: int, ways: int) -> Iterator[Layout]:
+    # Without sequence parallelism messages take as long, and more is kept.
+    tensors: list[dict[str, Any]] = [{}] if tp == 1 else [_sequence(False), _sequence(True)]
+    contexts = ["ring"] if cp == 1 else ["ring", "ulysses"]
+    for shard in _divisors(ways):
+        if not _worth(task, shard * cp * tp):
+            continue
+        for ep in _expert_sizes(task, shard * cp):
+            for zero in (0,) if shard * cp == 1 else (1, 2, 3) if shard > 1 else (0, 1, 2, 3):
+                for tensor in tensors:
+                    for context in contexts:
+                        sizes = {"pp": pp, "dp": ways // shard, "shard": shard, "cp": cp, "tp": tp, "ep": ep}
+                        layout = Layout(**sizes, zero=zero, context=context, **tensor)  # type: ignore[arg-type]
+                        if pp > 1 or _fits(task, layout):
+                            yield layout
+
+
+def _sequence(overlap: bool) -> dict[str, Any]:
+    return {"sequence_parallel": True, "overlap": overlap}
+
+
+def _worth(task: Task, ranks: int) -> bool:
+    """Whether ranks that divide the model's state lie in one host, or fill several."""
+    return ranks <= task.per_host or ranks % task.per_host == 0
+
+
+def _fits(task: Task, layout: Layout) -> bool:
+    try:
+        layout.check(task.config, task.gpus)
+    except ValueError:
+        return False
+    return True
+
+
+def _tensor_sizes(task: Task) -> Iterator[int]:
+    """Those that divide the heads, in one host: matrices that are divided wait for messages in every layer."""
+    for tp in _divisors(task.gpus):
+        if tp <= task.per_host and not (task.config.num_heads % tp or task.config.num_kv_heads % tp):
+            yield tp
+
+
+def _stage_sizes(task: Task, tp: int) -> Iterator[int]:
+    for pp in _divisors(task.gpus // tp):
+        if pp <= task.config.num_layers // 2:
+            yield pp
+
+
+def _context_sizes(task: Task, ranks: int) -> Iterator[int]:
+    for cp in _divisors(task.gpus // ranks):
+        if cp == 1 or task.sequence // cp >= _LEAST_TOKENS_OF_CONTEXT:
+            yield cp
+
+
+def _expert_sizes(task: Task, ranks: int) -> Iterator[int]:
+    for ep in _divisors(ranks):
+        if task.config.num_experts % ep == 0 and (ep == 1 or task.config.num_experts):
+            yield ep
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
