@@ -35,7 +35,7 @@ class Result:
     """What a test has measured.
 
     value: the median of `all`. floor: in the same unit, None if it is not known. host_gap: None where no device
-    runs apart from the host.
+    runs apart from the host. verdict: what holds the test back, in a line; None if nobody told.
     """
 
     test: str
@@ -47,6 +47,7 @@ class Result:
     floor: float | None
     host_gap: HostGap | None
     device: str
+    verdict: str | None = None
 
     @property
     def share(self) -> float | None:
@@ -66,7 +67,8 @@ class Result:
             said += f"; floor {number(self.floor)} {self.unit}, {self.share:.0%} of its speed"
         if self.host_gap is not None:
             said += f"; {self.host_gap.text()}"
-        return f"{said}; {self.device}"
+        said += f"; {self.device}"
+        return said if self.verdict is None else f"{said}\n{self.verdict}"
 
 
 def make_result(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -112,10 +113,15 @@ def test_result_has_every_field_and_is_appended(tmp_path: Path, capsys: pytest.C
     first, second = path.read_text().splitlines()
     assert first == second == line
     saved = json.loads(first)
-    fields = "test model dtype value unit all floor host_gap device commit torch triton command date"
+    fields = "test model dtype value unit all floor host_gap device verdict commit torch triton command date"
     assert list(saved) == fields.split()
     assert (saved["value"], saved["dtype"], saved["all"]) == (10_000.0, "bf16", values)
     assert saved["host_gap"] == {"median": 4e-6, "p99": 2.5e-5}
+
+
+def test_a_verdict_is_the_line_behind_the_figure() -> None:
+    result = make_result("T2", "8B", "bfloat16", [4.0], "ms", "NVIDIA H200")
+    assert replace(result, verdict="system: slow host (host)").text().splitlines()[1] == "system: slow host (host)"
 
 
 def test_share_of_the_floor_is_of_speed_for_times_too() -> None:

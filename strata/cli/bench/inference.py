@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from strata.cli.bench.parallel import parallel
 from strata.cli.bench.predictions import predictions
 from strata.cli.bench.serve import serve
 from strata.cli.bench.train import train
+from strata.cli.bench.verdict import verdict_line
 from strata.cli.help import Command
 
 bench = typer.Typer(
@@ -113,7 +115,8 @@ def _command(name: str, measure: Callable[[Setup, int], Result], help: str) -> N
 
 
 def run(test: workloads.InferenceTest, setup: Setup, repeat: int) -> Result:
-    """Start an engine, warm it up, and time `repeat` calls of the whole test; on CUDA, one more measures host gaps."""
+    """Start an engine, warm it up, and time `repeat` calls of the whole test; on CUDA, one more measures host gaps, and
+    everywhere one more what the verdict needs."""
     llm = started(setup, test)
     values = [test.value(call(llm, test)) for _ in range(repeat)]
     host_gap = None
@@ -125,7 +128,8 @@ def run(test: workloads.InferenceTest, setup: Setup, repeat: int) -> Result:
     seconds = floor_on(test, setup, name)
     floor = None if seconds is None else test.value(seconds)
     tested = setup.test_name(test.name)
-    return make_result(tested, setup.model, setup.dtype, values, test.unit, name, floor, host_gap)
+    result = make_result(tested, setup.model, setup.dtype, values, test.unit, name, floor, host_gap)
+    return dataclasses.replace(result, verdict=verdict_line(llm, test, setup))
 
 
 def start_up(setup: Setup, repeat: int) -> Result:

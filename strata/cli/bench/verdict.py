@@ -1,0 +1,30 @@
+"""What holds a test back, in the line that `strata bench` prints after its result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from strata.bench.run import Setup
+from strata.bench.workloads import InferenceTest
+
+if TYPE_CHECKING:
+    from strata.engine.llm import LLM
+
+
+def verdict_line(llm: LLM, test: InferenceTest, setup: Setup) -> str | None:
+    """By one more run of the test. None where nothing tells what steps should take: of a GPU that is not in the
+    database, and of stages of a pipeline, whose steps overlap."""
+    from strata.bench.explain.measure import Workload, measure
+    from strata.cli.explain import ideal_seconds, in_asked_dtype, predicted
+    from strata.plan.explain.explain import explain
+
+    if setup.pipeline_parallel_size > 1:
+        return None
+    try:
+        times, _ = predicted(llm, setup)
+    except ValueError:  # nothing is known of the device
+        return None
+    workload, options = Workload(test), setup.llm_options()
+    ideal = ideal_seconds(test, times)
+    measured = measure(llm, workload, options, times, title=test.name, ideal=ideal, short=workload.short())
+    return explain(measured, times, wanted=in_asked_dtype(measured.facts, llm, setup, times)).verdict.line
