@@ -7,7 +7,7 @@ from typing import Any
 
 from strata.plan.explain.explanation import Explanation, Peaks, StepTime, Subject
 from strata.plan.explain.findings import Asked, Finding, findings
-from strata.plan.explain.measurement import MeasuredStep, Measurement
+from strata.plan.explain.measurement import EngineFacts, MeasuredStep, Measurement
 from strata.plan.explain.split import NameOf, operation_name
 from strata.plan.explain.waterfalls import Explained, of_latency, of_run, of_tail
 from strata.plan.explain.what_if import WhatIf
@@ -56,10 +56,19 @@ def explain(
         explained.waterfall,
         verdict,
         explained.operations,
-        tuple(StepTime(one.begin, one.end, one.kind, one.tokens, len(one.chunks)) for one in measured.steps),
+        tuple(
+            StepTime(one.begin, one.end, one.kind, one.tokens, len(one.chunks), _kv_share(one, measured.facts))
+            for one in measured.steps
+        ),
         (*sources, *times.sources),
         None if compute is None or bandwidth is None else Peaks(compute.value, bandwidth.value),
     )
+
+
+def _kv_share(step: MeasuredStep, facts: EngineFacts) -> float:
+    """Of the pages, as if no two sequences shared any."""
+    pages = sum(-(-(chunk.start + chunk.tokens) // facts.page_size) for chunk in step.chunks)
+    return min(1.0, pages * facts.page_size / facts.kv_tokens) if facts.kv_tokens else 0.0
 
 
 def _tried(found: Sequence[Finding], what_if: WhatIf, prober: Prober) -> list[Finding]:

@@ -38,13 +38,15 @@ class OperationTime:
 @dataclass(frozen=True)
 class StepTime:
     """One step. begin, end: seconds from the start of the run, of its work on the device. kind: in a mixed step some
-    sequences have a token and others more; a training step has none."""
+    sequences have a token and others more; a training step has none. kv: the share of the KV memory that the step's
+    sequences have; None where there is none."""
 
     begin: float
     end: float
     kind: StepWork | None
     tokens: int
     sequences: int
+    kv: float | None = None
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def _ceilings(axes: _Axes, peaks: Peaks) -> list[Markup]:
 def _drawn(one: Point, axes: _Axes, measured: float) -> Markup:
     operation = one.operation
     x, y = axes.across(one.intensity), axes.up(one.reached)
-    radius = 8.0 + 14.0 * math.sqrt(operation.seconds / measured)
+    radius = 9.0 + 14.0 * math.sqrt(operation.seconds / measured)
     told = (
         f"{operation.name}: {seconds(operation.seconds)}, {share(operation.seconds, measured)} of the run, "
         f"{quantity(one.reached, 'FLOP/s')}, floor {seconds(operation.floor)}"

@@ -19,7 +19,7 @@ KINDS = ("decode", "mixed", "prompt", "training")
 class Timeline:
     """Equal columns of time from the first step's begin to the last one's end.
 
-    busy: by kind, which share of each column its steps cover. tokens, sequences: of a step, the most in a column.
+    busy: by kind, which share of each column its steps cover. tokens, sequences, kv: of a step, the most in a column.
     """
 
     begin: float
@@ -27,6 +27,7 @@ class Timeline:
     busy: dict[str, list[float]]
     tokens: list[int]
     sequences: list[int]
+    kv: list[float]
 
 
 def kind_of(step: StepTime) -> str:
@@ -39,7 +40,7 @@ def timeline(steps: Sequence[StepTime], columns: int = COLUMNS) -> Timeline:
     begin, end = min(step.begin for step in steps), max(step.end for step in steps)
     width = (end - begin) / columns or 1.0
     busy: dict[str, list[float]] = defaultdict(lambda: [0.0] * columns)
-    tokens, sequences = [0] * columns, [0] * columns
+    tokens, sequences, kv = [0] * columns, [0] * columns, [0.0] * columns
     for step in steps:
         first = min(int((step.begin - begin) / width), columns - 1)
         last = min(int((step.end - begin) / width), columns - 1)
@@ -48,21 +49,27 @@ def timeline(steps: Sequence[StepTime], columns: int = COLUMNS) -> Timeline:
             busy[kind_of(step)][column] += max(0.0, min(step.end, low + width) - max(step.begin, low)) / width
             tokens[column] = max(tokens[column], step.tokens)
             sequences[column] = max(sequences[column], step.sequences)
-    return Timeline(begin, end, {kind: busy[kind] for kind in KINDS if kind in busy}, tokens, sequences)
+            kv[column] = max(kv[column], step.kv or 0.0)
+    return Timeline(begin, end, {kind: busy[kind] for kind in KINDS if kind in busy}, tokens, sequences, kv)
 
 
 def timeline_figure(steps: Sequence[StepTime]) -> Markup:
-    """Panels above one axis: share of each instant that steps cover, tokens and sequences of a step."""
+    """Panels above one axis: share of each instant that steps cover; of a step tokens, sequences and KV memory."""
     found = timeline(steps)
     span = seconds(found.end - found.begin)
     axis = element("div", element("span", "0"), element("span", span), class_="time-axis", aria_hidden="true")
     panels = [_panel("device busy", "100 %", _stacked(found), "how much of the time steps run, by kind")]
-    for name, values in (("tokens of a step", found.tokens), ("sequences of a step", found.sequences)):
+    amounts: tuple[tuple[str, Sequence[float], str], ...] = (
+        ("tokens of a step", found.tokens, f"{max(found.tokens):,}"),
+        ("sequences of a step", found.sequences, f"{max(found.sequences):,}"),
+        ("KV memory in use", found.kv, f"{max(found.kv):.1%}"),
+    )
+    for name, values, most in amounts:
         if max(values):
             shape = element(
                 "path", d=_area([0.0] * len(values), [one / max(values) for one in values]), class_="amount"
             )
-            panels.append(_panel(name, f"{max(values):,}", [shape], f"{name}, at most {max(values):,}"))
+            panels.append(_panel(name, most, [shape], f"{name}, at most {most}"))
     keys = [element("span", kind, class_=f"key {kind}") for kind in found.busy]
     return element("div", *panels, axis, element("p", *keys, class_="keys"), class_="timeline")
 

@@ -17,6 +17,7 @@ from strata.plan.explain.explanation import Explanation, OperationTime, StepTime
 from strata.plan.report.timeline import kind_of
 
 STEPS, GAPS, SUMS = "steps", "gaps between steps", "operations, all calls added up"
+KV = "share of the KV memory in use"
 # Microseconds of a second, in which the format counts. Shorter gaps are rounding.
 _MICRO = 1e6
 _SHORTEST_GAP = 1e-7
@@ -44,7 +45,7 @@ class Counter:
 
 def chrome_trace(explanation: Explanation, slices: Sequence[Slice] = (), counters: Iterable[Counter] = ()) -> Event:
     """The trace as JSON has it: a process for the run, with steps, the gaps between them and operations on tracks, and
-    counters of sequences and tokens.
+    counters of sequences, tokens and KV memory.
 
     slices: operations when they ran. Without them operations stand on a track one after another, all calls of each
     added up, which shows shares and no order. counters: besides those that steps tell of.
@@ -119,7 +120,7 @@ def _sums(operations: Sequence[OperationTime]) -> Iterator[Event]:
 
 
 def _of_steps(steps: Sequence[StepTime]) -> Iterator[Counter]:
-    for name in ("sequences", "tokens"):
-        points = [(step.begin, float(getattr(step, name))) for step in steps]
+    for name, field in (("sequences", "sequences"), ("tokens", "tokens"), (KV, "kv")):
+        points = [(step.begin, float(getattr(step, field) or 0.0)) for step in steps]
         if any(value for _, value in points):
             yield Counter(name, (*points, (max(step.end for step in steps), 0.0)))

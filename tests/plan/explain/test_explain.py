@@ -39,6 +39,12 @@ def check(found: Explanation, words: str, gain: float) -> None:
     assert 0 < fall.floor <= fall.measured
 
 
+def test_steps_tell_which_share_of_the_pages_they_have(times: StepSeconds) -> None:
+    """Two prompts of 20 tokens have two pages of 16 each; two tokens an output, the first from the prompt's step."""
+    found = explain(run(requests((20, 2), (20, 2)), replace(FACTS, kv_tokens=160)), times)
+    assert [step.kv for step in found.steps] == pytest.approx([0.4, 0.4])
+
+
 def test_a_slow_host_loop(times: StepSeconds) -> None:
     slow = 50e-3  # so much that a slow machine's scheduler is far below it
     check(explain(run(EVEN, between=slow), times), "waits for the host", saved(wall(EVEN, between=slow), wall(EVEN)))

@@ -15,7 +15,7 @@ def steps() -> tuple[StepTime, ...]:
         kind, seconds, tokens = ("decode", 0.004, 32)
         if number % 25 == 0:
             kind, seconds, tokens = ("mixed", 0.011, 544) if number else ("prompt", 0.03, 4096)
-        made.append(StepTime(begin, begin + seconds, kind, tokens, 8 + number // 16))  # type: ignore[arg-type]
+        made.append(StepTime(begin, begin + seconds, kind, tokens, 8 + number // 16, number / 500))  # type: ignore[arg-type]
         begin += 1.1 * seconds
     return tuple(made)
 

@@ -97,7 +97,7 @@ def test_the_figures_of_the_explanation_stand_in_text(page: Page) -> None:
     ):
         assert wanted in shown
     pictures = [attributes for name, attributes in page.elements if name == "svg"]
-    assert len(pictures) == 5
+    assert len(pictures) == 6
     assert all(attributes["aria-label"] and attributes["role"] == "img" for attributes in pictures)
 
 
@@ -155,7 +155,7 @@ def test_columns_of_the_timeline_cover_what_steps_cover() -> None:
     steps = (
         StepTime(0.0, 0.5, "decode", 3, 3),
         StepTime(1.0, 2.0, "mixed", 9, 4),
-        StepTime(3.25, 3.5, "prompt", 70, 1),
+        StepTime(3.25, 3.5, "prompt", 70, 1, 0.25),
         StepTime(3.5, 4.0, None, 5, 0),
     )
     found = timeline(steps, columns=4)
@@ -165,6 +165,7 @@ def test_columns_of_the_timeline_cover_what_steps_cover() -> None:
         "prompt": pytest.approx([0, 0, 0, 0.25]),
         "training": pytest.approx([0, 0, 0, 0.5]),
     }
+    assert found.kv == [0, 0, 0, 0.25]
     assert found.tokens == [3, 9, 9, 70]  # the mixed step ends where the third column begins
     assert "1 decode step of 500 ms on average (12.5% of the time)" in timeline_text(steps)
 

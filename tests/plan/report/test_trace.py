@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from strata.plan.report.trace import GAPS, STEPS, SUMS, Counter, Slice, chrome_trace, write_trace
+from strata.plan.report.trace import GAPS, KV, STEPS, SUMS, Counter, Slice, chrome_trace, write_trace
 from tests.plan.report.sample import HOSTILE, sample
 
 # Of the Trace Event Format: the phases that are used here, and which fields each must have.
@@ -88,8 +88,8 @@ def test_operations_whose_time_is_known_stand_where_they_ran() -> None:
         Slice("device", HOSTILE, 0.0015, 0.002),
         Slice("host", "plan", 0, 1),
     ]
-    kv = Counter("KV memory in use", ((0.0, 0.25), (0.5, 0.75)))
-    trace = chrome_trace(sample(), ran, [kv])
+    power = Counter("watts", ((0.0, 500.0), (0.5, 650.0)))
+    trace = chrome_trace(sample(), ran, [power])
     check(trace)
     found = tracks(trace)
     assert list(found) == [STEPS, GAPS, "device", "host"]
@@ -97,12 +97,14 @@ def test_operations_whose_time_is_known_stand_where_they_ran() -> None:
         ("linear", pytest.approx(1000), pytest.approx(1000)),
         (HOSTILE, pytest.approx(1500), pytest.approx(500)),
     ]
-    values = [one["args"] for one in trace["traceEvents"] if one["ph"] == "C" and one["name"] == kv.name]
-    assert values == [{kv.name: 0.25}, {kv.name: 0.75}]
+    values = [one["args"] for one in trace["traceEvents"] if one["ph"] == "C" and one["name"] == power.name]
+    assert values == [{power.name: 500.0}, {power.name: 650.0}]
 
 
-def test_counters_of_sequences_and_tokens_follow_the_steps() -> None:
+def test_counters_follow_the_steps() -> None:
     value = sample()
+    shares = [one["args"][KV] for one in chrome_trace(value)["traceEvents"] if one["ph"] == "C" and one["name"] == KV]
+    assert shares == [*(step.kv for step in value.steps), 0.0]
     events = [one for one in chrome_trace(value)["traceEvents"] if one["ph"] == "C" and one["name"] == "sequences"]
     assert [one["args"]["sequences"] for one in events] == [*(float(step.sequences) for step in value.steps), 0.0]
 
