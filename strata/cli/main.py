@@ -23,6 +23,7 @@ _MODULES = {
     "chat": "strata.cli.chat:chat",
     "graph": "strata.cli.graph:graph",
     "plan": "strata.cli.plan:plan",
+    "simulate": "strata.cli.simulate:simulate",
     "warm": "strata.cli.warm:warm",
     "probe": "strata.cli.probe:probe",
     "explain": "strata.cli.explain:explain",

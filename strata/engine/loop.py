@@ -174,6 +174,11 @@ class EngineLoop:
             return 0.0
         return late.wait()
 
+    @property
+    def late(self) -> LateLaunch | None:
+        """What has been learnt since `launch_late`; None without it."""
+        return self._late
+
     def forget_under_way(self) -> None:
         """Learn nothing from the steps under way, beside which the device does something else."""
         if self._late is not None:

@@ -18,6 +18,8 @@ from strata.files.json_object import why_no_json
 TEMPERATURE = 0.6
 # Deviation of the logarithm of lognormal lengths: the longest of a hundred is ten times as long as the middle one.
 SIGMA = 1.0
+# Tokens of a block that the traces of Mooncake name (Qin et al. 2024, arXiv:2407.00079).
+HASHED_TOKENS = 512
 
 Messages = list[dict[str, Any]]
 
@@ -153,16 +155,25 @@ class FileSet:
         return [self._ask(row, rng) for row in self.rows[:count]]
 
     def _ask(self, row: FileRow, rng: random.Random) -> Ask:
-        prompt = row.messages or row.prompt or rng.choices(self.ids, k=row.input_length or 1)
+        prompt = row.messages or row.prompt or self._drawn(row, rng)
         due = None if row.timestamp is None else (row.timestamp - (self.rows[0].timestamp or 0.0)) / 1e3
         return Ask(prompt, row.output_length or self.output_tokens, due)
+
+    def _drawn(self, row: FileRow, rng: random.Random) -> list[int]:
+        """As many ids as the row says: the same for blocks of the same name."""
+        length = row.input_length or 1
+        if row.hash_ids is None:
+            return rng.choices(self.ids, k=length)
+        blocks = (random.Random(name).choices(self.ids, k=HASHED_TOKENS) for name in row.hash_ids)
+        return [id for block in blocks for id in block][:length]
 
 
 class FileRow(msgspec.Struct, frozen=True):
     """One line of a data set; other fields are ignored.
 
     One of: prompt (text or token ids), messages (of a chat), input_length (tokens of a random prompt).
-    output_length: tokens of the answer. timestamp: milliseconds, as in the traces of Mooncake.
+    output_length: tokens of the answer. timestamp: milliseconds, as in the traces of Mooncake. hash_ids: as there, a
+    name for each 512 tokens of a prompt of input_length; the same name stands for the same tokens.
     """
 
     prompt: str | list[int] | None = None
@@ -170,6 +181,7 @@ class FileRow(msgspec.Struct, frozen=True):
     input_length: int | None = None
     output_length: int | None = None
     timestamp: float | None = None
+    hash_ids: list[int] | None = None
 
 
 def read_rows(path: Path, timed: bool) -> tuple[FileRow, ...]:
@@ -220,6 +232,11 @@ def _check_row(row: FileRow, before: FileRow | None, timed: bool, where: str) ->
         value = getattr(row, name)
         if value is not None and value < 1:
             raise ValueError(f"{where}: {name} must be at least 1, got {value}")
+    if row.hash_ids is not None and len(row.hash_ids) != -(-(row.input_length or 0) // HASHED_TOKENS):
+        raise ValueError(
+            f"{where}: hash_ids names {len(row.hash_ids)} blocks of {HASHED_TOKENS} tokens, which input_length "
+            f"{row.input_length} is not of"
+        )
     if timed and row.timestamp is None:
         raise ValueError(f"{where} has no timestamp (milliseconds), which --replay needs")
     if timed and before is not None and (row.timestamp or 0.0) < (before.timestamp or 0.0):

@@ -157,7 +157,7 @@ class Sweep:
         result = LoadResult(
             started=self._started,
             model=self._model,
-            data=_in_words(self._config),
+            data=in_words(self._config),
             request_rate=rate,
             saturation=saturation,
             burstiness=self._config.burstiness,
@@ -188,7 +188,8 @@ async def _request_set(client: Client, served: server.Served, config: LoadConfig
     )
 
 
-def _in_words(config: LoadConfig) -> str:
+def in_words(config: LoadConfig) -> str:
+    """The data set of a load."""
     if config.dataset not in SYNTHETIC:
         return Path(config.dataset).name
     words = f"{config.dataset} {config.lengths.words}"

@@ -49,13 +49,12 @@ class HeldPrefixes:
         """How many of a prompt's blocks are held, counted from its beginning."""
         return sum(1 for _ in takewhile(self._keys.__contains__, keys))
 
-    def note(self, keys: Sequence[bytes]) -> None:
-        """The replica is sent a prompt of these blocks."""
+    def note(self, keys: Sequence[bytes]) -> list[bytes]:
+        """The replica is sent a prompt of these blocks; returns those that are forgotten for them."""
         for key in reversed(keys[: self._most]):
             self._keys[key] = None
             self._keys.move_to_end(key)
-        while len(self._keys) > self._most:
-            self._keys.popitem(last=False)
+        return [self._keys.popitem(last=False)[0] for _ in range(len(self._keys) - self._most)]
 
     def clear(self) -> None:
         """The replica has lost its cache."""

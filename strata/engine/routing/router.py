@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+
 from strata.engine.routing.held_prefixes import BLOCK_TOKENS, HeldPrefixes, prefix_keys
 
 # What a sample weighs beside tokens of prompts that are to be computed: a guess at the length of an answer, since a
@@ -13,6 +15,8 @@ from strata.engine.routing.held_prefixes import BLOCK_TOKENS, HeldPrefixes, pref
 SAMPLE_TOKENS = 256
 # A request that was under way in so many replicas that were lost may be why; no further one is risked.
 MOST_REPLICAS = 2
+# Stands for the load of a replica that takes no requests.
+_TAKES_NONE = np.iinfo(np.int64).max
 
 
 class NoReplica(RuntimeError):
@@ -91,6 +95,10 @@ class Router:
     def __init__(self, capacities: Iterable[int]) -> None:
         """capacities: for each replica, the tokens that its KV cache has room for."""
         self._replicas = [_Replica(HeldPrefixes(capacity // BLOCK_TOKENS)) for capacity in capacities]
+        # Beside what the replicas know, so that a choice among a thousand need not ask each: the loads of those that
+        # serve, and by the first block of a prompt those that hold it.
+        self._loads = np.zeros(len(self._replicas), np.int64)
+        self._holders: dict[bytes, set[int]] = {}
         self._turn = 0
 
     def __len__(self) -> int:
@@ -136,12 +144,14 @@ class Router:
         if route in replica.routes:
             replica.prompt_tokens -= replica.routes[route]
             replica.routes[route] = 0
+            self._note(route.replica)
 
     def ended(self, route: Route) -> None:
         """The request is over, whichever way. No effect the second time, nor after its replica was lost."""
         replica = self._replicas[route.replica]
         if route in replica.routes:
             replica.remove(route)
+            self._note(route.replica)
 
     def report(self, replica: int, *, prompt_tokens: int, samples: int) -> None:
         """What an engine tells of all requests under way in it, whoever sent them: tokens of prompts still to be
@@ -149,12 +159,14 @@ class Router:
         one = self._replicas[replica]
         one.reported = prompt_tokens + SAMPLE_TOKENS * samples
         one.own_when_reported = one.own
+        self._note(replica)
 
     def drain(self, replica: int) -> None:
         """The replica takes no new requests. No effect on one that is lost."""
         one = self._replicas[replica]
         if one.standing is Standing.SERVING:
             one.standing = Standing.DRAINING
+            self._note(replica)
 
     def lose(self, replica: int) -> list[Route]:
         """The replica's engine has ended: with it went what it held and the requests under way, which are returned."""
@@ -163,32 +175,64 @@ class Router:
         for route in lost:
             one.remove(route)
         one.held.clear()
+        self._holders = {key: holders for key, old in self._holders.items() if (holders := old - {replica})}
         one.reported = one.own_when_reported = 0
         one.standing = Standing.LOST
+        self._note(replica)
         return lost
 
     def recover(self, replica: int) -> None:
         """The replica serves again: after a drain with what it has, after a loss with a new engine that is empty."""
         self._replicas[replica].standing = Standing.SERVING
+        self._note(replica)
+
+    def _note(self, replica: int) -> None:
+        """The load or the standing of a replica has changed."""
+        one = self._replicas[replica]
+        self._loads[replica] = one.load if one.standing is Standing.SERVING else _TAKES_NONE
 
     def _route(self, prompt: Sequence[int], salt: str, samples: int, caches: bool, attempt: int) -> Route:
-        serving = [number for number, one in enumerate(self._replicas) if one.standing is Standing.SERVING]
-        if not serving:
+        least = int(self._loads.min())
+        if least == _TAKES_NONE:
             standings = ", ".join(f"{number} is {one.standing.value}" for number, one in enumerate(self._replicas))
             raise NoReplica(f"no engine takes requests: {standings}")
         keys = prefix_keys(prompt, salt) if caches else []
-        matched = {number: BLOCK_TOKENS * self._replicas[number].held.matched(keys) for number in serving}
+        # Only those that hold the beginning have a cost of less than their load; of the others the next in turn of
+        # those with the least is enough.
+        holders = [number for number in self._holders.get(keys[0], ()) if self._serves(number)] if keys else ()
+        matched = {number: BLOCK_TOKENS * self._replicas[number].held.matched(keys) for number in holders}
+        idlest = np.flatnonzero(self._loads == least)
+        after = int(np.searchsorted(idlest, self._turn))
+        next_in_turn = int(idlest[after if after < len(idlest) else 0])
 
         def cost(number: int) -> tuple[int, int, int]:
             turns = (number - self._turn) % len(self._replicas)
-            return self._replicas[number].load - matched[number], -matched[number], turns
+            found = matched.get(number, 0)
+            return self._replicas[number].load - found, -found, turns
 
-        chosen = min(serving, key=cost)
+        chosen = min({*matched, next_in_turn}, key=cost)
         self._turn = chosen + 1
         replica = self._replicas[chosen]
-        route = Route(chosen, len(prompt) - matched[chosen], matched[chosen], samples, attempt)
-        replica.held.note(keys)
+        found = matched.get(chosen, 0)
+        route = Route(chosen, len(prompt) - found, found, samples, attempt)
+        self._hold(chosen, keys)
         replica.routes[route] = route.prompt_tokens
         replica.prompt_tokens += route.prompt_tokens
         replica.samples += samples
+        self._note(chosen)
         return route
+
+    def _serves(self, replica: int) -> bool:
+        return self._replicas[replica].standing is Standing.SERVING
+
+    def _hold(self, replica: int, keys: Sequence[bytes]) -> None:
+        """A replica is sent a prompt of these blocks."""
+        forgotten = self._replicas[replica].held.note(keys)
+        if self._replicas[replica].held.matched(keys[:1]):
+            self._holders.setdefault(keys[0], set()).add(replica)
+        for key in forgotten:
+            holders = self._holders.get(key)
+            if holders is not None:
+                holders.discard(replica)
+                if not holders:
+                    del self._holders[key]

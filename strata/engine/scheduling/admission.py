@@ -19,6 +19,16 @@ class Admission:
         """Forget who was refused, and when."""
         self._refusal = None
 
+    @property
+    def stays_refused(self) -> bool:
+        """Whether the first that waits was refused for want of pages and will be as long as those that run only grow.
+        With a prefix tree it is looked for anew, which counts as a use of what is found."""
+        if self._refusal is None or self._prefixes.has_tree or not self._queues.waiting:
+            return False
+        sequence, room = self._refusal
+        has_no_more = self._pages.free + self._pages.idle - len(self._queues.running) <= room
+        return has_no_more and sequence is self._queues.waiting[0]
+
     def find(self, sequence: Sequence, reserved: int) -> list[int] | None:
         """The cached pages that a waiting sequence begins with, now its own; None if it must wait. reserved: pages that
         it has to leave to others."""

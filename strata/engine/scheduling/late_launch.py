@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 
 from strata.engine.plan import StepPlan
@@ -102,6 +103,27 @@ class LateLaunch:
             after = _Step(after.size, after.reads, now, is_exact=before is not None)
         self._begin(after)
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether the step that runs began when the one before it ended."""
+        return self._running is not None and self._running.is_exact
+
+    def repeated(self, ends: Listed[float], more_keys: int, took: float) -> None:
+        """As if steps of the size of the one that runs had been launched one after another, each in time, and each was
+        waited for. ends: of the one that runs and of those behind it but for the last, which runs now. more_keys: that
+        each reads more than the one before. took: the host's seconds of each launch."""
+        before = self._running
+        assert before is not None, "no step runs that others could be like"
+        keys = before.reads.keys
+        if before.size is not None:
+            known = self._durations.setdefault(before.size, deque(maxlen=KEPT))
+            if before.is_exact:
+                known.append((ends[0] - before.begin, before.reads))
+            first = max(1, len(ends) - KEPT)
+            known.extend((ends[at] - ends[at - 1], Reads(keys + at * more_keys, 0.0)) for at in range(first, len(ends)))
+        self._launches.setdefault(False, deque(maxlen=KEPT)).extend([took] * min(KEPT, len(ends)))
+        self._begin(_Step(before.size, Reads(keys + len(ends) * more_keys, 0.0), ends[-1], is_exact=True))
+
     def forget_under_way(self) -> None:
         """Something else runs on the device, or nothing any more."""
         self._begin(None)
@@ -121,9 +143,13 @@ class LateLaunch:
         known = self._durations.get(step.size, ()) if step.size is not None else ()
         if len(known) < LEAST:
             return None
-        shares = [(step.reads.share_of(reads), seconds) for seconds, reads in known]
-        whole = [seconds for share, seconds in shares if share == 1.0]
-        return min(whole) if whole else min(share * seconds for share, seconds in shares)
+        reads, whole, part = step.reads, math.inf, math.inf
+        for seconds, other in known:
+            if reads.keys >= other.keys and reads.pairs >= other.pairs:
+                whole = min(whole, seconds)
+            elif whole == math.inf:
+                part = min(part, reads.share_of(other) * seconds)
+        return whole if whole < math.inf else part
 
     def _lead(self) -> float | None:
         """The host's seconds of a launch, whichever step it turns out to be."""

@@ -22,6 +22,11 @@ class Prefixes:
         self._filled: list[tuple[Sequence, int]] = []  # by the step that is being planned, and up to which page
         self._pending: set[_PageKey] = set()  # the first page that each of them fills
 
+    @property
+    def has_tree(self) -> bool:
+        """Whether anything can ever be found."""
+        return self._tree is not None
+
     def publish(self) -> None:
         """Let what the step before fills be found."""
         if self._tree is None or not self._filled:

@@ -17,6 +17,7 @@ from strata.engine.request import Request, Sequence, Status, Update, new_sequenc
 from strata.engine.scheduling.admission import Admission
 from strata.engine.scheduling.builder import PlanBuilder
 from strata.engine.scheduling.config import SchedulerConfig
+from strata.engine.scheduling.decode_runs import DecodeRuns
 from strata.engine.scheduling.held import NOBODY, Held, Holdup
 from strata.engine.scheduling.prefixes import Prefixes
 from strata.engine.scheduling.queues import Queues, order
@@ -60,6 +61,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}  # all that are unfinished, by id
         self._queues = Queues(min(config.max_sequences, config.max_tokens))
         self._admission = Admission(pages, self._prefixes, self._queues)
+        self.decode_runs = DecodeRuns(pages, self._prefixes, self._queues, self._admission)
         self._next_id = config.rank
         self._preempted: list[int] = []
         self._holdup: Holdup | None = None

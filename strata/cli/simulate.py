@@ -1,0 +1,199 @@
+"""`strata simulate`: a served load without the device: the engine's own scheduler under a clock of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from strata.cli import options
+from strata.engine.scheduling.room import SERVER_TARGET_MS
+from strata.hardware.specs import device
+from strata.models.folder import folder_shape_or_file
+
+if TYPE_CHECKING:
+    from strata.plan.simulate.fleet import Failure
+
+_FAILURE = re.compile(r"(\d+)@([\d.]+)(?::([\d.]+))?")
+
+
+def simulate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Checkpoint folder, org/model, config.json, builtin, or a shape (0.6B, 1B, 8B, 70B, 30B-A3B)."
+        ),
+    ],
+    dataset: Annotated[
+        str,
+        typer.Option(
+            help="random, shared-prefix, lognormal (lengths as people's), or a JSON-lines file of prompt (ids) or "
+            "input_length, maybe with hash_ids, and output_length."
+        ),
+    ] = "random",
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Requests of each load; 1000, or all of a file.")
+    ] = None,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a drawn prompt (after its shared prefix).")] = 512,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
+    length_spread: Annotated[
+        float, typer.Option(min=0, max=1, help="Lengths are drawn evenly from 1 - this to 1 + this times those.")
+    ] = 0.0,
+    longest: Annotated[
+        int, typer.Option(min=1, help="Most tokens of a lognormal prompt, and of its answer; the others are means.")
+    ] = 2048,
+    prefix_len: Annotated[int, typer.Option(min=1, help="Tokens of a shared prefix.")] = 1024,
+    prefix_groups: Annotated[int, typer.Option(min=1, help="Number of shared prefixes.")] = 8,
+    request_rate: Annotated[
+        str, typer.Option(help="Requests a second, inf, or percent of saturation, simulated first; several: 25%,50%.")
+    ] = "inf",
+    burstiness: Annotated[
+        float, typer.Option(help="Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier.")
+    ] = 1.0,
+    max_concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Most requests under way; for rates in percent, of the saturation (256).")
+    ] = None,
+    replay: Annotated[bool, typer.Option("--replay", help="Send a file's requests at their timestamps (ms).")] = False,
+    goodput: Annotated[str, typer.Option(help="Most ms of ttft, tpot, e2e: 'ttft:200 tpot:15'.")] = "",
+    seed: Annotated[int, typer.Option(help="The same seed gives the same lengths and arrivals.")] = 0,
+    fail: Annotated[
+        list[str] | None,
+        typer.Option(help="ENGINE@SECONDS:DOWN: it ends then and serves again after DOWN (19) seconds; repeatable."),
+    ] = None,
+    prefill_engines: Annotated[
+        int,
+        typer.Option(min=0, help="So many engines compute prompts alone and the others decode: not served yet."),
+    ] = 0,
+    on: Annotated[str, options.engine_option("--device", help="Device of every rank, as strata graph.")] = "h200",
+    data_parallel_size: Annotated[
+        int, options.engine_option(min=1, help="Engines that requests are divided among.")
+    ] = 1,
+    tensor_parallel_size: options.TensorParallelSize = 1,
+    enable_expert_parallel: options.EnableExpertParallel = False,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = 256,
+    max_num_batched_tokens: Annotated[int | None, options.engine_option(min=1, help="Most tokens of a step.")] = None,
+    gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
+    num_pages: Annotated[
+        int | None, options.engine_option(min=1, help="KV pages; what memory allows if left out.")
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool, options.engine_option(help="Reuse the pages of prompts that begin alike.")
+    ] = True,
+    step_target_ms: Annotated[
+        float, options.engine_option(min=0, help="What a step is to take at most beside those who read along; 0: none.")
+    ] = SERVER_TARGET_MS,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a load instead of tables.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Append each result to this file, a JSON object a line.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw what waits, runs and is held over time (the last load) as SVG or PNG.")
+    ] = None,
+) -> None:
+    """Simulate a server under load, without its device: the engine's own scheduler and router, predicted steps. Loads
+    and figures are those of strata bench serve; nothing is refused for a full queue, and no request times out.
+
+    Example: strata simulate 8B --request-rate 10,20,30 --data-parallel-size 2 --goodput 'ttft:200 tpot:15'
+    """
+    from strata.bench.load.arrivals import parse_rates
+    from strata.bench.load.measures import parse_objectives
+    from strata.bench.load.plot import plottable
+    from strata.bench.load.report import report_console, sweep_table
+    from strata.bench.load.request_sets import EvenLengths, LognormalLengths
+    from strata.bench.load.simulated import Served, simulate_loads
+    from strata.bench.load.sweep import SYNTHETIC, LoadConfig
+    from strata.bench.result import writable
+    from strata.engine.engine_config import EngineConfig
+    from strata.hardware.links import link_of
+    from strata.plan.meta_model import find_config
+    from strata.plan.simulate.engine import predicted_engine
+    from strata.plan.simulate.fleet import Fleet, FleetConfig
+    from strata.plan.simulate.handover import Handover
+    from strata.plan.simulate.host import SERVER
+    from strata.plan.simulate.picture import draw_timeline
+    from strata.plan.simulate.request import SimulatedRequest
+
+    if replay and (request_rate != "inf" or dataset in SYNTHETIC):
+        raise ValueError("--replay sends a file's requests at their timestamps: it needs --dataset, no --request-rate")
+    if not burstiness > 0:
+        raise ValueError(f"--burstiness must be above 0, got {burstiness:g}")
+    lognormal = dataset == "lognormal"
+    if lognormal and length_spread:
+        raise ValueError("--length-spread is of evenly drawn lengths: leave it out with --dataset lognormal")
+    picture, saved = None if plot is None else writable(plottable(plot)), writable(save)
+    spec, config = device(on), find_config(folder_shape_or_file(model))
+    load = LoadConfig(
+        dataset=dataset,
+        chat=False,
+        requests=num_prompts,
+        lengths=(
+            LognormalLengths(input_len, output_len, longest)
+            if lognormal
+            else EvenLengths(input_len, output_len, length_spread)
+        ),
+        prefix_tokens=prefix_len,
+        prefix_groups=prefix_groups,
+        rates=None if replay else parse_rates(request_rate),
+        burstiness=burstiness,
+        max_concurrency=max_concurrency,
+        objectives=parse_objectives(goodput),
+        timeout=0.0,
+        seed=seed,
+    )
+    asked = EngineConfig(
+        model,
+        tensor_parallel_size=tensor_parallel_size,
+        enable_expert_parallel=enable_expert_parallel,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        gpu_memory_utilization=gpu_memory_utilization,
+        num_pages=num_pages,
+        enable_prefix_caching=enable_prefix_caching,
+        step_target_ms=step_target_ms or None,
+    )
+    failures = tuple(_failure(one) for one in fail or ())
+    engine = predicted_engine(asked, config, spec)
+    handover = None
+    if prefill_engines:
+        link = link_of(spec)
+        handover = Handover(prefill_engines, link.start + link.latency, engine.kv_bytes, link.bandwidth)
+    whole = FleetConfig(engine.shape, data_parallel_size, None, failures, handover)
+
+    def make(requests: Sequence[SimulatedRequest], concurrency: int | None, trees: bool) -> Fleet:
+        shape = dataclasses.replace(engine.shape, caches=trees)
+        return Fleet(
+            dataclasses.replace(whole, shape=shape, max_concurrency=concurrency), engine.prices, SERVER, requests
+        )
+
+    longest_sequence = engine.shape.scheduler.max_length
+    served = Served(model, on, data_parallel_size, tensor_parallel_size, longest_sequence, enable_prefix_caching, make)
+    console, results = report_console(), []
+    for result in simulate_loads(served, load):
+        results.append(result)
+        line = json.dumps(result.values())
+        if as_json:
+            print(line, flush=True)
+        else:
+            console.print(result.shown(), "")
+        if saved is not None:
+            with saved.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+    if len(results) > 1 and not as_json:
+        console.print(sweep_table(results))
+    if picture is not None:
+        last = results[-1]
+        draw_timeline(last.timeline, f"{last.model} on {data_parallel_size} x {on}: {last.data}", picture)
+
+
+def _failure(text: str) -> Failure:
+    from strata.plan.simulate.fleet import Failure
+
+    found = _FAILURE.fullmatch(text)
+    if found is None:
+        raise ValueError(f"--fail {text}: give ENGINE@SECONDS or ENGINE@SECONDS:DOWN, like 0@20:19")
+    return Failure(int(found[1]), float(found[2]), float(found[3] or 19))

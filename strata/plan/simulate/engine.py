@@ -1,0 +1,74 @@
+"""The engine that `strata serve` would start on a device that need not be here: its pages, its scheduler's sizes and
+the times of its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from strata.comm.symmetric import imagined
+from strata.engine.engine_config import EngineConfig, EngineSizes
+from strata.engine.ledger import DeviceMemory, Ledger
+from strata.engine.scheduling.config import SchedulerConfig
+from strata.engine.scheduling.room import StepTarget
+from strata.engine.startup.executor import planned_memory
+from strata.engine.step_cost import step_times
+from strata.hardware.figures import Device
+from strata.kernels.device_limits import DeviceLimits, why_not
+from strata.models.config import ModelConfig
+from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
+from strata.plan.meta_model import meta_model
+from strata.plan.simulate.prices import PredictedPrices
+from strata.plan.simulate.replica import EngineShape
+from strata.plan.step_seconds import StepSeconds
+
+# What a process holds of a device before anything is allocated, estimated.
+_CONTEXT = 1 << 29
+
+
+@dataclass(frozen=True)
+class PredictedEngine:
+    """shape: for the scheduler. prices: of steps. ledger: of the memory of its first rank. kv_bytes: of a token's keys
+    and values, on all ranks. sources: of what was measured of the device, in words."""
+
+    shape: EngineShape
+    prices: PredictedPrices
+    ledger: Ledger
+    kv_bytes: int
+    sources: tuple[str, ...]
+
+
+def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -> PredictedEngine:
+    """Raises ValueError for a model that does not fit, for a device of which too little is known, and for options with
+    which no engine is simulated."""
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size"):
+        if getattr(asked, name) > 1:
+            raise ValueError(f"{name}={getattr(asked, name)} is not simulated; only tensor_parallel_size is")
+    limits = DeviceLimits.listed(device)
+    limit = why_not(limits)
+    if limit is not None:
+        raise ValueError(f"{device.key}: {limit}; simulate a device that runs Strata's own kernels, such as h200")
+    ranks = asked.tensor_parallel_size
+    shard = None
+    if ranks > 1:
+        axis = imagined(TENSOR_AXIS, ranks)
+        shard = RankShard.of(config, ranks, 0, axis, expert_parallel=asked.enable_expert_parallel)
+    own = config if shard is None else shard.config
+    sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits, shard)
+    total = int(device.ceiling("memory").value)
+    memory = DeviceMemory(device.product, total - _CONTEXT, total)
+    whole = replace(own, vocab_size=config.vocab_size)
+    ledger = planned_memory(asked, whole, sizes, torch.device("cuda"), ranks, memory)
+    model = meta_model(config, device, sizes.pool.dtype, asked.deterministic, shard)
+    times = StepSeconds(model, device)
+    target = None
+    if asked.step_target_ms is not None:
+        recorded = sorted({size.tokens for size in sizes.recorded if size.tokens > size.sequences})
+        found = step_times(model.graphs, sizes.pool, device.product, max(recorded, default=0))
+        if found is not None:
+            target = StepTarget(asked.step_target_ms / 1e3, found, tuple(recorded))
+    scheduler = SchedulerConfig(asked.max_num_seqs, sizes.max_tokens, sizes.max_length, asked.seed or 0, target)
+    shape = EngineShape(scheduler, ledger.pages, asked.page_size, asked.enable_prefix_caching)
+    kv_bytes = sizes.pool.page_bytes // sizes.pool.page_size * ranks
+    return PredictedEngine(shape, PredictedPrices(times), ledger, kv_bytes, times.sources)

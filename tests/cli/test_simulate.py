@@ -1,0 +1,100 @@
+"""`strata simulate`: results as of `strata bench serve`, its picture, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from strata.bench.load.measures import Figures
+from strata.bench.load.report import LoadResult
+from strata.cli.main import app
+from strata.engine.scheduling.config import SchedulerConfig
+from strata.plan.simulate import engine
+from strata.plan.simulate.replica import EngineShape
+
+RUNNER = CliRunner()
+
+
+def simulate(*arguments: str) -> Any:
+    return RUNNER.invoke(app, ["simulate", *arguments])
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two prompts of 1,024 tokens a second apart, of which the second begins as the first does, then one at the same
+    time as it."""
+    file = tmp_path_factory.mktemp("trace") / "trace.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": 1024, "output_length": 3, "hash_ids": [1, 2]},
+        {"timestamp": 1000, "input_length": 1024, "output_length": 3, "hash_ids": [1, 3]},
+        {"timestamp": 1000, "prompt": [5, 6, 7], "output_length": 3},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_a_trace_is_played_and_drawn(trace: Path, tmp_path: Path) -> None:
+    picture, saved = tmp_path / "load.svg", tmp_path / "results.jsonl"
+    given = ("--dataset", str(trace), "--replay", "--goodput", "ttft:1000", "--json")
+    result = simulate("0.6B", *given, "--plot", str(picture), "--save", str(saved))
+    assert result.exit_code == 0, result.output
+    values = json.loads(result.stdout)
+    assert json.loads(saved.read_text()) == values
+    # The keys of a server's results, and a few of a simulation's.
+    served = {field.name for field in LoadResult.__dataclass_fields__.values()} - {"figures"}
+    assert served | set(Figures.__dataclass_fields__) <= values.keys()
+    assert values["test"] == "T5 simulated"
+    assert (values["completed"], values["prompt_tokens"], values["output_tokens"]) == (3, 2051, 9)
+    assert values["goodput"]["share"] == 1.0
+    assert 1.0 < values["seconds"] < 1.1
+    # 512 tokens of the second prompt are found in the prefix cache; the last page of all is computed again.
+    assert values["prefix_hits"] == pytest.approx(512 / 2051)
+    assert values["ttft_ms"]["p50"] < values["ttft_ms"]["p99"]
+    assert values["timeline"][-1]["seconds"] <= values["seconds"]
+    assert max(moment["running"] for moment in values["timeline"]) == 2
+    assert all(word in picture.read_text() for word in ("requests that wait", "requests that run", "KV pages in use"))
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused does not depend on what steps take."""
+    shape = EngineShape(SchedulerConfig(256, 8192, 40960), 4000, 16, caches=True)
+    prices: Any = None
+    made = engine.PredictedEngine(shape, prices, prices, 114688, ())
+    monkeypatch.setattr(engine, "predicted_engine", lambda *_: made)
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--dataset", "{empty}"), "has no requests"),
+        (("--dataset", "{foreign}"), "line 1"),
+        (("--dataset", "{unsorted}", "--replay"), "line 2: timestamp 1.0 is before that of the line above, 2.0"),
+        (("--dataset", "{text}"), "give prompt as token ids, or input_length"),
+        (("--fail", "soon"), "give ENGINE@SECONDS or ENGINE@SECONDS:DOWN"),
+        (("--fail", "3@1"), "engine 3 fails, but engines count from 0 to 0"),
+        (("--prefill-engines", "1"), "at least one other to decode"),
+        (("--input-len", "50000"), "max_model_len is 40960"),
+        (("--device", "h2000"), "h2000"),
+        (("--replay",), "it needs --dataset"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_what_cannot_be_played_is_said(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    rows: dict[str, list[dict[str, Any]]] = {
+        "empty": [],
+        "unsorted": [{"input_length": 5, "timestamp": 2}, {"input_length": 5, "timestamp": 1}],
+        "text": [{"prompt": "Hello"}],
+    }
+    files = {name: tmp_path / f"{name}.jsonl" for name in (*rows, "foreign")}
+    for name, lines in rows.items():
+        files[name].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files["foreign"].write_text("time,tokens\n1,2\n")
+    result = simulate("0.6B", *(one.format(**files) for one in arguments))
+    assert result.exit_code != 0
+    assert said in str(result.exception)

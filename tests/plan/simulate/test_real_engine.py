@@ -1,0 +1,159 @@
+"""The simulation beside the real engine: the built-in model on a CPU, the same requests, the steps' measured times."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from strata import LLM
+from strata.engine.loop import EngineLoop
+from strata.engine.plan import StepPlan
+from strata.engine.request import Request
+from strata.engine.sampling_params import SamplingParams
+from strata.engine.scheduling.scheduler import Statistics
+from strata.plan.simulate.host import NO_HOST
+from strata.plan.simulate.prices import Line
+from strata.plan.simulate.replica import EngineShape, Job, Replica
+from strata.plan.simulate.request import Intervals
+
+PAGES, PAGE_SIZE = 40, 4
+OPTIONS: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "page_size": PAGE_SIZE, "num_pages": PAGES}
+
+
+@dataclass
+class Played:
+    """What the real engine did. ids: of each sequence, prompt and outputs. ends: when each got its last."""
+
+    loop: EngineLoop
+    requests: list[Request] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    ends: dict[str, float] = field(default_factory=dict)
+
+
+def some_requests(eos: frozenset[int], step: float) -> list[Request]:
+    """Prompts that begin alike, several samples, priorities, answers that end by themselves; bursts and pauses of a few
+    steps of so many seconds."""
+    source = random.Random(3)
+    common = [source.choices(range(1, 300), k=24) for _ in range(3)]
+    arrival, found = 0.0, []
+    for number in range(45):
+        arrival += source.choice([0.0, 0.0, 3.0, 30.0]) * step * source.random()
+        prompt = source.choice(common)[: source.choice([0, 9, 24])] + source.choices(
+            range(1, 300), k=source.randint(1, 20)
+        )
+        params = SamplingParams(
+            n=source.choice([1, 1, 1, 3]),
+            temperature=0.9,
+            max_tokens=source.choice([1, 4, 20, 40]),
+            ignore_eos=source.random() < 0.5,
+            detokenize=False,
+        )
+        found.append(Request(str(number), tuple(prompt), params, source.choice([0, 0, 5]), arrival, "", eos))
+    return found
+
+
+@pytest.fixture(scope="module")
+def real() -> Played:
+    """A clock that measured steps move on; while nothing runs, it moves to the next request."""
+    llm = LLM(device="cpu", verbose=False, seed=5, **OPTIONS)
+    loop = llm.engine.loop
+    played = Played(loop)
+    runner: Any = loop._runner
+    launch = runner.launch
+
+    def noted(plan: StepPlan) -> Any:
+        played.plans.append(plan)
+        return launch(plan)
+
+    runner.launch = noted
+    loop.add(Request("warm", (1, 2, 3), SamplingParams(max_tokens=8, ignore_eos=True)))
+    began = time.perf_counter()
+    for _ in loop.outputs():
+        pass
+    step = (time.perf_counter() - began) / 8
+    loop.scheduler.reset()
+    loop.scheduler._next_id, loop.scheduler.statistics = 0, Statistics()
+    played.plans.clear()
+    played.requests = some_requests(llm.engine.eos_ids, step)
+    coming, now = list(played.requests), 0.0
+    while coming or not loop.idle:
+        if loop.idle:
+            now = max(now, coming[0].arrival)
+        while coming and coming[0].arrival <= now:
+            for sequence in loop.add(coming.pop(0)):
+                played.ids[sequence.id] = sequence.tokens
+        began = time.perf_counter()
+        output = loop.step()
+        played.seconds.append(time.perf_counter() - began)
+        now += played.seconds[-1]
+        for update in output.updates if output is not None else ():
+            played.ends[update.sequence.request.id] = now
+            played.reasons[update.sequence.request.id] = str(update.finish_reason)
+    return played
+
+
+class Measured:
+    """Steps take what is told by their number; all plans are kept."""
+
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        self.plans: list[StepPlan] = []
+        self._seconds = seconds
+
+    def price(self, plan: StepPlan) -> tuple[float, None]:
+        self.plans.append(plan)
+        return self._seconds(len(self.plans) - 1), None
+
+    def decodes(self, sequences: int, keys: int) -> Line:
+        raise AssertionError("every step is asked for")
+
+
+def simulate(real: Played, seconds: Callable[[int], float]) -> tuple[Replica, list[StepPlan], dict[str, float]]:
+    """The same requests on a simulated engine, whose steps take so long by their number; its plans, and when each
+    request got its last id."""
+    shape = EngineShape(
+        real.loop.scheduler.config, PAGES, PAGE_SIZE, caches=True, run_ahead=False, is_late=False
+    )  # fmt: skip
+    prices, ends = Measured(seconds), {}
+
+    def told(job: Job, heard: float, is_last: bool) -> None:
+        if is_last:
+            ends[job.request.id] = heard
+
+    replica = Replica(shape, prices, NO_HOST, Intervals(), told)
+    for request in real.requests:
+        while replica.wake < request.arrival:
+            replica.proceed()
+        for sequence in replica.receive(request.arrival, Job(int(request.id), request)):
+            replica.runner.drawn[sequence.id] = real.ids[sequence.id]
+    while not replica.loop.idle:
+        replica.proceed()
+    return replica, prices.plans, ends
+
+
+def test_every_decision_is_the_real_engines(real: Played) -> None:
+    replica, plans, ends = simulate(real, lambda number: real.seconds[number])
+    assert len(real.plans) > 300
+    for number, (ours, theirs) in enumerate(zip(plans, real.plans, strict=True)):
+        assert ours == theirs, f"step {number}"
+    assert ends == pytest.approx(real.ends, abs=1e-9)
+    counted = real.loop.scheduler.statistics
+    assert replica.scheduler.statistics == counted
+    # What could differ was there.
+    assert counted.preemptions > 5
+    assert counted.prefix_hits > 100
+    assert {"stop", "length"} <= set(real.reasons.values())
+    assert any(not chunk.draws for plan in real.plans for chunk in plan.chunks), "no prompt was divided"
+
+
+def test_other_times_of_steps_lead_to_other_decisions(real: Played) -> None:
+    """The plans do not follow from the requests alone."""
+    mean = sum(real.seconds) / len(real.seconds)
+    assert simulate(real, lambda number: 3 * mean)[1] != real.plans
