@@ -87,6 +87,7 @@ class Fleet:
         self._now = 0.0
         self._under_way = 0
         self._freed = 0.0  # since when another may be under way
+        self._parsed = 0.0  # when the newest request was handed to an engine
 
     @property
     def schedulers(self) -> list[Scheduler]:
@@ -102,22 +103,24 @@ class Fleet:
 
     def _play_all(self) -> None:
         requests, most = self._requests, self._config.max_concurrency or math.inf
-        following = 0
+        following, sent, arrives = 0, math.inf, math.inf
         while True:
-            sent = math.inf
-            if following < len(requests) and self._under_way < most:
+            if arrives == math.inf and following < len(requests) and self._under_way < most:
                 sent = max(requests[following].due, self._freed)
-            if self._events and self._events[0][0] <= sent + self._host.request:
+                begun = max(sent + self._host.request, self._parsed)
+                arrives = begun + self._host.parsed(len(requests[following].prompt))
+            if self._events and self._events[0][0] <= arrives:
                 self._play(*heappop(self._events))
-            elif sent < math.inf:
+            elif arrives < math.inf:
                 self.outcomes.sent[following] = sent
+                self._parsed, arrived, arrives = arrives, following, math.inf
+                following += 1
                 self._under_way += 1
                 if most < math.inf:  # others may be sent before it arrives
-                    self._later(sent + self._host.request, _ARRIVE, following)
+                    self._later(self._parsed, _ARRIVE, arrived)
                 else:
-                    self._pass_to(sent + self._host.request)
-                    self._arrive(following)
-                following += 1
+                    self._pass_to(self._parsed)
+                    self._arrive(arrived)
             else:
                 return
 
@@ -130,7 +133,8 @@ class Fleet:
         elif kind == _ARRIVE:
             self._arrive(number)
         elif kind == _BEGUN:
-            self._router.begun(self._routes[number])
+            if number in self._routes:  # not if its engine has failed meanwhile
+                self._router.begun(self._routes[number])
         elif kind == _ENDED:
             self._end(number)
         elif kind == _HANDED:

@@ -9,17 +9,24 @@ from dataclasses import dataclass
 class HostTimes:
     """Seconds of the host's work.
 
-    request: from when a client sends a request until the engine has it. answer: from when the engine has an id until
-    the client has its text. step, sequence: to plan and launch a step, and for each of its sequences. report, token:
-    to take in a step's ids and send them on, and for each id.
+    request: from when a client sends a request until the process has it that serves HTTP. parse, parse_token: of that
+    process, which takes one request after another, and for each token of a prompt. answer: from when the engine has an
+    id until the client has its text. step, sequence: of the engine, to plan and launch a step, and for each of its
+    sequences. report, token: to take in a step's ids and send them on, and for each id.
     """
 
     request: float
+    parse: float
+    parse_token: float
     answer: float
     step: float
     sequence: float
     report: float
     token: float
+
+    def parsed(self, tokens: int) -> float:
+        """Of a prompt of so many tokens."""
+        return self.parse + self.parse_token * tokens
 
     def launch(self, sequences: int) -> float:
         """Of a step of so many sequences."""
@@ -30,6 +37,6 @@ class HostTimes:
         return self.report + self.token * tokens
 
 
-NO_HOST = HostTimes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NO_HOST = HostTimes(*(0.0,) * 8)
 # Of Strata's server beside an H200 (see docs/plan.md).
-SERVER = HostTimes(request=1.2e-3, answer=3e-4, step=1.5e-4, sequence=3e-6, report=5e-5, token=3e-6)
+SERVER = HostTimes(1.6e-3, 4e-4, 5e-7, 4e-4, 1.5e-4, 3e-6, 5e-5, 3e-6)

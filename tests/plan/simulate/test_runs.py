@@ -12,12 +12,12 @@ from strata.engine.plan import StepPlan
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.plan.simulate.fleet import Failure, Fleet, FleetConfig
 from strata.plan.simulate.handover import Handover
-from strata.plan.simulate.host import HostTimes
+from strata.plan.simulate.host import SERVER, HostTimes
 from strata.plan.simulate.prices import Line
 from strata.plan.simulate.replica import EngineShape
 from strata.plan.simulate.request import SimulatedRequest, blank_prompt
 
-HOST = HostTimes(request=1e-3, answer=3e-4, step=1.5e-4, sequence=3e-6, report=5e-5, token=3e-6)
+HOST = SERVER
 SLOW_HOST = replace(HOST, step=4e-3)
 
 
