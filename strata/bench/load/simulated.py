@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Group
 
 from strata.bench.load.arrivals import Rate, arrival_times, load_seeds, saturation_rate
 from strata.bench.load.measures import Distribution, Figures, Goodput
@@ -40,6 +41,16 @@ class SimulatedResult(LoadResult):
 
     def values(self) -> dict[str, Any]:
         return {**super().values(), "test": "T5 simulated"}
+
+    def shown(self) -> Group:
+        """The same, and of what it is a simulation."""
+        ranks = f" of {self.tensor_parallel_size} ranks" if self.tensor_parallel_size > 1 else ""
+        words = f"simulated: {self.engines} x {self.device}{ranks}"
+        if self.preemptions:
+            words += f"; {self.preemptions:,} preempted"
+        if self.prefix_hits is not None:
+            words += f"; {self.prefix_hits:.0%} of prompt tokens found in prefix caches"
+        return Group(words, super().shown())
 
 
 @dataclass(frozen=True)
