@@ -16,7 +16,7 @@ from strata.models import generation_fields
 from strata.models.expert_config import ExpertsConfig
 from strata.models.family_config import FAMILY_CONFIGS, FamilyConfig
 from strata.models.layer_config import read_rotated, read_windows
-from strata.models.rope_config import read_ropes
+from strata.models.rope_config import read_ropes, write_ropes
 from strata.models.rotary import RopeConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -28,8 +28,11 @@ class ModelConfig:
 
     windows: for each layer, how many of the latest tokens a query sees (itself included); None means all.
     attention_bias, mlp_bias: the fields of that name; false in families without them.
+    window_rope: of the layers with a window; None: they have the one of all.
     partial_rotary: which part of a head positions rotate, its first dimensions.
     rotated: for each layer whether positions rotate its queries and keys; empty: all do.
+    query_scalar: attention scores are divided by its root; None: head_dim.
+    logit_softcap: what keeps logits within bounds; None: nothing does.
     tied: whether the head is the embedding matrix.
     experts: None in families without them.
     max_length: max_position_embeddings, to which the rotary embedding relates; `longest` is what a sequence may have.
@@ -49,7 +52,10 @@ class ModelConfig:
     rope: RopeConfig
     windows: tuple[int | None, ...]
     rotated: tuple[bool, ...] = ()
+    window_rope: RopeConfig | None = None
     partial_rotary: float = 1.0
+    query_scalar: int | None = None
+    logit_softcap: float | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
     tied: bool = False
@@ -68,6 +74,11 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """How many dimensions of a head positions rotate."""
         return int(self.head_dim * self.partial_rotary)
+
+    @property
+    def attention_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return float((self.head_dim if self.query_scalar is None else self.query_scalar) ** -0.5)
 
     @property
     def num_experts(self) -> int:
@@ -96,7 +107,6 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """A config.json that transformers 4 and 5 and vLLM read; `config_from_dict` gives this config again."""
-        rope = self.rope.to_dict()
         values: dict[str, Any] = {
             "architectures": [self.architecture],
             "model_type": FAMILY_CONFIGS[self.architecture].model_type,
@@ -107,11 +117,9 @@ class ModelConfig:
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
-            "hidden_act": "silu",
             "max_position_embeddings": self.max_length,
             "rms_norm_eps": self.norm_eps,
-            "rope_theta": self.rope.theta,
-            "rope_scaling": None if rope == {"rope_type": "default"} else rope,
+            **write_ropes(self.rope, self.window_rope),
             "tie_word_embeddings": self.tied,
             "bos_token_id": self.bos_id,
             "eos_token_id": self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids) or None,
@@ -174,7 +182,10 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
         norm_eps=fields.number("rms_norm_eps", family.norm_eps),
         max_length=max_length,
         rope=ropes.rope,
+        window_rope=ropes.window,
         partial_rotary=ropes.partial,
+        query_scalar=_read_query_scalar(fields, family),
+        logit_softcap=_read_softcap(fields, family),
         windows=read_windows(fields, family, num_layers, rotated),
         rotated=rotated,
         attention_bias=_read_bias(fields, family, "attention_bias"),
@@ -186,6 +197,7 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
         pad_id=_read_id(fields, "pad_token_id", family.pad_id),
         experts=None if family.experts is None else family.experts[0](fields, num_layers, intermediate_size),
     )
+    fields.choice(family.activation_key, family.activations, family.activations[0])
     _refuse_changed_mathematics(fields)
     _refuse_misspelt(fields, values, config.to_dict())
     fields.finish(_WITHOUT_EFFECT)
@@ -239,6 +251,21 @@ def _read_bias(fields: Fields, family: FamilyConfig, key: str) -> bool:
     return False
 
 
+def _read_query_scalar(fields: Fields, family: FamilyConfig) -> int | None:
+    return None if family.query_scalar is None else fields.count("query_pre_attn_scalar", family.query_scalar)
+
+
+def _read_softcap(fields: Fields, family: FamilyConfig) -> float | None:
+    if not family.softcaps:
+        return None
+    fields.only("attn_logit_softcapping", None, "transformers does not apply it in this family")
+    key = "final_logit_softcapping"
+    if not fields.has(key):
+        fields.take(key, None)
+        return None
+    return fields.number(key)
+
+
 def _read_dtype(fields: Fields) -> torch.dtype | None:
     legacy = fields.choice("torch_dtype", [*DTYPES, None], None)
     name = fields.choice("dtype", [*DTYPES, None], None) or legacy
@@ -263,8 +290,8 @@ def _read_ids(fields: Fields, key: str, default: int | None) -> tuple[int, ...]:
 
 def _refuse_changed_mathematics(fields: Fields) -> None:
     """Fields that are known, and that are implemented for one value only."""
-    fields.choice("hidden_act", ("silu", "swish"), "silu")
     fields.only("rope_interleaved", False, "the first half of a head turns with the second")
+    fields.only("use_bidirectional_attention", False, "a token sees itself and what is before it")
     fields.only("use_mrope", False, "positions have one dimension")
     fields.only("is_encoder_decoder", False, "these families are decoders")
     fields.only("quantization_config", None, "only float weights are implemented")

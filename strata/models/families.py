@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from strata.models.config import ModelConfig
+from strata.models.family.gemma3 import Gemma3
 from strata.models.family.llama import Llama
 from strata.models.family.mistral import Mistral
 from strata.models.family.mixtral import Mixtral
 from strata.models.family.olmo2 import Olmo2
+from strata.models.family.olmo3 import Olmo3
 from strata.models.family.phi3 import Phi3
 from strata.models.family.qwen2 import Qwen2
 from strata.models.family.qwen3 import Qwen3
@@ -24,6 +26,8 @@ FAMILIES: dict[str, type[CausalLM]] = {
     "SmolLM3ForCausalLM": SmolLM3,
     "Olmo2ForCausalLM": Olmo2,
     "Phi3ForCausalLM": Phi3,
+    "Olmo3ForCausalLM": Olmo3,
+    "Gemma3ForCausalLM": Gemma3,
 }
 
 

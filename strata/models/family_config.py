@@ -31,6 +31,9 @@ class FamilyConfig:
     pad_id: int | None = None
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    # The base of layers with a window in families where those have a rope of their own, and the field that tells it.
+    window_theta: float | None = None
+    window_theta_key: str | None = None
     # What `partial_rotary_factor` is; None: there is no such field.
     partial_rotary: float | None = None
     # What `original_max_position_embeddings` is beside the rope's own object; None: it need not be there.
@@ -38,25 +41,39 @@ class FamilyConfig:
     # The types of rope that the family has; None: all.
     rope_types: tuple[str, ...] | None = None
     window: int | None = 4096
+    # Every so many layers one has no window, where `layer_types` does not tell; and the field that tells the number.
+    full_interval: int = 1
+    full_interval_key: str | None = None
     tied: bool = False
+    # What `query_pre_attn_scalar` is; None: there is no such field.
+    query_scalar: int | None = None
+    softcaps: bool = False
+    activation_key: str = "hidden_act"
+    activations: tuple[str, ...] = ("silu", "swish")
     biases: tuple[str, ...] = ()
     # Which layers have a sliding window: none, all, all if `use_sliding_window` says so ("switched"), those that
-    # `layer_types` or `max_window_layers` name ("some"), or those that `no_rope_layers` leaves unrotated.
-    sliding: Literal["none", "all", "switched", "some", "unrotated"] = "none"
+    # `layer_types` or `max_window_layers` name ("some"), those that `no_rope_layers` leaves unrotated, or those that
+    # `layer_types` or `full_interval` name ("interval").
+    sliding: Literal["none", "all", "switched", "some", "unrotated", "interval"] = "none"
     # Reads the fields of experts from layers and intermediate_size, and writes them.
     experts: tuple[_ReadExperts, _WriteExperts] | None = None
 
     def own_fields(self, config: ModelConfig) -> dict[str, Any]:
         values: dict[str, Any] = {key: getattr(config, key) for key in self.biases}
+        values[self.activation_key] = self.activations[0]
         window = next((window for window in config.windows if window is not None), None)
-        if self.sliding != "none":
+        if self.sliding != "none" and (window is not None or self.sliding != "interval"):
             values["sliding_window"] = window
         if self.sliding in ("switched", "some", "unrotated"):
             values["use_sliding_window"] = window is not None
-        if self.sliding in ("some", "unrotated"):
+        if self.sliding in ("some", "unrotated", "interval"):
             values["layer_types"] = [FULL if one is None else SLIDING for one in config.windows]
         if self.sliding == "unrotated":
             values["no_rope_layers"] = [int(rotated) for rotated in config.rotated]
+        if self.query_scalar is not None:
+            values["query_pre_attn_scalar"] = config.query_scalar
+        if self.softcaps:
+            values["final_logit_softcapping"] = config.logit_softcap
         if self.partial_rotary is not None:
             values["partial_rotary_factor"] = config.partial_rotary
         if self.original_length is not None:
@@ -120,5 +137,38 @@ FAMILY_CONFIGS = {
         original_length=4096,
         rope_types=("default", "longrope", "su"),
         sliding="all",
+    ),
+    "Olmo3ForCausalLM": FamilyConfig(
+        "olmo3",
+        2048,
+        eos_id=50279,
+        pad_id=1,
+        norm_eps=1e-5,
+        rope_theta=500000.0,
+        window_theta=500000.0,
+        full_interval=4,
+        biases=("attention_bias",),
+        sliding="interval",
+    ),
+    "Gemma3ForCausalLM": FamilyConfig(
+        "gemma3_text",
+        131072,
+        num_kv_heads=4,
+        head_dim=256,
+        bos_id=2,
+        eos_id=1,
+        pad_id=0,
+        rope_theta=1000000.0,
+        window_theta=10000.0,
+        window_theta_key="rope_local_base_freq",
+        full_interval=6,
+        full_interval_key="sliding_window_pattern",
+        tied=True,
+        query_scalar=256,
+        softcaps=True,
+        activation_key="hidden_activation",
+        activations=("gelu_pytorch_tanh",),
+        biases=("attention_bias",),
+        sliding="interval",
     ),
 }

@@ -21,7 +21,8 @@ def initialize(model: CausalLM, seed: int) -> None:
 
 
 def initial_values(model: CausalLM, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Values to train from, parameter by parameter: matrices normal with deviation 0.02, biases 0, norms 1.
+    """Values to train from, parameter by parameter: matrices normal with deviation 0.02, biases 0, norms 1 (0 where
+    they add 1 to their weights).
 
     The projections that end a residual branch are scaled by 1 / sqrt(2 * layers) (GPT-2, Radford et al. 2019). The
     numbers are drawn on the CPU in float32, so a seed means the same model on every device. The model, whole, may be on
@@ -32,7 +33,7 @@ def initial_values(model: CausalLM, seed: int) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
         if parameter.dim() == 1:
-            _fill_vector(name, value)
+            _fill_vector(model, name, value)
         else:
             std = residual if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")) else _STD
             value.normal_(0, std, generator=generator)
@@ -45,7 +46,7 @@ def randomize(model: CausalLM, seed: int) -> None:
     generators: dict[torch.device, torch.Generator] = {}
     for name, parameter in model.named_parameters():
         generator = generators.setdefault(parameter.device, torch.Generator(parameter.device).manual_seed(seed))
-        _fill_dummy(name, parameter, generator)
+        _fill_dummy(model, name, parameter, generator)
 
 
 def dummy_values(
@@ -58,16 +59,18 @@ def dummy_values(
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         value = torch.empty(parameter.shape, dtype=dtype, device=device)
-        _fill_dummy(name, value, generator)
+        _fill_dummy(model, name, value, generator)
         yield name, value
 
 
-def _fill_dummy(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+def _fill_dummy(model: CausalLM, name: str, parameter: Tensor, generator: torch.Generator) -> None:
     if parameter.dim() == 1:
-        _fill_vector(name, parameter)
+        _fill_vector(model, name, parameter)
     else:
         parameter.normal_(0, _STD, generator=generator)
 
 
-def _fill_vector(name: str, vector: Tensor) -> None:
-    vector.fill_(0.0 if name.endswith(".bias") else 1.0)
+def _fill_vector(model: CausalLM, name: str, vector: Tensor) -> None:
+    """A norm multiplies by 1 in the beginning, whatever it adds to its weights."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    vector.fill_(0.0 if name.endswith(".bias") else 1.0 - getattr(owner, "offset", 0.0))

@@ -39,8 +39,10 @@ def read_windows(
     elif family.sliding == "some":
         first = fields.count("max_window_layers", 28, least=0)
         windows = _read_switched(fields, family, types, [layer >= first for layer in range(num_layers)])
-    else:
+    elif family.sliding == "unrotated":
         windows = _read_switched(fields, family, types, [not one for one in rotated])
+    else:
+        windows = _read_interval(fields, family, types, num_layers)
     if types is not None and [kind == SLIDING for kind in types] != [window is not None for window in windows]:
         expected = "what sliding_window (and use_sliding_window) say of this family's layers"
         raise fields.wrong("layer_types", types, expected)
@@ -56,6 +58,21 @@ def _read_switched(
         return (None,) * len(by_default)
     sliding = by_default if types is None else [kind == SLIDING for kind in types]
     return tuple(window if one else None for one in sliding)
+
+
+def _read_interval(
+    fields: Fields, family: FamilyConfig, types: list[str] | None, num_layers: int
+) -> tuple[int | None, ...]:
+    interval, key = family.full_interval, family.full_interval_key
+    if key is not None:
+        # transformers writes its own copy of the field, too.
+        interval = fields.count(key, fields.count(f"_{key}", interval))
+    if types is None:
+        types = [FULL if (layer + 1) % interval == 0 else SLIDING for layer in range(num_layers)]
+    if fields.is_null("sliding_window") and SLIDING in types:
+        raise fields.wrong("sliding_window", None, f"a number, because layers are of type {SLIDING!r}")
+    window = fields.count("sliding_window", family.window)
+    return tuple(window if kind == SLIDING else None for kind in types)
 
 
 def _read_layer_types(fields: Fields, num_layers: int) -> list[str] | None:

@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from strata.kernels.activation.scale import scale, softcap
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.spec import AttentionSpec
@@ -106,7 +107,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.is_partial = config.rotary_dim < config.head_dim
-        self.spec = AttentionSpec(layer, config.head_dim**-0.5, config.windows[layer])
+        self.spec = AttentionSpec(layer, config.attention_scale, config.windows[layer])
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = Linear(config.hidden_size, queries, bias=qkv_bias)
         self.k_proj = Linear(config.hidden_size, keys, bias=qkv_bias)
@@ -143,32 +144,67 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
+    @property
+    def has_window(self) -> bool:
+        return self.self_attn.spec.window is not None
+
     def forward(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), batch, cos, sin)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Decoder(nn.Module):
-    """Embedding, decoder layers, last norm: what checkpoints call `model`."""
+Angles = tuple[Tensor, Tensor]
 
-    def __init__(self, config: ModelConfig, layers: list[DecoderLayer], norm: RMSNorm, max_length: int) -> None:
+
+def layer_angles(positions: Tensor, rotary: Rotary, window_rotary: Rotary | None) -> tuple[Angles, Angles]:
+    """Cosines and sines (`rope_angles`) for layers that see everything, and for those with a window."""
+    cos, sin = rope_angles(positions, rotary.table)
+    if window_rotary is None:
+        return (cos, sin), (cos, sin)
+    window_cos, window_sin = rope_angles(positions, window_rotary.table)
+    return (cos, sin), (window_cos, window_sin)
+
+
+class Decoder(nn.Module):
+    """Embedding, decoder layers, last norm: what checkpoints call `model`.
+
+    embedding_scale: what embeddings are multiplied by; None: nothing.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: list[DecoderLayer],
+        norm: RMSNorm,
+        embedding_scale: float | None,
+        max_length: int,
+    ) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
         self.norm = norm
+        self.embedding_scale = embedding_scale
         self.rotary = Rotary(config.rope, config.rotary_dim, config.max_length, max_length)
+        self.window_rotary = None
+        if config.window_rope is not None:
+            self.window_rotary = Rotary(config.window_rope, config.rotary_dim, config.max_length, max_length)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The hidden states [tokens, hidden] that enter the first layer."""
+        x = self.embed_tokens(tokens)
+        return x if self.embedding_scale is None else scale(x, self.embedding_scale)
 
     def forward(self, batch: Batch) -> Tensor:
-        x = self.embed_tokens(batch.tokens)
-        cos, sin = rope_angles(batch.positions, self.rotary.table)
+        x = self.embed(batch.tokens)
+        angles, window_angles = layer_angles(batch.positions, self.rotary, self.window_rotary)
         for layer in self.layers:
-            x = layer(x, batch, cos, sin)
+            x = layer(x, batch, *(window_angles if layer.has_window else angles))
         return self.norm(x)
 
 
 class CausalLM(nn.Module, ABC):
-    """A decoder and its head. A family says what its attention is, and which layers and last norm are
-    not the usual ones.
+    """A decoder and its head. A family says what its attention is, and what else is not as
+    usual: layers, last norm, scale of the embeddings.
 
     forward: Batch to hidden states [tokens, hidden] after the last norm.
     head: hidden states [rows, hidden] to logits [rows, vocab]; apart, so that only wanted rows are projected.
@@ -181,7 +217,8 @@ class CausalLM(nn.Module, ABC):
     def __init__(self, config: ModelConfig, max_length: int) -> None:
         super().__init__()
         layers = [self.decoder_layer(config, self.attention(config, layer)) for layer in range(config.num_layers)]
-        self.model = Decoder(config, layers, self.last_norm(config), max_length)
+        self.model = Decoder(config, layers, self.last_norm(config), self.embedding_scale(config), max_length)
+        self.logit_softcap = config.logit_softcap
         # A tied head has no parameter of its own, so there is nothing that could come apart.
         self.lm_head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -200,10 +237,15 @@ class CausalLM(nn.Module, ABC):
         """What hidden states pass through before the head."""
         return RMSNorm(config.hidden_size, config.norm_eps)
 
+    @staticmethod
+    def embedding_scale(config: ModelConfig) -> float | None:
+        """What embeddings are multiplied by."""
+        return None
+
     def forward(self, batch: Batch) -> Tensor:
         return self.model(batch)
 
     def head(self, hidden: Tensor) -> Tensor:
-        if self.lm_head is not None:
-            return self.lm_head(hidden)
-        return linear(hidden, self.model.embed_tokens.weight, None)
+        weight = self.model.embed_tokens.weight
+        logits = linear(hidden, weight, None) if self.lm_head is None else self.lm_head(hidden)
+        return logits if self.logit_softcap is None else softcap(logits, self.logit_softcap)

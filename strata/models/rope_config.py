@@ -21,6 +21,8 @@ class Ropes(NamedTuple):
 
 def read_ropes(fields: Fields, family: FamilyConfig, head_dim: int, max_length: int) -> Ropes:
     """From `rope_theta` and `rope_scaling` (classic) or `rope_parameters` (transformers 5)."""
+    if family.window_theta is not None:
+        return _read_by_layer_type(fields, family, family.window_theta, max_length)
     theta = fields.number("rope_theta", family.rope_theta)
     original = fields.take("original_max_position_embeddings", None)
     key = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
@@ -49,6 +51,47 @@ def read_ropes(fields: Fields, family: FamilyConfig, head_dim: int, max_length: 
         lengths = [len(rope.short_factor), len(rope.long_factor)]
         raise fields.wrong(key, lengths, f"short_factor and long_factor with {dims // 2} numbers each")
     return Ropes(rope, None, partial)
+
+
+def write_ropes(rope: RopeConfig, window_rope: RopeConfig | None) -> dict[str, Any]:
+    """What `read_ropes` reads."""
+    if window_rope is not None:
+        kinds = {FULL: rope, SLIDING: window_rope}
+        return {"rope_parameters": {kind: {"rope_theta": one.theta, **one.to_dict()} for kind, one in kinds.items()}}
+    scaling = rope.to_dict()
+    return {"rope_theta": rope.theta, "rope_scaling": None if scaling == {"rope_type": "default"} else scaling}
+
+
+def _read_by_layer_type(fields: Fields, family: FamilyConfig, window_theta: float, max_length: int) -> Ropes:
+    """Of families whose window layers have angles of their own: `rope_scaling` is for the other layers alone."""
+    is_nested = fields.has("rope_parameters")
+    theta = fields.number("rope_theta", family.rope_theta)
+    if family.window_theta_key is not None:
+        window_theta = fields.number(family.window_theta_key, window_theta)
+    elif theta != family.rope_theta and not is_nested:
+        reason = f"{family.rope_theta}: versions of transformers differ in what it means for layers with a window"
+        raise fields.wrong("rope_theta", theta, f"{reason}; give rope_parameters for each layer type")
+    scaling, nested = fields.take("rope_scaling", None), fields.take("rope_parameters", None) or {}
+    if scaling and nested:
+        raise fields.wrong("rope_parameters", nested, "null beside rope_scaling")
+    if not isinstance(nested, dict) or not nested.keys() <= {FULL, SLIDING}:
+        raise fields.wrong("rope_parameters", nested, f"an object with {FULL!r} and {SLIDING!r}")
+    found = []
+    for kind, base, values in (
+        (FULL, theta, scaling or nested.get(FULL)),
+        (SLIDING, window_theta, nested.get(SLIDING)),
+    ):
+        key = "rope_scaling" if scaling and kind == FULL else f"rope_parameters, {kind}"
+        if values is not None and not isinstance(values, dict):
+            raise fields.wrong(key, values, "an object or null")
+        parts = Fields(values or {}, f"{fields.where}, {key}")
+        parts.only("partial_rotary_factor", 1.0, "all dimensions of a head are rotated")
+        found.append(read_rope(parts, base, max_length))
+    if any(isinstance(rope, DynamicRope) for rope in found):
+        raise fields.wrong("rope_parameters", nested or scaling, "another rope_type than 'dynamic' in this family")
+    fields.only("partial_rotary_factor", 1.0, "all dimensions of a head are rotated")
+    full, sliding = found
+    return Ropes(full, sliding, 1.0)
 
 
 def _read_partial(fields: Fields, parts: Fields, family: FamilyConfig, head_dim: int) -> float:

@@ -50,6 +50,8 @@ TABLES: Mapping[str, Table] = {
     "SmolLM3ForCausalLM": _ATTENTION_AND_ENDS + _MLP,
     "Olmo2ForCausalLM": _ATTENTION_AND_ENDS + _WHOLE_NORMS + _BRANCH_NORMS + _MLP,
     "Phi3ForCausalLM": _ATTENTION_AND_ENDS + _MLP,
+    "Olmo3ForCausalLM": _ATTENTION_AND_ENDS + _WHOLE_NORMS + _BRANCH_NORMS + _MLP,
+    "Gemma3ForCausalLM": _ATTENTION_AND_ENDS + _HEAD_NORMS + _BRANCH_NORMS + _MLP,
 }
 
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from strata.kernels.rotary.rope import rope_angles
+from strata.kernels.activation.scale import scale
 from strata.models.batch import Batch
-from strata.models.layers import Attention, CausalLM, Decoder
+from strata.models.layers import Attention, CausalLM, Decoder, layer_angles
 
 Span = tuple[int, int]  # first layer, end
 
@@ -28,14 +28,18 @@ class DecoderStages(nn.Module):
             {str(layer): decoder.layers[layer] for stage in own for layer in range(*spans[stage])}
         )
         self.norm = decoder.norm if len(spans) - 1 in own else None
-        self.rotary = decoder.rotary
+        self.embedding_scale = decoder.embedding_scale
+        self.rotary, self.window_rotary = decoder.rotary, decoder.window_rotary
 
     def forward(self, batch: Batch, hidden: Tensor | None, stage: int) -> Tensor:
         if self.embed_tokens is not None and hidden is None:
             hidden = self.embed_tokens(batch.tokens)
-        cos, sin = rope_angles(batch.positions, self.rotary.table)
-        for layer in range(*self.spans[stage]):
-            hidden = self.layers[str(layer)](hidden, batch, cos, sin)
+            if self.embedding_scale is not None:
+                hidden = scale(hidden, self.embedding_scale)
+        angles, window_angles = layer_angles(batch.positions, self.rotary, self.window_rotary)
+        for number in range(*self.spans[stage]):
+            layer = self.layers[str(number)]
+            hidden = layer(hidden, batch, *(window_angles if layer.has_window else angles))
         if self.norm is not None and stage == len(self.spans) - 1:
             hidden = self.norm(hidden)
         assert hidden is not None, f"stage {stage} was given no hidden states"

@@ -32,6 +32,16 @@ def _phi3(**own: Any) -> Config:
     return {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_act": "silu"} | ids | own
 
 
+def _olmo3(**own: Any) -> Config:
+    return _olmo2(**own) | {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}
+
+
+def _gemma3(**own: Any) -> Config:
+    ids = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": None}
+    named = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    return named | {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 16} | ids | own
+
+
 LATER_CONFIGS: list[tuple[str, Config]] = [
     (
         "smollm3-tied",
@@ -160,6 +170,85 @@ LATER_CONFIGS: list[tuple[str, Config]] = [
                 "original_max_position_embeddings": 128,
                 "short_factor": [1.0, 1.25],
                 "long_factor": [3.0, 9.0],
+            },
+        ),
+    ),
+    (
+        "olmo3-yarn",
+        _olmo3(
+            **sizes(101, 56, 75, 4, 7, 1),
+            max_position_embeddings=256,
+            sliding_window=9,
+            rope_scaling={
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "attention_factor": 1.2,
+            },
+            torch_dtype="float32",
+        ),
+    ),
+    (
+        "olmo3-layer-types-bases",
+        _olmo3(
+            **sizes(97, 36, 50, 3, 6, 2),
+            max_position_embeddings=128,
+            attention_bias=True,
+            sliding_window=6,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 2.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            },
+        ),
+    ),
+    (
+        "olmo3-no-windows-tied",
+        _olmo3(
+            **sizes(83, 48, 66, 2, 4, None),
+            layer_types=["full_attention"] * 2,
+            max_position_embeddings=128,
+            tie_word_embeddings=True,
+        ),
+    ),
+    (
+        "gemma3-local-global",
+        _gemma3(
+            **sizes(101, 42, 75, 4, 7, 1),
+            max_position_embeddings=128,
+            sliding_window=7,
+            sliding_window_pattern=2,
+            query_pre_attn_scalar=24,
+            rope_theta=1000000.0,
+            rope_local_base_freq=5000.0,
+            rope_scaling={"rope_type": "linear", "factor": 8.0},
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            torch_dtype="float32",
+        ),
+    ),
+    (
+        "gemma3-softcap-untied-biases",
+        _gemma3(
+            **sizes(97, 36, 50, 3, 6, 2),
+            max_position_embeddings=128,
+            attention_bias=True,
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            final_logit_softcapping=3.0,
+            tie_word_embeddings=False,
+        ),
+    ),
+    (
+        "gemma3-bases",
+        _gemma3(
+            **sizes(83, 48, 66, 2, 4, 4),
+            max_position_embeddings=256,
+            sliding_window=16,
+            sliding_window_pattern=6,
+            rope_parameters={
+                "full_attention": {"rope_type": "default", "rope_theta": 20000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
             },
         ),
     ),

@@ -30,6 +30,8 @@ MODEL_TYPES = {
     "SmolLM3ForCausalLM": "smollm3",
     "Olmo2ForCausalLM": "olmo2",
     "Phi3ForCausalLM": "phi3",
+    "Olmo3ForCausalLM": "olmo3",
+    "Gemma3ForCausalLM": "gemma3_text",
 }
 
 
@@ -61,8 +63,12 @@ def assert_agrees(values: Config) -> None:
     assert ours.attention_bias == getattr(theirs, "attention_bias", False)
     assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
     assert ours.dtype == theirs.dtype
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert ours.rope.rope_type == theirs.rope_parameters["rope_type"]
+    ropes = {"full_attention": ours.rope, "sliding_attention": ours.window_rope}
+    for kind, rope in ropes.items():
+        if rope is not None:
+            parameters = theirs.rope_parameters.get(kind, theirs.rope_parameters)
+            assert (rope.theta, rope.rope_type) == (parameters["rope_theta"], parameters["rope_type"])
+    assert ours.query_scalar == getattr(theirs, "query_pre_attn_scalar", None)
     assert ours.bos_id == theirs.bos_token_id
     assert ours.pad_id == theirs.pad_token_id
     eos = theirs.eos_token_id

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.activation.blocks import in_whole_vectors
 from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
@@ -32,21 +35,9 @@ def _torch(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-# ATen computes in vectors of up to 64 elements and the rest of a call one by one, with another exponential. It divides
-# calls of 32768 elements and more among threads.
-_VECTOR = 64
-_BLOCK = 16384
-
-
 @silu_mul.implement("blocks", "cpu", invariant=True)
 def _blocks(gate: Tensor, up: Tensor) -> Tensor:
-    """In blocks that one thread computes in whole vectors, so that no element's bits depend on its place."""
-    count = gate.numel()
-    flat = gate.new_zeros(-(-count // _VECTOR) * _VECTOR)
-    flat[:count].view(gate.shape).copy_(gate)
-    for block in flat.split(_BLOCK):
-        F.silu(block, inplace=True)
-    return flat[:count].view(gate.shape).mul_(up)
+    return in_whole_vectors(gate, partial(F.silu, inplace=True)).mul_(up)
 
 
 _COLUMNS = 1024

@@ -85,6 +85,11 @@ def make_step(
     Raises ValueError for what does not go together.
     """
     layout.check(config, mesh.world.size)
+    if config.logit_softcap is not None:
+        raise ValueError(
+            f"final_logit_softcapping = {config.logit_softcap} is not supported in training, whose loss takes "
+            "the head's products as they are; accepted is null"
+        )
     _check(layout, precision, recompute)
     narrow = mesh.world.device.type == "cuda" and dtype == torch.float32
     with torch.device("meta"):

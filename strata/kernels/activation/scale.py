@@ -1,0 +1,45 @@
+"""Multiplication by one number, which some families put behind the embedding or the head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.activation.blocks import in_whole_vectors
+from strata.kernels.op import operation
+
+
+def _scale_cost(x: Tensor, factor: float, *, workload: Workload) -> Cost:
+    return Cost(flops=x.numel(), read=x.nbytes, written=x.nbytes)
+
+
+@operation(_scale_cost, rowwise=True)
+def scale(x: Tensor, factor: float) -> Tensor:
+    """`x * factor`, the factor rounded to x.dtype first, as transformers' Gemma3TextScaledWordEmbedding does.
+
+    x of any shape -> like x. In bfloat16 sqrt(3072) counts as 55.5.
+    """
+    return x * torch.tensor(factor, dtype=x.dtype).item()
+
+
+def _softcap_cost(x: Tensor, cap: float, *, workload: Workload) -> Cost:
+    # A division, an exponential with what makes it a tanh, a product.
+    return Cost(flops=6 * x.numel(), read=x.nbytes, written=x.nbytes)
+
+
+@operation(_softcap_cost, rowwise=True)
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """`cap * tanh(x / cap)`, which keeps logits within -cap and cap (Gemma 2, Riviere et al. 2024). Like x."""
+    return torch.tanh(x / cap) * cap
+
+
+def _whole_tanh(x: Tensor, cap: float) -> Tensor:
+    return in_whole_vectors(x / cap, torch.tanh_).mul_(cap)
+
+
+for _device in ("cpu", "cuda"):
+    scale.implement("torch", _device, invariant=True, differentiable=True)(scale.reference)
+softcap.implement("torch", "cpu", differentiable=True)(softcap.reference)
+softcap.implement("blocks", "cpu", invariant=True)(_whole_tanh)
+softcap.implement("torch", "cuda", invariant=True, differentiable=True)(softcap.reference)

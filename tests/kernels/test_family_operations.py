@@ -1,0 +1,122 @@
+"""Operations that some families alone have: rounded as transformers rounds, alike in any company, counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Gemma3TextConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.activation.gelu_mul import gelu_mul
+from strata.kernels.activation.scale import scale, softcap
+from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
+from strata.kernels.norm.wide_norm import wide_rms_norm
+from strata.kernels.op import Operation
+from strata.kernels.rotary.partial_rope import partial_rope
+from strata.kernels.rotary.rope import rope_angles
+
+from .test_invariance import ROWS, assert_rows_stand_alone
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("theirs", "offset"), [(Olmo2RMSNorm, 0.0), (Gemma3RMSNorm, 1.0)])
+def test_wide_norms_have_the_bits_of_transformers(theirs: type, offset: float, dtype: torch.dtype) -> None:
+    norm = theirs(96, eps=1e-5).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(17, 96).to(dtype)
+    assert torch.equal(wide_rms_norm(x, norm.weight, 1e-5, offset), norm(x))
+
+
+def test_a_divided_norm_is_the_norm_of_the_whole_row() -> None:
+    """Four ranks, of which two and two hold the same columns."""
+    x, weight = torch.randn(5, 24, dtype=torch.float64), torch.randn(24, dtype=torch.float64)
+    wanted = wide_rms_norm(x, weight, 1e-5, 1.0).chunk(2, -1)
+    parts = [part for part in x.chunk(2, -1) for _ in range(2)]
+    total = torch.stack([mean_square(part) for part in parts]).sum(0)
+    for rank, part in enumerate(parts):
+        own = weight.chunk(2)[rank // 2]
+        assert torch.allclose(divided_rms_norm(part, total, 4, own, 1e-5, 1.0), wanted[rank // 2], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_mul_rounds_like_transformers(dtype: torch.dtype) -> None:
+    mlp = Gemma3MLP(Gemma3TextConfig(hidden_size=8, intermediate_size=8))
+    gate, up = (torch.randn(9, 65).to(dtype) for _ in range(2))
+    assert torch.equal(gelu_mul(gate, up), mlp.act_fn(gate) * up)
+
+
+def test_the_scale_of_embeddings_is_rounded_first() -> None:
+    embedding = Gemma3TextScaledWordEmbedding(11, 3072, 0, embed_scale=3072**0.5).to(torch.bfloat16)
+    tokens = torch.arange(11)
+    assert torch.equal(scale(embedding.weight[tokens], 3072**0.5), embedding(tokens))
+    assert scale(torch.ones(1, dtype=torch.bfloat16), 3072**0.5).item() == 55.5
+
+
+def test_partial_rope_rotates_like_transformers() -> None:
+    q, k, table = torch.randn(7, 3, 10), torch.randn(7, 1, 10), torch.randn(20, 6)
+    positions = torch.tensor([3, 0, 19, 1, 2, 5, 4], dtype=torch.int32)
+    cos, sin = (torch.cat((half, half), -1) for half in table[positions.long()].chunk(2, -1))
+    wanted = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
+    for x, turned in zip((q, k), wanted, strict=True):
+        found = partial_rope(x, *rope_angles(positions, table))
+        assert torch.allclose(found, turned[0].transpose(0, 1), rtol=0, atol=1e-6)
+        assert torch.equal(found[..., 6:], x[..., 6:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16, 255, 1003])
+def test_rows_have_the_same_bits_in_any_company(width: int, dtype: torch.dtype) -> None:
+    x, up, weight = torch.randn(ROWS, width).to(dtype), torch.randn(ROWS, width).to(dtype), torch.randn(width).to(dtype)
+    norm, squares, gated, capped = (
+        one.bind("cpu", deterministic=True) for one in (wide_rms_norm, mean_square, gelu_mul, softcap)
+    )
+    assert_rows_stand_alone(lambda rows: norm(x[rows], weight, 1e-5, 1.0))
+    assert_rows_stand_alone(lambda rows: squares(x[rows]))
+    assert_rows_stand_alone(lambda rows: gated(x[rows], up[rows]))
+    assert_rows_stand_alone(lambda rows: capped(x[rows], 3.0))
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    def some(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+    angles = rope_angles(torch.tensor([2, 0, 1], dtype=torch.int32), torch.randn(4, 4, dtype=torch.float64))
+    assert torch.autograd.gradcheck(lambda x, w: wide_rms_norm(x, w, 1e-5, 1.0), (some(3, 5), some(5)))
+    assert torch.autograd.gradcheck(
+        lambda x, w: divided_rms_norm(x, mean_square(x), 1, w, 1e-5, 1.0), (some(3, 5), some(5))
+    )
+    assert torch.autograd.gradcheck(gelu_mul, (some(3, 5), some(3, 5)))
+    assert torch.autograd.gradcheck(lambda x: softcap(scale(x, 3.0), 2.0), (some(3, 5),))
+    assert torch.autograd.gradcheck(lambda x: partial_rope(x, *angles), (some(3, 2, 6),))
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments", "expected"),
+    [
+        (wide_rms_norm, (meta(7, 64), meta(64), 1e-5, 1.0), Cost(7 * 64 * 4, 7 * 128 + 128, 7 * 128, 128)),
+        (mean_square, (meta(7, 64),), Cost(2 * 7 * 64, 7 * 128, 7 * 16)),
+        (gelu_mul, (meta(7, 64), meta(7, 64)), Cost(7 * 64 * 9, 2 * 896, 896)),
+        (scale, (meta(7, 64), 8.0), Cost(7 * 64, 896, 896)),
+        # Eight of 16 dimensions are rotated, by eight angles a token.
+        (
+            partial_rope,
+            (meta(7, 4, 16), *(meta(7, 1, 8, dtype=torch.float32),) * 2),
+            Cost(3 * 7 * 4 * 8, 896 + 224, 896),
+        ),
+    ],
+)
+def test_costs_are_the_hand_counts(operation: Operation, arguments: tuple, expected: Cost) -> None:
+    assert operation.cost(*arguments, workload=Workload((7,), (7,))) == expected
+    result = operation(*arguments)
+    real = [torch.zeros_like(a, device="cpu") if isinstance(a, Tensor) else a for a in arguments]
+    assert (result.shape, result.dtype) == (operation(*real).shape, operation(*real).dtype)
