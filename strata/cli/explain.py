@@ -16,7 +16,8 @@ from strata.cli.bench.options import AsJson, LoadFormat, Model
 from strata.cli.explain_output import Html, TraceFile, show
 
 # Options that say something of a training run.
-_OF_TRAINING = {"run", "html", "trace", "as_json"}
+_OF_TRAINING = frozenset({"run", "html", "trace", "as_json"})
+_OF_REQUESTS = frozenset({"request", "url", "html", "trace", "as_json"})
 
 if TYPE_CHECKING:
     from strata.bench.explain.measure import AnyWorkload, Workload
@@ -45,6 +46,8 @@ def explain(
     num_prompts: Annotated[int | None, typer.Option(min=2, help="T5: requests, 500.")] = None,
     tail: Annotated[bool, typer.Option(help="Explain the waits between tokens at p99 instead.")] = False,
     run: Annotated[Path | None, typer.Option(help="Instead: a training run's folder, or its TOML file.")] = None,
+    request: Annotated[str | None, typer.Option(help="Instead: a server's request, by its answer's id.")] = None,
+    url: Annotated[str, typer.Option(help="Of that server; its key is in STRATA_API_KEY.")] = "http://127.0.0.1:8000",
     probe: Annotated[bool, typer.Option(help="Try the best remedies on a short form of the test.")] = False,
     html: Html = None,
     trace: TraceFile = None,
@@ -56,10 +59,20 @@ def explain(
 
     --run explains a training run from what its folder has, or takes a few steps of a TOML file and explains those.
 
+    --request explains one that runs or has ended lately, by the id of its answer or its x-request-id.
+
     Example: strata explain T3-b16 --model builtin --device cpu --probe
     """
+    if request is not None:
+        from strata.cli.explain_request import request_explained
+
+        _check_alone(context, "request", "a request of a server", _OF_REQUESTS)
+        show(request_explained(url, request), as_json=as_json, html=html, trace=trace)
+        return
+    if _is_given(context, "url"):
+        raise ValueError("--url is of the server that has a --request: give its id too")
     if run is not None:
-        _check_alone(context)
+        _check_alone(context, "run", "a training run", _OF_TRAINING)
         show(_training(run), as_json=as_json, html=html, trace=trace)
         return
     from strata.bench.run import Setup
@@ -80,14 +93,18 @@ def explain(
     show(found, as_json=as_json, html=html, trace=trace)
 
 
-def _check_alone(context: typer.Context) -> None:
-    """What is of tests says nothing of a training run. Raises ValueError where it was given."""
-    given = (one for one in context.command.params if one.name not in _OF_TRAINING)
+def _check_alone(context: typer.Context, option: str, what: str, known: frozenset[str]) -> None:
+    """What is of tests says nothing of anything else. Raises ValueError where it was given."""
+    given = (one for one in context.command.params if one.name not in known)
     for one in given:
-        source = context.get_parameter_source(one.name or "")
-        if source is not None and source.name == "COMMANDLINE":
+        if _is_given(context, one.name or ""):
             name = one.opts[0] if one.opts[0].startswith("-") else "a test"
-            raise ValueError(f"--run explains a training run, of which {name} says nothing; leave one of them out")
+            raise ValueError(f"--{option} explains {what}, of which {name} says nothing; leave one of them out")
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _training(run: Path) -> Explanation:

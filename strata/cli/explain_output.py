@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from strata.bench.result import writable
-from strata.plan.explain.explanation import Explanation
+from strata.plan.explain.explanation import Explanation, OperationTime
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Html = Annotated[Path | None, typer.Option(help="Also write one self-contained page.", callback=writable)]
 TraceFile = Annotated[
@@ -49,7 +53,7 @@ def draw(found: Explanation) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from strata.graph.draw import duration, quantity
+    from strata.graph.draw import duration
 
     console, fall = Console(highlight=False), found.waterfall
     table = Table(title=f"{found.title}; {found.device}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
@@ -64,15 +68,8 @@ def draw(found: Explanation) -> None:
     table.add_row("not explained", "", "", duration(fall.unexplained), f"{fall.unexplained / fall.measured:.1%}")
     table.add_row("floor", "", "", duration(fall.floor), f"{fall.floor / fall.measured:.1%}")
     console.print(table)
-    operations = Table(title="operations", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    operations.add_column("")
-    for name in ("time", "floor", "FLOPs", "bytes"):
-        operations.add_column(name, justify="right", no_wrap=True)
-    operations.add_column("bound", no_wrap=True)
-    for one in found.operations:
-        amounts = quantity(one.flops), f"{quantity(one.bytes)}B"
-        operations.add_row(one.name, duration(one.seconds), duration(one.floor), *amounts, one.bound)
-    console.print(operations)
+    if found.operations:
+        console.print(_operations(found.operations))
     verdict = found.verdict
     console.print(f"{verdict.layer}: {verdict.symptom} ({verdict.cause})", style="bold", markup=False, soft_wrap=True)
     for line in verdict.evidence:
@@ -82,3 +79,20 @@ def draw(found: Explanation) -> None:
         console.print(f"  saves {remedy.gain:.0%}: {remedy.what}{option}", markup=False, soft_wrap=True)
     for source in found.sources:
         console.print(f"from {source}", style="dim", soft_wrap=True, markup=False)
+
+
+def _operations(found: Sequence[OperationTime]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from strata.graph.draw import duration, quantity
+
+    table = Table(title="operations", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for name in ("time", "floor", "FLOPs", "bytes"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("bound", no_wrap=True)
+    for one in found:
+        amounts = quantity(one.flops), f"{quantity(one.bytes)}B"
+        table.add_row(one.name, duration(one.seconds), duration(one.floor), *amounts, one.bound)
+    return table

@@ -32,7 +32,7 @@ class Served(msgspec.Struct, frozen=True):
 
 async def find_model(client: Client, name: str | None) -> Served:
     """The model of that name, or the first that the server offers. Raises ValueError without a server or model."""
-    served = (await _ask(client, "/v1/models", None, _Models)).data
+    served = (await fetch(client, "/v1/models", None, _Models)).data
     if not served:
         raise ValueError(f"the server at {client.url} offers no model")
     found = served[0] if name is None else next((model for model in served if model.name == name), None)
@@ -50,7 +50,7 @@ async def text_ids(client: Client, model: str) -> list[int]:
     rng = random.Random(0)
     words = ("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 8))) for _ in range(2000))
     question = {"model": model, "prompt": " ".join(words), "add_special_tokens": False}
-    ids = sorted(set((await _ask(client, "/tokenize", question, _Tokens)).tokens))
+    ids = sorted(set((await fetch(client, "/tokenize", question, _Tokens)).tokens))
     if len(ids) < FEWEST_IDS:
         raise ValueError(
             f"the tokenizer of {client.url} makes {len(ids)} distinct tokens of 2,000 random words, with which prompts "
@@ -66,7 +66,7 @@ async def as_chats(client: Client, model: str, asks: Sequence[Ask]) -> list[Ask]
     for ask in asks:
         prompt = ask.prompt
         if isinstance(prompt, list) and isinstance(prompt[0], int):
-            prompt = (await _ask(client, "/detokenize", {"model": model, "tokens": prompt}, _Text)).prompt
+            prompt = (await fetch(client, "/detokenize", {"model": model, "tokens": prompt}, _Text)).prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         chats.append(replace(ask, prompt=messages))
     return chats
@@ -79,7 +79,9 @@ async def try_one(client: Client, request: LoadRequest) -> None:
         raise ValueError(f"{client.url}{request.path} failed ({outcome.fault.kind}): {outcome.fault.message}")
 
 
-async def _ask(client: Client, path: str, question: object, answer: type[T]) -> T:
+async def fetch(client: Client, path: str, question: object, answer: type[T]) -> T:
+    """What a server answers: to a GET, or to a POST of `question` unless that is None. Raises ValueError, saying what
+    to do, if it does not answer, refuses, or says something else."""
     try:
         status, body = await client.call(path, question)
     except (OSError, ConnectionCut) as error:

@@ -1,0 +1,140 @@
+"""Explains one request of a server from its ledger: what it waited for, and what would have saved the most of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from strata.engine.watch.request_ledger import PARTS, RequestLedger
+from strata.engine.watch.request_ledger import Part as LedgerPart
+from strata.engine.watch.verdict import Cause, Layer, Remedy, Verdict
+from strata.plan.explain.explanation import Explanation
+from strata.plan.waterfall import Part, Waterfall
+
+_OWN: tuple[LedgerPart, ...] = ("prompt", "decode")
+# What its steps did beside that: their floor is of all that they did.
+_SHARED: tuple[LedgerPart, ...] = (*_OWN, "prompt_beside", "decode_beside", "recomputed")
+_SAID: dict[LedgerPart, tuple[str, Cause]] = {
+    "text": ("HTTP, template and tokens, before the engine", "host"),
+    "inbox": ("on its way into the engine", "host"),
+    "grammar": ("its grammar was compiled", "host"),
+    "step_under_way": ("the step that ran when it came", "scheduling"),
+    "slot": ("waited for a slot", "queueing"),
+    "pages": ("waited for KV pages", "queueing"),
+    "step_full": ("waited behind prompts that filled the steps", "scheduling"),
+    "prefix": ("waited for a prefix that a step computed", "scheduling"),
+    "host_gap": ("between its steps, on the host", "host"),
+    "masks": ("masks of grammars", "host"),
+    "prompt_beside": ("others in the steps of its prompt", "scheduling"),
+    "decode_beside": ("prompts of others in its decode steps", "scheduling"),
+    "preempted": ("waited after its pages were taken", "preemption"),
+    "recomputed": ("its tokens were computed again", "preemption"),
+    "delivery": ("messages and text, after its last step", "host"),
+}
+# What saves less of a request is not what holds it.
+_LEAST = 0.1
+
+
+@dataclass(frozen=True)
+class _Reason:
+    """Parts that one remedy saves."""
+
+    parts: tuple[LedgerPart, ...]
+    symptom: str
+    cause: Cause
+    remedy: str
+    option: str = ""
+
+
+_REASONS = (
+    _Reason(("slot",), "it waited while as many ran as may run at once", "queueing", "more slots", "--max-num-seqs"),
+    _Reason(("pages",), "it waited for KV pages", "queueing", "more KV pages", "--num-pages, --gpu-memory-utilization"),
+    _Reason(
+        ("preempted", "recomputed"),
+        "its KV pages were taken, and it was computed again",
+        "preemption",
+        "more KV pages, or fewer sequences at once",
+        "--num-pages, --max-num-seqs",
+    ),
+    _Reason(
+        ("step_full", "prompt_beside"),
+        "its prompt shared steps with others, or waited behind theirs",
+        "scheduling",
+        "another replica, so that fewer prompts are in line",
+        "--data-parallel-size",
+    ),
+    _Reason(
+        ("decode_beside",),
+        "prompts of others made its decode steps longer",
+        "scheduling",
+        "shorter steps with prompts",
+        "--step-target-ms",
+    ),
+    _Reason(("host_gap",), "the device waited for the host between steps", "host", "processors for the engine"),
+    _Reason(("masks", "grammar"), "its grammar: compiled, and masks waited for", "host", "a simpler schema"),
+    _Reason(
+        ("text", "inbox", "delivery"),
+        "HTTP and text took longer than they should",
+        "host",
+        "more API processes",
+        "--api-workers",
+    ),
+)  # fmt: skip
+
+
+def explain_request(ledger: RequestLedger, *, name: str, server: str) -> Explanation:
+    """name: of the request. server: where it ran, in words. The parts and the floor add up to its seconds."""
+    parts = tuple(_parts(ledger))
+    waterfall = Waterfall(ledger.seconds, _floor(ledger), parts)
+    left = "runs" if ledger.finish_reason is None else f"ended with {ledger.finish_reason}"
+    floor = () if ledger.floor is not None else ("a server that does not know its device's peaks: no floor",)
+    return Explanation(f"request {name}, which {left}", server, waterfall, _verdict(ledger), sources=floor)
+
+
+def _parts(ledger: RequestLedger) -> Iterator[Part]:
+    own = math.fsum(ledger.parts.get(part, 0.0) for part in _OWN)
+    for part in PARTS:
+        seconds = ledger.parts.get(part, 0.0)
+        if part not in _OWN and seconds:
+            name, cause = _SAID[part]
+            yield Part(name, "system", cause, seconds)
+    if own:
+        name = "its own steps" if ledger.floor is None else "its own steps, over their floor"
+        yield Part(name, "kernel", "memory", own - _floor(ledger))
+
+
+def _floor(ledger: RequestLedger) -> float:
+    """Its share of the floor of the steps that it was in, by the time that it had of them."""
+    own, shared = (math.fsum(ledger.parts.get(part, 0.0) for part in parts) for parts in (_OWN, _SHARED))
+    return 0.0 if ledger.floor is None or not shared else min(own, ledger.floor * own / shared)
+
+
+def _verdict(ledger: RequestLedger) -> Verdict:
+    shares = {one: math.fsum(ledger.parts.get(part, 0.0) for part in one.parts) / ledger.seconds for one in _REASONS}
+    worth = sorted((one for one in _REASONS if shares[one] >= _LEAST), key=lambda one: shares[one], reverse=True)
+    evidence = tuple(_evidence(ledger))
+    if not worth:
+        return Verdict("kernel", "most of its time is steps of its own", "memory", evidence, ())
+    remedies = tuple(Remedy(one.remedy, shares[one], one.option) for one in worth)
+    layer: Layer = "system"
+    return Verdict(layer, worth[0].symptom, worth[0].cause, evidence, remedies)
+
+
+def _evidence(ledger: RequestLedger) -> Iterator[str]:
+    if ledger.first_token is not None:
+        longest = max(ledger.first_parts, key=lambda part: ledger.first_parts[part])
+        what = _SAID[longest][0] if longest in _SAID else "its own prompt"
+        yield f"first token after {ledger.first_token:.3f} s, most of it: {what} ({ledger.first_parts[longest]:.3f} s)"
+    yield (
+        f"{ledger.prompt_tokens:,} prompt tokens, {ledger.cached_tokens:,} of them cached, in {ledger.prompt_steps:,} "
+        f"steps; {ledger.output_tokens:,} output tokens"
+    )
+    if ledger.decode_steps:
+        each = math.fsum(ledger.parts.get(part, 0.0) for part in ("decode", "decode_beside", "masks", "host_gap"))
+        yield (
+            f"{ledger.decode_steps:,} decode steps of {1e3 * each / ledger.decode_steps:.1f} ms with "
+            f"{ledger.beside:.1f} sequences on average"
+        )
+    if ledger.preemptions:
+        yield f"preempted {ledger.preemptions} times"
