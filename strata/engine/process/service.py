@@ -235,7 +235,9 @@ class Service:
 
     def _queue(self, job: Job, matcher: LLMatcher | None) -> None:
         job.sequences = self._loop.add(job.request, matcher)
-        arrival = job.arrival._replace(queued=self._clock())
+        now = self._clock()
+        read = now if job.request.grammar is None else job.arrival.read
+        arrival = job.arrival._replace(read=read, queued=now)
         self._watch.requests.queued(job.request.id, (job.id, *job.names), job.sequences, arrival)
         self._unscheduled.append(job)
 

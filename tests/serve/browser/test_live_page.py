@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from strata.engine.process.messages import Statistics
+from strata.engine.watch.verdict import FINDINGS
 from strata.serve.observe.metrics import Metrics
 from tests.serve.browser.conftest import Server
 from tests.serve.browser.webdriver import Browser
@@ -137,6 +138,24 @@ def test_labels_may_hold_anything(browser: Browser) -> None:
     labels, total = browser.run(script, metrics.render(Statistics()).decode())
     assert labels == {"endpoint": "chat", "model_name": name}
     assert total == 1
+
+
+def test_the_verdict_of_every_finding_is_a_sentence(browser: Browser, server: Server) -> None:
+    """As the page shows it, from the metrics that a server renders; the stub tells of none."""
+    browser.open(f"{server.url}/live")
+    browser.wait(lambda: "The engine rests" in browser.text("#verdict"), "the verdict of an engine that tells none")
+    script = """
+        const { parseMetrics } = await import("/page/prometheus.js");
+        const { readVerdict } = await import("/page/verdict.js");
+        return readVerdict(parseMetrics(arguments[0]));
+    """
+    for finding in FINDINGS:
+        told = Statistics(floor_share=0.42, gap_share=0.25, finding=finding, layer="system", cause="host")
+        shown = browser.run(script, Metrics("m").render(told).decode())
+        assert (shown["finding"], shown["floor"]) == (finding, "42 %")
+        assert shown["text"].startswith("System: ")
+        assert len(shown["text"].removeprefix("System: ").removesuffix(" (host)").split()) > 3, "more than its name"
+        assert shown["beside"] == "25 % of the time the device waits for the host"
 
 
 def labels(browser: Browser, unit: str, values: list[float], step: float) -> list[str]:
