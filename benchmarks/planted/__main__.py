@@ -102,8 +102,8 @@ class Bench:
         options = self.asked if faulty else self.mended
         times, sources = predicted(llm, self.setup)
         with self.case.during(llm) if faulty else nullcontext():
-            short = workload.short()
-            measured_steps(llm, short)
+            measured_steps(llm, workload.short())
+            short = workload.short() if llm.engine.device.type == "cpu" else None
             ideal = ideal_seconds(workload.test, times)
             found = measure(llm, workload, options, times, title=self.case.name, ideal=ideal, short=short)
         wanted = in_asked_dtype(found.facts, llm, self.setup, times)

@@ -149,7 +149,7 @@ LONG = (16,) * 15 + (240,)
 CASES = (
     Case("slow host loop", "waits for the host between steps", USUAL, during=slow_loop),
     Case("eager launches", "launches by the host", USUAL, during=no_recorded_steps, needs_cuda=True),
-    Case("unfused graph", "run one by one", even(2, 64, 64), around=no_passes),
+    Case("unfused graph", "run one by one", even(1, 64, 64), around=no_passes),
     Case(
         "float32 where bf16 was asked", "was asked for", even(8, 512, 8), {"dtype": "float32"}, {"dtype": "bfloat16"}
     ),

@@ -40,6 +40,13 @@ def explain(
     deterministic: options.Deterministic = False,
     tensor_parallel_size: options.TensorParallelSize = 1,
     max_num_seqs: options.MaxNumSeqs = 256,
+    max_num_batched_tokens: Annotated[int | None, options.engine_option(min=1, help="Most tokens of a step.")] = None,
+    num_pages: Annotated[
+        int | None, options.engine_option(min=1, help="KV pages; what memory allows if left out.")
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool, options.engine_option(help="Reuse the pages of prompts that begin alike.")
+    ] = False,
     prompt: Annotated[int | None, typer.Option(min=1, help="T3, T5: tokens of each prompt, 512 if left out.")] = None,
     output: Annotated[int | None, typer.Option(min=1, help="T3, T5: tokens of each output; 256, T5: 128.")] = None,
     request_rate: Annotated[float | None, typer.Option(min=0.001, help="T5: requests a second, 55.")] = None,
@@ -49,6 +56,7 @@ def explain(
     request: Annotated[str | None, typer.Option(help="Instead: a server's request, by its answer's id.")] = None,
     url: Annotated[str, typer.Option(help="Of that server; its key is in STRATA_API_KEY.")] = "http://127.0.0.1:8000",
     probe: Annotated[bool, typer.Option(help="Try the best remedies on a short form of the test.")] = False,
+    profile: Annotated[bool, typer.Option(help="CUDA: time kernels by the profiler, instead of predicting.")] = False,
     html: Html = None,
     trace: TraceFile = None,
     as_json: AsJson = False,
@@ -89,7 +97,13 @@ def explain(
         raise ValueError(f"--request-rate and --num-prompts are of T5, a served load; {test} comes at once")
     else:
         workload = _workload(test, prompt, output)
-    found = explained(setup, workload, {"max_num_seqs": max_num_seqs}, subject=subject, probe=probe)
+    changes = {
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "num_pages": num_pages,
+        "enable_prefix_caching": enable_prefix_caching,
+    }
+    found = explained(setup, workload, changes, subject=subject, probe=probe, profile=profile)
     show(found, as_json=as_json, html=html, trace=trace)
 
 
@@ -153,11 +167,13 @@ def explained(
     *,
     subject: Subject = "run",
     probe: bool = False,
+    profile: bool = False,
 ) -> Explanation:
     """A test on an engine with these changes of its options. Raises ValueError for a model that reads too little."""
-    from strata.bench.explain.measure import measure, measured_steps
+    from strata.bench.explain.measure import kernel_kind, measure, measured_steps
     from strata.bench.run import engine
     from strata.plan.explain.explain import explain as explain_run
+    from strata.plan.explain.split import operation_name
 
     given = setup.llm_options() | dict(changes)
     _check_length(workload, setup, given["max_model_len"])
@@ -166,14 +182,17 @@ def explained(
     measured_steps(llm, workload.short())  # compiles and fills what the first run needs
     title = f"{setup.test_name(workload.name)} {setup.model}"
     ideal = None if workload.test is None else ideal_seconds(workload.test, times)
-    measured = measure(llm, workload, given, times, title=title, ideal=ideal, short=workload.short())
+    on_cpu = llm.engine.device.type == "cpu"
+    short = workload.short() if on_cpu or profile else None
+    measured = measure(llm, workload, given, times, title=title, ideal=ideal, short=short)
 
     def tried(change: Mapping[str, Any]) -> Sequence[MeasuredStep]:
         return measured_steps(engine(given | dict(change)), workload.short())
 
     wanted = in_asked_dtype(measured.facts, llm, setup, times)
     prober = tried if probe else None
-    return explain_run(measured, times, wanted=wanted, subject=subject, prober=prober, sources=sources)
+    name_of = kernel_kind if profile and not on_cpu else operation_name
+    return explain_run(measured, times, wanted=wanted, subject=subject, name_of=name_of, prober=prober, sources=sources)
 
 
 def predicted(llm: LLM, setup: Setup) -> tuple[StepSeconds, Sequence[str]]:

@@ -8,17 +8,19 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from strata.bench.explain.node_times import NodeTimes
 from strata.bench.explain.recorder import HostSpans, StepRecorder
 from strata.bench.run import device_name
 from strata.bench.served.client import Load, ServedEngine
-from strata.bench.step_observers import observed
+from strata.bench.step_observers import StepMarks, observed, recorded_work
+from strata.bench.trace import OTHER, kind_of, read_trace
 from strata.bench.workloads import InferenceTest
-from strata.graph.cost import operation_counts
+from strata.graph.cost import NodeCost, operation_counts
 from strata.hardware.nvml import open_nvml
 from strata.hardware.telemetry import Sampler, Summary
 from strata.plan.explain.explanation import StepWork
@@ -108,11 +110,14 @@ def measure(
     short: AnyWorkload | None = None,
 ) -> Measurement:
     """options: that the engine was asked for. times: predicts its steps. ideal: see `Measurement`. short: what is run
-    once more, before, to time operations, where a CPU runs them; None: nothing is.
+    once more, before, to time operations: on a CPU node by node, on a GPU under the profiler, by kinds of kernels
+    (`kernel_kind`); None: nothing is.
     """
     engine = llm.engine
     on_host = engine.device.type == "cpu"
-    traced = _traced(llm, short) if on_host and short is not None else {}
+    traced: Mapping[StepWork, TracedOperations] = {}
+    if short is not None:
+        traced = _traced(llm, short) if on_host else _profiled(llm, short)
     recorder, spans = StepRecorder(engine), HostSpans(engine.loop.clock)
     scheduler, recorded = engine.loop.scheduler, engine.recorded
     before = scheduler.statistics.preemptions
@@ -166,6 +171,22 @@ def _traced(llm: LLM, short: AnyWorkload) -> Mapping[StepWork, TracedOperations]
     return nodes.traced(measured_steps(llm, short))
 
 
+def _profiled(llm: LLM, short: AnyWorkload) -> Mapping[StepWork, TracedOperations]:
+    """Kernels of all kinds of steps together."""
+    marks = StepMarks()
+    with observed(llm.engine.loop, marks), profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        _run(llm, short)
+    found = read_trace(*recorded_work(profiled, marks.count))
+    seconds = {name: kind.seconds for name, kind in found.kinds.items()}
+    return dict.fromkeys(get_args(StepWork), TracedOperations(seconds, found.span - found.host))
+
+
+def kernel_kind(node: NodeCost) -> str:
+    """What the kernels of a node do, as traces name it."""
+    kinds = (kind_of(name) for name in (node.operation, *node.kernels))
+    return next((kind for kind in kinds if kind != OTHER), OTHER)
+
+
 def facts(llm: LLM, options: Mapping[str, Any], times: StepSeconds) -> EngineFacts:
     """How an engine is set up. options: that it was asked for."""
     engine = llm.engine
@@ -189,7 +210,8 @@ def facts(llm: LLM, options: Mapping[str, Any], times: StepSeconds) -> EngineFac
 
 
 def _run(llm: LLM, workload: AnyWorkload) -> _Ran:
-    """One `generate`. Every request gets as many tokens as it was asked for."""
+    """One `generate`, which finds nothing cached. Every request gets as many tokens as it was asked for."""
+    llm.engine.loop.scheduler.reset()
     if isinstance(workload, ServedWorkload):
         return _serve(llm, workload.load)
     from strata import SamplingParams

@@ -25,6 +25,7 @@ def verdict_line(llm: LLM, test: InferenceTest, setup: Setup) -> str | None:
     except ValueError:  # nothing is known of the device
         return None
     workload, options = Workload(test), setup.llm_options()
+    short = workload.short() if llm.engine.device.type == "cpu" else None
     ideal = ideal_seconds(test, times)
-    measured = measure(llm, workload, options, times, title=test.name, ideal=ideal, short=workload.short())
+    measured = measure(llm, workload, options, times, title=test.name, ideal=ideal, short=short)
     return explain(measured, times, wanted=in_asked_dtype(measured.facts, llm, setup, times)).verdict.line
