@@ -1,9 +1,12 @@
-"""Routing of tokens to experts: the likeliest of a softmax (Shazeer et al. 2017, Jiang et al. 2024)."""
+"""Routing of tokens to experts: the likeliest of a softmax (Shazeer et al. 2017, Jiang et al. 2024), or the best of
+independent scores, of some groups of experts alone (DeepSeek-V2 and -V3, 2024).
+"""
 
 from __future__ import annotations
 
 from functools import reduce
 from operator import add
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,40 +17,91 @@ from strata.kernels.op import operation
 _INDEX_BYTES = 8
 
 
-def _cost(logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool, *, workload: Workload) -> Cost:
+class Choice(NamedTuple):
+    """How experts are scored and chosen, where it is not the softmax over all.
+
+    scoring: "sigmoid" scores each expert by itself. groups: experts stand in so many groups of neighbours, of which
+    `kept` are chosen from. group_score: of a group that of its best expert ("max", DeepSeek-V2), or the sum of its best
+    two ("top2", DeepSeek-V3). scale: what the weights are multiplied by in the end.
+    """
+
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    kept: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    scale: float = 1.0
+
+
+SOFTMAX = Choice()
+
+
+def _cost(
+    logits: Tensor,
+    bias: Tensor | None,
+    per_token: int,
+    normalized: bool,
+    choice: Choice = SOFTMAX,
+    *,
+    workload: Workload,
+) -> Cost:
     tokens, count = logits.shape
-    # The softmax: a subtraction, an exponential, a sum and a division. Normalizing: a sum and a division.
+    # The softmax: a subtraction, an exponential, a sum and a division; a sigmoid: a negation instead of the first.
+    # Normalizing: a sum and a division. A group's score: a comparison for each expert, or two.
     flops = 4 * tokens * count + (0 if bias is None else tokens * count) + (2 * tokens * per_token if normalized else 0)
+    if choice.groups > 1:
+        flops += (1 if choice.group_score == "max" else 2) * tokens * count
+    if choice.scale != 1:
+        flops += tokens * per_token
     width = torch.promote_types(logits.dtype, torch.float32).itemsize
     read = logits.nbytes + (0 if bias is None else bias.nbytes)
     return Cost(flops, read, tokens * per_token * (width + _INDEX_BYTES))
 
 
-def _meta(logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool) -> tuple[Tensor, Tensor]:
+def _meta(
+    logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool, choice: Choice = SOFTMAX
+) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], per_token)
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits.new_empty(shape, dtype=wide, device="meta"), logits.new_empty(shape, dtype=torch.int64, device="meta")
 
 
 @operation(_cost, meta=_meta, rowwise=True)
-def route(logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool) -> tuple[Tensor, Tensor]:
-    """The `per_token` likeliest experts of each token and their weights.
+def route(
+    logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool, choice: Choice = SOFTMAX
+) -> tuple[Tensor, Tensor]:
+    """The `per_token` best experts of each token and their weights.
 
-    logits: [tokens, experts]. bias: [experts] float32, added to the probabilities for the choice only (DeepSeek-V3,
-    section 2.1.2), or None. normalized: whether the weights of a token are divided by their sum.
-    Returns weights [tokens, per_token] float32 (float64 for float64 logits), the softmax over all experts is of that
-    dtype; and chosen [tokens, per_token] int64, the likeliest first. Differentiable through the weights.
+    logits: [tokens, experts]. bias: [experts] float32, added to the scores for the choice only (DeepSeek-V3, section
+    2.1.2), or None. normalized: whether the weights of a token are divided by their sum. choice: see there; `groups`
+    divides the experts, and the groups that are kept have at least `per_token`.
+    Returns weights [tokens, per_token] float32 (float64 for float64 logits), the scores are of that dtype; and chosen
+    [tokens, per_token] int64, the best first. Differentiable through the weights.
     """
-    probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    if bias is None:
-        weights, chosen = probabilities.topk(per_token, dim=-1)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    by_itself = choice.scoring == "sigmoid"
+    scores = logits.to(wide).sigmoid() if by_itself else logits.softmax(-1, dtype=wide)
+    if bias is None and choice.groups == 1:
+        weights, chosen = scores.topk(per_token, dim=-1)
     else:
-        chosen = (probabilities.detach() + bias).topk(per_token, dim=-1).indices
-        weights = probabilities.gather(-1, chosen)
+        wanted = scores.detach() if bias is None else scores.detach() + bias
+        chosen = _within_groups(wanted, choice).topk(per_token, dim=-1).indices
+        weights = scores.gather(-1, chosen)
     if normalized:
-        # Column by column: the order of the sum does not depend on the number of tokens.
-        weights = weights / reduce(add, weights.unbind(-1))[:, None]
-    return weights, chosen
+        # Column by column: the order of the sum does not depend on the number of tokens. Sigmoids may all be 0.
+        total = reduce(add, weights.unbind(-1))[:, None]
+        weights = weights / (total + 1e-20 if by_itself else total)
+    return weights if choice.scale == 1 else weights * choice.scale, chosen
+
+
+def _within_groups(scores: Tensor, choice: Choice) -> Tensor:
+    """Scores [tokens, experts] with -inf for the experts of groups that are not kept."""
+    if choice.groups == 1:
+        return scores
+    grouped = scores.unflatten(-1, (choice.groups, -1))
+    of_groups = grouped.amax(-1) if choice.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(-1, of_groups.topk(choice.kept, dim=-1).indices, True)
+    within: Tensor = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+    return within
 
 
 for _device in ("cpu", "cuda"):
