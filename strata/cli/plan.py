@@ -37,6 +37,11 @@ def plan(
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 8192,
     precision: Annotated[str, typer.Option(help="Of its layers: bf16, fp8-tensor, fp8-row.")] = "bf16",
     out: Annotated[Path | None, typer.Option(help="Write the run file of the training there.")] = None,
+    acceptance: Annotated[
+        float | None, typer.Option(min=0, max=0.99, help="Share of right guesses, to see what speculation would give.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw tokens a second a device against those of a user.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the plan as a page that loads nothing.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Choose how to serve a model: ranks, replicas, sequences at once and tokens of a step that give the most tokens a
@@ -50,8 +55,10 @@ def plan(
     if train != (batch_tokens is not None):
         raise ValueError("a plan of a training run takes --train and --batch-tokens, one of serving neither")
     if batch_tokens is not None:
-        if any(given is not None for given in (isl, osl, trace, ttft, tpot)) or cached:
-            raise ValueError("--isl, --osl, --trace, --cached, --ttft and --tpot are for serving: leave out --train")
+        serving = {"isl": isl, "osl": osl, "trace": trace, "ttft": ttft, "tpot": tpot, "cached": cached or None}
+        serving |= {"acceptance": acceptance, "svg": svg, "html": html}
+        if given := [f"--{name}" for name, value in serving.items() if value is not None]:
+            raise ValueError(f"{', '.join(given)}: for serving alone; leave out --train, or this")
         from strata.cli.plan_training import plan_training
 
         on = (device(hardware), gpus, batch_tokens, sequence, gpus_per_host, network * GIGA, precision)
@@ -59,15 +66,25 @@ def plan(
         return
     if out is not None:
         raise ValueError("--out writes the run file of a training: it goes with --train")
+    from strata.plan.search.frontier import drawable, frontier_svg
+    from strata.plan.search.page import html_page
     from strata.plan.search.report import serving_plan
     from strata.plan.search.traffic import Objectives, Traffic, read_traffic
 
+    if svg or html:
+        drawable()
     if (trace is None) == (isl is None) or (isl is None) != (osl is None):
         raise ValueError("give the lengths of requests by --isl and --osl, or by --trace FILE")
     traffic = Traffic.of(isl, osl, cached) if isl and osl else read_traffic(trace or Path(), cached)
     objectives = Objectives(*(None if value is None else value / 1e3 for value in (ttft, tpot)))
     file = folder_shape_or_file(model)
-    found = serving_plan(model, file, device(hardware), gpus, traffic, objectives, gpus_per_host, network * GIGA, price)
+    found = serving_plan(
+        model, file, device(hardware), gpus, traffic, objectives, gpus_per_host, network * GIGA, price, acceptance
+    )
+    if svg is not None:
+        svg.write_text(frontier_svg(found), encoding="utf-8")
+    if html is not None:
+        html.write_text(html_page(found), encoding="utf-8")
     if as_json:
         print(json.dumps(found.to_dict()))
     else:
@@ -102,19 +119,18 @@ def _draw(found: ServingPlan) -> None:
             )
         return made
 
-    best = found.best
-    if best is None:
-        console.print("Strata runs no layout of this model on these devices yet.")
+    console.print(table(f"{found.title}: the best", (found.best,), blocked=bool(found.best.blocked)))
+    for name, value in found.lines():
+        console.print(f"{name:<14}{value}", soft_wrap=True)
+    if found.command is None:
+        print(f"\nStrata cannot run this yet: it lacks {', '.join(found.best.blocked)}.")
     else:
-        console.print(table(f"{found.title}: the best", (best,), blocked=False))
-        for name, value in found.lines():
-            console.print(f"{name:<18}{value}", soft_wrap=True)
-        console.print()
-        print(found.where)
-        print(f"  {shlex.join(found.command)}")
+        print(f"\n{found.where}\n  {shlex.join(found.command)}")
     if found.others:
         console.print(table("\nOther layouts", found.others, blocked=False))
     if found.blocked:
         console.print(table("\nNot in Strata yet", found.blocked, blocked=True))
+    for line in found.lacking():
+        console.print(line, soft_wrap=True)
     for source in found.sources:
         console.print(f"from {source}", style="dim", soft_wrap=True)

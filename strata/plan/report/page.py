@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import resources
-
 from strata.plan.explain.explanation import Explanation, OperationTime
+from strata.plan.report.document import document, section
 from strata.plan.report.markup import Markup, element, joined, table
 from strata.plan.report.roofline import points, roofline
 from strata.plan.report.timeline import timeline_figure, timeline_text
@@ -12,28 +11,11 @@ from strata.plan.report.units import quantity, seconds, share
 from strata.plan.report.waterfall_table import ordered, waterfall_table
 from strata.plan.waterfall import LAYERS, Verdict, Waterfall
 
-# What the page may load: nothing but its own styles.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _MOST_OPERATIONS = 40
 
 
 def html_page(explanation: Explanation) -> str:
     """The page. Every figure in a picture stands in text or a table, too."""
-    style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
-    head = element(
-        "head",
-        Markup('<meta charset="utf-8">'),
-        Markup(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
-        Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-        element("title", f"Strata: {explanation.title}"),
-        element("style", Markup(style)),
-    )
-    header = element(
-        "header",
-        element("p", "Where the time goes", class_="eyebrow"),
-        element("h1", explanation.title),
-        element("p", explanation.device, class_="soft"),
-    )
     sections = [
         _verdict(explanation.verdict),
         _figures(explanation),
@@ -43,12 +25,7 @@ def html_page(explanation: Explanation) -> str:
         *_operations(explanation),
         *_sources(explanation),
     ]
-    body = element("body", element("main", header, *sections))
-    return "<!doctype html>\n" + element("html", head, body, lang="en") + "\n"
-
-
-def _section(title: str, text: str, *content: str) -> Markup:
-    return element("section", element("h2", title), element("p", text, class_="soft"), *content)
+    return document("Where the time goes", explanation.title, explanation.device, *sections)
 
 
 def _verdict(verdict: Verdict) -> Markup:
@@ -89,7 +66,7 @@ def _waterfall(waterfall: Waterfall) -> Markup:
     if largest is not None:
         text += f"; the largest part beyond it is {largest.name}, {share(largest.seconds, waterfall.measured)}"
     keys = [element("span", layer, class_=f"key {layer}") for layer in (*reversed(LAYERS), "floor")]
-    return _section("Waterfall", f"{text}.", waterfall_table(waterfall), element("p", *keys, class_="keys"))
+    return section("Waterfall", f"{text}.", waterfall_table(waterfall), element("p", *keys, class_="keys"))
 
 
 def _roofline(explanation: Explanation) -> list[Markup]:
@@ -109,13 +86,13 @@ def _roofline(explanation: Explanation) -> list[Markup]:
     )
     bounds = dict.fromkeys(one.operation.bound for one in found)
     keys = [element("span", f"{bound} bound", class_=f"key {bound}") for bound in bounds]
-    return [_section("Roofline", text, wide, narrow, element("p", *keys, class_="keys"))]
+    return [section("Roofline", text, wide, narrow, element("p", *keys, class_="keys"))]
 
 
 def _timeline(explanation: Explanation) -> list[Markup]:
     if not explanation.steps:
         return []
-    return [_section("Timeline", timeline_text(explanation.steps), timeline_figure(explanation.steps))]
+    return [section("Timeline", timeline_text(explanation.steps), timeline_figure(explanation.steps))]
 
 
 def _operations(explanation: Explanation) -> list[Markup]:
@@ -128,7 +105,7 @@ def _operations(explanation: Explanation) -> list[Markup]:
     text = "The longest first, each beside the least time that its FLOPs and bytes need."
     if left := len(explanation.operations) - len(shown):
         text += f" {left} more take less."
-    return [_section("Operations", text, table("operations", head, rows, numbers=3))]
+    return [section("Operations", text, table("operations", head, rows, numbers=3))]
 
 
 def _operation(number: int, one: OperationTime, measured: float) -> list[str]:
@@ -154,4 +131,4 @@ def _sources(explanation: Explanation) -> list[Markup]:
     if not explanation.sources:
         return []
     listed = element("ul", *(element("li", one) for one in explanation.sources))
-    return [_section("Sources", "Where the floor and all that is predicted come from.", listed)]
+    return [section("Sources", "Where the floor and all that is predicted come from.", listed)]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from strata.engine.scheduling.room import LEAST_TOKENS, MAX_SLOWDOWN
+from strata.engine.scheduling.room import IN_LINE, LEAST_TOKENS, MAX_SLOWDOWN
 from strata.plan.search.traffic import Traffic
 
 # From a request's way over HTTP until its first token is on its way back, beside the steps: what the first tokens of
@@ -21,6 +21,7 @@ from strata.plan.search.traffic import Traffic
 SERVER_SECONDS = 2.7e-3
 _LEAST, _PRECISION = 1e-6, 1e-4
 _FEW_TOKENS = 8.0
+_BUSIEST = 0.999
 
 StepSeconds = Callable[[float, float], float]
 """Of a stage, by decoding sequences and tokens of prompts."""
@@ -130,12 +131,22 @@ def _steady(
     spread = (share * with_prompts**2 + (1 - share) * alone**2) / step
     beside = traffic.computed + wanted / step * spread
     first, rest = min(beside, longest), max(0.0, beside - longest)
-    busy = min(wanted / longest, 0.999)
-    line = with_prompts * busy / (2 * (1 - busy)) * busy
+    line = with_prompts * _queue(wanted / longest)
+    if batching.target is not None:
+        # With more in line the target grows, until as many prompts are computed as come.
+        in_line = IN_LINE * with_prompts / (batching.target / stages)
+        line = min(line, in_line / ended * step)
     is_busy = -math.expm1(-others * mean) if others < 1 or mean < 1 else 1.0
     prefill = seconds(own, first) * stages + rest / longest * with_prompts
     ttft = SERVER_SECONDS + is_busy * spread / 2 + line + prefill
     return LoadPoint(requests * (ttft + after_first * tpot), decoding, requests, ttft, tpot, share, chunk, step)
+
+
+def _queue(busy: float) -> float:
+    """How many steps a prompt waits for others before it: as in a queue whose work comes at random and takes equally
+    long (M/D/1), beyond the rest of a step."""
+    busy = min(busy, _BUSIEST)
+    return busy * busy / (2 * (1 - busy))
 
 
 def _longest(seconds: StepSeconds, batching: Batching, own: float, alone: float, room: float) -> float:

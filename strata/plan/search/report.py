@@ -16,7 +16,10 @@ from strata.plan.meta_model import dtype_name, find_config
 from strata.plan.search.choice import Choice, command, request_flops
 from strata.plan.search.layer_prices import StepPrice
 from strata.plan.search.machine import Machine
+from strata.plan.search.pools import Pools, best_pools
+from strata.plan.search.precision import AS_CHECKPOINT
 from strata.plan.search.search import Found, Question, Search
+from strata.plan.search.speculation import Speculation, best_speculation
 from strata.plan.search.traffic import Objectives, Traffic
 
 _CUDA = torch.device("cuda")
@@ -26,19 +29,22 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """found: by the search. decode, mixed: steps of the best, of its decodes and with prompts beside them; None without
-    a best. price: of a device an hour, None if it is not known. model_file: what the model was found as.
+    """found: by the search. decode, mixed: steps of the best, of its decodes and with prompts beside them. price: of a
+    device an hour, None if it is not known. model_file: what the model was found as. pools, speculation: what Strata
+    lacks beside precisions and devices; None if there is none, or the user told no acceptance.
     """
 
     question: Question
     found: Found
-    decode: StepPrice | None
-    mixed: StepPrice | None
+    decode: StepPrice
+    mixed: StepPrice
     price: float | None
     model_file: str
+    pools: Pools | None
+    speculation: Speculation | None
 
     @property
-    def best(self) -> Choice | None:
+    def best(self) -> Choice:
         return self.found.best
 
     @property
@@ -60,9 +66,10 @@ class ServingPlan:
         return f"{asked.model} on {asked.devices} x {asked.machine.listed.product}, {lengths}"
 
     @property
-    def command(self) -> list[str]:
-        """Of the best: what starts the engines of one host."""
-        assert self.best is not None
+    def command(self) -> list[str] | None:
+        """Of the best: what starts the engines of one host; None if Strata cannot run it yet."""
+        if self.best.blocked:
+            return None
         is_shape = self.model_file in SHAPES or Path(self.model_file).is_file()
         return command(
             self.best, self.question.model, is_shape, self.question.traffic.longest, self.question.machine.per_host
@@ -71,16 +78,13 @@ class ServingPlan:
     @property
     def where(self) -> str:
         """How many hosts the command is for."""
-        assert self.best is not None
         each = min(self.best.replicas, self.question.machine.per_host // self.best.settings.layout.ranks)
         hosts = -(-self.best.replicas // each)
         return "run:" if hosts == 1 else f"run on each of {hosts} hosts, behind a load balancer:"
 
     @property
-    def mfu(self) -> float | None:
+    def mfu(self) -> float:
         """FLOPs of the requests' own matrices and attention over the maker's dense peak of all devices that work."""
-        if self.best is None:
-            return None
         asked = self.question
         peak = asked.machine.listed.ceiling("compute", dtype_name(asked.dtype), measured=False).value
         return self.best.requests * request_flops(asked.config, asked.traffic) / (self.best.devices * peak)
@@ -88,17 +92,14 @@ class ServingPlan:
     @property
     def cost_per_million(self) -> float | None:
         """Of a million tokens of answers, their prompts included, on all devices, idle ones too."""
-        if self.best is None or self.price is None:
+        if self.price is None:
             return None
         return self.price * self.question.devices / 3600 / self.best.tokens * 1e6
 
     @property
     def origins(self) -> dict[str, float]:
         """Which share of the mean step's time is measured, interpolated and analytic."""
-        best = self.best
-        if best is None or self.decode is None or self.mixed is None:
-            return {}
-        share = best.point.prompt_steps
+        share = self.best.point.prompt_steps
         seconds = {
             origin: (1 - share) * self.decode.origins[origin] + share * self.mixed.origins[origin] for origin in ORIGINS
         }
@@ -107,8 +108,6 @@ class ServingPlan:
     def lines(self) -> list[tuple[str, str]]:
         """What is told of the best, a name and a sentence each."""
         best = self.best
-        assert best is not None
-        assert self.decode is not None
         point, held, bounds = best.point, best.held, self.decode.bounds
         idle = self.question.devices - best.devices
         gib = {name: f"{getattr(held, name) / _GIB:,.2f}" for name in ("weights", "kv", "workspace", "margin")}
@@ -141,6 +140,10 @@ class ServingPlan:
         found.append(("predicted", shares))
         return found
 
+    def lacking(self) -> list[str]:
+        """What else Strata does not do yet, and what it would give."""
+        return [one.line for one in (self.pools, self.speculation) if one is not None]
+
     def to_dict(self) -> dict[str, Any]:
         asked, best = self.question, self.best
         objectives = asked.objectives
@@ -154,13 +157,15 @@ class ServingPlan:
             "output_tokens": asked.traffic.output,
             "ttft_ms": None if objectives.ttft is None else objectives.ttft * 1e3,
             "tpot_ms": None if objectives.tpot is None else objectives.tpot * 1e3,
-            "best": None if best is None else best.to_dict(),
-            "command": None if best is None else self.command,
+            "best": best.to_dict(),
+            "command": self.command,
             "mfu": self.mfu,
             "cost_per_million_tokens": self.cost_per_million,
             "predicted_from": self.origins,
             "others": [one.to_dict() for one in self.found.others],
             "not_in_strata_yet": [one.to_dict() for one in self.found.blocked],
+            "pools_not_in_strata_yet": None if self.pools is None else self.pools.to_dict(),
+            "speculation_not_in_strata_yet": None if self.speculation is None else self.speculation.to_dict(),
             "sources": list(self.sources),
         }
 
@@ -175,10 +180,12 @@ def serving_plan(
     per_host: int,
     network: float,
     price: float | None,
+    acceptance: float | None = None,
 ) -> ServingPlan:
     """Search, and price the steps of the best.
 
-    model: as it was named, model_file: where it was found. network: bytes/s. Raises ValueError for whatever cannot be:
+    model: as it was named, model_file: where it was found. network: bytes/s. acceptance: of a guess of speculation,
+    None: without. Raises ValueError for whatever cannot be:
     a device without figures, requests that are longer than the model's, no room, objectives that nothing meets.
     """
     config = find_config(model_file)
@@ -192,11 +199,10 @@ def serving_plan(
     question = Question(model, config, dtype, machine, devices, traffic, objectives)
     search = Search(question)
     found = search.run()
-    best, decode, mixed = found.best, None, None
-    if best is not None:
-        layout, precision = best.settings.layout, best.settings.precision
-        own = best.point.decoding / layout.stages / (layout.tensor if layout.own_tokens else 1)
-        table, decodes = search.table(layout, precision), max(1, round(own))
-        decode = table.price(decodes, 0)
-        mixed = table.price(decodes, max(2, round(best.point.chunk)))
-    return ServingPlan(question, found, decode, mixed, price, model_file)
+    best, layout = found.best, found.best.settings.layout
+    own = best.point.decoding / layout.stages / (layout.tensor if layout.own_tokens else 1)
+    table, decodes = search.table(layout, best.settings.precision), max(1, round(own))
+    decode, mixed = table.price(decodes, 0), table.price(decodes, max(2, round(best.point.chunk)))
+    pools = best_pools(search, [one for one, precision in search.fitting() if precision is AS_CHECKPOINT])
+    speculation = None if acceptance is None else best_speculation(search, best, acceptance)
+    return ServingPlan(question, found, decode, mixed, price, model_file, pools, speculation)

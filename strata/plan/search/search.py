@@ -24,6 +24,8 @@ from strata.plan.search.traffic import Objectives, Traffic
 SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 1000)
 BUDGETS = (8192, 2048, 4096, 16384)
 TARGETS = (SERVER_TARGET_MS, 0.0)
+# Of tokens a second, as a logarithm: what is closer is told apart by latency, and not by how well steps are predicted.
+_ALIKE = 0.005
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Found:
-    """best: the most tokens a second of those that Strata runs; None if it runs none that fits. others: the best of
-    each other layout. blocked: the best with each thing that Strata lacks. seen: all that were priced,
-    whether or not they meet the objectives.
+    """best: the most tokens a second of those that Strata runs; if it runs none that fits, of those that lack the
+    least. others: the best of each other layout that it runs. blocked: the best with each thing that Strata lacks.
+    seen: all that were priced, whether or not they meet the objectives.
     """
 
-    best: Choice | None
+    best: Choice
     others: tuple[Choice, ...]
     blocked: tuple[Choice, ...]
     seen: tuple[Choice, ...]
@@ -64,26 +66,30 @@ class Search:
     def run(self) -> Found:
         """Raises ValueError if the model fits on no layout of the devices, or none is quick enough."""
         fitting = self.fitting()
+        self._check_floors(fitting)
         seen = [choice for layout, precision in fitting for choice in self.choices(layout, precision)]
         meeting = [choice for choice in seen if self.meets(choice)]
         runs = best_of_each(choice for choice in meeting if not choice.blocked)
         blocked = best_of_blocked(choice for choice in meeting if choice.blocked)
         running = [choice for choice in seen if not choice.blocked]
         if not meeting or (running and not runs):
-            raise ValueError(too_slow(self.question, self.least(fitting), running or seen, blocked))
-        best = replace(runs[0], binds=self.binds(runs[0])) if runs else None
+            raise ValueError(too_slow(self.question, running or seen, blocked))
+        best = runs[0] if runs else min(blocked, key=lambda one: (len(one.blocked), rank(one)))
+        best = replace(best, binds=self.binds(best))
+        blocked = [one for one in blocked if one.settings != best.settings]
         return Found(best, tuple(runs[1:]), tuple(blocked), tuple(seen))
 
     def fitting(self) -> list[tuple[Layout, Precision]]:
         """What has room for a sequence at least. Raises ValueError, with the bytes that are missing, if nothing has."""
         possible = [layout for layout in self._layouts(self.question.devices) if self._is_linked(layout)]
-        near = [layout for layout in possible if layout.own_tokens or layout.ranks <= self.question.machine.per_host]
-        # Stages on several hosts are for what one host has no room for.
-        for some in (near, possible):
-            if any(not self.lacking(layout, AS_CHECKPOINT) for layout in some):
-                pairs = ((layout, precision) for layout in some for precision in PRECISIONS)
-                return [(layout, precision) for layout, precision in pairs if not self.lacking(layout, precision)]
-        raise ValueError(self._does_not_fit(possible))
+        near = [layout for layout in possible if layout.ranks <= self.question.machine.per_host]
+        if any(not self.lacking(layout, AS_CHECKPOINT) for layout in near):
+            # Stages on several hosts are for what one host has no room for; experts gain by more of them.
+            possible = [layout for layout in possible if layout in near or layout.own_tokens]
+        elif all(self.lacking(layout, AS_CHECKPOINT) for layout in possible):
+            raise ValueError(self._does_not_fit(possible))
+        pairs = ((layout, precision) for layout in possible for precision in PRECISIONS)
+        return [(layout, precision) for layout, precision in pairs if not self.lacking(layout, precision)]
 
     def lacking(self, layout: Layout, precision: Precision) -> int:
         """Bytes of a device that are missing for one sequence of the longest request."""
@@ -121,11 +127,11 @@ class Search:
         """Why Strata cannot run it yet; nothing if it can."""
         machine, found = self.question.machine, []
         if not machine.runs:
-            found.append(f"no kernels for {machine.listed.product}")
+            found.append("kernels")
         if precision is not AS_CHECKPOINT:
             found.append(precision.name)
         if layout.ranks > machine.per_host:
-            found.append("ranks of one engine on several hosts")
+            found.append("engines on several hosts")
         return tuple(found)
 
     def meets(self, choice: Choice) -> bool:
@@ -150,12 +156,20 @@ class Search:
             self._anchors[whole] = Anchors(prices, question.traffic, PRECISIONS, decodes)
         return self._anchors[whole]
 
-    def least(self, fitting: list[tuple[Layout, Precision]]) -> Objectives:
-        """The floors of both latencies: a prompt and a token alone, of the layout that has the least."""
-        prompt = max(2, round(self.question.traffic.computed))
-        tables = [self.table(layout, precision) for layout, precision in fitting]
-        ttft = min(table.price(0, prompt).bounds.seconds for table in tables)
-        return Objectives(ttft, min(table.price(1, 0).bounds.seconds for table in tables))
+    def _check_floors(self, fitting: list[tuple[Layout, Precision]]) -> None:
+        """Raises ValueError for an objective below the floor of a prompt, or of a token alone, on every layout."""
+        question = self.question
+        prompt, wanted = max(2, round(question.traffic.computed)), question.objectives
+        for name, asked, step in (("--ttft", wanted.ttft, (0, prompt)), ("--tpot", wanted.tpot, (1, 0))):
+            if asked is None:
+                continue
+            least = min(self.table(layout, precision).price(*step).bounds.seconds for layout, precision in fitting)
+            if asked < least:
+                raise ValueError(
+                    f"{name} {asked * 1e3:g} is below the floor of {question.model} on {question.devices} x "
+                    f"{question.machine.listed.key}, {least * 1e3:.3g} ms: the devices read weights, compute "
+                    "and send no faster; ask for more than that"
+                )
 
     def binds(self, choice: Choice) -> str:
         """What keeps an engine from more sequences at once."""
@@ -233,22 +247,16 @@ def best_of_blocked(choices: Iterable[Choice]) -> list[Choice]:
     return sorted(found.values(), key=rank)
 
 
-def rank(choice: Choice) -> tuple[float, float, int]:
-    """What comes first is better."""
-    return -choice.tokens, choice.point.tpot, choice.settings.layout.ranks
+def rank(choice: Choice) -> tuple[int, float, int]:
+    """What comes first is better: more tokens a second, and of those within half a percent the quickest request."""
+    whole = choice.point.ttft + (choice.output - 1) * choice.point.tpot
+    return -round(math.log(choice.tokens) / _ALIKE), whole, choice.settings.layout.ranks
 
 
-def too_slow(question: Question, least: Objectives, seen: list[Choice], blocked: list[Choice]) -> str:
-    """Why none of `seen` meets the objectives, in words: they are below a floor, or below what is predicted. blocked:
-    what would meet them."""
+def too_slow(question: Question, seen: list[Choice], blocked: list[Choice]) -> str:
+    """Which of `seen` comes nearest to the objectives that none meets, in words. blocked: what would meet them."""
     wanted = question.objectives
     where = f"{question.model} on {question.devices} x {question.machine.listed.key}"
-    for name, given, floor in (("--ttft", wanted.ttft, least.ttft), ("--tpot", wanted.tpot, least.tpot)):
-        if given is not None and floor is not None and given < floor:
-            return (
-                f"{name} {given * 1e3:g} is below the floor of {where}, {floor * 1e3:.3g} ms: no device reads its "
-                f"weights, computes or sends faster; ask for more than that"
-            )
 
     def excess(choice: Choice) -> float:
         point = choice.point

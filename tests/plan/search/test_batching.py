@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
+import torch
 
+from strata.hardware.specs import device
+from strata.plan.meta_model import find_config
 from strata.plan.search.batching import SERVER_SECONDS, Batching, at_concurrency, at_rate
+from strata.plan.search.layer_prices import LayerPrices
+from strata.plan.search.layout import Layout
+from strata.plan.search.machine import Machine
+from strata.plan.search.precision import AS_CHECKPOINT
+from strata.plan.search.step_table import Anchors, StepTable
 from strata.plan.search.traffic import Traffic
 
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "h200_peers.jsonl"
 TRAFFIC = Traffic.of(500, 101)
 FREE = Batching(budget=8192, target=None)
 
@@ -71,3 +82,25 @@ def test_answers_of_one_token_are_prompts_alone() -> None:
     point = at_concurrency(seconds, Traffic.of(500, 1), Batching(1000, None), 2)
     assert point.requests == pytest.approx(2 / seconds(0, 1000))
     assert point.tpot == 0.0
+
+
+def test_served_loads_of_8b_on_an_h200() -> None:
+    """Mean latencies of the loads at rates that were measured, of which none made the steps' table."""
+    machine, config = Machine.of(device("h200"), "bfloat16", per_host=8, network=50e9), find_config("8B")
+    traffic = Traffic.of(512, 128)
+    anchors = Anchors(LayerPrices(config, machine, Layout(), torch.bfloat16), traffic, [AS_CHECKPOINT])
+    table = StepTable(anchors, config, Layout(), AS_CHECKPOINT)
+    measured = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    loads = [
+        one
+        for one in measured
+        if (one["engine"], one["model"]) == ("strata", "8B")
+        and one["data"] == "random prompts of 512 and answers of 128 tokens"
+        and one["request_rate"] != "inf"
+    ]
+    assert len(loads) == 3
+    for load in loads:
+        point = at_rate(table.seconds, traffic, Batching(8192, 0.02), load["request_rate"], most=256)
+        assert point is not None
+        assert point.tpot * 1e3 == pytest.approx(load["tpot_ms"]["mean"], rel=0.06)
+        assert point.ttft * 1e3 == pytest.approx(load["ttft_ms"]["mean"], rel=0.2)

@@ -1,0 +1,78 @@
+"""A plan as one HTML page: the best, its command, the frontier as a picture and as a table, the others."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from strata.plan.report.document import document, section
+from strata.plan.report.markup import Markup, element, table
+from strata.plan.search.choice import Choice
+from strata.plan.search.frontier import frontier, frontier_svg
+from strata.plan.search.report import ServingPlan
+
+# Stands for the colour that the page gives its words.
+_PLACE = "#010203"
+_HEAD = ["layout", "engines", "sequences", "TTFT ms", "TPOT ms", "tok/s", "tok/s/device", "tok/s/user"]
+
+
+def html_page(plan: ServingPlan) -> str:
+    """The page, which loads nothing; every point of the picture stands in a table, too."""
+    title, _, subtitle = plan.title.partition(", ")
+    runs = [one for one in plan.found.seen if not one.blocked] or list(plan.found.seen)
+    drawn = element(
+        "figure", _picture(plan), class_="scroll", role="img", aria_label="tokens a second a device and of a user"
+    )
+    parts = [
+        section("The best", *_command(plan), _rows("the best", (plan.best,)), _facts(plan)),
+        section("Throughput against latency", "Each point is a way to run the engines.", drawn),
+        section("The outer points", "From the most tokens a device on.", _rows("frontier", tuple(frontier(runs)))),
+    ]
+    if plan.found.others:
+        parts.append(section("Other layouts", "The best settings of each.", _rows("other layouts", plan.found.others)))
+    if plan.found.blocked or plan.lacking():
+        lines = element("ul", *(element("li", one) for one in plan.lacking()))
+        rows = _rows("lacking", plan.found.blocked) if plan.found.blocked else Markup("")
+        parts.append(section("Not in Strata yet", "What it lacks stands last.", rows, lines))
+    sources = element("ul", *(element("li", one) for one in plan.sources))
+    parts.append(section("Where the prediction comes from", "", sources))
+    return document("How to serve it", title, subtitle, *parts)
+
+
+def _picture(plan: ServingPlan) -> Markup:
+    """As wide as the page, in the colour of its words."""
+    text = re.sub(r"^.*?(?=<svg)", "", frontier_svg(plan, _PLACE, "none"), flags=re.DOTALL)
+    root = re.match(r"<svg[^>]*>", text)
+    assert root is not None
+    sized = re.sub(r' (width|height)="[^"]*"', "", root[0])
+    return Markup((sized + text[root.end() :]).replace(_PLACE, "currentColor"))
+
+
+def _command(plan: ServingPlan) -> tuple[str, Markup]:
+    if plan.command is None:
+        return f"Strata cannot run this yet: it lacks {', '.join(plan.best.blocked)}.", Markup("")
+    return plan.where, element("p", element("code", shlex.join(plan.command)))
+
+
+def _facts(plan: ServingPlan) -> Markup:
+    return element("ul", *(element("li", f"{name}: {value}" if name else value) for name, value in plan.lines()))
+
+
+def _rows(label: str, choices: tuple[Choice, ...]) -> Markup:
+    lacks = any(one.blocked for one in choices)
+    return table(label, [*_HEAD, *(["lacks"] * lacks)], [_row(one, lacks=lacks) for one in choices], numbers=1)
+
+
+def _row(choice: Choice, *, lacks: bool) -> list[str]:
+    point, user = choice.point, choice.tokens_per_user
+    found = [
+        choice.settings.layout.name,
+        f"{choice.replicas:,}",
+        f"{choice.settings.sequences:,}",
+        f"{point.ttft * 1e3:,.1f}",
+        f"{point.tpot * 1e3:,.2f}",
+        f"{choice.tokens:,.0f}",
+        f"{choice.tokens_per_device:,.0f}",
+        "" if user is None else f"{user:,.1f}",
+    ]
+    return [*found, ", ".join(choice.blocked)] if lacks else found

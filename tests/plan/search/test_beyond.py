@@ -1,0 +1,123 @@
+"""The frontier, its picture and page, and what Strata lacks: pools and speculation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from strata.hardware.specs import device
+from strata.plan.search import report as report_module
+from strata.plan.search import search as search_module
+from strata.plan.search import step_table
+from strata.plan.search.choice import Choice
+from strata.plan.search.frontier import frontier, frontier_svg
+from strata.plan.search.page import html_page
+from strata.plan.search.precision import PRECISIONS
+from strata.plan.search.report import ServingPlan, serving_plan
+from strata.plan.search.speculation import accepted
+from strata.plan.search.traffic import Objectives, Traffic
+
+
+@pytest.fixture(scope="module")
+def plan() -> ServingPlan:
+    """Of a small model on two hosts, among few settings."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(step_table, "_ALONE", (1, 16, 64, 248))
+        patched.setattr(step_table, "_BESIDE", (0, 248))
+        patched.setattr(step_table, "_PROMPTS", (256, 8192))
+        patched.setattr(search_module, "SEQUENCES", (1, 16, 64, 256))
+        patched.setattr(search_module, "BUDGETS", (8192,))
+        patched.setattr(search_module, "PRECISIONS", PRECISIONS[:2])
+        config = report_module.find_config("1B")
+        shallow = replace(config, num_layers=4, windows=(None,) * 4)
+        patched.setattr(report_module, "find_config", lambda _: shallow)
+        objectives = Objectives(tpot=0.02)
+        traffic = Traffic.of(1000, 200)
+        return serving_plan("<1B>", "1B", device("h200"), 4, traffic, objectives, 2, 50e9, 2.0, acceptance=0.8)
+
+
+def dominates(one: Choice, other: Choice) -> bool:
+    assert one.tokens_per_user is not None
+    assert other.tokens_per_user is not None
+    return one.tokens_per_user > other.tokens_per_user and one.tokens_per_device > other.tokens_per_device
+
+
+def test_nothing_lies_beyond_the_frontier(plan: ServingPlan) -> None:
+    outer = frontier(plan.found.seen)
+    assert not any(dominates(one, other) for one in plan.found.seen for other in outer)
+    inner = [one for one in plan.found.seen if one not in outer]
+    assert all(any(dominates(other, one) or _level(other, one) for other in outer) for one in inner)
+
+
+def _level(one: Choice, other: Choice) -> bool:
+    return one.tokens_per_user == other.tokens_per_user or one.tokens_per_device == other.tokens_per_device
+
+
+def test_the_picture_names_what_it_shows(plan: ServingPlan) -> None:
+    text = frontier_svg(plan)
+    words = "".join(ElementTree.fromstring(text).itertext())
+    for word in ("tokens a second of a user", "Strata runs", "not in Strata yet", "the best", "TPOT"):
+        assert word in words
+
+
+def test_the_page_is_whole_and_loads_nothing(plan: ServingPlan) -> None:
+    class Reader(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words: list[str] = []
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            assert tag not in ("script", "link", "img", "iframe")
+            for name, value in attrs:
+                assert name != "src"
+                assert not (name.endswith("href") and not (value or "").startswith("#"))
+
+        def handle_data(self, data: str) -> None:
+            self.words.append(data)
+
+    reader = Reader()
+    reader.feed(html_page(plan))
+    words = " ".join(reader.words)
+    assert "<1B> on 4 x NVIDIA H200" in words  # escaped, so that it is read as text
+    assert plan.command is not None
+    assert " ".join(plan.command[3:]) in words
+    assert f"{plan.best.tokens:,.0f}" in words
+
+
+def test_cost_and_use_of_the_devices(plan: ServingPlan) -> None:
+    best = plan.best
+    assert plan.cost_per_million == pytest.approx(2.0 * 4 / 3600 / best.tokens * 1e6)
+    assert 0 < plan.mfu < 1
+    assert sum(plan.origins.values()) == pytest.approx(1)
+    assert best.devices <= 4
+    assert not best.blocked
+
+
+def test_what_strata_lacks_is_apart(plan: ServingPlan) -> None:
+    assert all(one.blocked for one in plan.found.blocked)
+    assert ("fp8 weights",) in [one.blocked for one in plan.found.blocked]
+    assert not any(one.blocked for one in plan.found.others)
+
+
+def test_pools_are_no_quicker_than_either_of_them(plan: ServingPlan) -> None:
+    pools = plan.pools
+    assert pools is not None
+    assert pools.devices <= 4
+    assert pools.tpot <= 0.02
+    _, count = pools.answers
+    assert pools.requests <= count * pools.sequences / (199 * pools.tpot) * (1 + 1e-9)
+    assert pools.tokens == pytest.approx(pools.requests * 200)
+
+
+def test_speculation_by_the_formula(plan: ServingPlan) -> None:
+    assert accepted(0.5, 2) == 1.75  # 1 + 1/2 + 1/4
+    assert accepted(0.8, 3) == pytest.approx((1 - 0.8**4) / (1 - 0.8))
+    assert accepted(0.0, 5) == 1.0
+    guessed = plan.speculation
+    assert guessed is not None
+    assert guessed.point.tpot < plan.best.point.tpot or guessed.tokens > plan.best.tokens
+    # No more than if all tokens of a verification came in the time of one.
+    assert guessed.tokens <= plan.best.tokens * accepted(0.8, guessed.guesses)
