@@ -28,7 +28,7 @@ from strata.train.layout import chosen_layout
 from strata.train.learning_rate import learning_rate
 from strata.train.log.description import RunDescription
 from strata.train.log.logs import Logs, open_logs
-from strata.train.log.step_times import StepTimes, open_times
+from strata.train.log.step_times import PROFILE, StepTimes, open_times
 from strata.train.meter import Meter
 from strata.train.phases import ObservedPhases
 from strata.train.position import Position
@@ -178,6 +178,8 @@ class Trainer:
             while self.position.step < run.steps:
                 with self._traced(self.position.step + 1):
                     self._one_step(self._next(steps))
+                    if self._profiler is not None:
+                        self._phases.at(PROFILE)  # a trace that ends here is written
                 is_saved = self._is_due(run.checkpoint_every)
                 # A checkpoint has seen all numbers, and no line spans the point where a run may resume.
                 is_logged = is_saved or self._is_due(run.log_every)
@@ -203,7 +205,10 @@ class Trainer:
 
     def _traced(self, number: int) -> AbstractContextManager[None]:
         self._phases.step(number)
-        return contextlib.nullcontext() if self._profiler is None else self._profiler.step(number)
+        if self._profiler is None:
+            return contextlib.nullcontext()
+        self._phases.at(PROFILE)
+        return self._profiler.step(number)
 
     def _write_line(self, log: Logs, report: Report) -> None:
         values, about_ranks = self._meter.line(self.position, self._rate(self.position.step - 1))

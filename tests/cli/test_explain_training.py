@@ -15,6 +15,7 @@ from strata.hardware.machine import cpu_name, processor
 from strata.hardware.probe.ceiling import Ceiling
 from strata.hardware.probe.report import ProbeReport, file_of, keep
 from strata.train.config import read_train_config
+from strata.train.profile import StepProfiler
 from strata.train.trainer import Trainer
 from tests.train.tiny_run import Files, write_files, write_toml
 
@@ -55,7 +56,8 @@ def explained(*arguments: str) -> dict[str, Any]:
 
 def test_a_run_is_explained_from_its_folder(toml: Path, tmp_path: Path) -> None:
     with join_world("cpu") as world:
-        position = Trainer(read_train_config(toml), world).train()
+        profiler = StepProfiler(tmp_path / "run" / "profile", range(5, 6), world.device)
+        position = Trainer(read_train_config(toml), world, profiler=profiler).train()
     page, trace = tmp_path / "run.html", tmp_path / "run.json"
     found = explained(str(tmp_path / "run"), "--html", str(page), "--trace", str(trace))
     lines = [json.loads(line) for line in (tmp_path / "run" / "times.jsonl").read_text().splitlines()]
@@ -64,7 +66,10 @@ def test_a_run_is_explained_from_its_folder(toml: Path, tmp_path: Path) -> None:
     for line in lines:
         assert sum(line["phases"].values()) == pytest.approx(line["seconds"], rel=1e-3)
         assert 0 < line["device"] < line["seconds"]
-    assert found["waterfall"]["measured"] == pytest.approx(sum(line["seconds"] for line in lines))
+    # What the profiler took is not the run's.
+    took = [line["phases"].get("profile", 0.0) for line in lines]
+    assert took[-1] > 1e-3
+    assert found["waterfall"]["measured"] == pytest.approx(sum(line["seconds"] for line in lines) - sum(took))
     flops = sum(line[name] for line in lines for name in ("products", "attention", "head"))
     assert found["waterfall"]["floor"] == pytest.approx(flops / 1e11)  # its update fits into caches
     assert len(found["steps"]) == STEPS

@@ -20,6 +20,8 @@ _MOST_STEPS = 5000
 # From this share of its floor on, a run is near it.
 _NEAR = 0.6
 _MOST_REMEDIES = 5
+# What saves less is worth a line, but does not make a run what the verdict calls it.
+_NAMED = 0.08
 
 
 def explain_run(run: RecordedRun) -> Explanation:
@@ -50,13 +52,12 @@ def explain_run(run: RecordedRun) -> Explanation:
 
 def _verdict(asked: Asked) -> Verdict:
     found = findings(asked)
-    if not found:
-        return _without_finding(asked)
-    first = found[0]
     remedies = sorted(chain.from_iterable(one.remedies for one in found), key=lambda one: -one.gain)
-    worth = _different(one for one in remedies if one.gain >= LEAST_GAIN)
-    evidence = (*first.evidence, *_utilization(asked))
-    return Verdict(first.layer, first.symptom, first.cause, evidence, tuple(worth)[:_MOST_REMEDIES])
+    worth = tuple(_different(one for one in remedies if one.gain >= LEAST_GAIN))[:_MOST_REMEDIES]
+    if not found or found[0].gain < _NAMED:
+        return _without_finding(asked, worth)
+    first = found[0]
+    return Verdict(first.layer, first.symptom, first.cause, (*first.evidence, *_utilization(asked)), worth)
 
 
 def _different(remedies: Iterator[Remedy]) -> Iterator[Remedy]:
@@ -68,10 +69,11 @@ def _different(remedies: Iterator[Remedy]) -> Iterator[Remedy]:
             yield one
 
 
-def _without_finding(asked: Asked) -> Verdict:
-    """The kernels themselves keep the run from its floor, or it is near."""
+def _without_finding(asked: Asked, worth: tuple[Remedy, ...]) -> Verdict:
+    """The kernels themselves keep the run from its floor, or it is near. worth: what else would help a little."""
     fall = asked.explained.waterfall
-    near, remedies = fall.floor / fall.measured, tuple(_narrow(asked))
+    near = fall.floor / fall.measured
+    remedies = tuple(sorted((*worth, *_narrow(asked)), key=lambda one: -one.gain))
     if near > _NEAR or not fall.parts:
         symptom = f"near the floor: {near:.0%} of the time is the least"
         return Verdict("kernel", symptom, "compute", _utilization(asked), remedies)

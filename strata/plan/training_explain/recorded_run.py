@@ -13,7 +13,7 @@ from typing import Any
 from strata.train.log.description import RunDescription, read_description
 from strata.train.log.json_lines import read_lines
 from strata.train.log.logs import FILE
-from strata.train.log.step_times import TIMES
+from strata.train.log.step_times import PROFILE, TIMES
 from strata.train.predict.flops import StepFlops
 from strata.train.predict.step_kinds import StepTable, kind_of, read_step_trace
 from strata.train.profile import STEP
@@ -24,7 +24,8 @@ _WIDE_PRODUCTS = ("sgemm", "tf32", "s1688", "nvjet_sss", "f32f32_f32")
 
 @dataclass(frozen=True)
 class Interval:
-    """Between two lines of the log: see `StepTimes.take`. step: the last. flops: of all ranks."""
+    """Between two lines of the log: see `StepTimes.take`; without what a profiler took. step: the last. flops: of all
+    ranks."""
 
     step: int
     steps: int
@@ -136,12 +137,13 @@ def read_run(folder: Path) -> RecordedRun:
 
 def _interval(path: Path, line: Mapping[str, Any]) -> Interval:
     try:
+        phases = dict(line["phases"])
         return Interval(
             line["step"],
             line["steps"],
-            line["seconds"],
+            line["seconds"] - phases.pop(PROFILE, 0.0),
             line["device"],
-            line["phases"],
+            phases,
             line["tokens"],
             line["sequences"],
             line["packs"],

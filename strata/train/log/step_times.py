@@ -18,6 +18,8 @@ from strata.train.log.logs import Logs
 from strata.train.predict.flops import StepFlops, batch_flops
 
 TIMES = "times.jsonl"
+# The phase in which a profiler begins or writes its trace: no other run has it.
+PROFILE = "profile"
 # Of the host before the first phase of a step.
 _BETWEEN = "between"
 

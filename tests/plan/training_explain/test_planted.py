@@ -95,6 +95,12 @@ def test_a_run_without_faults_is_near_its_floor(tmp_path: Path) -> None:
     assert found.steps[-1].end == pytest.approx(found.waterfall.measured)
 
 
+def test_a_little_lost_to_data_makes_no_run_data_bound(tmp_path: Path) -> None:
+    verdict = explained(Planted(data=0.05), tmp_path).verdict
+    assert verdict.layer == "kernel"
+    assert "--data.window 256" in [one.option for one in verdict.remedies]
+
+
 def test_less_recomputation_saves_what_the_cost_model_says(tmp_path: Path) -> None:
     planted = Planted(recompute="layers")
     now, then = (predicted_time(planted.shape, way, H200).seconds for way in ("layers", "none"))
@@ -131,7 +137,7 @@ def test_a_share_of_packs_that_is_empty_is_no_lost_time(tmp_path: Path) -> None:
     ("file", "text", "named"),
     [
         ("times.jsonl", "", "tells of no step yet"),
-        ("times.jsonl", '{"step": 1, "steps": 1}\n', "has no 'seconds'"),
+        ("times.jsonl", '{"step": 1, "steps": 1}\n', "has no 'phases'"),
         ("profile/trace.json.gz", "no gzip", "is not the trace"),
     ],
 )
