@@ -27,20 +27,27 @@ class PoolShape:
 class KVPool:
     """Keys and values of each layer, [pages, page_size, kv_heads, head_dim], zeroed so that unused rows are finite.
 
-    all_keys, all_values: those of all layers, [layers, pages, ...].
+    all_keys, all_values: those of all layers, [layers, pages, ...]. keys, values: those of a layer, by its number.
     """
 
-    def __init__(self, shape: PoolShape, pages: int, device: torch.device) -> None:
+    def __init__(
+        self, shape: PoolShape, pages: int, device: torch.device, held: tuple[Sequence[int], int] | None = None
+    ) -> None:
+        """held: the numbers of the pool's layers, and how many the model has; None: all are its own."""
         self.shape = shape
         self.pages = pages
         size = (shape.layers, pages, shape.page_size, shape.kv_heads, shape.head_dim)
         self.all_keys, self.all_values = (torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(2))
-        self.keys = tuple(self.all_keys[layer] for layer in range(shape.layers))
-        self.values = tuple(self.all_values[layer] for layer in range(shape.layers))
+        numbers, layers = held or (range(shape.layers), shape.layers)
+        nothing = self.all_keys.new_zeros((0, shape.page_size, 0, 0))
+        self.keys, self.values = (
+            tuple(both[numbers.index(layer)] if layer in numbers else nothing for layer in range(layers))
+            for both in (self.all_keys, self.all_values)
+        )
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages (source, destination) in every layer, for copy-on-write."""
-        pairs = torch.tensor(copies, pin_memory=self.keys[0].is_cuda)
-        source, target = pairs.to(self.keys[0].device, non_blocking=True).unbind(1)
-        for pool in (*self.keys, *self.values):
+        pairs = torch.tensor(copies, pin_memory=self.all_keys.is_cuda)
+        source, target = pairs.to(self.all_keys.device, non_blocking=True).unbind(1)
+        for pool in (*self.all_keys, *self.all_values):
             pool.index_copy_(0, target, pool.index_select(0, source))

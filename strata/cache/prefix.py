@@ -3,10 +3,21 @@ Zheng et al. 2024)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from strata.cache.pages import PageAllocator
+
+
+class Attached(Protocol):
+    """What the tree keeps for its pages beside them: other state of the same tokens, of which some may be gone."""
+
+    def covered(self, path: Sequence[int], most: int) -> int:
+        """After how many of the first `most` pages of a path a sequence finds all that it needs to go on."""
+
+    def detach(self, page: int) -> None:
+        """A page leaves the tree, and with it what is kept for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,12 +41,16 @@ class PrefixTree:
     Whoever holds a page of the tree holds all pages above it, and pages are let go deepest first. So the order in which
     pages fell idle (`PageAllocator`) is an eviction order that takes the least recently used leaves first.
 
+    Layers that keep something else than rows of all tokens have it `attached` to the same pages. A hit then ends where
+    all of it is there, at the deepest such page.
+
     A page may be shared while the step that fills it is under way. It is verified once a draw has read it and given an
     id, and with it all pages above; what a draw that gave none has read, `invalidate` takes out of the tree.
     """
 
-    def __init__(self, pages: PageAllocator) -> None:
+    def __init__(self, pages: PageAllocator, attached: Sequence[Attached] = ()) -> None:
         self._pages = pages
+        self._attached = tuple(attached)
         self.clear()
 
     def clear(self) -> None:
@@ -51,12 +66,17 @@ class PrefixTree:
     def __iter__(self) -> Iterator[int]:
         return iter(self._owners)
 
+    def __contains__(self, page: int) -> bool:
+        return page in self._owners
+
     def match(self, tokens: list[int], salt: str = "") -> list[int]:
         """The longest run of cached pages that `tokens` begin with, each now held once more.
 
         At least one token is left over, because something must be computed to sample from.
         """
         path = self._descend(tokens, (len(tokens) - 1) // self._pages.page_size, salt)[2]
+        if self._attached:
+            path = path[: self._covered(path)]
         for page in path:
             self._pages.share(page)
         return path
@@ -72,10 +92,11 @@ class PrefixTree:
         if known < len(pages) and (not known or path[-1] == pages[known - 1]):
             self._extend(node, taken, tokens, pages, known)
 
-    def release(self, tokens: list[int], pages: list[int], salt: str = "") -> None:
+    def release(self, tokens: list[int], pages: list[int], salt: str = "") -> list[int]:
         """Release all `pages` of a sequence that ends or pauses, and keep in the tree those that `tokens` fill.
 
-        Where the tree has a copy already, it keeps that copy and counts it as used now.
+        Where the tree has a copy already, it keeps that copy and counts it as used now. Returns the pages that it has
+        for these tokens now.
         """
         full = min(len(tokens) // self._pages.page_size, len(pages))
         node, taken, path = self._descend(tokens, full, salt)
@@ -89,6 +110,7 @@ class PrefixTree:
             self._pages.release(pages[index])
             if index < known and path[index] != pages[index]:
                 self._pages.touch(path[index])
+        return path + pages[known:full]
 
     def evict(self, count: int) -> int:
         """Free up to `count` idle pages, least recently used leaves first; returns how many were freed."""
@@ -98,6 +120,7 @@ class PrefixTree:
                 return freed
             node = self._owners.pop(page)
             self._verified.discard(page)
+            self._detach_all(page)
             if node.pages.pop() != page or node.children:
                 raise AssertionError(f"page {page} fell idle before a page below it")
             last = tuple(node.tokens[-self._pages.page_size :])
@@ -209,7 +232,21 @@ class PrefixTree:
             for page in node.pages:
                 del self._owners[page]
                 self._verified.discard(page)
+                self._detach_all(page)
                 self._pages.uncache(page)
+
+    def _covered(self, path: list[int]) -> int:
+        """After how many pages of a path everything that is attached is there."""
+        most, before = len(path), -1
+        while most != before:
+            before = most
+            for kind in self._attached:
+                most = kind.covered(path, most)
+        return most
+
+    def _detach_all(self, page: int) -> None:
+        for kind in self._attached:
+            kind.detach(page)
 
     def _detach(self, node: _Node, first_page: tuple[int, ...]) -> None:
         """Take a node from its parent; a root without children goes too."""

@@ -16,6 +16,7 @@ from strata.cache.pool import KVPool
 from strata.cache.staging import Staging
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.cpu import planned
+from strata.kernels.attention.spec import Sequences
 from strata.kernels.state.paged import PagedKV
 from strata.models.batch import Batch
 
@@ -38,6 +39,7 @@ class BufferShape:
     prompts: of a recorded step, most sequences that are no decodes, for which cuDNN attends; None: any number. fresh:
     of one, all are prompts without tokens from before it, so cuDNN reads its own keys and values instead of pages.
     ranks: how many divide the tokens of the step, each with as many rows; it writes the keys and values of all.
+    groups: of layers with block tables of their own.
     """
 
     tokens: int
@@ -46,6 +48,7 @@ class BufferShape:
     prompts: int | None = None
     fresh: bool = False
     ranks: int = 1
+    groups: int = 1
 
     def sizes(self) -> dict[str, int]:
         """Elements of each field in the order of the buffer."""
@@ -55,6 +58,7 @@ class BufferShape:
             "sources": self.tokens,
             "positions": self.tokens,
             "slot_mapping": self.tokens * self.ranks,
+            **{group_mapping(group): self.tokens for group in range(1, self.groups)},
             "offsets": self.sequences + 1,
             "starts": self.sequences,
             "decode_lengths": self.sequences,
@@ -74,6 +78,20 @@ class BufferShape:
     @property
     def size(self) -> int:
         return sum(self.sizes().values())
+
+
+def group_mapping(group: int) -> str:
+    """The name of the slot mapping of a group of layers; that of the first has none of its own."""
+    return f"slot_mapping {group}" if group else "slot_mapping"
+
+
+class GroupTables(NamedTuple):
+    """What layers of a group behind the first read in a step: their pool, the block tables of the step's sequences
+    [sequences, most_pages] int32, and the windows of these layers."""
+
+    pool: KVPool
+    tables: Tensor
+    windows: tuple[int | None, ...]
 
 
 class StepBuffer:
@@ -127,6 +145,21 @@ class StepBuffer:
         if sequences < self.shape.sequences:
             host["table_rows"][sequences:] = tables.padding
             self._pad(sequences, tokens)
+
+    def place_group(
+        self,
+        group: int,
+        tables: BlockTables,
+        page_size: int,
+        slots: Int32Array,
+        starts: Int32Array,
+        counts: Int32Array,
+    ) -> None:
+        """What `place` did, for the slot mapping of a group behind the first."""
+        mapping, tokens = self.host[group_mapping(group)], int(counts.sum())
+        ends = np.cumsum(counts, dtype=np.int32)
+        mapping[:tokens] = _placed(tables, page_size, slots, starts, counts, ends - counts)[1]
+        mapping[tokens:] = -1
 
     def place_written(self, tables: BlockTables, page_size: int, shares: Sequence[Share]) -> None:
         """Let the step, which ranks divide, write the keys and values of all shares, not of the one placed alone."""
@@ -186,20 +219,29 @@ class StepBuffer:
         longest: int,
         windows: Iterable[int | None],
         parts: BatchParts | None = None,
+        groups: Sequence[GroupTables] = (),
     ) -> Batch:
         """The device's side as a model's argument.
 
         tables: the block tables of this step's sequences. tokens: the ids, joined with those that only the
         device knows. windows: those of the model's attention layers, for which a CPU plans its attention once for all
-        layers. parts: see `PagedKV`.
+        layers. parts: see `PagedKV`. groups: those behind the first.
         """
         t = self.tensors
-        on_cpu = tokens.device.type == "cpu"
-        index = t["slot_mapping"].long() if on_cpu and not bool((t["slot_mapping"] < 0).any()) else None
-        pages = PagedKV(pool.keys, pool.values, tables, t["lengths"], t["slot_mapping"], index=index, parts=parts)
-        if on_cpu:
-            pages = planned(pages, t["offsets"], windows)
-        return Batch(tokens, t["positions"], t["offsets"], longest, pages)
+        pages = self._pages(pool, tables, t["slot_mapping"], windows, parts)
+        others = tuple(
+            Sequences(t["offsets"], longest, self._pages(one.pool, one.tables, t[group_mapping(g)], one.windows, parts))
+            for g, one in enumerate(groups, 1)
+        )
+        return Batch(tokens, t["positions"], t["offsets"], longest, pages, others)
+
+    def _pages(
+        self, pool: KVPool, tables: Tensor, mapping: Tensor, windows: Iterable[int | None], parts: BatchParts | None
+    ) -> PagedKV:
+        on_cpu = mapping.device.type == "cpu"
+        index = mapping.long() if on_cpu and not bool((mapping < 0).any()) else None
+        pages = PagedKV(pool.keys, pool.values, tables, self.tensors["lengths"], mapping, index=index, parts=parts)
+        return planned(pages, self.tensors["offsets"], windows) if on_cpu else pages
 
 
 def _placed(

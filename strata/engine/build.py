@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from strata.cache.groups import books
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.engine.compilations import Compilations
@@ -130,7 +131,7 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
     scheduler_config = SchedulerConfig(
         asked.max_num_seqs, executor.max_tokens, executor.max_length, seed, target, stages
     )
-    scheduler, pages = _scheduler(asked, scheduler_config, ledger.pages)
+    scheduler, pages = _scheduler(asked, scheduler_config, executor)
     loop = EngineLoop(scheduler, ranks or executor.runner, run_ahead=device.type == "cuda", ledger=ledger)
     compilations = Compilations(log)
     if device.type == "cuda":
@@ -172,15 +173,17 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
 
 
 def _scheduler(
-    asked: EngineConfig, config: SchedulerConfig, num_pages: int
+    asked: EngineConfig, config: SchedulerConfig, executor: Executor
 ) -> tuple[Scheduler, PageAllocator] | tuple[RankSchedulers, RankPages]:
-    """With the pages that it has; num_pages: of a rank."""
+    """With the pages whose use tells how full the memory is. executor: of a rank."""
+    counts = executor.ledger.group_pages
     if asked.enable_dp_attention:
         config = replace(config, ranks=asked.tensor_parallel_size)
-        of_ranks = RankSchedulers(config, num_pages, asked.page_size, caches=asked.enable_prefix_caching)
+        of_ranks = RankSchedulers(config, counts[0], asked.page_size, caches=asked.enable_prefix_caching)
         return of_ranks, of_ranks.pages
-    pages = PageAllocator(num_pages, asked.page_size)
-    return Scheduler(config, pages, PrefixTree(pages) if asked.enable_prefix_caching else None), pages
+    held = books(executor.groups, counts, asked.max_num_seqs, config.max_length)
+    tree = PrefixTree(held.pages, held.windows) if asked.enable_prefix_caching else None
+    return Scheduler(config, held.pages, tree, held.windows), held.filled
 
 
 def _step_shares(executor: Executor, device: torch.device) -> StepShares:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from strata.cache.groups import PageGroup, page_groups
 from strata.cache.pool import PoolShape
 from strata.cache.tables import BufferShape
 from strata.engine.ranks.token_division import CONTEXT_AXIS
@@ -19,7 +20,7 @@ from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart, why_no_p
 from strata.kernels.device_limits import DeviceLimits
 from strata.models import weights
 from strata.models.config import DTYPES, ModelConfig
-from strata.models.families import build
+from strata.models.families import FAMILIES, build
 from strata.models.folder import located
 from strata.parallel.serving_shard import PIPELINE_AXIS, TENSOR_AXIS, RankShard
 
@@ -231,7 +232,8 @@ def _is_whole(value: object, least: int) -> bool:
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """max_length: tokens of one sequence; max_tokens: of one step. pool: of the KV pages, with the weights' dtype.
+    """max_length: tokens of one sequence; max_tokens: of one step. pool: of the KV pages of all layers, were they
+    alike, with the weights' dtype. groups: into which the layers are divided by what they keep.
 
     recorded: the steps that get a CUDA graph; library: cuDNN attends for prompts in them. weight_bytes: of the model;
     of a rank of several, of its share. parameters: of the model; of several ranks, of the one with the most
@@ -241,6 +243,7 @@ class EngineSizes:
     max_length: int
     max_tokens: int
     pool: PoolShape
+    groups: tuple[PageGroup, ...]
     weight_bytes: int
     parameters: int
     recorded: tuple[BufferShape, ...]
@@ -275,17 +278,28 @@ class EngineSizes:
             if shard is not None:
                 most = weights.weight_bytes(build(shard.most_divided, max_length), dtype)
                 parameters = most // dtype.itemsize // shard.stages
+        groups = _page_groups(asked, config, pool, max_length)
         library, recorded = False, []
         if limits is not None:
             library = not asked.deterministic and library_limit(limits, config, dtype, asked.page_size) is None
             fresh = library and keeps_neighbours_apart(dtype)
             recorded = recorded_sizes(asked.max_num_seqs, max_tokens, parameters, library, fresh)
-        return EngineSizes(max_length, max_tokens, pool, weight_bytes, parameters, tuple(recorded), library)
+        sizes = tuple(replace(size, groups=len(groups)) for size in recorded)
+        return EngineSizes(max_length, max_tokens, pool, groups, weight_bytes, parameters, sizes, library)
 
     def without_library(self, max_sequences: int) -> EngineSizes:
         """The same where cuDNN cannot attend after all."""
         recorded = recorded_sizes(max_sequences, self.max_tokens, self.parameters, library=False)
-        return replace(self, recorded=tuple(recorded), library=False)
+        sizes = tuple(replace(size, groups=len(self.groups)) for size in recorded)
+        return replace(self, recorded=sizes, library=False)
+
+
+def _page_groups(asked: EngineConfig, config: ModelConfig, pool: PoolShape, max_length: int) -> tuple[PageGroup, ...]:
+    """Where ranks have stages, parts of prompts or sequences of their own, all layers keep all tokens."""
+    apart = asked.pipeline_parallel_size, asked.prefill_context_parallel_size
+    if max(apart) > 1 or asked.enable_dp_attention:
+        return (PageGroup(tuple(range(config.num_layers)), None, pool),)
+    return page_groups(FAMILIES[config.architecture].states(config), pool, max_length)
 
 
 def library_limit(limits: DeviceLimits, config: ModelConfig, dtype: torch.dtype, page_size: int) -> str | None:

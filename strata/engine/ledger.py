@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
+from strata.cache.groups import PageGroup, divide_pages
 from strata.cache.pool import PoolShape
 from strata.cache.tables import BufferShape
+from strata.cache.window_pages import most_pages
 from strata.models.config import ModelConfig
 from strata.models.memory import free_bytes
 
@@ -23,12 +25,21 @@ SAMPLING_BYTES = 40
 PROMPT_LOGPROB_ROWS = 256
 
 
+class WindowPool(NamedTuple):
+    """Pages of layers that keep the rows of a window."""
+
+    window: int
+    pages: int
+    page_bytes: int
+
+
 @dataclass(frozen=True)
 class Ledger:
     """Bytes by purpose on one device. `budget` is what the engine may use in all; `margin` is what is left of it.
 
     others: what is in use already, by this process or by others. recorded: sizes of steps that have CUDA graphs.
-    messages: buffers of what ranks send each other.
+    messages: buffers of what ranks send each other. pages, page_bytes: of the first group of layers that keep rows of
+    one kind, and `windows`: of the others.
     """
 
     device: str
@@ -44,10 +55,21 @@ class Ledger:
     page_bytes: int
     page_size: int
     messages: int = 0
+    windows: tuple[WindowPool, ...] = ()
 
     @property
     def kv(self) -> int:
-        return self.pages * self.page_bytes
+        return self.pages * self.page_bytes + sum(pool.pages * pool.page_bytes for pool in self.windows)
+
+    @property
+    def group_pages(self) -> tuple[int, ...]:
+        """Of each group of layers."""
+        return self.pages, *(pool.pages for pool in self.windows)
+
+    def agreed(self, least: Callable[[int], int]) -> Ledger:
+        """With as many pages as all ranks have; least: a rank's number in, the smallest of all out."""
+        windows = tuple(pool._replace(pages=least(pool.pages)) for pool in self.windows)
+        return replace(self, pages=least(self.pages), windows=windows)
 
     @property
     def tokens(self) -> int:
@@ -65,7 +87,15 @@ class Ledger:
             ("sequences", self.sequences, "block tables, ids that penalties count, masks"),
             ("CUDA graphs", self.graphs, f"{self.recorded} sizes of steps, estimated"),
             *([("messages", self.messages, "between ranks, estimated")] if self.messages else []),
-            ("KV pages", self.kv, f"{self.pages:,} pages of {self.page_size}: {self.tokens:,} tokens"),
+            (
+                "KV pages",
+                self.pages * self.page_bytes,
+                f"{self.pages:,} pages of {self.page_size}: {self.tokens:,} tokens",
+            ),
+            *(
+                ("windows", pool.pages * pool.page_bytes, f"{pool.pages:,} pages for layers that see {pool.window:,}")
+                for pool in self.windows
+            ),
             ("margin", self.margin, "unused"),
         ]
         head = f"memory on {self.device}: {self.budget / GIB:.2f} GiB to use of {self.total / GIB:.2f}"
@@ -142,12 +172,14 @@ def plan_memory(
     messages: int = 0,
     sources: int = 1,
     memory: DeviceMemory | None = None,
+    groups: Sequence[PageGroup] = (),
 ) -> Ledger:
     """Divide the device's memory.
 
     memory: of a device that need not be here; None: of `device` as it is now.
     sharing: how many processes like this one a host's memory is for; a GPU is of one. messages: bytes
-        that those between ranks need. sources: ranks whose rows meet at experts, each of them as many as the
+        that those between ranks need. groups: of layers that keep rows of one kind each, in pools like parts of
+        `pool`; none: all layers are alike. sources: ranks whose rows meet at experts, each of them as many as the
         step of one has.
     utilization: the share of a GPU that may be in use once the engine is, by whomever.
     recorded: sizes of the steps that CUDA graphs run. scratch: bytes that decode attention needs beside its result.
@@ -176,7 +208,13 @@ def plan_memory(
     else:
         budget = free
         room = min(int((budget - fixed) * CPU_KV_SHARE), max_sequences * per_sequence * pool.page_bytes)
-    pages = num_pages if num_pages is not None else max(0, room) // pool.page_bytes
+    groups = groups or (PageGroup(tuple(range(pool.layers)), None, pool),)
+    useful = [group.most_useful(max_sequences, max_tokens, max_length) for group in groups]
+    if num_pages is None:
+        counts = divide_pages(groups, max(0, room), useful)
+    else:
+        counts = (num_pages, *(num_pages if most is None else min(num_pages, most) for most in useful[1:]))
+    pages = counts[0]
     ledger = Ledger(
         device=_name(device) if memory is None else memory.name,
         total=total,
@@ -188,11 +226,19 @@ def plan_memory(
         graphs=graphs,
         recorded=len(recorded),
         pages=pages,
-        page_bytes=pool.page_bytes,
+        page_bytes=groups[0].shape.page_bytes,
         page_size=pool.page_size,
         messages=messages,
+        windows=tuple(
+            WindowPool(group.window or 0, count, group.shape.page_bytes)
+            for group, count in zip(groups[1:], counts[1:], strict=True)
+        ),
     )
-    if num_pages is None and pages < per_sequence:
+    needed = [
+        per_sequence if group.window is None else min(per_sequence, most_pages(group.window, pool.page_size) + 1)
+        for group in groups
+    ]
+    if num_pages is None and any(there < least for there, least in zip(counts, needed, strict=True)):
         raise PoolTooSmall(
             f"the KV pool would hold {ledger.tokens:,} tokens, but one sequence may have max_model_len={max_length:,}",
             ledger,

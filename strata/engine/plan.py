@@ -82,6 +82,18 @@ class Chunk(NamedTuple):  # a tuple is made three times as fast as a frozen data
     new_pages: tuple[int, ...]
 
 
+class WindowEntries(NamedTuple):
+    """Entries of a slot's block table in a window's group, from `first_page` on, that have not been sent yet.
+
+    group: its number among the groups of layers that have windows.
+    """
+
+    group: int
+    slot: int
+    first_page: int
+    new_pages: tuple[int, ...]
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step of the device.
 
@@ -92,6 +104,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     copies: (from, to) pages, to be copied in this order before the step writes anything.
     tokens: the sum of the chunks' counts.
     banned: (slot, id) that this draw of the slot may not give, because it would complete a bad word.
+    windows, window_copies: what `new_pages` of chunks and `copies` are for pages of all tokens, for those of layers
+        with windows; copies are (group, from, to).
     """
 
     ended: tuple[int, ...]
@@ -100,6 +114,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     copies: tuple[tuple[int, int], ...]
     tokens: int
     banned: tuple[tuple[int, int], ...] = ()
+    windows: tuple[WindowEntries, ...] = ()
+    window_copies: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def draws(self) -> list[Draw]:

@@ -22,6 +22,7 @@ from strata.cache.tables import BufferShape, StepBuffer
 from strata.engine.faults import is_lack_of_memory
 from strata.engine.sampler import DrawInputs
 from strata.engine.step_graphs import DivisionInputs, DrawStep, StepGraphs, StepInputs
+from strata.engine.steps.groups import WindowSteps
 from strata.graph.cudagraph import Recordings
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, MAX_TOKENS, Rows, as_virtual_sequences
@@ -147,13 +148,15 @@ class RecordedSteps:
         staging: list[Staging],
         recordings: Recordings,
         heads: int,
+        windows: WindowSteps | None = None,
     ) -> None:
-        """heads: of the model's queries."""
+        """heads: of the model's queries. windows: where some layers have pages of their own."""
         self._graphs, self._pool, self._tables = graphs, pool, tables
         # As `qk_rope_kv_write` leaves queries, in front of keys, and values behind both as they were.
         width = pool.shape.head_dim
         self._rows = Rows((heads + pool.shape.kv_heads) * width, heads * width)
         self._fresh_rows = self._rows._replace(values=(heads + 2 * pool.shape.kv_heads) * width)
+        self._windows = windows
         self._library = False
         self._newest, self._staging = newest, staging
         self._recordings = recordings
@@ -269,6 +272,8 @@ class RecordedSteps:
         buffer = self._buffers[shape][self._staging[0]]
         nothing = np.zeros(0, dtype=np.int32)
         buffer.place(self._tables, self._pool.shape.page_size, nothing, nothing, nothing)
+        if self._windows is not None:
+            self._windows.place(buffer, nothing, nothing, nothing)
         buffer.pad_draws(0, len(self._newest) - 1)
         is_decode = _is_decode(shape)
         parts = None if is_decode else buffer.divide(nothing, recorded=True)
@@ -285,7 +290,8 @@ class RecordedSteps:
                 tokens, tables = graphs.recorded_inputs.forward(inputs)
             else:
                 tokens, tables, divided = self.divide(inputs, parts, fresh=shape.fresh)
-            batch = buffer.batch(self._pool, tables, tokens, longest, (), divided)
+            others = () if self._windows is None else self._windows.recorded_tables(buffer, inputs, graphs)
+            batch = buffer.batch(self._pool, tables, tokens, longest, (), divided, others)
             if decode is not None:
                 made.logits = decode.forward(batch)
             else:

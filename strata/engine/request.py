@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
 from strata.cache.pages import PageAllocator
+from strata.cache.window_pages import WindowPages, WindowTable
 from strata.engine.plan import Draw, NewSequence, Sampling
 from strata.engine.sampling_params import SamplingParams
 
@@ -63,7 +64,7 @@ class Request:
         """The ids that end a sample."""
         return self.params.stop_ids if self.params.ignore_eos else self.eos_ids | self.params.stop_ids
 
-    def max_length(self, longest: int, pages: PageAllocator) -> int:
+    def max_length(self, longest: int, pages: PageAllocator, windows: Iterable[WindowPages] = ()) -> int:
         """The most tokens that a sample may have, prompt included, where no sequence has more than `longest`. Raises
         ValueError if the request can never run."""
         length, most = len(self.prompt), self.params.max_tokens
@@ -76,11 +77,15 @@ class Request:
             )
         limit = longest if most is None else min(length + most, longest)
         wanted = pages.pages_for(limit - 1)  # the last token is never read
-        if wanted > pages.num_pages:
-            raise ValueError(
-                f"{length} prompt tokens and {limit - length} output tokens need {wanted} KV pages, but the pool has "
-                f"{pages.num_pages}: lower max_tokens, shorten the prompt, or give the KV cache more memory"
-            )
+        needs = [(wanted, pages.num_pages)]
+        # With a page for new tokens beside the window a sequence gets on, if slowly.
+        needs += [(min(wanted, window.most + 1), window.books.num_pages) for window in windows]
+        for count, there in needs:
+            if count > there:
+                raise ValueError(
+                    f"{length} prompt tokens and {limit - length} output tokens need {count} KV pages, but the pool "
+                    f"has {there}: lower max_tokens, shorten the prompt, or give the KV cache more memory"
+                )
         return limit
 
     def check_ids(self, vocab_size: int) -> None:
@@ -117,7 +122,8 @@ class Sequence:
     pending: ids that launched steps sample but the host does not know yet. Between steps at most 1; the one that the
         next step reads is on the device only, in the row of the sequence's slot.
     computed: tokens whose keys and values are in pages once all launched steps have run.
-    pages: its pages in order; the last one may be part full.
+    pages: its pages in order; the last one may be part full. windows: those of layers with windows, a table for each
+        window.
     slot: its row of device state while it runs.
     finish_reason: "stop", "length", "abort", "error" or whatever `Scheduler.finish` was told; None while unfinished.
     stop_reason: the stop id or stop string that ended it; None for an end-of-sequence id.
@@ -136,6 +142,7 @@ class Sequence:
     pending: int = 0
     computed: int = 0
     pages: list[int] = field(default_factory=list)
+    windows: tuple[WindowTable, ...] = ()
     slot: int | None = None
     status: Status = Status.WAITING
     finish_reason: str | None = None

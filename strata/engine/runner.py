@@ -20,32 +20,17 @@ from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS
 from strata.engine.plan import PlanArrays, StepPlan, UndrawnStep
 from strata.engine.ranks.step_room import StepRoom
-from strata.engine.ranks.token_division import RankStep, TokenDivision
+from strata.engine.ranks.token_division import RankStep
 from strata.engine.recorded_steps import RecordedSteps, draw_inputs, step_inputs
 from strata.engine.sampler import DrawRow, LogprobTensors, Sampler
 from strata.engine.step_graphs import DrawStep, StepGraphs
+from strata.engine.steps.groups import WindowSteps
+from strata.engine.steps.runner_config import RunnerConfig
 from strata.engine.steps.slots import SlotState, meets
 from strata.engine.transfer import send
 from strata.graph.cudagraph import CudaGraphs, Recordings
 from strata.kernels.attention.virtual_sequences import fresh_rows
 from strata.kernels.sampling.sampling import likeliest
-
-
-@dataclass(frozen=True)
-class RunnerConfig:
-    """max_sequences: slots; max_tokens: tokens of one step; max_length: tokens of one sequence; windows: the different
-    ones of the model's attention layers; heads: of its queries; mask_ids: how many ids a mask of a grammar tells of;
-    division: how ranks divide the tokens of steps, if they do. stages: of the pipeline that this is one of; if there
-    are several, `Runner.learn` tells what has been drawn."""
-
-    max_sequences: int
-    max_tokens: int
-    max_length: int
-    windows: frozenset[int | None]
-    heads: int
-    mask_ids: int
-    division: TokenDivision | None = None
-    stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -118,18 +103,30 @@ class Runner:
     observer: for benchmarks, None while nothing is measured.
     """
 
-    def __init__(self, graphs: StepGraphs, pool: KVPool, config: RunnerConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        graphs: StepGraphs,
+        pool: KVPool,
+        config: RunnerConfig,
+        device: torch.device,
+        others: Sequence[tuple[KVPool, int]] = (),
+    ) -> None:
+        """others: of layers that keep rows of a window and are not in `pool`, the pool and the window of each group."""
         self.pool = pool
         self._graphs = graphs
         self._config, self._device = config, device
         most_pages = table_pages(config.max_length, pool.shape.page_size)
         self._tables = BlockTables(config.max_sequences, most_pages, device)
+        self._windows: WindowSteps | None = None
+        if others or config.only_windows:
+            self._windows = WindowSteps((pool, self._tables), others, config.only_windows, device)
         self._slots = SlotState(config.max_sequences)
         self._sampler = Sampler(config.max_sequences, config.max_length, device, graphs.part)
         self._masks = Masks(config.mask_ids, config.max_sequences, device)
         # One id more than slots: padding rows of a CUDA graph read and write the last one.
         self._newest = torch.zeros(config.max_sequences + 1, dtype=torch.int32, device=device)
-        largest = BufferShape(config.max_tokens, config.max_sequences + 1, config.max_sequences).size
+        groups = 1 + len(others)
+        largest = BufferShape(config.max_tokens, config.max_sequences + 1, config.max_sequences, groups=groups).size
         if config.division is not None:
             largest = max(largest, config.division.largest(config.max_tokens, config.max_sequences).size)
         # So that a step can be prepared while those before it have not left their buffers.
@@ -146,7 +143,7 @@ class Runner:
         all_of_them: a size that the memory does not suffice for is an error, not `lacking`.
         """
         given = (self._graphs, self.pool, self._tables, self._newest, self._staging, self._recordings())
-        recorded = RecordedSteps(*given, self._config.heads)
+        recorded = RecordedSteps(*given, self._config.heads, self._windows)
         for bucket in sorted(buckets, key=lambda shape: shape.size, reverse=True):
             recorded.record(bucket, may_lack=not all_of_them)
         torch.cuda.empty_cache()  # what the first runs left on a stream that nothing else uses
@@ -170,8 +167,7 @@ class Runner:
         """
         self._staging.append(self._staging.pop(0))
         self._returns.append(self._returns.pop(0))
-        if plan.copies:
-            self.pool.copy_pages(plan.copies)
+        self._copy_pages(plan)
         arrays = PlanArrays(plan)
         self._admit(plan)
         share, bucket = self._share(plan, arrays), None
@@ -210,10 +206,18 @@ class Runner:
         """Tells the newest ids of all slots apart from others, for ranks that must have drawn the same."""
         return zlib.crc32(self._newest[: self._config.max_sequences].cpu().numpy().tobytes())
 
+    def _copy_pages(self, plan: StepPlan) -> None:
+        if plan.copies and not self._config.only_windows:
+            self.pool.copy_pages(plan.copies)
+        if self._windows is not None:
+            self._windows.copy_pages(plan)
+
     def _send(self, buffer: StepBuffer, plan: StepPlan) -> None:
         if self.observer is not None:
             self.observer.begin(plan)
         self._tables.send()
+        if self._windows is not None:
+            self._windows.send()
         buffer.send()
 
     def _bucket(self, plan: StepPlan, arrays: PlanArrays) -> BufferShape | None:
@@ -279,7 +283,8 @@ class Runner:
         if room is not None:
             shape, longest, scores = room.shape(plan), room.longest(plan), room.scored
         else:
-            shape = BufferShape(plan.tokens, len(plan.chunks), draws) if share is None else share.shape
+            groups = 1 if self._windows is None else self._windows.groups
+            shape = BufferShape(plan.tokens, len(plan.chunks), draws, groups=groups) if share is None else share.shape
             longest = 1 if arrays.are_decodes else int(arrays.counts.max(initial=1))
             scores = share is None and meets(self._slots.scored, arrays.slots.tolist())
         buffer = StepBuffer(shape, self._staging[0], self._staging[0].target(shape.size))
@@ -297,7 +302,8 @@ class Runner:
             inputs = self._graphs.mixed_inputs if missing else self._graphs.prompt_inputs
             columns = tables[:, : -(-int(arrays.ends.max(initial=1)) // page_size)]
             tokens, tables = inputs.forward(step_inputs(buffer, columns, page_size, self._newest))
-        batch = buffer.batch(self.pool, tables, tokens, longest, self._config.windows, parts)
+        others = () if self._windows is None else self._windows.tables(buffer, tables.shape[1])
+        batch = buffer.batch(self.pool, tables, tokens, longest, self._config.windows, parts, others)
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
         head = self._graphs.head
         if scores and head is not None:
@@ -383,6 +389,10 @@ class Runner:
 
     def _enter_pages(self, plan: StepPlan, recorded: bool) -> None:
         """Bring the block tables up to the plan; the page of a single token is entered by a recorded step itself."""
+        if self._windows is not None:
+            self._windows.enter_pages(plan, recorded)
+            if self._windows.only_windows:
+                return
         for chunk in plan.chunks:
             if chunk.new_pages:
                 entered = chunk.start // self.pool.shape.page_size if recorded and chunk.count == 1 else None
@@ -392,6 +402,8 @@ class Runner:
         """Write what the step runs and draws; returns whether ids are missing that only the device knows."""
         host, state, slots, tokens = buffer.host, self._slots, arrays.slots, arrays.tokens
         buffer.place(self._tables, self.pool.shape.page_size, slots, arrays.starts, arrays.counts)
+        if self._windows is not None:
+            self._windows.place(buffer, slots, arrays.starts, arrays.counts)
         drawn_here = arrays.starts >= state.known[slots]  # its one token is what its slot drew last
         all_drawn_here = bool(drawn_here.all())
         host["tokens"][:tokens] = 0

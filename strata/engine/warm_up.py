@@ -12,7 +12,7 @@ from strata.engine.loop import EngineLoop
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.rank_schedulers import RankPages
-from strata.engine.scheduling.scheduler import Statistics
+from strata.engine.scheduling.statistics import Statistics
 
 # Lengths of prompts that fill a step and more, and of prompts that sum up to no round number, for which kernels are
 # compiled apart.

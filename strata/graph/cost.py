@@ -20,11 +20,12 @@ from strata.kernels.device_limits import DeviceLimits, as_if_on
 from strata.kernels.moe.experts import expected_experts, experts
 from strata.kernels.moe.held import held_experts
 from strata.kernels.op import ATEN, Operation
+from strata.kernels.state.groups import of_group
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.torch_functions import TORCH_FUNCTIONS
 
 # They only change how the same memory is looked at.
-_VIEWS = {getattr, operator.getitem, "split_with_sizes", "narrow", "unflatten", "flatten", row_part}
+_VIEWS = {getattr, operator.getitem, "split_with_sizes", "narrow", "unflatten", "flatten", row_part, of_group}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from strata.comm.token_messages import gather_keys_values, gather_tokens
 from strata.graph.capture import operation_of, reads_state
 from strata.graph.gather import ROWWISE
 from strata.kernels.attention.spec import HeadsSpec
+from strata.kernels.state.groups import of_group
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 
@@ -55,7 +56,7 @@ def divide_tokens(graph: fx.GraphModule, along: Along) -> fx.GraphModule:
 def _require_known(node: fx.Node) -> None:
     operation = operation_of(node)
     if operation is None:
-        known = node.op in ("placeholder", "get_attr") or node.target in ROWWISE or node.target is getattr
+        known = node.op in ("placeholder", "get_attr") or node.target in ROWWISE or node.target in (getattr, of_group)
     else:
         known = operation.rowwise or reads_state(node) or operation in (kv_write, qk_rope_kv_write)
     if not known:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from strata.kernels.attention.spec import Sequences
 from strata.kernels.state.paged import PagedKV
 
 
@@ -19,6 +20,8 @@ class Batch:
     offsets: [sequences + 1] index of each sequence's first token in `tokens`; the last entry is the number of tokens.
     longest: the most tokens that one sequence has in this batch.
     pages: the KV cache; None when every sequence stands whole in the batch (training, scoring).
+    groups: where layers keep state of several kinds, what those of each group behind the first are given, see
+        `of_group`; empty: all layers share the pages.
     """
 
     tokens: Tensor
@@ -26,6 +29,7 @@ class Batch:
     offsets: Tensor
     longest: int
     pages: PagedKV | None = None
+    groups: tuple[Sequences, ...] = ()
 
 
 pytree.register_dataclass(Batch)

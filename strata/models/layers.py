@@ -25,10 +25,12 @@ from strata.kernels.norm.norm import rms_norm
 from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.rotary.partial_rope import partial_rope
 from strata.kernels.rotary.rope import rope, rope_angles
+from strata.kernels.state.groups import of_group
 from strata.kernels.state.kv_write import kv_write
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.rotary import Rotary
+from strata.models.state import LayerState, attention_states, group_numbers
 
 
 class Linear(nn.Module):
@@ -178,8 +180,11 @@ class Decoder(nn.Module):
         norm: RMSNorm,
         embedding_scale: float | None,
         max_length: int,
+        groups: tuple[int, ...],
     ) -> None:
+        """groups: of each layer, by the state that it keeps (`group_numbers`)."""
         super().__init__()
+        self.groups = groups
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
         self.norm = norm
@@ -197,8 +202,9 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         x = self.embed(batch.tokens)
         angles, window_angles = layer_angles(batch.positions, self.rotary, self.window_rotary)
-        for layer in self.layers:
-            x = layer(x, batch, *(window_angles if layer.has_window else angles))
+        batches = [of_group(batch, group) for group in range(max(self.groups) + 1)] if any(self.groups) else [batch]
+        for layer, group in zip(self.layers, self.groups, strict=True):
+            x = layer(x, batches[group], *(window_angles if layer.has_window else angles))
         return self.norm(x)
 
 
@@ -217,7 +223,9 @@ class CausalLM(nn.Module, ABC):
     def __init__(self, config: ModelConfig, max_length: int) -> None:
         super().__init__()
         layers = [self.decoder_layer(config, self.attention(config, layer)) for layer in range(config.num_layers)]
-        self.model = Decoder(config, layers, self.last_norm(config), self.embedding_scale(config), max_length)
+        groups = group_numbers(self.states(config))
+        scaled = self.embedding_scale(config)
+        self.model = Decoder(config, layers, self.last_norm(config), scaled, max_length, groups)
         self.logit_softcap = config.logit_softcap
         # A tied head has no parameter of its own, so there is nothing that could come apart.
         self.lm_head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -241,6 +249,11 @@ class CausalLM(nn.Module, ABC):
     def embedding_scale(config: ModelConfig) -> float | None:
         """What embeddings are multiplied by."""
         return None
+
+    @staticmethod
+    def states(config: ModelConfig) -> tuple[LayerState, ...]:
+        """What each layer keeps of a sequence."""
+        return attention_states(config)
 
     def forward(self, batch: Batch) -> Tensor:
         return self.model(batch)

@@ -30,12 +30,13 @@ from strata.engine.ranks.rank import share_of_all_layers
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.request import Request
-from strata.engine.runner import Launched, PromptLogprobs, Runner, RunnerConfig
+from strata.engine.runner import Launched, PromptLogprobs, Runner
 from strata.engine.sampler import DrawInputs, LogprobTensors, Sampler, draw_ids
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
+from strata.engine.steps.runner_config import RunnerConfig
 from strata.engine.warm_up import warm_up
 from strata.graph.cudagraph import Recordings
 from strata.graph.deferred import make_code

@@ -6,14 +6,15 @@ from strata.cache.pages import PageAllocator
 from strata.engine.request import Sequence
 from strata.engine.scheduling.prefixes import Prefixes
 from strata.engine.scheduling.queues import Queues
+from strata.engine.scheduling.windows import Windows
 
 
 class Admission:
     """Finds and takes the pages of those that are to run."""
 
-    def __init__(self, pages: PageAllocator, prefixes: Prefixes, queues: Queues) -> None:
-        self._pages, self._prefixes, self._queues = pages, prefixes, queues
-        self._refusal: tuple[Sequence, int] | None = None
+    def __init__(self, pages: PageAllocator, prefixes: Prefixes, queues: Queues, windows: Windows | None) -> None:
+        self._pages, self._prefixes, self._queues, self._windows = pages, prefixes, queues, windows
+        self._refusal: tuple[Sequence, int, tuple[int, ...]] | None = None
 
     def clear(self) -> None:
         """Forget who was refused, and when."""
@@ -25,7 +26,7 @@ class Admission:
         With a prefix tree it is looked for anew, which counts as a use of what is found."""
         if self._refusal is None or self._prefixes.has_tree or not self._queues.waiting:
             return False
-        sequence, room = self._refusal
+        sequence, room, _ = self._refusal
         has_no_more = self._pages.free + self._pages.idle - len(self._queues.running) <= room
         return has_no_more and sequence is self._queues.waiting[0]
 
@@ -35,13 +36,15 @@ class Admission:
         # A page is left for each running sequence: what is admitted must not be preempted at once.
         reserved += len(self._queues.running)
         room = self._pages.free + self._pages.idle - reserved
+        refusal = sequence, room, () if self._windows is None else self._windows.room
         # An id that is under way (the sequence was preempted just now) is on the device in its former slot only.
-        if sequence.pending or self._refusal == (sequence, room):
+        if sequence.pending or self._refusal == refusal:
             return None
         found = self._prefixes.match(sequence)
-        if self.wanted(sequence, found) > self._pages.free + self._pages.idle - reserved:
+        lacks = self.wanted(sequence, found) > self._pages.free + self._pages.idle - reserved
+        if lacks or (self._windows is not None and self._windows.lack(self.wanted(sequence, found), found, reserved)):
             self._prefixes.release(found)
-            self._refusal = (sequence, room)
+            self._refusal = refusal
             return None
         self._refusal = None
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from strata.engine.plan import Chunk, NewSequence, StepPlan
+from strata.engine.plan import Chunk, NewSequence, StepPlan, WindowEntries
 from strata.engine.scheduling.room import PromptRoom, StepTarget
 
 
@@ -24,6 +24,8 @@ class PlanBuilder:
     others: list[Chunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     banned: list[tuple[int, int]] = field(default_factory=list)
+    windows: list[WindowEntries] = field(default_factory=list)
+    window_copies: list[tuple[int, int, int]] = field(default_factory=list)
 
     def make_room(self, target: StepTarget, in_line: int) -> None:
         """All decodes are planned; so many sequences have prompts to compute."""
@@ -49,4 +51,5 @@ class PlanBuilder:
         if not chunks:
             return None
         tokens = len(self.decodes) + sum(chunk.count for chunk in self.others)
-        return StepPlan(tuple(ended), tuple(self.new), chunks, tuple(self.copies), tokens, tuple(self.banned))
+        told = tuple(ended), tuple(self.new), chunks, tuple(self.copies), tokens, tuple(self.banned)
+        return StepPlan(*told, tuple(self.windows), tuple(self.window_copies))

@@ -34,6 +34,8 @@ class DecodeRuns:
         running, size = self._queues.running, self._pages.page_size
         if not running or plan.tokens != len(plan.chunks) or len(plan.chunks) != len(running):
             return 0
+        if self._prefixes.windows:  # whose pages come and go as sequences grow
+            return 0
         if self._queues.waiting and self._queues.free_slots and not self._admission.stays_refused:
             return 0
         rounds = min([sequence.max_length - len(sequence.tokens) for sequence in running]) - 1

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Listed
+
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
+from strata.cache.window_pages import WindowPages
 from strata.engine.request import Sequence, Status
 
 _PageKey = tuple[int | str, tuple[int, ...]]
@@ -17,8 +20,9 @@ class Prefixes:
     there is no such order. `publish` is called when the step that was planned last is under way.
     """
 
-    def __init__(self, pages: PageAllocator, tree: PrefixTree | None) -> None:
-        self._pages, self._tree = pages, tree
+    def __init__(self, pages: PageAllocator, tree: PrefixTree | None, windows: Listed[WindowPages] = ()) -> None:
+        """windows: which the tree has as attached."""
+        self._pages, self._tree, self.windows = pages, tree, tuple(windows)
         self._filled: list[tuple[Sequence, int]] = []  # by the step that is being planned, and up to which page
         self._pending: set[_PageKey] = set()  # the first page that each of them fills
 
@@ -34,6 +38,7 @@ class Prefixes:
         for sequence, full in self._filled:
             if sequence.status is Status.RUNNING:
                 self._tree.insert(sequence.tokens, sequence.pages[:full], sequence.request.salt)
+                self._attach(sequence, sequence.pages[:full])
                 if sequence.verified:
                     self._tree.verify(sequence.pages[:full])
         self._filled.clear()
@@ -47,10 +52,15 @@ class Prefixes:
         """The cached pages that a waiting sequence begins with, each now held once more."""
         if self._tree is None or not self.uses_cache(sequence):
             return []
-        return self._tree.match(sequence.tokens, sequence.request.salt)
+        found = self._tree.match(sequence.tokens, sequence.request.salt)
+        for window in self.windows:
+            window.hold(found)
+        return found
 
     def release(self, found: list[int]) -> None:
         """Give back what `match` has found."""
+        for window in self.windows:
+            window.release(found)
         for page in reversed(found):
             self._pages.release(page)
 
@@ -81,12 +91,17 @@ class Prefixes:
         Steps under way may still write there, but only before any later step reads or writes the pages.
         """
         if self._tree is None:
-            self.release(sequence.pages)
-            return
-        # The newest id came of the last draw, which read all ids before it.
-        read = sequence.tokens[:-1] if sequence.verified else []
-        self._tree.release(read, sequence.pages, sequence.request.salt)
-        self._tree.verify(sequence.pages[: len(read) // self._pages.page_size])
+            for page in reversed(sequence.pages):
+                self._pages.release(page)
+        else:
+            # The newest id came of the last draw, which read all ids before it.
+            read = sequence.tokens[:-1] if sequence.verified else []
+            kept = self._tree.release(read, sequence.pages, sequence.request.salt)
+            self._attach(sequence, kept)
+            self._tree.verify(sequence.pages[: len(read) // self._pages.page_size])
+        for window, table in zip(self.windows, sequence.windows, strict=True):
+            window.drop(table)
+        sequence.windows = ()
 
     def verify(self, sequence: Sequence) -> None:
         """A draw has read all tokens of a running sequence and given an id."""
@@ -99,17 +114,34 @@ class Prefixes:
             self._tree.invalidate(sequence.tokens, sequence.request.salt)
 
     def clear(self) -> None:
-        """Forget everything. The pages must be forgotten as well."""
+        """Forget everything. The pages of all tokens must be forgotten as well."""
         self._filled.clear()
         self._pending.clear()
+        for window in self.windows:
+            window.clear()
         if self._tree is not None:
             self._tree.clear()
 
     def check(self, running: list[Sequence]) -> None:
         """Raise AssertionError unless pages, their holders and the tree agree. It walks all of them."""
+        for sequence in running:
+            room = len(sequence.pages) * self._pages.page_size
+            assert sequence.computed <= room, f"{sequence}: {room} tokens of pages"
+            for table in sequence.windows:
+                assert sequence.computed <= len(table.pages) * self._pages.page_size <= room, f"{sequence}: a window"
         self._pages.check((page for sequence in running for page in sequence.pages), self._tree or ())
+        for place, window in enumerate(self.windows):
+            window.check([sequence.windows[place] for sequence in running], self._tree or ())
         if self._tree is not None:
             self._tree.check()
+
+    def _attach(self, sequence: Sequence, path: list[int]) -> None:
+        """The tree keeps what a sequence has for those of its pages that the tree has, at their places in `path`."""
+        assert self._tree is not None
+        for window, table in zip(self.windows, sequence.windows, strict=True):
+            for place in range(table.first, len(path)):
+                if path[place] in self._tree:
+                    window.attach(path[place], table, place)
 
     def _key(self, sequence: Sequence, before: list[int]) -> _PageKey:
         """Of the page of a sequence that follows those before it, which the tree holds."""

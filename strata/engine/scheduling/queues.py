@@ -30,6 +30,21 @@ class Queues:
     def free_slots(self) -> int:
         return len(self._slots)
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens to be computed before those that wait, and those that run in chunks, draw."""
+        running = [sequence for sequence in self.running if len(sequence.tokens) - sequence.computed > 1]
+        in_line = sum([len(sequence.tokens) for sequence in self.waiting])
+        return in_line + sum([len(sequence.tokens) - sequence.computed for sequence in running])
+
+    def have_room(self, max_tokens: int) -> bool:
+        """Whether one more sequence would have a slot and tokens in the next step, which has so many at most."""
+        if self.free_slots <= len(self.waiting):
+            return False
+        in_line = sum([len(sequence.tokens) for sequence in self.waiting])
+        in_line += sum([max(1, len(sequence.tokens) - sequence.computed) for sequence in self.running])
+        return in_line < max_tokens
+
     def enqueue(self, sequence: Sequence) -> None:
         """Let a sequence that is in no queue wait."""
         sequence.status = Status.WAITING

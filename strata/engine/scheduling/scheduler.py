@@ -7,32 +7,27 @@ Agrawal et al. 2024) and preemption by recompute (vLLM, Kwon et al. 2023).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence as Listed
 from typing import TYPE_CHECKING
 
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
+from strata.cache.window_pages import WindowPages
 from strata.engine.plan import Chunk, Draw, StepPlan
 from strata.engine.request import Request, Sequence, Status, Update, new_sequence
 from strata.engine.scheduling.admission import Admission
 from strata.engine.scheduling.builder import PlanBuilder
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.decode_runs import DecodeRuns
+from strata.engine.scheduling.growth import Growth
 from strata.engine.scheduling.held import NOBODY, Held, Holdup
 from strata.engine.scheduling.prefixes import Prefixes
 from strata.engine.scheduling.queues import Queues, order
+from strata.engine.scheduling.statistics import Statistics
+from strata.engine.scheduling.windows import Windows
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-
-
-@dataclass
-class Statistics:
-    """Counts since the start. Prefix queries and hits are prompt tokens looked up and found at first admissions."""
-
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    preemptions: int = 0
 
 
 class Scheduler:
@@ -51,16 +46,25 @@ class Scheduler:
     launched before the next call; one that is not needs `reset`.
     """
 
-    def __init__(self, config: SchedulerConfig, pages: PageAllocator, prefix: PrefixTree | None) -> None:
-        """`prefix` None turns prefix caching off."""
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pages: PageAllocator,
+        prefix: PrefixTree | None,
+        windows: Listed[WindowPages] = (),
+    ) -> None:
+        """`prefix` None turns prefix caching off. windows: of layers that do not keep all tokens, which the tree has as
+        attached; pages of a sequence's tokens in them are taken chunk by chunk."""
         self.config = config
         self.statistics = Statistics()
         self._pages = pages
-        self._prefixes = Prefixes(pages, prefix)
+        self._windows = Windows(windows) if windows else None
+        self._prefixes = Prefixes(pages, prefix, windows)
         self._requests: dict[str, list[Sequence]] = {}
         self._sequences: dict[int, Sequence] = {}  # all that are unfinished, by id
         self._queues = Queues(min(config.max_sequences, config.max_tokens))
-        self._admission = Admission(pages, self._prefixes, self._queues)
+        self._admission = Admission(pages, self._prefixes, self._queues, self._windows)
+        self._growth = Growth(pages, self._prefixes, self._queues, self._windows, self._preempt)
         self.decode_runs = DecodeRuns(pages, self._prefixes, self._queues, self._admission)
         self._next_id = config.rank
         self._preempted: list[int] = []
@@ -90,9 +94,7 @@ class Scheduler:
     def waiting_tokens(self) -> int:
         """Tokens still to be computed before sequences draw again: of those that wait, cached ones included, and of
         those that run in chunks. It looks at all of them."""
-        running = [sequence for sequence in self._queues.running if len(sequence.tokens) - sequence.computed > 1]
-        in_line = sum([len(sequence.tokens) for sequence in self._queues.waiting])
-        return in_line + sum([len(sequence.tokens) - sequence.computed for sequence in running])
+        return self._queues.waiting_tokens
 
     @property
     def needs_known_ids(self) -> bool:
@@ -102,12 +104,7 @@ class Scheduler:
     @property
     def has_room(self) -> bool:
         """Whether a request that came now could have tokens in the next step, behind those that are in line."""
-        running, waiting = self._queues.running, self._queues.waiting
-        if self._queues.free_slots <= len(waiting):
-            return False
-        in_line = sum([len(sequence.tokens) for sequence in waiting])
-        in_line += sum([max(1, len(sequence.tokens) - sequence.computed) for sequence in running])
-        return in_line < self.config.max_tokens
+        return self._queues.have_room(self.config.max_tokens)
 
     @property
     def held(self) -> tuple[Held, ...]:
@@ -132,7 +129,7 @@ class Scheduler:
         """
         if request.id in self._requests:
             raise ValueError(f"request id {request.id!r} is in use by an unfinished request: choose another")
-        max_length = request.max_length(self.config.max_length, self._pages)
+        max_length = request.max_length(self.config.max_length, self._pages, self._prefixes.windows)
         sequences = []
         for index in range(request.params.n):
             prompt = list(request.prompt)
@@ -158,8 +155,10 @@ class Scheduler:
         for sequence in prefilling:
             self._admit_waiting(builder, before=sequence)
             if builder.budget:
-                wanted = len(sequence.tokens) - sequence.computed
-                self._prefill(sequence, builder.chunk(sequence.computed, wanted), builder)
+                count = builder.chunk(sequence.computed, len(sequence.tokens) - sequence.computed)
+                if self._windows is not None:
+                    count = self._growth.fitting(sequence, count, builder, prefilling)
+                self._prefill(sequence, count, builder)
         self._admit_waiting(builder)
         plan = builder.plan(self._queues.ended)
         if plan is not None:
@@ -227,7 +226,7 @@ class Scheduler:
         unfinished = [sequence for samples in self._requests.values() for sequence in samples]
         for sequence in (*unfinished, *self._queues.running, *self._queues.waiting):
             sequence.status, sequence.finish_reason = Status.FINISHED, "abort"
-            sequence.slot, sequence.pages, sequence.unforked = None, [], []
+            sequence.slot, sequence.pages, sequence.windows, sequence.unforked = None, [], (), []
         self._requests, self._sequences = {}, {}
         self._queues.clear()
         self._admission.clear()
@@ -239,8 +238,6 @@ class Scheduler:
         queues = self._queues
         queues.check()
         for sequence in queues.running:
-            room = len(sequence.pages) * self._pages.page_size
-            assert sequence.computed <= room, f"{sequence}: {room} tokens of pages"
             assert sequence.computed <= len(sequence.tokens) + sequence.pending, f"{sequence}: computed too much"
         unforked = [sample for sequence in (*queues.running, *queues.waiting) for sample in sequence.unforked]
         known = [sequence for sequences in self._requests.values() for sequence in sequences]
@@ -281,13 +278,15 @@ class Scheduler:
             if stages > 1 and (sequence.pending or len(builder.decodes) >= share):
                 continue
             pages = sequence.pages
-            if (start == len(pages) * size or is_shared(pages[-1])) and not self._grow(sequence, builder):
+            if (start == len(pages) * size or is_shared(pages[-1])) and not self._growth.grow(sequence, builder):
                 continue
             sent = sequence.sent_pages
             unsent: tuple[int, ...] = ()
             if sent < len(pages):
                 unsent = tuple(pages[sent:])
                 sequence.sent_pages = len(pages)
+                if self._windows is not None:
+                    builder.windows += self._windows.unsent(sequence, sent)
             slot = sequence.slot
             assert slot is not None
             builder.decodes.append(Chunk(sequence.id, slot, start, 1, sequence.draws, sent, unsent))
@@ -298,27 +297,6 @@ class Scheduler:
         builder.budget -= len(builder.decodes)
         return prefilling
 
-    def _grow(self, sequence: Sequence, builder: PlanBuilder) -> bool:
-        """Give a sequence a page of its own to write its next token in; False if it was preempted for want of one."""
-        pages = sequence.pages
-        full = sequence.computed == len(pages) * self._pages.page_size
-        while not self._pages.free and not self._prefixes.evict(1):
-            victim = self._queues.running[-1]
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-            if not full and not self._pages.is_shared(pages[-1]):
-                return True  # the victim was the other holder
-        page = self._pages.allocate(after=pages[-1])
-        if full:
-            pages.append(page)
-            return True
-        builder.copies.append((pages[-1], page))
-        self._pages.release(pages[-1])
-        pages[-1] = page
-        sequence.sent_pages = min(sequence.sent_pages, len(pages) - 1)
-        return True
-
     def _prefill(self, sequence: Sequence, count: int, builder: PlanBuilder) -> None:
         """Plan so many of the tokens that a sequence has not computed."""
         start, total, slot = sequence.computed, len(sequence.tokens), sequence.slot
@@ -327,6 +305,8 @@ class Scheduler:
         if not count:
             return
         sequence.computed = start + count
+        if self._windows is not None:
+            builder.windows += self._windows.take(sequence, start)
         draws: tuple[Draw, ...] = ()
         if sequence.computed == total:
             sequence.pending = 1
@@ -351,6 +331,8 @@ class Scheduler:
             self._start(sample, list(sequence.pages), builder)
             for page in sample.pages:
                 self._pages.share(page)
+            if self._windows is not None:
+                self._windows.fork(sequence, sample)
             sample.computed, sample.pending, sample.cached_tokens = sequence.computed, 1, sequence.cached_tokens
             draws += sample.draws
         sequence.unforked = []
@@ -381,6 +363,8 @@ class Scheduler:
             cached = len(found) * size
             wanted = len(sequence.tokens) - cached
             count = builder.chunk(cached, wanted)
+            if self._windows is not None:
+                count = self._windows.fitting(sequence, cached, count)
             goes_ahead = count == wanted and len(sequence.unforked) < self._queues.free_slots - deferred
             if not count or (deferred and not goes_ahead):
                 self._prefixes.release(found)
@@ -398,6 +382,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence, found: list[int], builder: PlanBuilder) -> None:
         """Give a sequence a slot and all its pages, of which some were found."""
         cached = len(found) * self._pages.page_size
+        if self._windows is not None:
+            self._windows.begin(sequence, found)
         pages = self._admission.take(sequence, found)
         self._start(sequence, pages, builder)
         sequence.computed = cached

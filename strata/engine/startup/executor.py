@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from strata.cache.pool import KVPool, PoolShape
+from strata.cache.groups import PageGroup, pools
+from strata.cache.pool import PoolShape
 from strata.comm.mesh import Axis
 from strata.comm.peer_copies import with_peer_copies
 from strata.engine.embeddings.pooling import Pooler
@@ -20,11 +21,12 @@ from strata.engine.ranks.expert_balance import RankExperts
 from strata.engine.ranks.rank import Rank, share_of
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.recorded_steps import RecordedSteps
-from strata.engine.runner import Runner, RunnerConfig
+from strata.engine.runner import Runner
 from strata.engine.startup.clock import Log, StartupClock
 from strata.engine.startup.library import has_library_plan, library_scales, without_library
 from strata.engine.step_cost import token_division
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
+from strata.engine.steps.runner_config import RunnerConfig
 from strata.graph.overlap import SLOTS, most_rows
 from strata.hardware.figures import Device
 from strata.hardware.specs import recognize
@@ -44,9 +46,9 @@ _MESSAGE_BYTES = 1 << 30
 class Executor:
     """What runs plans, and what it was made of.
 
-    pool_shape: of the KV pages. recorded: steps that replay CUDA graphs, and counts of those that do not; None if none
-    is to. own_kernels: the device runs them. kernels_are_ready: all variants of them have been compiled.
-    experts: of this rank, where those of a mixture may move between ranks.
+    pool_shape: of the KV pages of all layers, which `groups` divides. recorded: steps that replay CUDA graphs, and
+    counts of those that do not; None if none is to. own_kernels: the device runs them. kernels_are_ready: all variants
+    of them have been compiled. experts: of this rank, where those of a mixture may move between ranks.
     """
 
     model: torch.nn.Module
@@ -56,6 +58,7 @@ class Executor:
     recorded: RecordedSteps | None
     ledger: Ledger
     pool_shape: PoolShape
+    groups: tuple[PageGroup, ...]
     max_tokens: int
     max_length: int
     own_kernels: bool
@@ -118,7 +121,7 @@ def build_executor(
         )
     with clock.phase("ranks"):
         _require_alike(device, rank)
-        ledger = replace(ledger, pages=rank.least(ledger.pages))
+        ledger = ledger.agreed(rank.least)
         axes = rank.join(device)
         overlapped = _overlapped_bytes(asked, own, sizes)
         axes[TENSOR_AXIS] = with_peer_copies(axes[TENSOR_AXIS], device, SLOTS, overlapped)
@@ -136,8 +139,9 @@ def build_executor(
         overlap = Overlap(asked.overlap_tokens, _sends_by_copies(axes[TENSOR_AXIS], device))
         graphs = step_graphs(model, kind, asked.deterministic, table, shard, tables, overlap, context)
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
-        pool = KVPool(pool_shape, ledger.pages, device)
-    windows, heads = frozenset(own.windows), own.num_heads
+        pool, *others = pools(sizes.groups, ledger.group_pages, own.num_layers, device)
+    first, *more = sizes.groups
+    windows, heads = frozenset(own.windows[layer] for layer in first.layers), own.num_heads
     division = None
     if context is not None and context.size > 1:
         product = DeviceLimits.of(device).product if own_kernels else None
@@ -145,9 +149,18 @@ def build_executor(
         division = division.agreed(rank.least)
     stages = asked.pipeline_parallel_size
     runner_config = RunnerConfig(
-        asked.max_num_seqs, sizes.max_tokens, max_length, windows, heads, mask_ids, division, stages
+        asked.max_num_seqs,
+        sizes.max_tokens,
+        max_length,
+        windows,
+        heads,
+        mask_ids,
+        division,
+        stages,
+        only_windows=first.window is not None,
     )
-    runner = Runner(graphs, pool, runner_config, device)
+    given = [(one, group.window) for one, group in zip(others, more, strict=True) if group.window is not None]
+    runner = Runner(graphs, pool, runner_config, device, given)
     kernels_are_ready = False
     if kernels is not None:
         with clock.phase("kernels"):
@@ -175,6 +188,7 @@ def build_executor(
         recorded=recorded,
         ledger=ledger,
         pool_shape=pool_shape,
+        groups=sizes.groups,
         max_tokens=sizes.max_tokens,
         max_length=max_length,
         own_kernels=own_kernels,
@@ -260,6 +274,7 @@ def planned_memory(
         messages=_message_bytes(asked, sizes, device, overlapped),
         sources=asked.tensor_parallel_size if asked.enable_dp_attention else 1,
         memory=memory,
+        groups=sizes.groups,
     )
 
 

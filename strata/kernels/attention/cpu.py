@@ -16,13 +16,15 @@ from strata.kernels.state.paged import PagedKV
 
 def planned(pages: PagedKV, offsets: Tensor, windows: Iterable[int | None] = (None,)) -> PagedKV:
     """`pages` with the plan of this step's attention, for a model whose layers use these windows (CPU only)."""
-    return dataclasses.replace(pages, plan=plan(offsets, pages.lengths, pages.tables, pages.keys[0], windows))
+    # All layers that keep rows in these pages have the same shapes; the others have none there.
+    keys = next(keys for keys in pages.keys if keys.numel())
+    return dataclasses.replace(pages, plan=plan(offsets, pages.lengths, pages.tables, keys, windows))
 
 
 def _schedule(pages: PagedKV, offsets: Tensor, window: int | None) -> Schedule:
     if pages.plan is not None and window in pages.plan.schedules:
         return pages.plan.schedules[window]
-    return plan(offsets, pages.lengths, pages.tables, pages.keys[0], (window,)).schedules[window]
+    return planned(pages, offsets, (window,)).plan.schedules[window]  # type: ignore[union-attr]
 
 
 def paged(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:

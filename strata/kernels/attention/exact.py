@@ -97,9 +97,11 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: Atte
 
 
 def _slots(tiles: Tiles, part: slice, positions: Tensor, offsets: Tensor, pages: PagedKV | None) -> Tensor:
-    """Where the keys at `positions` lie for each tile, flattened; those beyond a sequence stand for its first."""
-    sequences, totals = tiles.sequences[part], tiles.totals[part]
-    positions = torch.where(positions < totals[:, None], positions, 0)
+    """Where the keys at `positions` lie for each tile, flattened; the last of the sequence stands for those beyond it,
+    and for those in front of the first block that the tile sees, whose pages may be another's by now."""
+    sequences, totals = tiles.sequences[part], tiles.totals[part, None]
+    firsts = torch.tensor(tiles.first[part])[:, None] * BLOCK_KEYS
+    positions = torch.where((positions < totals) & (positions >= firsts), positions, totals - 1)
     if pages is None:
         return (offsets[sequences][:, None] + positions).flatten()
     table = pages.tables[sequences].gather(1, positions // pages.page_size)

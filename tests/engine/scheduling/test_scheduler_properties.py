@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
+from strata.cache.window_pages import WindowPages
 from strata.engine.plan import StepPlan
 from strata.engine.request import Request, Sequence
 from strata.engine.sampling_params import SamplingParams
@@ -22,7 +23,8 @@ from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.room import StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.scheduling.step_times import StepTimes
-from tests.engine.simulated import EOS, POISON, STOP_ID, STOP_TEXT, VOCABULARY, Device, uncrowded
+from tests.engine.scheduling.window_device import WindowDevice
+from tests.engine.simulated import EOS, POISON, STOP_ID, STOP_TEXT, VOCABULARY, uncrowded
 
 # Of devices on which a step has room for ten tokens of a prompt, for a few behind a short one, and for none.
 TIMES = [
@@ -49,13 +51,27 @@ class Outstanding:
 class Engine:
     """The scheduler with its device, one step ahead, as the engine's loop runs it."""
 
-    def __init__(self, pages: int, page_size: int, config: SchedulerConfig, caching: bool, ahead: bool) -> None:
-        self.allocator = PageAllocator(pages, page_size)
-        self.prefix = PrefixTree(self.allocator) if caching else None
-        self.scheduler = Scheduler(config, self.allocator, self.prefix)
-        self.device = Device(page_size)
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        config: SchedulerConfig,
+        caching: bool,
+        ahead: bool,
+        windows: tuple[WindowPages, ...] = (),
+    ) -> None:
+        self.allocator, self.windows = PageAllocator(pages, page_size), windows
+        self.prefix = PrefixTree(self.allocator, windows) if caching else None
+        self.scheduler = Scheduler(config, self.allocator, self.prefix, windows)
+        self.device = WindowDevice(page_size, windows)
         self.ahead = ahead
         self.outstanding: Outstanding | None = None
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a sequence that keeps so many tokens could run alone."""
+        pages = self.allocator.pages_for(tokens)
+        windows = all(min(pages, window.most + 1) <= window.books.num_pages for window in self.windows)
+        return pages <= self.allocator.num_pages and windows
 
     def step(self) -> None:
         if not self.ahead:
@@ -174,8 +190,7 @@ class Load(RuleBasedStateMachine):
         number = len(self.sequences)
         request = Request(str(number), tuple(prompt), params, priority, float(number), salt, frozenset([EOS]))
         limit = min(len(prompt) + (max_tokens or self.longest), self.longest)
-        fits = -(-(limit - 1) // self.engine.allocator.page_size) <= self.engine.allocator.num_pages
-        if not fits:
+        if not self.engine.fits(limit - 1):
             with pytest.raises(ValueError, match="KV pages"):
                 self.engine.scheduler.add(request)
             return
@@ -210,7 +225,8 @@ class Load(RuleBasedStateMachine):
         engine = self.engine
         engine.run()
         engine.scheduler.check()
-        assert engine.allocator.free + engine.allocator.idle == engine.allocator.num_pages, "a page leaked"
+        for books in (engine.allocator, *(window.books for window in engine.windows)):
+            assert books.free + books.idle == books.num_pages, "a page leaked"
         assert engine.scheduler.running == engine.scheduler.waiting == 0
         if engine.prefix is not None and not self.aborted:  # nobody has learnt what an aborted request computed
             assert not engine.device.poisoned(engine.prefix)

@@ -12,7 +12,8 @@ from strata.cache.prefix import PrefixTree
 from strata.engine.loop import EngineLoop
 from strata.engine.plan import StepPlan
 from strata.engine.scheduling.config import SchedulerConfig
-from strata.engine.scheduling.scheduler import Scheduler, Statistics
+from strata.engine.scheduling.scheduler import Scheduler
+from strata.engine.scheduling.statistics import Statistics
 from strata.engine.warm_up import warm_up
 from tests.engine.simulated import VOCABULARY, SimulatedRunner, Unchecked
 

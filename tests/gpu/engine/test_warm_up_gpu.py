@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strata import LLM
-from strata.engine.scheduling.scheduler import Statistics
+from strata.engine.scheduling.statistics import Statistics
 
 pytestmark = pytest.mark.gpu
 
