@@ -162,7 +162,9 @@ def _memory(shape: StepShape, recompute: str, held: RankParameters, micro_batche
         gathered = 2 * (held.total - held.in_layers)
         layer += 10 * held.mean_layer
     fullest = Memory(state, sums, int(micro_batches * of_all), gathered + head + max(logits, layer))
-    end = Memory(state, sums, max(kept), gathered + _new_gradient_bytes(shape, held) + layer)
+    # FSDP reduces the embedding's gradient when no layer works any more: in the weights' dtype, and in float32.
+    last = max(layer, 6 * held.embedding) if shape.layout.zero == 3 else layer
+    end = Memory(state, sums, max(kept), gathered + _new_gradient_bytes(shape, held) + last)
     return max(fullest, end, key=lambda one: one.total)
 
 
@@ -188,7 +190,7 @@ def _new_gradient_bytes(shape: StepShape, held: RankParameters) -> int:
     if shape.batches > 1:
         return 0
     dense, experts = shape.data_ranks
-    in_flight = 0 if shape.layout.zero == 0 else 2 * 4 * min(held.total, max(BUCKET_ELEMENTS, held.embedding))
+    in_flight = 0 if shape.layout.zero in (0, 3) else 2 * 4 * min(held.total, max(BUCKET_ELEMENTS, held.embedding))
     return 4 * (-(-held.dense // dense) + -(-held.experts // experts)) + in_flight
 
 

@@ -14,19 +14,22 @@ from strata.hardware.training_rates import TRAINING_RATES
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.parallel.layout import Layout
-from strata.train.predict.estimate import estimate
+from strata.train.predict.estimate import estimate, memory
 from strata.train.predict.least_time import least_time, predicted_time
 from strata.train.predict.step_shape import StepShape
 
 H200, GIB = device("h200"), 2**30
 RESULTS = Path(__file__).parents[3] / "benchmarks/results/h200_train.jsonl"
+
+
+def measured() -> list[dict[str, Any]]:
+    """All that can be predicted."""
+    rows = map(json.loads, RESULTS.read_text().splitlines())
+    return [row for row in rows if row["optimizer"] == "adamw" and not row["offload"]]
+
+
 # Steps of the graph by the code as it is since f82237a, and T6, whose code has not changed since.
-ROWS = [
-    row
-    for row in map(json.loads, RESULTS.read_text().splitlines())
-    if row["optimizer"] == "adamw" and not row["offload"]
-    and (row["commit"] == "f82237a" or row["test"] == "T6")
-]  # fmt: skip
+ROWS = [row for row in measured() if row["commit"] == "f82237a" or row["test"] == "T6"]
 
 
 def shape_of(row: dict[str, Any]) -> StepShape:
@@ -48,6 +51,15 @@ def test_within_five_percent_and_memory_within_four(row: dict[str, Any]) -> None
     assert found.fullest.total / GIB == pytest.approx(row["memory_gib"], rel=0.04)
     assert found.likely.origin == "interpolated"
     assert found.likely_mfu == pytest.approx(row["mfu"], rel=0.06)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in measured() if row["layout"]["zero"] == 3],
+    ids=lambda row: f"{row['sequence']}-{row['ranks']}",
+)
+def test_memory_of_fsdp_within_four_percent(row: dict[str, Any]) -> None:
+    assert memory(shape_of(row), row["recompute"]).total / GIB == pytest.approx(row["memory_gib"], rel=0.04)
 
 
 def test_parts_add_up_and_none_is_quicker_than_the_least() -> None:
