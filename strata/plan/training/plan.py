@@ -61,6 +61,8 @@ class TrainingPlan:
             ),
             ("bound by", self.binding),
         ]
+        if task.device.cuda is None:
+            lines.append(("not in Strata", f"it has no kernels for {task.device.product}; a step would take this"))
         if self.price is not None:
             lines.append(("cost", f"{self.price_of_tokens(10**9):,.2f} for a billion tokens"))
         return [*lines, ("searched", f"{self.found.searched:,} steps of {task.gpus} x {task.device.product}")]
@@ -98,6 +100,7 @@ class TrainingPlan:
             "best": _choice(self.best, self.task.gpus),
             "others": [_choice(one, self.task.gpus) for one in self.found.others],
             "bound_by": self.binding,
+            "runs": self.task.device.cuda is not None,
             "mfu_formula": MFU,
             "searched": self.found.searched,
             "command": self.command,

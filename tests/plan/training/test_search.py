@@ -89,6 +89,12 @@ def test_a_pipeline_is_a_run_too(tmp_path: Path) -> None:
     assert with_micro_batches(run.parallel, run.data.packs_per_step) == layout
 
 
+def test_a_device_without_kernels_is_marked(planned: TrainingPlan) -> None:
+    plan = training_plan("1B", Task(find_config("1B"), device("tpu-v5p"), 1, 8192, 8192))
+    assert ("not in Strata", "it has no kernels for TPU v5p; a step would take this") in plan.lines()
+    assert (plan.to_dict()["runs"], planned.to_dict()["runs"]) == (False, True)
+
+
 def test_memory_that_binds_is_told_with_what_it_costs() -> None:
     plan = training_plan("1B", Task(find_config("1B"), device("rtx5090"), 1, 8192, 8192))
     assert plan.best.estimate.recompute != "none"

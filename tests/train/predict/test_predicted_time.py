@@ -53,11 +53,10 @@ def test_within_five_percent_and_memory_within_four(row: dict[str, Any]) -> None
     assert found.likely_mfu == pytest.approx(row["mfu"], rel=0.06)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [row for row in measured() if row["layout"]["zero"] == 3],
-    ids=lambda row: f"{row['sequence']}-{row['ranks']}",
-)
+FSDP = [row for row in measured() if row["layout"]["zero"] == 3]
+
+
+@pytest.mark.parametrize("row", FSDP, ids=lambda row: f"{row['sequence']}-{row['ranks']}")
 def test_memory_of_fsdp_within_four_percent(row: dict[str, Any]) -> None:
     assert memory(shape_of(row), row["recompute"]).total / GIB == pytest.approx(row["memory_gib"], rel=0.04)
 
