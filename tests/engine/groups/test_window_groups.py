@@ -77,7 +77,7 @@ def expected(folder: Path) -> list[list[int]]:
     return generated(llm)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_pages": 26, "max_num_batched_tokens": 40}, {"deterministic": True}])
+@pytest.mark.parametrize("options", [{"num_pages": 26, "max_num_batched_tokens": 40}, {"deterministic": True}])
 def test_ids_are_those_of_an_engine_that_keeps_all_tokens(
     folder: Path, expected: list[list[int]], options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,5 +62,5 @@ class WindowLoad(Load):
 
 TestWindowLoad = WindowLoad.TestCase
 TestWindowLoad.settings = settings(
-    max_examples=120, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=80, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
