@@ -124,10 +124,10 @@ class Bench:
 
 def outcome(case: Case, setup: Setup, repeat: int) -> Outcome:
     bench = Bench(case, setup)
-    mended_engine = None if case.needs_cuda else bench.make(bench.mended, faulty=False)
+    mended_engine = None if case.lasts else bench.make(bench.mended, faulty=False)
     found, mended = [], []
-    with bench.case.around() if case.needs_cuda else nullcontext():
-        faulty = bench.make(bench.faulty, faulty=not case.needs_cuda)
+    with case.around() if case.lasts else nullcontext():
+        faulty = bench.make(bench.faulty, faulty=not case.lasts)
         for _ in range(repeat):
             found.append(bench.measured(faulty, faulty=True))
             if mended_engine is not None:

@@ -1,0 +1,72 @@
+"""What explains a run is measured on the built-in model: steps, tokens, operations, and what the host does beside."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from strata import LLM
+from strata.bench.explain.measure import Workload, measure, measured_steps
+from strata.bench.workloads import InferenceTest, random_prompts
+from strata.plan.explain.ceilings import steps_on_processor
+from strata.plan.explain.measurement import Measurement
+from tests.plan.explain.runs import DEVICE
+
+TEST = InferenceTest("small", random_prompts(3, 20), (5, 3, 4), temperature=0.0)
+OPTIONS = {"model": "builtin", "device": "cpu", "dtype": "float32", "max_num_seqs": 2, "enable_prefix_caching": True}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(**OPTIONS, verbose=False)
+
+
+@pytest.fixture(scope="module")
+def measured(llm: LLM) -> Measurement:
+    times = steps_on_processor(llm.engine.config, "float32", DEVICE)
+    texts = tuple(llm.get_tokenizer().decode([id % 4096 for id in prompt]) for prompt in TEST.prompts)
+    work = Workload(TEST, texts)
+    return measure(llm, work, OPTIONS | {"dtype": "bfloat16"}, times, title="small", short=Workload(TEST).short())
+
+
+def test_steps_hold_every_token_once(measured: Measurement) -> None:
+    ran = Counter(chunk.sequence for step in measured.steps for chunk in step.chunks for _ in range(chunk.tokens))
+    for request in measured.requests:
+        assert ran[request.sequence] == len(request.prompt) + request.outputs - 1
+        assert len(request.times) == request.outputs
+    assert [request.outputs for request in measured.requests] == [5, 3, 4]
+    assert max(len(step.chunks) for step in measured.steps) == 2
+
+
+def test_steps_lie_inside_the_run_one_after_another(measured: Measurement) -> None:
+    ends = [0.0]
+    for step in measured.steps:
+        assert ends[-1] <= step.begin < step.end <= measured.wall
+        ends.append(step.end)
+    assert 0 < measured.host["tokenization"] < measured.wall - measured.stepping
+
+
+def test_operations_are_timed_by_the_kind_of_their_steps(measured: Measurement) -> None:
+    assert {"prompt", "decode"} <= set(measured.traced)
+    for traced in measured.traced.values():
+        assert {"linear", "attention", "silu_mul"} <= set(traced.seconds)
+
+
+def test_the_engine_tells_what_it_is(measured: Measurement) -> None:
+    facts = measured.facts
+    assert (facts.dtype, facts.asked_dtype, facts.slots, facts.caches_prefixes) == ("float32", "bfloat16", 2, True)
+    assert facts.operations == facts.expected
+
+
+def test_graphs_and_tokenizer_are_as_before(llm: LLM, measured: Measurement) -> None:
+    graphs = llm.engine.graphs
+    assert "forward" not in vars(graphs.logits)
+    assert llm.get_tokenizer().encode.__name__ == "encode"
+
+
+def test_a_run_finds_nothing_of_the_one_before(llm: LLM) -> None:
+    """The prefix cache is on, and the same prompts are computed whole again."""
+    work = Workload(InferenceTest("again", random_prompts(1, 64), (2,), temperature=0.0))
+    first, second = (measured_steps(llm, work) for _ in range(2))
+    assert [step.tokens for step in first] == [step.tokens for step in second] == [64, 1]
