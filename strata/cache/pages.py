@@ -99,6 +99,17 @@ class PageAllocator:
         elif references == 1 and self._cached[page]:
             self._idle[page] = None
 
+    def release_all(self, pages: list[int]) -> None:
+        """`release` each, the last first."""
+        references, cached = self._references, self._cached
+        for at in range(len(pages) - 1, -1, -1):
+            page = pages[at]
+            if references[page] == 1 and not cached[page]:  # nearly all are held by one alone
+                references[page] = 0
+                self._add_free(page)
+            else:
+                self.release(page)
+
     def is_shared(self, page: int) -> bool:
         return self._references[page] > 1
 

@@ -144,9 +144,11 @@ class LateLaunch:
         if len(known) < LEAST:
             return None
         reads, whole, part = step.reads, math.inf, math.inf
+        keys, pairs = reads.keys, reads.pairs
         for seconds, other in known:
-            if reads.keys >= other.keys and reads.pairs >= other.pairs:
-                whole = min(whole, seconds)
+            if keys >= other.keys and pairs >= other.pairs:
+                if seconds < whole:
+                    whole = seconds
             elif whole == math.inf:
                 part = min(part, reads.share_of(other) * seconds)
         return whole if whole < math.inf else part

@@ -61,8 +61,7 @@ class Prefixes:
         """Give back what `match` has found."""
         for window in self.windows:
             window.release(found)
-        for page in reversed(found):
-            self._pages.release(page)
+        self._pages.release_all(found)
 
     def is_pending(self, sequence: Sequence, found: list[int]) -> bool:
         """Whether the step that is being planned fills more pages that a sequence could begin with than were found."""

@@ -11,7 +11,7 @@ _WAITING, _RUNNING, _PAGES = "#c05a3c", "#2a6fb0", "#5b8f5b"
 
 
 def draw_timeline(moments: Sequence[Moment], title: str, picture: Path) -> None:
-    """Draw into an SVG or PNG file, of all engines together. Needs matplotlib."""
+    """Draw at least two moments into an SVG or PNG file, of all engines together. Needs matplotlib."""
     import matplotlib
     from matplotlib import pyplot, ticker
 
@@ -25,8 +25,7 @@ def draw_timeline(moments: Sequence[Moment], title: str, picture: Path) -> None:
         ("KV pages in use", [moment.kv_usage for moment in moments], _PAGES),
     )
     for panel, (name, heights, color) in zip(panels, values, strict=True):
-        panel.fill_between(seconds, heights, step="post", color=color, alpha=0.25, linewidth=0)
-        panel.step(seconds, heights, where="post", color=color, linewidth=0.9)
+        panel.stairs(heights, [*seconds, 2 * seconds[-1] - seconds[-2]], fill=True, color=color, alpha=0.6)
         panel.set_title(name, loc="left", fontsize=8)
         panel.set_ylim(bottom=0)
         panel.spines[["top", "right"]].set_visible(False)

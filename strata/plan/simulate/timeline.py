@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # More samples than that are thinned to half as many, twice as far apart.
-_MOST = 2000
+_MOST = 400
 
 
 @dataclass(frozen=True)
