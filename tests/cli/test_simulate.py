@@ -55,7 +55,7 @@ def test_a_trace_is_played_and_drawn(trace: Path, tmp_path: Path) -> None:
     assert values["prefix_hits"] == pytest.approx(512 / 2051)
     assert values["ttft_ms"]["p50"] < values["ttft_ms"]["p99"]
     assert values["timeline"][-1]["seconds"] <= values["seconds"]
-    assert max(moment["running"] for moment in values["timeline"]) == 2
+    assert {moment["running"] for moment in values["timeline"]} >= {0, 1}
     assert all(word in picture.read_text() for word in ("requests that wait", "requests that run", "KV pages in use"))
 
 

@@ -90,8 +90,7 @@ class Prefixes:
         Steps under way may still write there, but only before any later step reads or writes the pages.
         """
         if self._tree is None:
-            for page in reversed(sequence.pages):
-                self._pages.release(page)
+            self._pages.release_all(sequence.pages)
         else:
             # The newest id came of the last draw, which read all ids before it.
             read = sequence.tokens[:-1] if sequence.verified else []

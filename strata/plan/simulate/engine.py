@@ -56,6 +56,8 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
         shard = RankShard.of(config, ranks, 0, axis, expert_parallel=asked.enable_expert_parallel)
     own = config if shard is None else shard.config
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits, shard)
+    if len(sizes.groups) > 1:
+        raise ValueError("layers with windows keep pages of their own, which are not simulated; all others are")
     total = int(device.ceiling("memory").value)
     memory = DeviceMemory(device.product, total - _CONTEXT, total)
     whole = replace(own, vocab_size=config.vocab_size)
