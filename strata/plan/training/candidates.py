@@ -24,7 +24,7 @@ def candidates(task: Task) -> Iterator[StepShape]:
         for pp in _stage_sizes(task, tp):
             for cp in _context_sizes(task, tp * pp):
                 ways = task.gpus // (tp * pp * cp)
-                if task.sequences % ways and ways > task.sequences:
+                if task.sequences % ways:
                     continue
                 for layout in _layouts(task, tp, pp, cp, ways):
                     yield from _packed(task, layout, ways)
@@ -32,8 +32,6 @@ def candidates(task: Task) -> Iterator[StepShape]:
 
 def _packed(task: Task, layout: Layout, ways: int) -> Iterator[StepShape]:
     """The layout with each number of sequences that a pack may have."""
-    if task.sequences % ways:
-        return
     share = task.sequences // ways
     for count in _divisors(share):
         tokens, batches = count * task.sequence, share // count
