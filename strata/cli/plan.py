@@ -21,7 +21,9 @@ _MOST_TOKENS = 10**7
 
 def plan(
     model: Annotated[str, typer.Argument(help="Checkpoint folder, org/model, config.json, or a shape (8B, 70B).")],
-    hardware: Annotated[str, typer.Option(help="Device of the database; strata probe lists what is here.")] = "h200",
+    hardware: Annotated[
+        str, typer.Option(help="Device of the database, such as h100, b200, mi300x or tpu-v5e.")
+    ] = "h200",
     gpus: Annotated[int, typer.Option(min=1, max=100_000, help="How many of them there are.")] = 1,
     isl: Annotated[int | None, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens of a prompt.")] = None,
     osl: Annotated[int | None, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens of an answer.")] = None,

@@ -13,6 +13,7 @@ from strata.hardware.prediction import ORIGINS
 from strata.models.shapes import SHAPES
 from strata.models.weights import resolve_dtype
 from strata.plan.meta_model import dtype_name, find_config
+from strata.plan.search.batching import LoadPoint
 from strata.plan.search.choice import Choice, command, request_flops
 from strata.plan.search.layer_prices import StepPrice
 from strata.plan.search.machine import Machine
@@ -31,7 +32,8 @@ _GIB = 1 << 30
 class ServingPlan:
     """found: by the search. decode, mixed: steps of the best, of its decodes and with prompts beside them. price: of a
     device an hour, None if it is not known. model_file: what the model was found as. pools, speculation: what Strata
-    lacks beside precisions and devices; None if there is none, or the user told no acceptance.
+    lacks beside precisions and devices; None if there is none, or the user told no acceptance. at_rate: of the best's
+    engines at the rate of a trace; None without one, and if it is more than they serve.
     """
 
     question: Question
@@ -42,6 +44,7 @@ class ServingPlan:
     model_file: str
     pools: Pools | None
     speculation: Speculation | None
+    at_rate: LoadPoint | None
 
     @property
     def best(self) -> Choice:
@@ -132,6 +135,13 @@ class ServingPlan:
                 f"keys and values {gib['kv']} ({held.tokens:,} tokens), others and gaps between blocks {gib['margin']}",
             ),
         ]
+        if (rate := self.question.traffic.rate) is not None:
+            told = f"{rate:,.2f} requests a second, more than these devices serve"
+            if (light := self.at_rate) is not None:
+                told = (
+                    f"{rate:,.2f} requests a second: TTFT {light.ttft * 1e3:,.1f} ms, TPOT {light.tpot * 1e3:,.2f} ms"
+                )
+            found.append(("the trace", told))
         if idle:
             found.append(("idle", f"{idle} of {self.question.devices} devices"))
         if self.cost_per_million is not None:
@@ -164,6 +174,9 @@ class ServingPlan:
             "predicted_from": self.origins,
             "others": [one.to_dict() for one in self.found.others],
             "not_in_strata_yet": [one.to_dict() for one in self.found.blocked],
+            "trace_requests_per_second": asked.traffic.rate,
+            "trace_ttft_ms": None if self.at_rate is None else self.at_rate.ttft * 1e3,
+            "trace_tpot_ms": None if self.at_rate is None else self.at_rate.tpot * 1e3,
             "pools_not_in_strata_yet": None if self.pools is None else self.pools.to_dict(),
             "speculation_not_in_strata_yet": None if self.speculation is None else self.speculation.to_dict(),
             "sources": list(self.sources),
@@ -205,4 +218,5 @@ def serving_plan(
     decode, mixed = table.price(decodes, 0), table.price(decodes, max(2, round(best.point.chunk)))
     pools = best_pools(search, [one for one, precision in search.fitting() if precision is AS_CHECKPOINT])
     speculation = None if acceptance is None else best_speculation(search, best, acceptance)
-    return ServingPlan(question, found, decode, mixed, price, model_file, pools, speculation)
+    at_rate = None if traffic.rate is None else search.at_rate(best, traffic.rate)
+    return ServingPlan(question, found, decode, mixed, price, model_file, pools, speculation, at_rate)

@@ -10,7 +10,7 @@ import torch
 
 from strata.engine.scheduling.room import SERVER_TARGET_MS
 from strata.models.config import ModelConfig
-from strata.plan.search.batching import Batching, at_concurrency
+from strata.plan.search.batching import Batching, LoadPoint, at_concurrency, at_rate
 from strata.plan.search.choice import Choice, Settings
 from strata.plan.search.layer_prices import LayerPrices
 from strata.plan.search.layout import Layout, layouts
@@ -114,14 +114,18 @@ class Search:
         need = needed_tokens(question.traffic, settings.sequences, held.page_size)
         if held.tokens < max(need, question.traffic.longest):
             return None
-        ranks = layout.tensor if layout.own_tokens else 1
-        batching = Batching(settings.budget, settings.target / 1e3 or None, layout.stages, ranks)
-        table = self.table(layout, settings.precision)
-        point = at_concurrency(table.seconds, question.traffic, batching, settings.sequences * ranks)
+        seconds, batching = self.table(layout, settings.precision).seconds, _batching(settings)
+        point = at_concurrency(seconds, question.traffic, batching, settings.sequences * batching.ranks)
         replicas = layout.replicas(question.devices, question.machine.per_host)
         return Choice(
             settings, replicas, point, held, question.traffic.output, self.blocked(layout, settings.precision)
         )
+
+    def at_rate(self, choice: Choice, rate: float) -> LoadPoint | None:
+        """An engine of several that share so many requests a second; None if they are more than these end."""
+        settings, batching = choice.settings, _batching(choice.settings)
+        table, most = self.table(settings.layout, settings.precision), settings.sequences * batching.ranks
+        return at_rate(table.seconds, self.question.traffic, batching, rate / choice.replicas, most)
 
     def blocked(self, layout: Layout, precision: Precision) -> tuple[str, ...]:
         """Why Strata cannot run it yet; nothing if it can."""
@@ -226,6 +230,12 @@ class Search:
             if any(not self.lacking(one, AS_CHECKPOINT) for one in larger):
                 return more
         return None
+
+
+def _batching(settings: Settings) -> Batching:
+    layout = settings.layout
+    ranks = layout.tensor if layout.own_tokens else 1
+    return Batching(settings.budget, settings.target / 1e3 or None, layout.stages, ranks)
 
 
 def best_of_each(choices: Iterable[Choice]) -> list[Choice]:

@@ -35,7 +35,7 @@ def plan() -> ServingPlan:
         shallow = replace(config, num_layers=4, windows=(None,) * 4)
         patched.setattr(report_module, "find_config", lambda _: shallow)
         objectives = Objectives(tpot=0.02)
-        traffic = Traffic.of(1000, 200)
+        traffic = replace(Traffic.of(1000, 200), rate=5.0)
         return serving_plan("<1B>", "1B", device("h200"), 4, traffic, objectives, 2, 50e9, 2.0, acceptance=0.8)
 
 
@@ -121,3 +121,10 @@ def test_speculation_by_the_formula(plan: ServingPlan) -> None:
     assert guessed.point.tpot < plan.best.point.tpot or guessed.tokens > plan.best.tokens
     # No more than if all tokens of a verification came in the time of one.
     assert guessed.tokens <= plan.best.tokens * accepted(0.8, guessed.guesses)
+
+
+def test_a_trace_of_few_requests_is_served_sooner(plan: ServingPlan) -> None:
+    assert plan.at_rate is not None
+    assert plan.at_rate.requests * plan.best.replicas == pytest.approx(5.0, rel=1e-3)
+    assert plan.at_rate.tpot < plan.best.point.tpot
+    assert any("5.00 requests a second" in value for _, value in plan.lines())
