@@ -31,6 +31,7 @@ class ModelConfig:
     window_rope: of the layers with a window; None: they have the one of all.
     partial_rotary: which part of a head positions rotate, its first dimensions.
     rotated: for each layer whether positions rotate its queries and keys; empty: all do.
+    head_norms: whether queries and keys are normalized, in a family where the config says so.
     query_scalar: attention scores are divided by its root; None: head_dim.
     logit_softcap: what keeps logits within bounds; None: nothing does.
     tied: whether the head is the embedding matrix.
@@ -54,6 +55,7 @@ class ModelConfig:
     rotated: tuple[bool, ...] = ()
     window_rope: RopeConfig | None = None
     partial_rotary: float = 1.0
+    head_norms: bool = False
     query_scalar: int | None = None
     logit_softcap: float | None = None
     attention_bias: bool = False
@@ -184,6 +186,7 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
         rope=ropes.rope,
         window_rope=ropes.window,
         partial_rotary=ropes.partial,
+        head_norms=family.has_head_norms_field and fields.flag("use_qk_norm", False),
         query_scalar=_read_query_scalar(fields, family),
         logit_softcap=_read_softcap(fields, family),
         windows=read_windows(fields, family, num_layers, rotated),

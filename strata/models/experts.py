@@ -5,18 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from strata.kernels.linear.linear import linear
+from strata.kernels.linear.wide_linear import wide_linear
 from strata.kernels.moe.experts import experts
 from strata.kernels.moe.route import route
 from strata.models.config import ModelConfig
 from strata.models.expert_config import ExpertsConfig
-from strata.models.layers import CausalLM
+from strata.models.layers import MLP, CausalLM
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,9 @@ class ExpertNames:
 class Router(nn.Module):
     """Which experts each token goes to: [tokens, hidden] to weights and numbers of experts, both [tokens, per_token].
 
-    selection_bias: [experts] float32 or None, added to the probabilities for the choice alone. balance: in training,
+    selection_bias: [experts] float32 or None, added to the scores for the choice alone; e_score_correction_bias: the
+    same as a frozen parameter of checkpoints, which stays float32 whatever the model is cast to, because in bfloat16
+    experts that differ would get the same. balance: in training,
     what weights, choice and logits pass through (`strata.models.balance`).
     """
 
@@ -42,16 +45,33 @@ class Router(nn.Module):
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.count, hidden_size))
-        self.per_token, self.normalized = config.per_token, config.normalized
+        self.per_token, self.normalized, self.choice = config.per_token, config.normalized, config.choice
+        if config.biased:
+            bias = torch.empty(config.count, dtype=torch.float32)
+            self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
         self.register_buffer("selection_bias", None)
         self.register_module("balance", None)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = linear(x, self.weight, None)
-        weights, chosen = route(logits, self.selection_bias, self.per_token, self.normalized)
+        bias: Tensor | None = self.selection_bias
+        if bias is None:
+            bias = getattr(self, "e_score_correction_bias", None)
+        by_itself = self.choice.scoring == "sigmoid"
+        logits = wide_linear(x, self.weight) if by_itself else linear(x, self.weight, None)
+        weights, chosen = route(logits, bias, self.per_token, self.normalized, self.choice)
         if self.balance is not None:
             weights = self.balance(weights, chosen, logits)
         return weights, chosen
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        bias = getattr(self, "e_score_correction_bias", None)
+        kept = None if bias is None else bias.data
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if bias is not None and kept is not None:
+            device = self.weight.device
+            kept = torch.empty_like(kept, device=device) if kept.is_meta else kept.to(device)
+            self.e_score_correction_bias = nn.Parameter(kept, requires_grad=False)
+        return self
 
 
 class Experts(nn.Module):
@@ -71,16 +91,21 @@ class Experts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """The weighted sum of what a token's experts make of it: [tokens, hidden] to the same."""
+    """The weighted sum of what a token's experts make of it: [tokens, hidden] to the same.
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
+    shared: what every token goes to besides, unweighted.
+    """
+
+    def __init__(self, hidden_size: int, config: ExpertsConfig, shared: MLP | None = None) -> None:
         super().__init__()
         self.gate = Router(hidden_size, config)
         self.experts = Experts(hidden_size, config)
+        self.shared_experts = shared
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.gate(x)
-        return self.experts(x, weights, chosen)
+        routed = self.experts(x, weights, chosen)
+        return routed if self.shared_experts is None else routed + self.shared_experts(x)
 
 
 class SparseCausalLM(CausalLM):
@@ -97,7 +122,10 @@ class SparseCausalLM(CausalLM):
         self.held_experts = config.experts.held
         for layer, sparse in zip(self.model.layers, config.experts.layers, strict=True):
             if sparse:
-                layer.mlp = SparseMLP(config.hidden_size, config.experts)
+                shared = None
+                if config.experts.shared_size:
+                    shared = MLP(replace(config, intermediate_size=config.experts.shared_size))
+                layer.mlp = SparseMLP(config.hidden_size, config.experts, shared)
 
 
 def stored_parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from strata.models.config import ModelConfig
 from strata.models.family.gemma3 import Gemma3
+from strata.models.family.glm4_moe import Glm4Moe
 from strata.models.family.llama import Llama
 from strata.models.family.mistral import Mistral
 from strata.models.family.mixtral import Mixtral
@@ -28,6 +29,7 @@ FAMILIES: dict[str, type[CausalLM]] = {
     "Phi3ForCausalLM": Phi3,
     "Olmo3ForCausalLM": Olmo3,
     "Gemma3ForCausalLM": Gemma3,
+    "Glm4MoeForCausalLM": Glm4Moe,
 }
 
 

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from strata.files.fields import Fields
-from strata.models.expert_config import ExpertsConfig, mixtral_fields, qwen3_moe_fields, read_mixtral, read_qwen3_moe
+from strata.models.expert_config import (
+    ExpertsConfig,
+    glm4_moe_fields,
+    mixtral_fields,
+    qwen3_moe_fields,
+    read_glm4_moe,
+    read_mixtral,
+    read_qwen3_moe,
+)
 
 if TYPE_CHECKING:
     from strata.models.config import ModelConfig
@@ -48,6 +56,7 @@ class FamilyConfig:
     # What `query_pre_attn_scalar` is; None: there is no such field.
     query_scalar: int | None = None
     softcaps: bool = False
+    has_head_norms_field: bool = False
     activation_key: str = "hidden_act"
     activations: tuple[str, ...] = ("silu", "swish")
     biases: tuple[str, ...] = ()
@@ -72,6 +81,8 @@ class FamilyConfig:
             values["no_rope_layers"] = [int(rotated) for rotated in config.rotated]
         if self.query_scalar is not None:
             values["query_pre_attn_scalar"] = config.query_scalar
+        if self.has_head_norms_field:
+            values["use_qk_norm"] = config.head_norms
         if self.softcaps:
             values["final_logit_softcapping"] = config.logit_softcap
         if self.partial_rotary is not None:
@@ -170,5 +181,15 @@ FAMILY_CONFIGS = {
         activations=("gelu_pytorch_tanh",),
         biases=("attention_bias",),
         sliding="interval",
+    ),
+    "Glm4MoeForCausalLM": FamilyConfig(
+        "glm4_moe",
+        131072,
+        num_kv_heads=8,
+        norm_eps=1e-5,
+        partial_rotary=0.5,
+        has_head_norms_field=True,
+        biases=("attention_bias",),
+        experts=(read_glm4_moe, glm4_moe_fields),
     ),
 }

@@ -73,4 +73,4 @@ def _fill_dummy(model: CausalLM, name: str, parameter: Tensor, generator: torch.
 def _fill_vector(model: CausalLM, name: str, vector: Tensor) -> None:
     """A norm multiplies by 1 in the beginning, whatever it adds to its weights."""
     owner = model.get_submodule(name.rpartition(".")[0])
-    vector.fill_(0.0 if name.endswith(".bias") else 1.0 - getattr(owner, "offset", 0.0))
+    vector.fill_(0.0 if name.endswith("bias") else 1.0 - getattr(owner, "offset", 0.0))

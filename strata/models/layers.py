@@ -215,10 +215,12 @@ class CausalLM(nn.Module, ABC):
     forward: Batch to hidden states [tokens, hidden] after the last norm.
     head: hidden states [rows, hidden] to logits [rows, vocab]; apart, so that only wanted rows are projected.
     joined: by their names in a layer, the matrices that checkpoints of the family hold one above the other in one, and
-    what these parts are called (`strata.models.joined`).
+    what these parts are called (`strata.models.joined`). has_layers_behind: whether checkpoints may hold layers after
+    the last, which predict further tokens and are not read.
     """
 
     joined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    has_layers_behind: ClassVar[bool] = False
 
     def __init__(self, config: ModelConfig, max_length: int) -> None:
         super().__init__()

@@ -29,6 +29,7 @@ from strata.models.shapes import SHAPES
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Old checkpoints store the frequencies of the rotary embedding, which follow from config.json.
 _DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Rows are copied in pieces of about this size: what the host holds beyond the file's own pages.
 _PIECE_BYTES = 64 * 2**20
 
@@ -148,7 +149,11 @@ def match_tensors(model: nn.Module, tensors: dict[str, StoredTensor], folder: Pa
     if missing := [name for name in wanted if names[name] not in tensors]:
         raise ValueError(f"{folder} lacks tensors that its config.json calls for: {shorten(missing)}")
     known = {*names.values(), _HEAD} if tied else set(names.values())
-    if unexpected := [name for name in tensors if name not in known and not _DERIVED.fullmatch(name)]:
+    unexpected = [name for name in tensors if name not in known and not _DERIVED.fullmatch(name)]
+    if isinstance(model, CausalLM) and model.has_layers_behind:
+        last = len(model.model.layers) - 1
+        unexpected = [name for name in unexpected if not ((at := _LAYER.match(name)) and int(at[1]) > last)]
+    if unexpected:
         raise ValueError(f"{folder} has tensors that its config.json does not call for: {shorten(unexpected)}")
     misshapen = [
         f"{names[name]} is {list(tensors[names[name]].shape)}, expected {list(parameter.shape)}"

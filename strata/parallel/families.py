@@ -39,6 +39,11 @@ _EXPERTS = (
     Rule(r"model\.layers\.\d+\.mlp\.gate\.weight", Placement.PER_TOKEN),
     Rule(r"model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj", Placement.EXPERT),
 )
+_SHARED_EXPERTS = (
+    Rule(r"model\.layers\.\d+\.mlp\.gate\.e_score_correction_bias", Placement.PER_TOKEN),
+    Rule(r"model\.layers\.\d+\.mlp\.shared_experts\.(gate|up)_proj\.weight", Placement.COLUMN),
+    Rule(r"model\.layers\.\d+\.mlp\.shared_experts\.down_proj\.weight", Placement.ROW),
+)
 
 TABLES: Mapping[str, Table] = {
     "LlamaForCausalLM": _ATTENTION_AND_ENDS + _MLP,
@@ -52,6 +57,7 @@ TABLES: Mapping[str, Table] = {
     "Phi3ForCausalLM": _ATTENTION_AND_ENDS + _MLP,
     "Olmo3ForCausalLM": _ATTENTION_AND_ENDS + _WHOLE_NORMS + _BRANCH_NORMS + _MLP,
     "Gemma3ForCausalLM": _ATTENTION_AND_ENDS + _HEAD_NORMS + _BRANCH_NORMS + _MLP,
+    "Glm4MoeForCausalLM": _ATTENTION_AND_ENDS + _HEAD_NORMS + _MLP + _EXPERTS + _SHARED_EXPERTS,
 }
 
 

@@ -194,6 +194,8 @@ def rank_config(
         experts = replace(experts, intermediate_size=experts.intermediate_size // size)
     if own_tokens:
         return replace(config, experts=experts)
+    if experts is not None:
+        experts = replace(experts, shared_size=experts.shared_size // size)
     return replace(
         config,
         num_heads=config.num_heads // size,
@@ -217,6 +219,8 @@ def _fault(config: ModelConfig, size: int, expert_parallel: bool, own_tokens: bo
         return ""
     if expert_parallel and size > config.experts.count:
         return f"is more than the {config.experts.count} experts, of which every rank needs one"
+    if not own_tokens and config.experts.shared_size % size:
+        return f"does not divide the shared experts' width = {config.experts.shared_size}"
     if not expert_parallel and config.experts.intermediate_size % size:
         return f"does not divide the experts' intermediate_size = {config.experts.intermediate_size}"
     return ""

@@ -11,6 +11,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.linear.wide_linear import wide_linear
 from strata.kernels.moe.route import Choice, route
 
 
@@ -85,3 +86,12 @@ def test_cost_is_the_hand_count() -> None:
     choice = Choice("sigmoid", 4, 2, "top2", 2.5)
     cost = route.cost(logits, None, 2, True, choice, workload=Workload((5,), (5,)))
     assert cost == Cost(5 * 8 * 4 + 5 * 8 * 2 + 5 * 2 * 2 + 5 * 2, 80, 5 * 2 * 12)
+
+
+def test_scores_are_float32_whatever_the_inputs_are() -> None:
+    x, weight = torch.randn(5, 64).bfloat16(), torch.randn(6, 64).bfloat16()
+    wanted = (x.double() @ weight.double().T).float()
+    for run in (wide_linear, wide_linear.bind("cpu", deterministic=True)):
+        torch.testing.assert_close(run(x, weight), wanted, rtol=1e-5, atol=1e-5)
+    cost = wide_linear.cost(x, weight, workload=Workload((5,), (5,)))
+    assert cost == Cost(2 * 5 * 64 * 6, 5 * 128 + 6 * 128, 5 * 6 * 4, 6 * 128)

@@ -224,6 +224,9 @@ def make_checkpoint(folder: Path, config: Config, seed: int = 0) -> Path:
         for name, parameter in oracle.named_parameters():
             around = 1.0 if name.endswith("norm.weight") else 0.0
             parameter.normal_(0, 0.2 if parameter.dim() == 1 else 0.15, generator=generator).add_(around)
+        for name, buffer in oracle.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2, generator=generator)
     oracle.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
     return folder

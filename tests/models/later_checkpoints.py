@@ -42,6 +42,11 @@ def _gemma3(**own: Any) -> Config:
     return named | {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 16} | ids | own
 
 
+def _glm4_moe(**own: Any) -> Config:
+    ids = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": None}
+    return {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_act": "silu"} | ids | own
+
+
 LATER_CONFIGS: list[tuple[str, Config]] = [
     (
         "smollm3-tied",
@@ -250,6 +255,52 @@ LATER_CONFIGS: list[tuple[str, Config]] = [
                 "full_attention": {"rope_type": "default", "rope_theta": 20000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
             },
+        ),
+    ),
+    (
+        "glm4-moe-groups",
+        _glm4_moe(
+            **sizes(101, 56, 75, 3, 7, 1),
+            head_dim=16,
+            max_position_embeddings=128,
+            attention_bias=True,
+            use_qk_norm=True,
+            n_routed_experts=12,
+            num_experts_per_tok=3,
+            moe_intermediate_size=12,
+            n_shared_experts=2,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            first_k_dense_replace=1,
+            num_nextn_predict_layers=1,
+            torch_dtype="float32",
+        ),
+    ),
+    (
+        "glm4-moe-tied-unnormalized",
+        _glm4_moe(
+            **sizes(97, 36, 50, 2, 6, 2),
+            max_position_embeddings=128,
+            partial_rotary_factor=1.0,
+            n_routed_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=12,
+            norm_topk_prob=False,
+            first_k_dense_replace=0,
+            tie_word_embeddings=True,
+        ),
+    ),
+    (
+        "glm4-moe-all-dense-but-last",
+        _glm4_moe(
+            **sizes(83, 48, 66, 3, 4, 4),
+            max_position_embeddings=128,
+            n_routed_experts=6,
+            num_experts_per_tok=6,
+            moe_intermediate_size=8,
+            first_k_dense_replace=2,
+            rope_parameters={"rope_type": "linear", "rope_theta": 20000.0, "factor": 2.0, "partial_rotary_factor": 0.5},
         ),
     ),
 ]

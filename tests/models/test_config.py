@@ -32,12 +32,13 @@ MODEL_TYPES = {
     "Phi3ForCausalLM": "phi3",
     "Olmo3ForCausalLM": "olmo3",
     "Gemma3ForCausalLM": "gemma3_text",
+    "Glm4MoeForCausalLM": "glm4_moe",
 }
 
 
 def least(architecture: str, **own: Any) -> Config:
     """No more fields than must be there."""
-    sizes = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 50, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2}
     return {"architectures": [architecture], **sizes, "num_attention_heads": 32} | own
 
 
@@ -224,7 +225,7 @@ BAD: list[tuple[str, Config, str]] = [
     ("unhashable architecture", {"architectures": [["LlamaForCausalLM"]]}, "architectures"),
     ("model type", {"model_type": "mistral"}, "model_type = 'mistral'.*'llama'"),
     ("activation", {"hidden_act": "gelu"}, "hidden_act = 'gelu'.*'silu'"),
-    ("rope type", {"rope_scaling": {"rope_type": "longrope"}}, "rope_type = 'longrope'.*'yarn'"),
+    ("rope type", {"rope_scaling": {"rope_type": "proportional"}}, "rope_type = 'proportional'.*'yarn'"),
     ("rope type unhashable", {"rope_scaling": {"rope_type": []}}, "rope_type"),
     ("rope not an object", {"rope_scaling": "linear"}, "rope_scaling = 'linear'.*object"),
     ("rope without factor", {"rope_scaling": {"type": "linear"}}, "rope_scaling: the field 'factor' is missing"),
@@ -250,7 +251,7 @@ BAD: list[tuple[str, Config, str]] = [
     ("layer types unknown", {"layer_types": ["full_attention", "mamba"]}, "layer_types.*mamba"),
     ("layer types unhashable", {"layer_types": ["full_attention", []]}, "layer_types"),
     ("kv heads", {"num_key_value_heads": 5}, "num_key_value_heads = 5.*divisor of num_attention_heads = 32"),
-    ("heads", {"num_attention_heads": 5}, "num_attention_heads = 5.*divisor of hidden_size = 64"),
+    ("heads", {"num_attention_heads": 5}, "num_attention_heads = 5.*divisor of hidden_size = 128"),
     ("odd head", {"head_dim": 7}, "head_dim = 7.*even"),
     ("dynamic head", {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "head_dim = 2"),
     ("negative", {"hidden_size": -64}, "hidden_size = -64.*at least 1"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, fx
 from transformers import AutoConfig
 
@@ -18,7 +19,7 @@ from strata.models.save import save
 from strata.models.weights import load
 
 from .batches import HandPaged, packed, random_sequences
-from .checkpoints import load_oracle, make_checkpoint
+from .checkpoints import FAMILY_CONFIGS, load_oracle, make_checkpoint
 from .sparse_models import SPARSE_CONFIGS, pair
 
 TOLERANCE = 2e-5
@@ -161,3 +162,38 @@ def test_the_engine_serves_what_transformers_would(name: str, deterministic: boo
     for prompt, output in zip(prompts, outputs, strict=True):
         ids = output.outputs[0].token_ids
         assert oracle_logits(folder, prompt + ids)[len(prompt) - 1 : -1].argmax(-1).tolist() == ids
+
+
+def test_the_bias_of_a_router_stays_float32_and_further_layers_are_left_alone(tmp_path: Path) -> None:
+    """In bfloat16 sigmoid scores are chosen in float32; a checkpoint may hold layers after the last."""
+    folder = make_checkpoint(tmp_path / "model", dict(FAMILY_CONFIGS)["glm4-moe-groups"])
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    tensors["model.layers.3.mlp.gate.weight"] = torch.ones(2)
+    save_file(tensors, folder / "model.safetensors")
+    model, _ = load(folder, dtype="bfloat16")
+    bias = model.get_parameter(name)
+    assert bias.dtype == torch.float32
+    assert torch.equal(bias, tensors[name])
+    assert model.to(torch.float16).get_parameter(name).dtype == torch.float32
+    weights, _ = model.model.layers[1].mlp.gate(torch.randn(3, 56, dtype=torch.float16))
+    assert weights.dtype == torch.float32
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=f"lacks tensors .* {name}"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_group": 5}, "n_group = 5 is not supported; accepted is a divisor of n_routed_experts = 12"),
+        ({"topk_group": 5}, "topk_group = 5 is not supported; accepted is at most n_group = 4"),
+        ({"num_experts_per_tok": 7}, "topk_group = 2 is not supported; .* with 7 experts or more"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor = 0 is not supported"),
+        ({"scoring_func": "softmax"}, "unknown field scoring_func"),
+    ],
+)
+def test_groups_that_cannot_be(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_dict(dict(FAMILY_CONFIGS)["glm4-moe-groups"] | change)

@@ -53,9 +53,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 5, "sliding_window_pattern": 2},
 }
 
+# Which are served and not trained.
+SERVED_CONFIGS: dict[str, dict[str, Any]] = {
+    "glm4-moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        "use_qk_norm": True,
+    },
+}
+
 
 def config_of(name: str, **changes: Any) -> ModelConfig:
-    return config_from_dict(SIZES | CONFIGS[name] | changes)
+    return config_from_dict(SIZES | (CONFIGS | SERVED_CONFIGS)[name] | changes)
 
 
 def random_model(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> CausalLM:

@@ -15,7 +15,7 @@ from strata.parallel.serving_shard import RankShard, rank_config
 from .models import config_of
 from .shards import FAMILIES, RANKS, divisible_config
 
-WHOLE = re.compile(r".*(norm\.weight|o_proj\.bias|down_proj\.bias|mlp\.gate\.weight)")
+WHOLE = re.compile(r".*(norm\.weight|o_proj\.bias|down_proj\.bias|mlp\.gate\.(weight|e_score_correction_bias))")
 
 
 @pytest.mark.parametrize("size", RANKS)

@@ -1,0 +1,42 @@
+"""The dense layer in float32 whatever its inputs are: scores of experts, which 16 bits would make equal."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.linear import fixed
+from strata.kernels.op import CUBLAS, operation
+
+
+def _cost(x: Tensor, weight: Tensor, *, workload: Workload) -> Cost:
+    out, width = weight.shape
+    rows = x.numel() // width
+    written = rows * out * torch.promote_types(x.dtype, torch.float32).itemsize
+    return Cost(flops=2 * rows * width * out, read=x.nbytes + weight.nbytes, written=written, weights=weight.nbytes)
+
+
+def _meta(x: Tensor, weight: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=wide, device="meta")
+
+
+@operation(_cost, meta=_meta, rowwise=True)
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight^T` of the values in float32 (float64 for float64): x [..., width], weight [out, width] -> [..., out].
+
+    As transformers' routers of DeepSeek and GLM compute their logits.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.linear(x.to(wide), weight.to(wide))
+
+
+@wide_linear.implement("fixed tiles", "cpu", invariant=True)
+def _fixed(x: Tensor, weight: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return fixed.buffered_linear(x.to(wide), weight.to(wide), None)
+
+
+wide_linear.implement("cublas", "cuda", differentiable=True, kernels=(CUBLAS,))(wide_linear.reference)
