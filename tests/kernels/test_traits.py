@@ -16,6 +16,7 @@ import strata.models.families  # noqa: F401  (every operation of a model)
 from strata.graph import fuse_attention, fuse_products  # noqa: F401  (and of its passes)
 from strata.kernels.linear import fp8, sliced, vocabulary_embedding  # noqa: F401
 from strata.kernels.moe import count, held  # noqa: F401
+from strata.kernels.norm import divided_norm  # noqa: F401
 from strata.kernels.op import OPERATIONS
 
 ROWS, WIDTH = 9, 16
@@ -41,6 +42,14 @@ ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "scaled_linear": ((X, X.square()), (1e-5, WEIGHT, BIAS)),
     "scaled_linear_silu_mul": ((X, X.square()), (1e-5, WEIGHT, BIAS)),
     "silu_mul": ((X, X + 1), ()),
+    "wide_rms_norm": ((X,), (FACTOR, 1e-5, 1.0)),
+    "mean_square": ((X,), ()),
+    "divided_rms_norm": ((X, some(ROWS, 4).square()), (2, FACTOR, 1e-5, 0.0)),
+    "partial_rope": ((some(ROWS, 2, WIDTH), some(ROWS, 1, 8), some(ROWS, 1, 8)), ()),
+    "gelu_mul": ((X, X + 1), ()),
+    "scale": ((X,), (3.0,)),
+    "softcap": ((X,), (2.0,)),
+    "wide_linear": ((X,), (WEIGHT,)),
     "route": ((some(ROWS, 4),), (None, 2, True)),
     "experts": ((X, some(ROWS, 2), CHOSEN), (some(4, 8, WIDTH), some(4, WIDTH, 4))),
     "count_choices": ((CHOSEN, torch.arange(ROWS).int()), (torch.zeros(1, 4, dtype=torch.int64), 0)),
