@@ -73,7 +73,7 @@ def equal_to_one_process(world: World, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_loss_and_every_gradient_equal_one_process(world: int, tmp_path: Path) -> None:
-    for rank in run_ranks(equal_to_one_process, world, tmp_path, timeout=120):
+    for rank in run_ranks(equal_to_one_process, world, tmp_path):
         assert len(rank) == 2 * (len(CONFIGS) + len(MORE_BATCHES))
         assert {key: error for key, error in rank.items() if not error[1] < 1e-9} == {}
 
@@ -102,7 +102,7 @@ def narrow_ring(world: World, folder: Path) -> dict[str, float]:
 
 
 def test_the_ring_rounds_to_bfloat16_only_what_a_turn_adds(tmp_path: Path) -> None:
-    for rank in run_ranks(narrow_ring, 2, tmp_path, timeout=120):
+    for rank in run_ranks(narrow_ring, 2, tmp_path):
         assert {name: error for name, error in rank.items() if not error < 1e-2} == {}
 
 

@@ -78,7 +78,7 @@ def equal_to_one_process(world: World, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_results_and_gradients_equal_one_process(world: int, tmp_path: Path) -> None:
-    ranks = run_ranks(equal_to_one_process, world, tmp_path, timeout=120)
+    ranks = run_ranks(equal_to_one_process, world, tmp_path)
     for rank in ranks:
         assert len(rank) == 6
         assert all(error < 1e-9 for _, error, _ in rank.values()), rank
@@ -148,7 +148,7 @@ def sent_once(world: World, folder: Path) -> dict[str, Any]:
 
 
 def test_a_token_travels_at_most_once_to_a_rank(tmp_path: Path) -> None:
-    for rank in run_ranks(sent_once, 4, tmp_path, timeout=120):
+    for rank in run_ranks(sent_once, 4, tmp_path):
         assert len(rank) == len(TASTES)
         for error, rows, due in rank.values():
             assert error < 1e-9
@@ -176,7 +176,7 @@ def messages_of_passes(world: World, folder: Path) -> dict[str, list[int]]:
 def test_a_layer_that_is_computed_again_sends_nothing_home_again(tmp_path: Path) -> None:
     # Of each layer: how many rows there are, numbers and weights of experts, the rows, and what they became; backward
     # the last three. Computed again, the first four.
-    for rank in run_ranks(messages_of_passes, 2, tmp_path, timeout=120):
+    for rank in run_ranks(messages_of_passes, 2, tmp_path):
         assert rank == {"none": [2 * 5, 2 * 3], "mlp": [2 * 5, 2 * 7], "layers": [2 * 5, 2 * 7]}
 
 

@@ -210,7 +210,7 @@ def two_ranks(world: World, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_loss_and_gradients_equal_one_process(world: int, tmp_path: Path) -> None:
-    ranks = run_ranks(two_ranks if world == 2 else four_ranks, world, tmp_path, timeout=120)
+    ranks = run_ranks(two_ranks if world == 2 else four_ranks, world, tmp_path)
     for family in FAMILIES:
         whole = random_model(config_of(family, num_hidden_layers=2 * world + 1))
         names = sorted(name for name, _ in whole.named_parameters())

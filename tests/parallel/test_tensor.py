@@ -87,7 +87,7 @@ def equal_to_one_process(world: World, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_loss_and_every_gradient_equal_one_process(world: int, tmp_path: Path) -> None:
-    ranks = run_ranks(equal_to_one_process, world, tmp_path, timeout=120)
+    ranks = run_ranks(equal_to_one_process, world, tmp_path)
     for key in ranks[0]:
         found = [rank[key] for rank in ranks]
         assert max(one["worst"][1] for one in found) < 1e-9, (key, found)
@@ -112,7 +112,7 @@ def compiled_layers(world: World, folder: Path) -> dict[str, Any]:
 
 
 def test_layers_compile_whole(tmp_path: Path) -> None:
-    for rank in run_ranks(compiled_layers, 2, tmp_path, timeout=120):
+    for rank in run_ranks(compiled_layers, 2, tmp_path):
         assert max(rank.values()) < 1e-12
 
 

@@ -51,7 +51,7 @@ def all_layouts(world: World, folder: Path) -> list[Any]:
 
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_five_steps_equal_one_process(world: int, tmp_path: Path) -> None:
-    ranks = run_ranks(all_layouts, world, tmp_path, timeout=180)
+    ranks = run_ranks(all_layouts, world, tmp_path)
     for (name, layout), *found in zip(LAYOUTS[world], *ranks, strict=True):
         assert max(one["worst"][1] for one in found) < 1e-9, (name, layout, found)
         assert found[0]["smallest norm"] > 2 * CLIP
@@ -226,7 +226,7 @@ def details(world: World, folder: Path) -> dict[str, Any]:
 
 
 def test_messages_merging_rounding_and_filling(tmp_path: Path) -> None:
-    for found in run_ranks(details, 2, tmp_path, timeout=120):
+    for found in run_ranks(details, 2, tmp_path):
         # Embedding, two layers, norm and head, each sent before the backward pass that announced it has ended.
         assert found["messages of zero 1"] == [0, 5]
         assert found["messages of zero 2"] == [5, 10]

@@ -92,7 +92,7 @@ def all_layouts(world: World, folder: Path) -> list[Any]:
 
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_three_steps_equal_one_process(world: int, tmp_path: Path) -> None:
-    ranks = run_ranks(all_layouts, world, tmp_path, timeout=180)
+    ranks = run_ranks(all_layouts, world, tmp_path)
     for (name, layout, optimizer), *found in zip(LAYOUTS[world], *ranks, strict=True):
         assert max(one["worst"][1] for one in found) < 1e-9, (name, layout, optimizer, found)
         for one in found:
