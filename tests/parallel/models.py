@@ -47,7 +47,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 10,
         "mlp_only_layers": [0],
     },
-    "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
+    "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0, 1, 0, 1, 0]},
     "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
     "phi3": {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5},
     "gemma3": {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 5, "sliding_window_pattern": 2},
