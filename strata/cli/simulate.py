@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from strata.cli import options
+from strata.cli.bench import load_options
 from strata.engine.scheduling.room import SERVER_TARGET_MS
 from strata.hardware.specs import device
 from strata.models.folder import folder_shape_or_file
@@ -36,30 +37,22 @@ def simulate(
             "input_length, maybe with hash_ids, and output_length."
         ),
     ] = "random",
-    num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Requests of each load; 1000, or all of a file.")
-    ] = None,
-    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a drawn prompt (after its shared prefix).")] = 512,
-    output_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
-    length_spread: Annotated[
-        float, typer.Option(min=0, max=1, help="Lengths are drawn evenly from 1 - this to 1 + this times those.")
-    ] = 0.0,
-    longest: Annotated[
-        int, typer.Option(min=1, help="Most tokens of a lognormal prompt, and of its answer; the others are means.")
-    ] = 2048,
-    prefix_len: Annotated[int, typer.Option(min=1, help="Tokens of a shared prefix.")] = 1024,
-    prefix_groups: Annotated[int, typer.Option(min=1, help="Number of shared prefixes.")] = 8,
+    num_prompts: load_options.NumPrompts = None,
+    input_len: load_options.InputLen = 512,
+    output_len: load_options.OutputLen = 128,
+    length_spread: load_options.LengthSpread = 0.0,
+    longest: load_options.Longest = 2048,
+    prefix_len: load_options.PrefixLen = 1024,
+    prefix_groups: load_options.PrefixGroups = 8,
     request_rate: Annotated[
         str, typer.Option(help="Requests a second, inf, or percent of saturation, simulated first; several: 25%,50%.")
     ] = "inf",
-    burstiness: Annotated[
-        float, typer.Option(help="Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier.")
-    ] = 1.0,
+    burstiness: load_options.Burstiness = 1.0,
     max_concurrency: Annotated[
         int | None, typer.Option(min=1, help="Most requests under way; for rates in percent, of the saturation (256).")
     ] = None,
-    replay: Annotated[bool, typer.Option("--replay", help="Send a file's requests at their timestamps (ms).")] = False,
-    goodput: Annotated[str, typer.Option(help="Most ms of ttft, tpot, e2e: 'ttft:200 tpot:15'.")] = "",
+    replay: load_options.Replay = False,
+    goodput: load_options.Goodput = "",
     seed: Annotated[int, typer.Option(help="The same seed gives the same lengths and arrivals.")] = 0,
     fail: Annotated[
         list[str] | None,
@@ -99,13 +92,9 @@ def simulate(
 
     Example: strata simulate 8B --request-rate 10,20,30 --data-parallel-size 2 --goodput 'ttft:200 tpot:15'
     """
-    from strata.bench.load.arrivals import parse_rates
-    from strata.bench.load.measures import parse_objectives
     from strata.bench.load.plot import plottable
     from strata.bench.load.report import report_console, sweep_table
-    from strata.bench.load.request_sets import EvenLengths, LognormalLengths
     from strata.bench.load.simulated import Served, simulate_loads
-    from strata.bench.load.sweep import SYNTHETIC, LoadConfig
     from strata.bench.result import writable
     from strata.engine.engine_config import EngineConfig
     from strata.hardware.links import link_of
@@ -117,33 +106,26 @@ def simulate(
     from strata.plan.simulate.picture import draw_timeline
     from strata.plan.simulate.request import SimulatedRequest
 
-    if replay and (request_rate != "inf" or dataset in SYNTHETIC):
-        raise ValueError("--replay sends a file's requests at their timestamps: it needs --dataset, no --request-rate")
-    if not burstiness > 0:
-        raise ValueError(f"--burstiness must be above 0, got {burstiness:g}")
-    lognormal = dataset == "lognormal"
-    if lognormal and length_spread:
-        raise ValueError("--length-spread is of evenly drawn lengths: leave it out with --dataset lognormal")
-    picture, saved = None if plot is None else writable(plottable(plot)), writable(save)
-    spec, config = device(on), find_config(folder_shape_or_file(model))
-    load = LoadConfig(
+    load = load_options.load_config(
         dataset=dataset,
         chat=False,
-        requests=num_prompts,
-        lengths=(
-            LognormalLengths(input_len, output_len, longest)
-            if lognormal
-            else EvenLengths(input_len, output_len, length_spread)
-        ),
-        prefix_tokens=prefix_len,
+        num_prompts=num_prompts,
+        input_len=input_len,
+        output_len=output_len,
+        length_spread=length_spread,
+        longest=longest,
+        prefix_len=prefix_len,
         prefix_groups=prefix_groups,
-        rates=None if replay else parse_rates(request_rate),
+        request_rate=request_rate,
         burstiness=burstiness,
         max_concurrency=max_concurrency,
-        objectives=parse_objectives(goodput),
+        replay=replay,
+        goodput=goodput,
         timeout=0.0,
         seed=seed,
     )
+    spec, config = device(on), find_config(folder_shape_or_file(model))
+    picture, saved = None if plot is None else writable(plottable(plot)), writable(save)
     asked = EngineConfig(
         model,
         tensor_parallel_size=tensor_parallel_size,

@@ -9,16 +9,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from strata.bench.load.arrivals import parse_rates
 from strata.bench.load.connection import Client
-from strata.bench.load.measures import parse_objectives
 from strata.bench.load.plot import plot_latency, plottable
 from strata.bench.load.report import LoadResult, report_console, sweep_table
-from strata.bench.load.request_sets import EvenLengths, LognormalLengths
 from strata.bench.load.send import run
 from strata.bench.load.server import KEY_VARIABLE
-from strata.bench.load.sweep import SYNTHETIC, LoadConfig, measure
+from strata.bench.load.sweep import LoadConfig, measure
 from strata.bench.result import writable
+from strata.cli.bench import load_options
 from strata.cli.bench.options import AsJson, Save
 
 
@@ -41,33 +39,25 @@ def serve(
             "input_length, and output_length."
         ),
     ] = "random",
-    num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Requests of each load; 1000, or all of a file.")
-    ] = None,
-    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a drawn prompt (after its shared prefix).")] = 512,
-    output_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
-    length_spread: Annotated[
-        float, typer.Option(min=0, max=1, help="Lengths are drawn evenly from 1 - this to 1 + this times those.")
-    ] = 0.0,
-    longest: Annotated[
-        int, typer.Option(min=1, help="Most tokens of a lognormal prompt, and of its answer; the others are means.")
-    ] = 2048,
-    prefix_len: Annotated[int, typer.Option(min=1, help="Tokens of a shared prefix.")] = 1024,
-    prefix_groups: Annotated[int, typer.Option(min=1, help="Number of shared prefixes.")] = 8,
+    num_prompts: load_options.NumPrompts = None,
+    input_len: load_options.InputLen = 512,
+    output_len: load_options.OutputLen = 128,
+    length_spread: load_options.LengthSpread = 0.0,
+    longest: load_options.Longest = 2048,
+    prefix_len: load_options.PrefixLen = 1024,
+    prefix_groups: load_options.PrefixGroups = 8,
     request_rate: Annotated[
         str, typer.Option(help="Requests a second, inf, or percent of a saturation measured first; several: 25%,50%.")
     ] = "inf",
-    burstiness: Annotated[
-        float, typer.Option(help="Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier.")
-    ] = 1.0,
+    burstiness: load_options.Burstiness = 1.0,
     max_concurrency: Annotated[
         int | None,
         typer.Option(
             min=1, help="Most requests under way; for rates in percent, while saturation is measured (256 if left out)."
         ),
     ] = None,
-    replay: Annotated[bool, typer.Option("--replay", help="Send a file's requests at their timestamps (ms).")] = False,
-    goodput: Annotated[str, typer.Option(help="Most ms of ttft, tpot, e2e: 'ttft:200 tpot:15'.")] = "",
+    replay: load_options.Replay = False,
+    goodput: load_options.Goodput = "",
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds after which a request is given up.")] = 600.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same prompts and arrivals.")] = 0,
     as_json: AsJson = False,
@@ -80,30 +70,23 @@ def serve(
 
     Example: strata bench serve --request-rate 25%,50%,75%,90% --goodput 'ttft:200 tpot:15' --plot load.svg
     """
-    if replay and (request_rate != "inf" or dataset in SYNTHETIC):
-        raise ValueError("--replay sends a file's requests at their timestamps: it needs --dataset, no --request-rate")
-    if not burstiness > 0:
-        raise ValueError(f"--burstiness must be above 0, got {burstiness:g}")
     if plot is not None and (replay or set(request_rate.replace(",", " ").split()) == {"inf"}):
         raise ValueError("--plot draws latency against --request-rate: give it finite rates (such as 25%,50%,75%,90%)")
-    lognormal = dataset == "lognormal"
-    if lognormal and length_spread:
-        raise ValueError("--length-spread is of evenly drawn lengths: leave it out with --dataset lognormal")
-    config = LoadConfig(
+    config = load_options.load_config(
         dataset=dataset,
         chat=endpoint == "chat",
-        requests=num_prompts,
-        lengths=(
-            LognormalLengths(input_len, output_len, longest)
-            if lognormal
-            else EvenLengths(input_len, output_len, length_spread)
-        ),
-        prefix_tokens=prefix_len,
+        num_prompts=num_prompts,
+        input_len=input_len,
+        output_len=output_len,
+        length_spread=length_spread,
+        longest=longest,
+        prefix_len=prefix_len,
         prefix_groups=prefix_groups,
-        rates=None if replay else parse_rates(request_rate),
+        request_rate=request_rate,
         burstiness=burstiness,
         max_concurrency=max_concurrency,
-        objectives=parse_objectives(goodput),
+        replay=replay,
+        goodput=goodput,
         timeout=timeout,
         seed=seed,
     )
