@@ -50,6 +50,11 @@ class Verdict:
     remedies: tuple[Remedy, ...]
 
     @property
+    def gain(self) -> float:
+        """What the best remedy saves."""
+        return self.remedies[0].gain if self.remedies else 0.0
+
+    @property
     def line(self) -> str:
         """The verdict in one line."""
         advice = f"; {self.remedies[0].what} saves {self.remedies[0].gain:.0%}" if self.remedies else ""

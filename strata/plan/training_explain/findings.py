@@ -12,7 +12,7 @@ from strata.plan.training_explain import run_waterfall as parts
 from strata.plan.training_explain.recorded_run import RecordedRun
 from strata.plan.training_explain.run_floor import RunFloor, likely_time
 from strata.plan.training_explain.run_waterfall import ExplainedRun
-from strata.plan.waterfall import Cause, Layer, Remedy
+from strata.plan.waterfall import Remedy, Verdict
 from strata.train.predict.estimate import USABLE, memory
 from strata.train.predict.step_shape import StepShape
 
@@ -22,22 +22,6 @@ _SELDOM = 0.01
 _FEW_BYTES = 4.0
 # A share of float32 kernels that cannot be the loss alone.
 _WIDE = 0.2
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One cause. remedies: the greatest gain first, at least one."""
-
-    layer: Layer
-    symptom: str
-    cause: Cause
-    evidence: tuple[str, ...]
-    remedies: tuple[Remedy, ...]
-
-    @property
-    def gain(self) -> float:
-        """What the best remedy saves."""
-        return self.remedies[0].gain
 
 
 @dataclass(frozen=True)
@@ -78,7 +62,7 @@ class Asked:
             yield Remedy(what, gain, option)
 
 
-def findings(asked: Asked) -> list[Finding]:
+def findings(asked: Asked) -> list[Verdict]:
     """All that would save enough to matter, the greatest gain first."""
     found = [one for rule in _RULES for one in rule(asked) if one.remedies]
     ranked = [replace(one, remedies=_ranked(one.remedies)) for one in found]
@@ -89,9 +73,9 @@ def _ranked(remedies: tuple[Remedy, ...]) -> tuple[Remedy, ...]:
     return tuple(sorted(remedies, key=lambda one: -one.gain))
 
 
-def _data(asked: Asked) -> Iterator[Finding]:
+def _data(asked: Asked) -> Iterator[Verdict]:
     gain, data = asked.part(parts.DATA), asked.run.what.config.data
-    yield Finding(
+    yield Verdict(
         "system",
         "data-bound: steps wait for their packs",
         "host",
@@ -100,10 +84,10 @@ def _data(asked: Asked) -> Iterator[Finding]:
     )
 
 
-def _checkpoints(asked: Asked) -> Iterator[Finding]:
+def _checkpoints(asked: Asked) -> Iterator[Verdict]:
     lost, every = asked.part(parts.CHECKPOINTS), asked.run.what.config.run.checkpoint_every
     times = max(2, math.ceil(lost / _SELDOM))
-    yield Finding(
+    yield Verdict(
         "system",
         "checkpoints hold the steps up",
         "host",
@@ -112,12 +96,12 @@ def _checkpoints(asked: Asked) -> Iterator[Finding]:
     )
 
 
-def _between(asked: Asked) -> Iterator[Finding]:
+def _between(asked: Asked) -> Iterator[Verdict]:
     lost, every = asked.part(parts.BETWEEN), asked.run.what.config.run.log_every
     remedy = Remedy("processor cores that nothing else uses", lost)
     if every < 10:
         remedy = Remedy("lines of the log less often", lost * (1 - every / 10), "--run.log_every 10")
-    yield Finding(
+    yield Verdict(
         "system",
         "host-bound: the device waits between steps",
         "host",
@@ -126,26 +110,26 @@ def _between(asked: Asked) -> Iterator[Finding]:
     )
 
 
-def _launches(asked: Asked) -> Iterator[Finding]:
+def _launches(asked: Asked) -> Iterator[Verdict]:
     run, data, lost = asked.run, asked.run.what.config.data, asked.part(parts.LAUNCHES)
     evidence = f"the device waits within steps: {asked.each(parts.LAUNCHES)}"
     if run.what.kind == "cpu":
         option = f"--data.tokens_per_pack {4 * data.tokens_per_pack}"
         fewer = Remedy("packs of four times the tokens, a quarter as many", 0.75 * lost, option)
         symptom = "small operations: Python and dispatch take longer than they do"
-        yield Finding("graph", symptom, "launch", (evidence,), (fewer,))
+        yield Verdict("graph", symptom, "launch", (evidence,), (fewer,))
     elif parts.REPLAYED not in run.steady.phases:
         waited = share(run.steady.phases.get("log", 0.0), run.steady.seconds)
         remedy = Remedy("packs whose sequences all have one length, which are recorded and replayed", lost)
         told = (evidence, f"the host waits for the device for {waited} of the time")
-        yield Finding("graph", "host-bound: launching takes longer than the kernels", "launch", told, (remedy,))
+        yield Verdict("graph", "host-bound: launching takes longer than the kernels", "launch", told, (remedy,))
 
 
-def _slowest(asked: Asked) -> Iterator[Finding]:
+def _slowest(asked: Asked) -> Iterator[Verdict]:
     if asked.run.slowest is None:
         return
     rank, _ = asked.run.slowest
-    yield Finding(
+    yield Verdict(
         "system",
         f"poor scaling: all ranks wait for rank {rank}",
         "scheduling",
@@ -154,7 +138,7 @@ def _slowest(asked: Asked) -> Iterator[Finding]:
     )
 
 
-def _messages(asked: Asked) -> Iterator[Finding]:
+def _messages(asked: Asked) -> Iterator[Verdict]:
     shape, layout = asked.floor.shape, asked.run.what.layout
     lost = asked.part(parts.MESSAGES)
     if layout.ranks == 1 or lost <= 0:
@@ -179,12 +163,12 @@ def _messages(asked: Asked) -> Iterator[Finding]:
     remedies += _more_packs(asked, "twice the packs a step, so half as many sums of gradients")
     if not remedies:
         remedies.append(Remedy("links that are faster, or fewer ranks", lost))
-    yield Finding(
+    yield Verdict(
         "system", "exposed communication: ranks wait for messages", "communication", tuple(evidence), tuple(remedies)
     )
 
 
-def _bubbles(asked: Asked) -> Iterator[Finding]:
+def _bubbles(asked: Asked) -> Iterator[Verdict]:
     shape, layout = asked.floor.shape, asked.run.what.layout
     if layout.pp == 1 or asked.part(parts.BUBBLE) <= 0:
         return
@@ -193,7 +177,7 @@ def _bubbles(asked: Asked) -> Iterator[Finding]:
         if schedule != layout.schedule:
             other = replace(shape, layout=replace(layout, schedule=schedule))
             remedies += asked.tried(f"the schedule {schedule}", asked.option("schedule", schedule), other)
-    yield Finding(
+    yield Verdict(
         "system",
         "pipeline bubbles: stages wait for each other",
         "scheduling",
@@ -211,7 +195,7 @@ def _more_packs(asked: Asked, what: str) -> Iterator[Remedy]:
     yield from asked.tried(what, f"--data.packs_per_step {2 * packs}", doubled, packs=2)
 
 
-def _again(asked: Asked) -> Iterator[Finding]:
+def _again(asked: Asked) -> Iterator[Verdict]:
     lost, recompute = asked.part(parts.AGAIN), asked.run.what.recompute
     if lost <= 0:
         return
@@ -222,7 +206,7 @@ def _again(asked: Asked) -> Iterator[Finding]:
         remedies += asked.tried(f"recompute {less}, which fits", f"--run.recompute {less}", asked.floor.shape, less)
     if not remedies:
         remedies.append(Remedy("more ranks to divide the state, so that activations fit", lost))
-    yield Finding(
+    yield Verdict(
         "graph",
         "activations are computed again in the backward pass",
         "compute",
@@ -231,7 +215,7 @@ def _again(asked: Asked) -> Iterator[Finding]:
     )
 
 
-def _optimizer(asked: Asked) -> Iterator[Finding]:
+def _optimizer(asked: Asked) -> Iterator[Verdict]:
     run, floor = asked.run, asked.floor
     taken = asked.explained.operation("optimizer", "update") or floor.update
     moving = floor.bytes / floor.peaks.bandwidth
@@ -244,17 +228,17 @@ def _optimizer(asked: Asked) -> Iterator[Finding]:
     )
     if taken > _FEW_BYTES * moving:
         symptom = "small operations: updates take longer than their bytes, for few tokens"
-        yield Finding("graph", symptom, "launch", evidence, (remedy,))
+        yield Verdict("graph", symptom, "launch", evidence, (remedy,))
     else:
-        yield Finding("kernel", "memory-bound optimizer: an update for few tokens", "memory", evidence, (remedy,))
+        yield Verdict("kernel", "memory-bound optimizer: an update for few tokens", "memory", evidence, (remedy,))
 
 
-def _precision(asked: Asked) -> Iterator[Finding]:
+def _precision(asked: Asked) -> Iterator[Verdict]:
     run, likely = asked.run, asked.floor.likely
     if run.trace is None or likely is None or run.trace.wide < _WIDE:
         return
     longer = asked.explained.operation("products") - run.steps * likely.products * run.filled
-    yield Finding(
+    yield Verdict(
         "graph",
         "wrong precision: products in float32",
         "compute",
@@ -263,9 +247,9 @@ def _precision(asked: Asked) -> Iterator[Finding]:
     )
 
 
-def _warm_up(asked: Asked) -> Iterator[Finding]:
+def _warm_up(asked: Asked) -> Iterator[Verdict]:
     lost, steps = asked.part(parts.WARM_UP), asked.run.what.config.run.steps
-    yield Finding(
+    yield Verdict(
         "graph",
         "most of a short run is its beginning",
         "compilation",
