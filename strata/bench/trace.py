@@ -50,7 +50,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("product", ("gemv", "dot_kernel", "linear", "gemm", "nvjet", "cutlass", "splitk")),
     ("norm", ("norm",)),
     ("rotation and KV write", ("rope", "kv_write", "rotate_heads")),
-    ("activation", ("silu",)),
+    ("activation", ("silu", "gelu")),
     ("sampling", ("bitmask", "gumbel", "filter_bounds", "logprob", "argmax", "exponential_sums", "best_of_parts")),
     (COPY, ("memcpy", "memset", "copy")),
     ("lookup", ("embedding", "index", "gather", "newest_tokens")),

@@ -11,7 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import strata.kernels
 from strata.bench.kernels import attention_cases
-from strata.bench.kernels.cases import Case, cases
+from strata.bench.kernels.case import Case
+from strata.bench.kernels.cases import cases
 from strata.kernels.op import OPERATIONS
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.shapes import SHAPES

@@ -36,7 +36,7 @@ from tests.cli.fake_server import FakeServer
 
 SETUP = Setup(str(BUILTIN_FOLDER), None, "float32", "cpu", False)
 LENGTH = EvenLengths(6, 4)
-SLEEP = 0.02
+SLEEP = 0.08
 
 
 @pytest.fixture(scope="module")

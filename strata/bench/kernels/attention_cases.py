@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from strata.bench.kernels.cases import EPS, PAGE_SIZE, Case, angles, full_pages, head_weights, randn
+from strata.bench.kernels.case import EPS, Case, angles, randn
+from strata.bench.kernels.cases import PAGE_SIZE, full_pages, head_weights
 from strata.hardware.roofline import Workload
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.batch_parts import BatchParts

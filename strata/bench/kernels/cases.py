@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strata.hardware.roofline import Workload
+from strata.bench.kernels.case import BF16_BYTES, EPS, FP32_BYTES, Case, Scalable, angles, case_of, randn
+from strata.bench.kernels.family_cases import family_cases
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
-from strata.kernels.op import Operation
 from strata.kernels.rotary.rope import rope, rope_angles
 from strata.kernels.sampling.bitmask import WORD, apply_bitmask
 from strata.kernels.sampling.filters import filter_bounds
@@ -32,33 +32,8 @@ ROWS = (1, 64, 8192)
 SAMPLED_ROWS = (1, 64, 512)
 PROMPT_ROWS = (2048, 8192)
 PAGE_SIZE = 16
-EPS = 1e-6
 # What a call has to move before it says how near its kernel comes to the memory bandwidth.
 LARGE_BYTES = 64_000_000
-_BF16 = 2
-_FP32 = 4
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call to time.
-
-    make: draws fresh arguments on torch's default device. libraries: do the same work by torch alone, where it can.
-    dtype: of the arithmetic.
-    """
-
-    operation: Operation
-    shape: str
-    rows: int
-    make: Callable[[], tuple[Any, ...]]
-    workload: Workload
-    dtype: str = "float32"
-    libraries: tuple[Callable[..., object], ...] = ()
-
-
-def randn(*shape: int) -> Tensor:
-    """Standard normal numbers in bfloat16."""
-    return torch.randn(shape, dtype=torch.bfloat16)
 
 
 def full_pages(kv_heads: int, dim: int, lengths: tuple[int, ...]) -> PagedKV:
@@ -68,12 +43,6 @@ def full_pages(kv_heads: int, dim: int, lengths: tuple[int, ...]) -> PagedKV:
     keys, values = (randn(tables.numel(), PAGE_SIZE, kv_heads, dim) for _ in range(2))
     slots = (tables[0, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()[: lengths[0]].int()
     return PagedKV((keys,), (values,), tables, torch.tensor(lengths, dtype=torch.int32), slots)
-
-
-def angles(rows: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines as `rope_angles` leaves them; any numbers do."""
-    cos, sin = torch.randn(2, rows, 1, dim)
-    return cos, sin
 
 
 def head_weights(config: ModelConfig) -> tuple[Tensor | None, Tensor | None]:
@@ -93,22 +62,14 @@ def rows_beyond(row_bytes: int) -> int:
 
 def cases(config: ModelConfig) -> Iterator[Case]:
     """The cases of a model: each operation at `ROWS` and, if those move less than `LARGE_BYTES`, at more."""
-    for kind in (_norms, _rotation, _heads_to_pages, _activation, _kv_writes, _lookup):
-        for case_of, row_bytes in kind(config):
+    for kind in (_norms, _rotation, _heads_to_pages, _activation, _kv_writes, _lookup, family_cases):
+        for made, row_bytes in kind(config):
             for rows in sorted({*ROWS, rows_beyond(row_bytes)}):
-                yield case_of(rows)
+                yield made(rows)
     for rows in SAMPLED_ROWS:
         yield from _sampling(config.vocab_size, rows)
     for rows in PROMPT_ROWS:
         yield _gated_product(config, rows)
-
-
-# Cases of any number of rows, and how many bytes a row moves.
-Scalable = tuple[Callable[[int], Case], int]
-
-
-def _case(operation: Operation, shape: str, rows: int, make: Callable[[], tuple[Any, ...]], *libraries: Any) -> Case:
-    return Case(operation, shape, rows, make, Workload((1,) * rows, (1,) * rows), libraries=libraries)
 
 
 def _norms(config: ModelConfig) -> Iterator[Scalable]:
@@ -118,16 +79,16 @@ def _norms(config: ModelConfig) -> Iterator[Scalable]:
         def library(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             return F.rms_norm(x, weight.shape, weight, eps)
 
-        return _case(rms_norm, f"{hidden}", rows, lambda: (randn(rows, hidden), randn(hidden), EPS), library)
+        return case_of(rms_norm, f"{hidden}", rows, lambda: (randn(rows, hidden), randn(hidden), EPS), library)
 
     def sum_and_norm(rows: int) -> Case:
         def make() -> tuple[Any, ...]:
             return randn(rows, hidden), randn(rows, hidden), randn(hidden), EPS
 
-        return _case(add_rms_norm, f"{hidden}", rows, make)
+        return case_of(add_rms_norm, f"{hidden}", rows, make)
 
-    yield norm, 2 * hidden * _BF16
-    yield sum_and_norm, 4 * hidden * _BF16
+    yield norm, 2 * hidden * BF16_BYTES
+    yield sum_and_norm, 4 * hidden * BF16_BYTES
 
 
 def _rotation(config: ModelConfig) -> Iterator[Scalable]:
@@ -139,16 +100,16 @@ def _rotation(config: ModelConfig) -> Iterator[Scalable]:
             positions = torch.randperm(config.max_length).repeat(-(-rows // config.max_length))
             return positions[:rows].int(), torch.randn(config.max_length, dim)
 
-        return _case(rope_angles, f"{config.max_length}x{dim}", rows, make)
+        return case_of(rope_angles, f"{config.max_length}x{dim}", rows, make)
 
     def rotate(rows: int) -> Case:
         def make() -> tuple[Any, ...]:
             return randn(rows, product)[:, : heads * dim].unflatten(-1, (-1, dim)), *angles(rows, dim)
 
-        return _case(rope, f"{heads}x{dim}", rows, make)
+        return case_of(rope, f"{heads}x{dim}", rows, make)
 
-    yield look_up, 3 * dim * _FP32
-    yield rotate, 2 * heads * dim * _BF16 + dim * _FP32
+    yield look_up, 3 * dim * FP32_BYTES
+    yield rotate, 2 * heads * dim * BF16_BYTES + dim * FP32_BYTES
 
 
 def _heads_to_pages(config: ModelConfig) -> Iterator[Scalable]:
@@ -161,9 +122,9 @@ def _heads_to_pages(config: ModelConfig) -> Iterator[Scalable]:
             spec = HeadsSpec(0, heads, kv_heads, EPS)
             return randn(rows, product), *head_weights(config), *angles(rows, dim), pages, spec
 
-        return _case(qk_rope_kv_write, f"{heads}+2*{kv_heads}x{dim}", rows, make)
+        return case_of(qk_rope_kv_write, f"{heads}+2*{kv_heads}x{dim}", rows, make)
 
-    yield case, 2 * product * _BF16 + dim * _FP32
+    yield case, 2 * product * BF16_BYTES + dim * FP32_BYTES
 
 
 def _activation(config: ModelConfig) -> Iterator[Scalable]:
@@ -173,9 +134,9 @@ def _activation(config: ModelConfig) -> Iterator[Scalable]:
         def make() -> tuple[Any, ...]:
             return tuple(randn(rows, 2 * inner).chunk(2, -1))
 
-        return _case(silu_mul, f"{inner}", rows, make, lambda gate, up: F.silu(gate) * up)
+        return case_of(silu_mul, f"{inner}", rows, make, lambda gate, up: F.silu(gate) * up)
 
-    yield case, 3 * inner * _BF16
+    yield case, 3 * inner * BF16_BYTES
 
 
 def _gated_product(config: ModelConfig, rows: int) -> Case:
@@ -188,7 +149,7 @@ def _gated_product(config: ModelConfig, rows: int) -> Case:
         gate, up = F.linear(x, weight).chunk(2, -1)
         return F.silu(gate) * up
 
-    case = _case(linear_silu_mul, f"gate_up {hidden}->2*{inner}", rows, make, library)
+    case = case_of(linear_silu_mul, f"gate_up {hidden}->2*{inner}", rows, make, library)
     return replace(case, dtype="bfloat16")
 
 
@@ -201,9 +162,9 @@ def _kv_writes(config: ModelConfig) -> Iterator[Scalable]:
             k, v = randn(rows, product)[:, heads * dim :].unflatten(-1, (-1, dim)).chunk(2, 1)
             return k, v, full_pages(kv_heads, dim, (rows,)), 0
 
-        return _case(kv_write, f"{kv_heads}x{dim}", rows, make)
+        return case_of(kv_write, f"{kv_heads}x{dim}", rows, make)
 
-    yield case, 4 * kv_heads * dim * _BF16
+    yield case, 4 * kv_heads * dim * BF16_BYTES
 
 
 def _lookup(config: ModelConfig) -> Iterator[Scalable]:
@@ -213,9 +174,9 @@ def _lookup(config: ModelConfig) -> Iterator[Scalable]:
         def make() -> tuple[Any, ...]:
             return torch.randperm(vocab)[:rows].int(), randn(vocab, hidden)
 
-        return _case(embedding, f"{vocab}x{hidden}", rows, make, F.embedding)
+        return case_of(embedding, f"{vocab}x{hidden}", rows, make, F.embedding)
 
-    yield case, 2 * hidden * _BF16
+    yield case, 2 * hidden * BF16_BYTES
 
 
 def _sampling(vocab: int, rows: int) -> Iterator[Case]:
@@ -235,10 +196,10 @@ def _sampling(vocab: int, rows: int) -> Iterator[Case]:
         masks = torch.randint(-(2**31), 2**31, (rows, -(-vocab // WORD)), dtype=torch.int32)
         return randn(rows, vocab), masks, torch.arange(rows, dtype=torch.int32)
 
-    yield _case(apply_bitmask, f"{vocab}", rows, masking, apply_bitmask.reference)
-    yield _case(gumbel_sample, f"{vocab}", rows, drawing, gumbel_sample.reference)
-    yield _case(filter_bounds, f"{vocab}", rows, filtering, filter_bounds.reference)
-    yield _case(token_logprobs, f"{vocab}", rows, chosen, token_logprobs.reference)
+    yield case_of(apply_bitmask, f"{vocab}", rows, masking, apply_bitmask.reference)
+    yield case_of(gumbel_sample, f"{vocab}", rows, drawing, gumbel_sample.reference)
+    yield case_of(filter_bounds, f"{vocab}", rows, filtering, filter_bounds.reference)
+    yield case_of(token_logprobs, f"{vocab}", rows, chosen, token_logprobs.reference)
     # What a rank does that holds so many ids.
-    yield _case(best_in_part, f"{vocab}", rows, lambda: (*drawing(), vocab), best_in_part.reference)
-    yield _case(exponential_sums, f"{vocab}", rows, lambda: chosen()[:1], exponential_sums.reference)
+    yield case_of(best_in_part, f"{vocab}", rows, lambda: (*drawing(), vocab), best_in_part.reference)
+    yield case_of(exponential_sums, f"{vocab}", rows, lambda: chosen()[:1], exponential_sums.reference)

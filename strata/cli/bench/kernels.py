@@ -17,7 +17,7 @@ from strata.hardware.roofline import Cost, Workload, floor
 from strata.hardware.specs import recognize
 
 if TYPE_CHECKING:
-    from strata.bench.kernels.cases import Case
+    from strata.bench.kernels.case import Case
     from strata.bench.kernels.products import Product
     from strata.bench.kernels.published import Sizes
     from strata.bench.kernels.tuning import Finding
