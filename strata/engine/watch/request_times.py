@@ -301,9 +301,11 @@ class RequestTimes:
 
     def _ledger(self, times: _Times, until: float) -> RequestLedger:
         """As it stands, `until` then; what it does goes on."""
+        # What came since the last step was planned has not been looked at in it.
+        since = times.arrival.queued if times in self._arrived else max(self._last, times.arrival.queued)
         times = replace(times, parts=dict(times.parts))
         self._take(times)
-        times.add("step_under_way", until - max(self._last, times.arrival.queued))
+        times.add("step_under_way", until - since)
         sequence = times.sequence
         return RequestLedger(
             seconds=sum(times.parts.values()),

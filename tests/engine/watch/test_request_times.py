@@ -21,7 +21,7 @@ from strata.engine.scheduling.held import Held
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.watch.request_ledger import Part, RequestLedger, ended_at
 from strata.engine.watch.request_times import Arrival, RequestTimes
-from strata.engine.watch.step_shares import StepShares
+from strata.engine.watch.step_shares import StepLook, StepShares
 from strata.engine.watch.watch import Watch
 from tests.engine.simulated import (
     SECONDS_A_STEP,
@@ -178,6 +178,18 @@ def test_one_that_still_runs_has_a_ledger_until_now() -> None:
     assert ledger.parts == {"text": 0.5, "inbox": 0.5, "grammar": 0.25, "step_under_way": 0.75}
     assert (ledger.seconds, ledger.finish_reason, ledger.first_token) == (2.0, None, None)
     assert not times.ledgers("a", 3.0)
+
+
+def test_one_that_came_while_a_step_ran_has_a_ledger_of_all_its_time() -> None:
+    times = RequestTimes(has_floor=False)
+    for number, name, queued in ((0, "a", 0.0), (1, "b", 2.0)):
+        sequence = Sequence(number, request(name, 4, 9), 0, 64, list(range(4)), 4)
+        times.queued(name, [name], [sequence], Arrival(*[queued] * 4))
+    plan = StepPlan((), (), (Chunk(0, 0, 0, 4, (), 0, (0,)),), (), 4)
+    times.step(StepTiming(plan, (Held(),), planned=1.0, launched=1.0, ended=4.0), StepLook())
+    assert times.ledgers("b", 5.0)[0].parts == {"step_under_way": 3.0}
+    times.request_ended("b", 6.0)
+    assert times.ledgers("b", 9.0)[0].seconds == 4.0
 
 
 def test_the_parts_of_one_that_ended_elsewhere() -> None:
