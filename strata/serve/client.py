@@ -256,7 +256,7 @@ class EngineClient:
         self._send(messages.Delivered(id, ended))
 
     async def ledgers(self, name: str) -> list[RequestLedger]:
-        """Of all requests of that name (`Add.names` and ids) that the engine knows, in their order. Raises EngineGone,
+        """Of the newest requests of that name (`Add.names` and ids) that the engine knows, in order. Raises EngineGone,
         also if it does not answer in time."""
         if not self.alive:
             raise EngineGone(self._dead.result())

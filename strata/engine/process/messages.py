@@ -78,7 +78,7 @@ class Delivered(msgspec.Struct, tag="delivered", frozen=True):
 
 
 class AskLedgers(msgspec.Struct, tag="ask_ledgers", frozen=True):
-    """Tell the ledgers of all requests of a name. id: of this question."""
+    """Tell the ledgers of the newest requests of a name. id: of this question."""
 
     id: str
     name: str

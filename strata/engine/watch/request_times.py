@@ -24,6 +24,8 @@ from strata.engine.watch.step_shares import StepLook
 
 # Ledgers of requests that have ended, the newest, are kept for whoever asks: about 2 KB each.
 KEPT = 1024
+# Of requests that share a name, the newest are told: it is done between two steps, and all would take as long as one.
+MOST_TOLD = 128
 
 # The sums: of steps' parts, of their floors and numbers, and of waiting by rank and cause behind them.
 _GAP, _MASKS, _DECODE, _BESIDE, _FLOOR, _STEPS, _SEQUENCES = range(7)
@@ -196,8 +198,9 @@ class RequestTimes:
         request.newest = msgspec.structs.replace(request.newest, parts=parts, seconds=seconds)
 
     def ledgers(self, name: str, now: float) -> list[RequestLedger]:
-        """Of all requests of that name, in their order; none if there is no such request, or not any more."""
-        return [ledger for id in self._names.get(name, ()) if (ledger := self._find(id, now)) is not None]
+        """Of the newest requests of that name, in their order; none if there is no such request, or not any more."""
+        ids = self._names.get(name, [])[-MOST_TOLD:]
+        return [ledger for id in ids if (ledger := self._find(id, now)) is not None]
 
     def _find(self, id: str, now: float) -> RequestLedger | None:
         request = self._requests.get(id)

@@ -20,7 +20,7 @@ from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.held import Held
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.watch.request_ledger import Part, RequestLedger, ended_at
-from strata.engine.watch.request_times import Arrival, RequestTimes
+from strata.engine.watch.request_times import MOST_TOLD, Arrival, RequestTimes
 from strata.engine.watch.step_shares import StepLook, StepShares
 from strata.engine.watch.watch import Watch
 from tests.engine.simulated import (
@@ -208,6 +208,15 @@ def test_only_the_newest_are_kept() -> None:
     assert len(times.ledgers("all", 1.0)) == 2
     times.delivered("3", 2.0)
     assert times.ledgers("3", 9.0)[0].seconds == 2.0
+
+
+def test_of_many_requests_of_one_name_the_newest_are_told() -> None:
+    times = RequestTimes(has_floor=False)
+    for number in range(MOST_TOLD + 5):
+        sequence = Sequence(number, request("x", 4, 1), 0, 64, list(range(4)), 4)
+        times.queued(str(number), ["all"], [sequence], Arrival(*[float(number)] * 4))
+    found = times.ledgers("all", 1000.0)
+    assert [ledger.seconds for ledger in found] == [1000.0 - number for number in range(5, MOST_TOLD + 5)]
 
 
 def test_a_step_costs_as_much_however_many_decode() -> None:
