@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import shlex
 import statistics
 import subprocess
@@ -115,9 +116,13 @@ def report(values: Mapping[str, Any], text: str, *, as_json: bool, save: Path | 
 
 
 def writable(file: Path | None) -> Path | None:
-    """For an option that names a file to write: raises OSError before the measurement if that cannot be done."""
+    """For an option that names a file to write: raises OSError before the work if that cannot be done. A file that was
+    not there is not there afterwards either: the work may fail yet."""
     if file is not None:
+        new = not os.path.lexists(file)
         file.open("a").close()
+        if new:
+            file.unlink()
     return file
 
 

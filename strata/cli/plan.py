@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,7 +35,7 @@ def plan(
     price: Annotated[float | None, typer.Option(min=0, help="Of one device an hour, in any currency.")] = None,
     gpus_per_host: Annotated[int, typer.Option(min=1, help="Devices that a fast link joins.")] = 8,
     network: Annotated[float, typer.Option(min=0.001, help="GB/s of a device to other hosts, each way.")] = 50.0,
-    train: Annotated[bool, typer.Option("--train", help="Train it; then the next three options.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Train it; then the next four options.")] = False,
     batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a step, on all devices.")] = None,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 8192,
     precision: Annotated[str, typer.Option(help="Of its layers: bf16, fp8-tensor, fp8-row.")] = "bf16",
@@ -68,6 +69,7 @@ def plan(
         return
     if out is not None:
         raise ValueError("--out writes the run file of a training: it goes with --train")
+    from strata.bench.result import writable
     from strata.plan.search.frontier import drawable, frontier_svg
     from strata.plan.search.page import html_page
     from strata.plan.search.report import serving_plan
@@ -75,6 +77,7 @@ def plan(
 
     if svg or html:
         drawable()
+    svg, html = writable(svg), writable(html)
     if (trace is None) == (isl is None) or (isl is None) != (osl is None):
         raise ValueError("give the lengths of requests by --isl and --osl, or by --trace FILE")
     traffic = Traffic.of(isl, osl, cached) if isl and osl else read_traffic(trace or Path(), cached)
@@ -91,6 +94,11 @@ def plan(
         print(json.dumps(found.to_dict()))
     else:
         _draw(found)
+
+
+def named(name: str, value: str) -> str:
+    """A line of a plan, several of 80 columns where it is longer."""
+    return textwrap.fill(value, 80, initial_indent=f"{name:<14}", subsequent_indent=" " * 14, break_long_words=False)
 
 
 def _draw(found: ServingPlan) -> None:
@@ -123,7 +131,7 @@ def _draw(found: ServingPlan) -> None:
 
     console.print(table(f"{found.title}: the best", (found.best,), blocked=bool(found.best.blocked)))
     for name, value in found.lines():
-        console.print(f"{name:<14}{value}", soft_wrap=True)
+        print(named(name, value))
     if found.command is None:
         print(f"\nStrata cannot run this yet: it lacks {', '.join(found.best.blocked)}.")
     else:

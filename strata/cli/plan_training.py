@@ -6,6 +6,8 @@ import json
 import shlex
 from pathlib import Path
 
+from strata.bench.result import writable
+from strata.cli.plan import named
 from strata.hardware.figures import Device
 from strata.plan.meta_model import find_config
 from strata.plan.training.plan import layout_name, training_plan
@@ -24,10 +26,11 @@ def plan_training(
     """Print the plan, and write the run file of the best. on: device, devices, tokens of a batch and of a sequence,
     devices of a host, bytes/s between hosts, precision.
 
-    Raises ValueError for a task that cannot be fulfilled, and for an `out` that exists.
+    Raises ValueError for a task that cannot be fulfilled, and for an `out` that exists; OSError for one that cannot be written.
     """
     if out is not None and out.exists():
         raise ValueError(f"{out} exists; give --out another name, or remove it")
+    writable(out)
     found = training_plan(model, Task(find_config(file), *on), price)
     if out is not None:
         out.write_text(found.run_file(), encoding="utf-8")
@@ -35,7 +38,7 @@ def plan_training(
         print(json.dumps(found.to_dict()))
         return
     for name, value in found.lines():
-        print(f"{name:<14}{value}")
+        print(named(name, value))
     print(f"\n{'run.toml' if out is None else out}:\n\n{found.run_file()}")
     print(shlex.join(str(out) if out is not None and one == "run.toml" else one for one in found.command))
     if found.found.others:

@@ -20,7 +20,7 @@ from strata.models.folder import folder_shape_or_file
 if TYPE_CHECKING:
     from strata.plan.simulate.fleet import Failure
 
-_FAILURE = re.compile(r"(\d+)@([\d.]+)(?::([\d.]+))?")
+_FAILURE = re.compile(r"(\d+)@(\d+(?:\.\d+)?)(?::(\d+(?:\.\d+)?))?", re.ASCII)
 
 
 def simulate(
@@ -64,7 +64,7 @@ def simulate(
     ] = 0,
     on: Annotated[str, options.engine_option("--device", help="Device of every rank, as strata graph.")] = "h200",
     data_parallel_size: Annotated[
-        int, options.engine_option(min=1, help="Engines that requests are divided among.")
+        int, options.engine_option(min=1, max=10_000, help="Engines that requests are divided among.")
     ] = 1,
     tensor_parallel_size: options.TensorParallelSize = 1,
     enable_expert_parallel: options.EnableExpertParallel = False,

@@ -77,9 +77,14 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--dataset", "{unsorted}", "--replay"), "line 2: timestamp 1.0 is before that of the line above, 2.0"),
         (("--dataset", "{text}"), "give prompt as token ids, or input_length"),
         (("--fail", "soon"), "give ENGINE@SECONDS or ENGINE@SECONDS:DOWN"),
+        (("--fail", "0@1.2.3"), "give ENGINE@SECONDS or ENGINE@SECONDS:DOWN"),
         (("--fail", "3@1"), "engine 3 fails, but engines count from 0 to 0"),
         (("--prefill-engines", "1"), "at least one other to decode"),
         (("--input-len", "50000"), "max_model_len is 40960"),
+        (("--input-len", "1000000000000"), "max_model_len is 40960: lower --input-len or --output-len"),
+        (("--dataset", "lognormal", "--longest", "1000000000000"), "max_model_len is 40960: lower --longest"),
+        (("--dataset", "{endless}"), "request 2 has 1000000000000 tokens and 128 of its answer"),
+        (("--dataset", "nowhere"), "--dataset is random, shared-prefix, lognormal or a JSON-lines file"),
         (("--device", "h2000"), "h2000"),
         (("--replay",), "it needs --dataset"),
     ],
@@ -90,6 +95,7 @@ def test_what_cannot_be_played_is_said(arguments: tuple[str, ...], said: str, tm
         "empty": [],
         "unsorted": [{"input_length": 5, "timestamp": 2}, {"input_length": 5, "timestamp": 1}],
         "text": [{"prompt": "Hello"}],
+        "endless": [{"input_length": 5}, {"input_length": 10**12}],
     }
     files = {name: tmp_path / f"{name}.jsonl" for name in (*rows, "foreign")}
     for name, lines in rows.items():
@@ -98,3 +104,21 @@ def test_what_cannot_be_played_is_said(arguments: tuple[str, ...], said: str, tm
     result = simulate("0.6B", *(one.format(**files) for one in arguments))
     assert result.exit_code != 0
     assert said in str(result.exception)
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize("option", ["--num-prompts", "--data-parallel-size", "--prefix-groups"])
+def test_more_than_memory_holds_is_refused(option: str) -> None:
+    result = simulate("0.6B", option, str(10**12))
+    assert result.exit_code == 2
+    assert option in result.output
+
+
+@pytest.mark.usefixtures("no_model")
+def test_what_is_refused_leaves_no_file(tmp_path: Path) -> None:
+    saved = tmp_path / "results.jsonl"
+    assert simulate("0.6B", "--input-len", "50000", "--save", str(saved)).exit_code != 0
+    assert not list(tmp_path.iterdir())
+    saved.write_text("{}\n")
+    assert simulate("0.6B", "--input-len", "50000", "--save", str(saved)).exit_code != 0
+    assert saved.read_text() == "{}\n"

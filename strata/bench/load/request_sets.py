@@ -192,7 +192,9 @@ def read_rows(path: Path, timed: bool) -> tuple[FileRow, ...]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise ValueError(f"--dataset is random, shared-prefix or a JSON-lines file; {path}: {error.strerror}") from None
+        raise ValueError(
+            f"--dataset is random, shared-prefix, lognormal or a JSON-lines file; {path}: {error.strerror}"
+        ) from None
     rows: list[FileRow] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

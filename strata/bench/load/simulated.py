@@ -17,8 +17,8 @@ from rich.console import Group
 from strata.bench.load.arrivals import Rate, arrival_times, load_seeds, saturation_rate
 from strata.bench.load.measures import Distribution, Figures, Goodput
 from strata.bench.load.report import LoadResult
-from strata.bench.load.request_sets import Ask, EvenLengths, FileSet, RandomSet, SharedPrefixSet, read_rows
-from strata.bench.load.sweep import REQUESTS, SATURATING_CONCURRENCY, SYNTHETIC, LoadConfig, in_words
+from strata.bench.load.request_sets import Ask, EvenLengths, FileRow, FileSet, RandomSet, SharedPrefixSet, read_rows
+from strata.bench.load.sweep import LENGTH_OPTIONS, REQUESTS, SATURATING_CONCURRENCY, SYNTHETIC, LoadConfig, in_words
 from strata.plan.simulate.fleet import Fleet
 from strata.plan.simulate.request import Outcomes, SimulatedRequest, blank_prompt
 from strata.plan.simulate.timeline import Moment
@@ -134,9 +134,10 @@ def _offered(
 
 
 def _requests(
-    config: LoadConfig, rows: Any, count: int, seed: int, rate: float | None, longest: int
+    config: LoadConfig, rows: tuple[FileRow, ...] | None, count: int, seed: int, rate: float | None, longest: int
 ) -> list[SimulatedRequest]:
     """As a load generator sends them; prompts that share nothing are as good as their lengths."""
+    _check_lengths(config, None if rows is None else rows[:count], longest)
     lengths = config.lengths
     if rows is not None:
         asks: Sequence[Ask] = FileSet(Path(config.dataset), rows, lengths.output, _IDS).asks(count, seed)
@@ -149,20 +150,34 @@ def _requests(
     due = [ask.due or 0.0 for ask in asks] if rate is None else arrival_times(count, rate, config.burstiness, seed)
     shares = rows is not None or config.dataset == "shared-prefix"
     requests = []
-    for number, (at, ask) in enumerate(zip(due, asks, strict=True), 1):
-        if isinstance(ask.prompt, str) or isinstance(ask.prompt[0], dict):
+    for at, ask in zip(due, asks, strict=True):
+        prompt: Any = tuple(ask.prompt) if shares else blank_prompt(len(ask.prompt))
+        requests.append(SimulatedRequest(at, prompt, ask.output_tokens))
+    return requests
+
+
+def _check_lengths(config: LoadConfig, rows: tuple[FileRow, ...] | None, longest: int) -> None:
+    """Raises ValueError for what is no tokens or too many, before any are drawn: they may be more than memory holds."""
+    if rows is None:
+        most = config.lengths.most + (config.prefix_tokens if config.dataset == "shared-prefix" else 0)
+        if most > longest:
+            raise ValueError(
+                f"requests have up to {most} tokens with their answers, but max_model_len is {longest}: lower "
+                f"{LENGTH_OPTIONS[config.dataset]}, or raise --max-model-len"
+            )
+        return
+    for number, row in enumerate(rows, 1):
+        if row.messages or isinstance(row.prompt, str):
             raise ValueError(
                 f"request {number} of {config.dataset} is text, of which a simulation does not know the tokens: give "
                 "prompt as token ids, or input_length"
             )
-        if len(ask.prompt) + ask.output_tokens > longest:
+        prompt, output = row.input_length or len(row.prompt or ()), row.output_length or config.lengths.output
+        if prompt + output > longest:
             raise ValueError(
-                f"request {number} has {len(ask.prompt)} tokens and {ask.output_tokens} of its answer, but "
-                f"max_model_len is {longest}: leave it out, or raise --max-model-len"
+                f"request {number} has {prompt} tokens and {output} of its answer, but max_model_len is {longest}: "
+                "leave it out, or raise --max-model-len"
             )
-        prompt: Any = tuple(ask.prompt) if shares else blank_prompt(len(ask.prompt))
-        requests.append(SimulatedRequest(at, prompt, ask.output_tokens))
-    return requests
 
 
 def figures_of(outcomes: Outcomes, objectives: Mapping[str, float]) -> Figures:

@@ -30,7 +30,7 @@ from strata.bench.load.send import Outcome, send_all
 
 SYNTHETIC = ("random", "shared-prefix", "lognormal")
 # What makes requests longer.
-_LENGTH_OPTIONS = {
+LENGTH_OPTIONS = {
     "random": "--input-len or --output-len",
     "shared-prefix": "--input-len, --prefix-len or --output-len",
     "lognormal": "--longest",
@@ -180,7 +180,7 @@ async def _request_set(client: Client, served: server.Served, config: LoadConfig
     if served.max_model_len is not None and most > served.max_model_len:
         raise ValueError(
             f"requests have up to {most} tokens with their answers, {served.name} takes {served.max_model_len}: "
-            f"lower {_LENGTH_OPTIONS[config.dataset]}"
+            f"lower {LENGTH_OPTIONS[config.dataset]}"
         )
     ids = await server.text_ids(client, served.name)
     return (

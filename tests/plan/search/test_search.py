@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from strata.cli import plan_training as cli_plan_training
 from strata.cli import serve as serve_cli
 from strata.cli.main import app
 from strata.hardware.specs import device
@@ -172,3 +174,15 @@ def test_what_cannot_be_is_said(tmp_path: Any) -> None:
     assert "line 2: timestamp 4 is before" in failure("8B", "--trace", str(trace))
     trace.write_text('{"prompt": "hello"}\n')
     assert "input_length" in failure("8B", "--trace", str(trace))
+
+
+def test_a_path_that_cannot_be_written_is_said_before_the_search(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Search, "run", lambda _: pytest.fail("the search ran"))
+    monkeypatch.setattr(cli_plan_training, "training_plan", lambda *_: pytest.fail("the search ran"))
+    lengths = ("1B", "--isl", "100", "--osl", "10")
+    training = ("1B", "--train", "--batch-tokens", "8192")
+    for words, option in ((lengths, "--svg"), (lengths, "--html"), (training, "--out")):
+        result = plan(*words, option, str(tmp_path / "nowhere" / "plan"))
+        assert isinstance(result.exception, FileNotFoundError), result.output
