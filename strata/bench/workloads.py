@@ -76,6 +76,10 @@ def single() -> InferenceTest:
     return InferenceTest("T2", random_prompts(1, 128), (512,), temperature=0.0, unit="ms")
 
 
+# Of T3, all of which come at once: the prompts of more take long to draw, and much memory.
+MOST_REQUESTS = 10_000
+
+
 def fixed_batch(requests: int) -> InferenceTest:
     """T3: so many requests with prompt 512 and 256 output tokens each."""
     return InferenceTest(f"T3-b{requests}", random_prompts(requests, 512), (256,) * requests)
@@ -87,15 +91,17 @@ def prefill() -> InferenceTest:
 
 
 def named(name: str) -> InferenceTest:
-    """The test of that name: T1, T2, T3-bN for any N, T4. Raises ValueError for another."""
+    """The test of that name: T1, T2, T3-bN, T4. Raises ValueError for another."""
     requests = name.removeprefix("T3-b")
     if requests.isdecimal() and int(requests) > 0 and requests != name:
+        if len(requests) > len(str(MOST_REQUESTS)) or int(requests) > MOST_REQUESTS:
+            raise ValueError(f"test {name!r} is too large: give T3-bN with N up to {MOST_REQUESTS}")
         return fixed_batch(int(requests))
     made = {"T1": offline, "T2": single, "T4": prefill}.get(name)
     if made is None:
         raise ValueError(
             f"test {name!r} is unknown; give T1, T2, T3-bN (N requests, such as T3-b32) or T4 "
-            "(T5, a served load, is of `strata bench gaps` and `strata bench serve`)"
+            "(T5, a served load, is of `strata explain`, `strata bench gaps` and `strata bench serve`)"
         )
     return made()
 

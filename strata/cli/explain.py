@@ -47,10 +47,14 @@ def explain(
     enable_prefix_caching: Annotated[
         bool, options.engine_option(help="Reuse the pages of prompts that begin alike.")
     ] = False,
-    prompt: Annotated[int | None, typer.Option(min=1, help="T3, T5: tokens of each prompt, 512 if left out.")] = None,
-    output: Annotated[int | None, typer.Option(min=1, help="T3, T5: tokens of each output; 256, T5: 128.")] = None,
+    prompt: Annotated[
+        int | None, typer.Option(min=1, max=10**6, help="T3, T5: tokens of each prompt, 512 if left out.")
+    ] = None,
+    output: Annotated[
+        int | None, typer.Option(min=1, max=10**6, help="T3, T5: tokens of each output; 256, T5: 128.")
+    ] = None,
     request_rate: Annotated[float | None, typer.Option(min=0.001, help="T5: requests a second, 55.")] = None,
-    num_prompts: Annotated[int | None, typer.Option(min=2, help="T5: requests, 500.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=2, max=10**6, help="T5: requests, 500.")] = None,
     tail: Annotated[bool, typer.Option(help="Explain the waits between tokens at p99 instead.")] = False,
     run: Annotated[Path | None, typer.Option(help="Instead: a training run's folder, or its TOML file.")] = None,
     request: Annotated[str | None, typer.Option(help="Instead: a server's request, by its answer's id.")] = None,

@@ -32,6 +32,10 @@ def request_explained(url: str, id: str) -> Explanation:
     not know the request."""
     from strata.plan.explain.one_request import explain_request
 
+    if not id.strip():
+        raise ValueError(
+            f"--request {id!r} names none: give the id of an answer, like chatcmpl-..., or its x-request-id"
+        )
     ledgers = asyncio.run(_ledgers(url, id))
     if not ledgers:
         raise ValueError(f"the engine of request {id} has ended, and its ledger with it")

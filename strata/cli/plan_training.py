@@ -26,7 +26,8 @@ def plan_training(
     """Print the plan, and write the run file of the best. on: device, devices, tokens of a batch and of a sequence,
     devices of a host, bytes/s between hosts, precision.
 
-    Raises ValueError for a task that cannot be fulfilled, and for an `out` that exists; OSError for one that cannot be written.
+    Raises ValueError for a task that cannot be fulfilled, and for an `out` that exists; OSError for one that cannot be
+    written.
     """
     if out is not None and out.exists():
         raise ValueError(f"{out} exists; give --out another name, or remove it")

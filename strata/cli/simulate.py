@@ -20,6 +20,8 @@ from strata.models.folder import folder_shape_or_file
 if TYPE_CHECKING:
     from strata.plan.simulate.fleet import Failure
 
+# Each of them takes memory here.
+_MOST = {"num-prompts": 10_000_000, "prefix-groups": 10_000, "data-parallel-size": 10_000}
 _FAILURE = re.compile(r"(\d+)@(\d+(?:\.\d+)?)(?::(\d+(?:\.\d+)?))?", re.ASCII)
 
 
@@ -64,7 +66,7 @@ def simulate(
     ] = 0,
     on: Annotated[str, options.engine_option("--device", help="Device of every rank, as strata graph.")] = "h200",
     data_parallel_size: Annotated[
-        int, options.engine_option(min=1, max=10_000, help="Engines that requests are divided among.")
+        int, options.engine_option(min=1, help="Engines that requests are divided among.")
     ] = 1,
     tensor_parallel_size: options.TensorParallelSize = 1,
     enable_expert_parallel: options.EnableExpertParallel = False,
@@ -106,6 +108,10 @@ def simulate(
     from strata.plan.simulate.picture import draw_timeline
     from strata.plan.simulate.request import SimulatedRequest
 
+    sizes = {"num-prompts": num_prompts, "prefix-groups": prefix_groups, "data-parallel-size": data_parallel_size}
+    for name, most in _MOST.items():
+        if (sizes[name] or 0) > most:
+            raise ValueError(f"--{name} {sizes[name]} is more than can be simulated; give {most} or fewer")
     load = load_options.load_config(
         dataset=dataset,
         chat=False,

@@ -34,6 +34,7 @@ def test_the_parts_and_the_floor_are_the_measured_time(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["T9"], "T9"),
+        (["T3-b1000000000000"], "give T3-bN with N up to 10000"),
         (["T1", "--prompt", "5"], "--prompt and --output are of T3-bN"),
         (["T4", "--device", "cpu"], "sequences of up to 2,049 tokens and builtin reads 1,024"),
     ],
@@ -43,3 +44,10 @@ def test_what_cannot_be_run_is_said(arguments: list[str], message: str) -> None:
     assert result.exit_code != 0
     assert isinstance(result.exception, ValueError)
     assert message in str(result.exception)
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--output", "--num-prompts"])
+def test_sizes_that_no_memory_holds_are_refused(option: str) -> None:
+    result = RUNNER.invoke(app, ["explain", "T5", option, str(10**12)])
+    assert result.exit_code == 2
+    assert option in result.output

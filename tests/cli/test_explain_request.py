@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from strata.bench.load.answer import refusal_message
 from strata.cli.main import app
 
 RUNNER = CliRunner()
@@ -73,6 +74,8 @@ def test_a_request_is_told_as_a_waterfall(url: str, monkeypatch: pytest.MonkeyPa
     [
         (["--request", "cmpl-2"], "HTTP 404: nothing at /requests/cmpl-2"),
         (["--request", "../x?y"], "nothing at /requests/..%2Fx%3Fy"),
+        (["--request", " "], "give the id of an answer, like chatcmpl-..., or its x-request-id"),
+        (["--request", "cmpl-1", "--url", "http://127.0.0.1:99999"], "give a port from 1 to 65535"),
         (["--request", "cmpl-1", "--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
         (["--request", "cmpl-1", "--model", "x"], "a request of a server, of which --model says nothing"),
         ([], "--url is of the server that has a --request"),
@@ -91,3 +94,7 @@ def test_a_key_that_is_missing(url: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("STRATA_API_KEY", raising=False)
     result = RUNNER.invoke(app, ["explain", "--url", url, "--request", "cmpl-1"])
     assert "wants an API key: set STRATA_API_KEY" in str(result.exception)
+
+
+def test_a_page_of_another_server_is_one_line() -> None:
+    assert refusal_message(b"<html>\n  <h1>Not here</h1>\n</html>\n") == "<html> <h1>Not here</h1> </html>"

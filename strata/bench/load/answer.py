@@ -95,12 +95,12 @@ class Answer:
 
 
 def refusal_message(body: bytes) -> str:
-    """What an answer that is not 200 says: the message of OpenAI's error object, or the beginning of the body."""
+    """What an answer that is not 200 says: the message of OpenAI's error object, or a line from the body's beginning."""
     try:
         error = _DECODER.decode(body).error
     except msgspec.MsgspecError:
         error = None
-    return body[:200].decode("utf-8", "replace") if error is None else error.message
+    return " ".join(body[:200].decode("utf-8", "replace").split()) if error is None else error.message
 
 
 def _data(event: bytes) -> bytes | None:

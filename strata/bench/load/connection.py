@@ -37,7 +37,10 @@ class Client:
             raise ValueError(f"--url must be like http://127.0.0.1:8000 (no path), got {url!r}")
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._host, self._tls = parts.hostname, parts.scheme == "https"
-        self._port = parts.port or (443 if self._tls else 80)
+        try:
+            self._port = parts.port or (443 if self._tls else 80)
+        except ValueError as error:
+            raise ValueError(f"--url {url}: {error}; give a port from 1 to 65535") from None
         authorization = "" if key is None else f"authorization: Bearer {key}\r\n"
         self._headers = f"host: {parts.netloc}\r\n{authorization}content-type: application/json\r\n"
         self._idle: list[_Connection] = []

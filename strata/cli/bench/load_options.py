@@ -9,9 +9,7 @@ import typer
 if TYPE_CHECKING:
     from strata.bench.load.sweep import LoadConfig
 
-NumPrompts = Annotated[
-    int | None, typer.Option(min=1, max=10**7, help="Requests of each load; 1000, or all of a file.")
-]
+NumPrompts = Annotated[int | None, typer.Option(min=1, help="Requests of each load; 1000, or all of a file.")]
 InputLen = Annotated[int, typer.Option(min=1, help="Tokens of a drawn prompt (after its shared prefix).")]
 OutputLen = Annotated[int, typer.Option(min=1, help="Tokens of an answer.")]
 LengthSpread = Annotated[
@@ -21,7 +19,7 @@ Longest = Annotated[
     int, typer.Option(min=1, help="Most tokens of a lognormal prompt, and of its answer; the others are means.")
 ]
 PrefixLen = Annotated[int, typer.Option(min=1, help="Tokens of a shared prefix.")]
-PrefixGroups = Annotated[int, typer.Option(min=1, max=10_000, help="Number of shared prefixes.")]
+PrefixGroups = Annotated[int, typer.Option(min=1, help="Number of shared prefixes.")]
 Burstiness = Annotated[
     float, typer.Option(help="Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier.")
 ]
