@@ -95,7 +95,7 @@ class Answer:
 
 
 def refusal_message(body: bytes) -> str:
-    """What an answer that is not 200 says: the message of OpenAI's error object, or a line from the body's beginning."""
+    """What an answer that is not 200 says: the message of OpenAI's error object, or a line from its beginning."""
     try:
         error = _DECODER.decode(body).error
     except msgspec.MsgspecError:
