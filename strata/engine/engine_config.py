@@ -278,7 +278,7 @@ class EngineSizes:
             if shard is not None:
                 most = weights.weight_bytes(build(shard.most_divided, max_length), dtype)
                 parameters = most // dtype.itemsize // shard.stages
-        groups = _page_groups(asked, config, pool, max_length)
+        groups = groups_of(asked, config, pool, max_length)
         library, recorded = False, []
         if limits is not None:
             library = not asked.deterministic and library_limit(limits, config, dtype, asked.page_size) is None
@@ -294,7 +294,7 @@ class EngineSizes:
         return replace(self, recorded=sizes, library=False)
 
 
-def _page_groups(asked: EngineConfig, config: ModelConfig, pool: PoolShape, max_length: int) -> tuple[PageGroup, ...]:
+def groups_of(asked: EngineConfig, config: ModelConfig, pool: PoolShape, max_length: int) -> tuple[PageGroup, ...]:
     """Where ranks have stages, parts of prompts or sequences of their own, all layers keep all tokens."""
     apart = asked.pipeline_parallel_size, asked.prefill_context_parallel_size
     if max(apart) > 1 or asked.enable_dp_attention:

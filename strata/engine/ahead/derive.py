@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, fx
 from triton.backends.compiler import GPUTarget
 
+from strata.cache.groups import books, pools
 from strata.cache.pages import PageAllocator
-from strata.cache.pool import KVPool
 from strata.comm.operations import Along, all_gather
 from strata.comm.peer_copies import PendingSum
 from strata.comm.symmetric import imagined
 from strata.comm.under_way import start_all_reduce
-from strata.engine.engine_config import EngineConfig, EngineSizes
+from strata.engine.engine_config import EngineConfig, EngineSizes, groups_of
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS, Ledger
 from strata.engine.loop import EngineLoop
 from strata.engine.plan import StepPlan
@@ -128,16 +128,26 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
         _leave_messages_out(graphs, has_copies)
     if shard is not None:
         graphs = replace(graphs, part=_part(shard))
-    pages = PageAllocator(asked.num_pages or _PAGES, asked.page_size)
-    windows, heads = frozenset(own.windows), own.num_heads
+    first, *more = groups = groups_of(asked, own, sizes.pool, sizes.max_length)
+    pages = [asked.num_pages or _PAGES] * len(groups)
+    held = books(groups, pages, asked.max_num_seqs, sizes.max_length)
+    pool, *others = pools(groups, pages, own.num_layers, META)
     runner_config = RunnerConfig(
-        asked.max_num_seqs, sizes.max_tokens, sizes.max_length, windows, heads, config.vocab_size, division
+        asked.max_num_seqs,
+        sizes.max_tokens,
+        sizes.max_length,
+        frozenset(own.windows[layer] for layer in first.layers),
+        own.num_heads,
+        config.vocab_size,
+        division,
+        only_windows=first.window is not None,
     )
-    runner = _NotingRunner(graphs, KVPool(sizes.pool, pages.num_pages, META), runner_config, META)
+    given = [(one, group.window) for one, group in zip(others, more, strict=True) if group.window is not None]
+    runner = _NotingRunner(graphs, pool, runner_config, META, given)
     runner.record(sizes.recorded)
     scheduler_config = SchedulerConfig(asked.max_num_seqs, sizes.max_tokens, sizes.max_length, 0, None)
-    scheduler = Scheduler(scheduler_config, pages, None)
-    return DryEngine(graphs, EngineLoop(scheduler, runner, run_ahead=True, ledger=_NO_LEDGER), pages)
+    scheduler = Scheduler(scheduler_config, held.pages, None, held.windows)
+    return DryEngine(graphs, EngineLoop(scheduler, runner, run_ahead=True, ledger=_NO_LEDGER), held.filled)
 
 
 def _leave_messages_out(graphs: StepGraphs, has_copies: bool) -> None:
