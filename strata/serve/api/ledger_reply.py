@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from fastapi import Request
@@ -14,7 +15,7 @@ from strata.serve.state import request_id_of
 
 async def ledger_of(request: Request, generations: Sequence[Generation]) -> RequestLedgerReply:
     """Of generations that have ended; those whose engine has ended too are left out."""
-    found = [await generation.ledger() for generation in generations]
+    found = await asyncio.gather(*(generation.ledger() for generation in generations))
     return ledger_reply(request_id_of(request), [ledger for ledger in found if ledger is not None])
 
 

@@ -215,12 +215,13 @@ class Replicas:
                 self.router.ended(route)
 
     async def ledgers(self, name: str) -> list[RequestLedger]:
-        """As of `EngineClient`, of all engines that live."""
+        """As of `EngineClient`, of all engines that answer. Raises EngineGone if none does."""
         living = [client for client in self.clients if client.alive]
-        if not living:
-            raise EngineGone("no engine lives")
-        found = await asyncio.gather(*(client.ledgers(name) for client in living))
-        return [ledger for of_one in found for ledger in of_one]
+        found = await asyncio.gather(*(_ledgers_of(client, name) for client in living))
+        answered = [of_one for of_one in found if of_one is not None]
+        if not answered:
+            raise EngineGone("no engine lives, or none answers")
+        return [ledger for of_one in answered for ledger in of_one]
 
     def finish(self, id: str, index: int, stop: str) -> None:
         """As of `EngineClient`."""
@@ -259,3 +260,11 @@ def _caches(add: Add) -> bool:
     """Whether the engine looks the prompt up in its prefix cache: one whose log-probabilities are asked for is computed
     whole."""
     return add.params.prompt_logprobs is None
+
+
+async def _ledgers_of(client: EngineClient, name: str) -> list[RequestLedger] | None:
+    """None of an engine that ends, or does not answer: those of others are told all the same."""
+    try:
+        return await client.ledgers(name)
+    except EngineGone:
+        return None

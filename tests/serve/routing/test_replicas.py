@@ -8,7 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from strata.engine.process.messages import Abort, Add, Delta, Embed, Embedding, Fault, Finish, Hello, Statistics, Step
+from strata.engine.process.messages import (
+    Abort,
+    Add,
+    AskLedgers,
+    Delta,
+    Embed,
+    Embedding,
+    Fault,
+    Finish,
+    Hello,
+    Ledgers,
+    Statistics,
+    Step,
+)
 from strata.engine.routing.held_prefixes import BLOCK_TOKENS
 from strata.engine.routing.router import Standing
 from strata.engine.sampling_params import SamplingParams
@@ -232,5 +245,22 @@ def test_a_drained_replica_finishes_what_it_has_and_gets_no_more(
         assert not replicas.has_drained(0)
         replicas.submit(add("d", [3]))
         assert await engines[0].heard() == add("d", [3])
+
+    play(tmp_path, scenario)
+
+
+def test_ledgers_are_those_of_the_engines_that_answer(tmp_path: Path) -> None:
+    """The other one ends while it is asked."""
+
+    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+        asking = asyncio.create_task(replicas.ledgers("a"))
+        asked = [await engine.heard() for engine in engines]
+        await engines[0].say(Fault("out of memory"))
+        assert isinstance(asked[1], AskLedgers)
+        await engines[1].say(Ledgers(asked[1].id, []))
+        assert await asking == []
+        await engines[1].say(Fault("out of memory"))
+        with pytest.raises(EngineGone, match="no engine"):
+            await replicas.ledgers("a")
 
     play(tmp_path, scenario)
