@@ -66,7 +66,10 @@ def draw(found: Explanation) -> None:
     for part in fall.parts:
         table.add_row(part.name, part.layer, part.cause, duration(part.seconds), f"{part.seconds / fall.measured:.1%}")
     table.add_row("not explained", "", "", duration(fall.unexplained), f"{fall.unexplained / fall.measured:.1%}")
-    table.add_row("floor", "", "", duration(fall.floor), f"{fall.floor / fall.measured:.1%}")
+    if fall.floor:
+        table.add_row("floor", "", "", duration(fall.floor), f"{fall.floor / fall.measured:.1%}")
+    else:
+        table.add_row("floor", "", "", "not known", "")
     console.print(table)
     if found.operations:
         console.print(_operations(found.operations))

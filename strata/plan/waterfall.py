@@ -22,7 +22,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Waterfall:
-    """From the measured seconds of a run down to its floor: the parts and the floor add up to what was measured."""
+    """From the measured seconds of a run down to its floor: the parts and the floor add up to what was measured.
+
+    floor: 0 where it is not known.
+    """
 
     measured: float
     floor: float

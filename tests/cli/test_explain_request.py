@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -62,6 +63,7 @@ def test_a_request_is_told_as_a_waterfall(url: str, monkeypatch: pytest.MonkeyPa
     result = RUNNER.invoke(app, asked)
     assert result.exit_code == 0, result.output
     assert "waited for a slot" in result.output
+    assert re.search(r"floor +not known", result.output)
     assert "saves 75%: more slots (--max-num-seqs)" in result.output
     found = json.loads(RUNNER.invoke(app, [*asked, "--json"]).stdout)
     assert found["waterfall"]["measured"] == 2.0

@@ -52,8 +52,8 @@ def _figures(explanation: Explanation) -> Markup:
     waterfall = explanation.waterfall
     shown = [
         ("measured", seconds(waterfall.measured)),
-        ("floor", seconds(waterfall.floor)),
-        ("share of the floor", share(waterfall.floor, waterfall.measured)),
+        ("floor", seconds(waterfall.floor) if waterfall.floor else "not known"),
+        ("share of the floor", share(waterfall.floor, waterfall.measured) if waterfall.floor else "-"),
     ]
     for layer in reversed(LAYERS):
         shown.append((f"lost to the {layer} layer", share(waterfall.seconds(layer=layer), waterfall.measured)))
@@ -62,9 +62,10 @@ def _figures(explanation: Explanation) -> Markup:
 
 def _waterfall(waterfall: Waterfall) -> Markup:
     largest = max(ordered(waterfall.parts), key=lambda part: part.seconds, default=None)
-    text = f"Of {seconds(waterfall.measured)}, {seconds(waterfall.floor)} are the floor"
+    least = f"{seconds(waterfall.floor)} are the floor" if waterfall.floor else "nothing is known of the floor"
+    text = f"Of {seconds(waterfall.measured)}, {least}"
     if largest is not None:
-        text += f"; the largest part beyond it is {largest.name}, {share(largest.seconds, waterfall.measured)}"
+        text += f"; the largest part is {largest.name}, {share(largest.seconds, waterfall.measured)}"
     keys = [element("span", layer, class_=f"key {layer}") for layer in (*reversed(LAYERS), "floor")]
     return section("Waterfall", f"{text}.", waterfall_table(waterfall), element("p", *keys, class_="keys"))
 

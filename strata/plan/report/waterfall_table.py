@@ -38,7 +38,8 @@ def _rows(waterfall: Waterfall) -> Iterator[Markup]:
         missing = waterfall.unexplained
         note = "no part tells of it" if missing > 0 else "parts tell of too much"
         yield _row("unexplained", note, "unexplained", left - missing, missing, whole)
-    yield _row("floor", "the least that the device allows", "floor", 0.0, waterfall.floor, whole)
+    if waterfall.floor:
+        yield _row("floor", "the least that the device allows", "floor", 0.0, waterfall.floor, whole)
 
 
 def _row(name: str, note: str, kind: str, begin: float, length: float, whole: float) -> Markup:

@@ -101,6 +101,15 @@ def test_the_figures_of_the_explanation_stand_in_text(page: Page) -> None:
     assert all(attributes["aria-label"] and attributes["role"] == "img" for attributes in pictures)
 
 
+def test_a_floor_that_is_not_known_is_no_floor_of_0() -> None:
+    value = sample()
+    unknown = replace(value, waterfall=replace(value.waterfall, floor=0.0))
+    page = html_page(unknown)
+    assert "nothing is known of the floor" in page
+    assert "bar floor" not in page
+    assert "bar floor" in html_page(value)
+
+
 def test_bars_of_the_waterfall_follow_one_another_down_to_the_floor() -> None:
     value = sample()
     found = Page(html_page(value))
