@@ -182,7 +182,7 @@ def test_float16_prompts_attend_over_pages() -> None:
 def test_steps_launched_eagerly_attend_as_recorded_ones(
     new: tuple[int, ...], attention: list[str], model_with_library: MetaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MetaModel, "_recorded_size", lambda self, workload: None)
+    monkeypatch.setattr(MetaModel, "recorded_size", lambda self, workload: None)
     step = model_with_library.step(Workload(new, tuple(900 if count == 1 else count for count in new)))
     found = [list(node.kernels) for node in step.model if node.operation == "attention"]
     assert found == [attention] * LAYERS

@@ -136,13 +136,13 @@ def test_a_profiler_sees_what_the_graph_tells(subject: tuple[Path, Engine], arri
 def test_so_it_does_where_no_size_with_prompts_is_recorded(
     subject: tuple[Path, Engine], arrivals: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded_size = MetaModel._recorded_size
+    recorded_size = MetaModel.recorded_size
 
     def of_decodes(model: MetaModel, workload: Workload) -> BufferShape | None:
         return recorded_size(model, workload) if max(workload.new) == 1 else None
 
     monkeypatch.setattr(subject[1].recorded, "_mixed", [])
-    monkeypatch.setattr(MetaModel, "_recorded_size", of_decodes)
+    monkeypatch.setattr(MetaModel, "recorded_size", of_decodes)
     compare(subject, arrivals)
 
 

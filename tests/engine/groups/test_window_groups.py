@@ -71,7 +71,7 @@ def expected(folder: Path) -> list[list[int]]:
         def alike(asked: object, config: object, pool, max_length: int) -> tuple[PageGroup, ...]:
             return (PageGroup(tuple(range(pool.layers)), None, pool),)
 
-        patched.setattr(engine_config, "_page_groups", alike)
+        patched.setattr(engine_config, "groups_of", alike)
         llm = engine(folder)
     assert llm.engine.loop.scheduler._windows is None
     return generated(llm)
