@@ -41,7 +41,7 @@ def page_groups(states: Sequence[LayerState], pool: PoolShape, max_length: int) 
     groups = []
     for group in state_groups(states):
         if not isinstance(group.state, PagedRows | WindowRows):
-            raise ValueError(f"no pool is laid out for {group.state}")
+            raise ValueError(f"no pool is laid out for {group.state}: layers with a fixed state are not served")
         window = group.state.window if isinstance(group.state, WindowRows) else None
         groups.append(PageGroup(group.layers, window, replace(pool, layers=len(group.layers))))
     if all(group.window is None or group.window >= max_length for group in groups):

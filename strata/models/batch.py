@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from strata.kernels.attention.spec import Sequences
+from strata.kernels.state.fixed import FixedStates
 from strata.kernels.state.paged import PagedKV
 
 
@@ -22,6 +23,8 @@ class Batch:
     pages: the KV cache; None when every sequence stands whole in the batch (training, scoring).
     groups: where layers keep state of several kinds, what those of each group behind the first are given, see
         `of_group`; empty: all layers share the pages.
+    states: of layers that keep a state of fixed size; None when every sequence stands whole in the batch, and for
+        models without such layers.
     """
 
     tokens: Tensor
@@ -30,6 +33,7 @@ class Batch:
     longest: int
     pages: PagedKV | None = None
     groups: tuple[Sequences, ...] = ()
+    states: FixedStates | None = None
 
 
 pytree.register_dataclass(Batch)

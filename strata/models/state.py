@@ -32,10 +32,14 @@ class WindowRows:
 
 @dataclass(frozen=True)
 class FixedState:
-    """Tensors whose size does not depend on the sequence's length. shapes, dtypes: of each."""
+    """Tensors whose size does not depend on the sequence's length.
+
+    shapes: of each, for one sequence. dtypes: None for the weights'. Those of all sequences stand in
+    `FixedStates.tensors[layer]`, which `Batch.states` brings.
+    """
 
     shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
+    dtypes: tuple[torch.dtype | None, ...]
 
 
 LayerState = PagedRows | WindowRows | FixedState
@@ -65,6 +69,7 @@ def state_groups(states: Sequence[LayerState]) -> tuple[StateGroup, ...]:
 
 
 def group_numbers(states: Sequence[LayerState]) -> tuple[int, ...]:
-    """Of each layer, the place of its group in `state_groups`."""
-    groups = state_groups(states)
-    return tuple(next(place for place, group in enumerate(groups) if group.state == state) for state in states)
+    """Of each layer, the place of its group in `state_groups`: what `of_group` is asked for. 0 for fixed states, which
+    are in the batch itself."""
+    places = {group.state: place for place, group in enumerate(state_groups(states))}
+    return tuple(0 if isinstance(state, FixedState) else places[state] for state in states)
