@@ -27,6 +27,7 @@ import strata.kernels
 from strata.bench.kernels.cases import EPS, angles, full_pages, randn
 from strata.bench.kernels.products import Product
 from strata.kernels.activation import silu_mul_grad  # noqa: F401  registers what is run
+from strata.kernels.activation.gelu_mul import gelu_mul
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention.attention import attention
@@ -49,6 +50,7 @@ from strata.kernels.moe.held_order import held_order
 from strata.kernels.norm import norm_grad  # noqa: F401  registers what is run
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.norm.received import received_rms_norm
+from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.optimizer.adamw import Constants, adamw
 from strata.kernels.optimizer.muon import muon_momentum, muon_update
@@ -145,9 +147,11 @@ def _shapes(args: tuple[object, ...]) -> str:
 def _rowwise(rows: int, width: int) -> Iterator[Call]:
     yield own(rms_norm, randn(rows, width), randn(width), EPS)
     yield own(add_rms_norm, randn(rows, width), randn(rows, width), randn(width), EPS)
+    yield own(wide_rms_norm, randn(rows, width), randn(width), EPS, 1.0)
     beside = (randn(rows, width), randn(rows, width), randn(width))
     yield f"received_rms_norm [{rows}, {width}]", partial(received_rms_norm, randn(rows, width), *beside, EPS)
-    yield own(silu_mul, *randn(rows, 2 * width).chunk(2, -1))
+    for gated in (silu_mul, gelu_mul):
+        yield own(gated, *randn(rows, 2 * width).chunk(2, -1))
     yield own(embedding, torch.randint(50, (rows,), dtype=torch.int32), randn(50, width))
     yield own(vocabulary_embedding, torch.randint(150, (rows,), dtype=torch.int32), randn(50, width), 50)
     yield own(sliced_linear, randn(rows, width), randn(96, width), 8, False)
