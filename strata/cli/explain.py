@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -126,8 +125,6 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _training(run: Path) -> Explanation:
-    # Before torch is loaded, as `strata train` does: its threads that wait would keep the cores busy.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from strata.plan.training_explain.explain_run import explain_run
     from strata.plan.training_explain.recorded_run import read_run
     from strata.plan.training_explain.short_run import short_run

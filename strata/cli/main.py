@@ -14,7 +14,7 @@ from typer.main import get_command
 import strata
 from strata.cli.ending import ending
 from strata.cli.help import Command
-from strata.cli.threads import spin_briefly
+from strata.cli.threads import set_waiting
 
 _MODULES = {
     "serve": "strata.cli.serve:command",
@@ -81,8 +81,7 @@ def start(
 
 def main() -> None:
     """Run the command; how it ends is in `ending`."""
-    if sys.argv[1:2] != ["train"]:  # whose threads sleep at once
-        spin_briefly()
+    set_waiting(sys.argv[1:])
     with ending():
         app()
 

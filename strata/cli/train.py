@@ -61,9 +61,6 @@ def train(
     """
     if (name := str(config)).startswith("--"):
         raise ValueError(f"{name} stands before the file; write strata train FILE --SECTION.KEY VALUE")
-    # Before torch is loaded: its threads that wait for each other would keep the cores busy that others wait for, and
-    # where anything else runs, a small step takes many times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from strata.train.config import read_train_config
 
     run = read_train_config(config, _changes(context.args))

@@ -2,34 +2,60 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 from strata.cli import main
-from strata.cli.threads import spin_briefly
+from strata.cli.threads import set_waiting
+
+BRIEFLY, AT_ONCE = {"GOMP_SPINCOUNT": "10000"}, {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def test_threads_spin_briefly_unless_their_user_says_otherwise() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("generate", BRIEFLY),
+        ("serve", BRIEFLY),
+        ("", BRIEFLY),
+        ("explain T1", BRIEFLY),
+        ("train run.toml", AT_ONCE),
+        ("explain --run run.toml", AT_ONCE),
+        ("explain --run=run.toml", AT_ONCE),
+    ],
+)
+def test_threads_spin_briefly_and_those_of_training_not_at_all(arguments: str, said: dict[str, str]) -> None:
     found: dict[str, str] = {}
-    spin_briefly(found)
-    assert found == {"GOMP_SPINCOUNT": "10000"}
+    set_waiting(arguments.split(), found)
+    assert found == said
+
+
+def test_what_a_user_says_of_them_stands() -> None:
     for chosen in ({"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "5"}):
         found = dict(chosen)
-        spin_briefly(found)
+        set_waiting(["serve"], found)
         assert found == chosen
 
 
-@pytest.mark.parametrize(("command", "spins"), [("generate", "10000"), ("serve", "10000"), ("train", None)])
-def test_commands_but_training_say_so(command: str, spins: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of a run share the cores, so their threads sleep at once (`strata train` says so itself)."""
-    monkeypatch.setattr(sys, "argv", ["strata", command])
-    environment: dict[str, str] = {}
-    monkeypatch.setattr(main, "spin_briefly", lambda: spin_briefly(environment))
-    monkeypatch.setattr(main, "app", lambda: None)
+def test_it_is_said_before_the_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str] | None] = []
+    monkeypatch.setattr(sys, "argv", ["strata", "train", "run.toml"])
+    monkeypatch.setattr(main, "set_waiting", seen.append)
+    monkeypatch.setattr(main, "app", lambda: seen.append(None))
     main.main()
-    assert environment.get("GOMP_SPINCOUNT") == spins
+    assert seen == [["train", "run.toml"], None]
+
+
+@pytest.mark.parametrize("arguments", [["train", "nowhere.toml"], ["explain", "--run", "nowhere.toml"]])
+def test_commands_leave_it(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the process starts later would be told what a command sets."""
+    for name in AT_ONCE | BRIEFLY:
+        monkeypatch.delenv(name, raising=False)
+    assert CliRunner().invoke(main.app, arguments).exit_code != 0
+    assert not os.environ.keys() & (AT_ONCE | BRIEFLY)
 
 
 def test_torch_is_not_loaded_before() -> None:
