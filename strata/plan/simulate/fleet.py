@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from itertools import pairwise
 
 from strata.engine.request import Request
 from strata.engine.routing.router import NoReplica, Route, Router
@@ -51,6 +52,12 @@ class FleetConfig:
                 raise ValueError(f"engine {failure.replica} fails, but engines count from 0 to {self.replicas - 1}")
             if not (failure.at >= 0 and failure.down > 0):
                 raise ValueError(f"engine {failure.replica} fails at {failure.at:g} s for {failure.down:g} s")
+        for before, after in pairwise(sorted(self.failures, key=lambda one: (one.replica, one.at))):
+            back = before.at + before.down
+            if before.replica == after.replica and after.at < back:
+                raise ValueError(
+                    f"engine {after.replica} fails at {after.at:g} s, but is down from {before.at:g} to {back:g} s"
+                )
         if self.handover is not None and not 0 < self.handover.prefill < self.replicas:
             raise ValueError(
                 f"{self.handover.prefill} of {self.replicas} engines compute prompts alone: at least one has to, and "
@@ -132,6 +139,8 @@ class Fleet:
                 self._follow(number)
         elif kind == _ARRIVE:
             self._arrive(number)
+        elif kind == _NOTICED:
+            self._arrive(number, self._routes.pop(number))
         elif kind == _BEGUN:
             if number in self._routes:  # not if its engine has failed meanwhile
                 self._router.begun(self._routes[number])
@@ -226,13 +235,12 @@ class Fleet:
         self._follow(engine)
         self._later(self._now + failure.down, _RECOVER, engine)
         for job in jobs:
-            route = self._routes.pop(job.number)
-            if job.first == job.first:
+            if job.first <= self._now:
+                del self._routes[job.number]
                 self._give_up(job.number, "the engine has ended while the answer was under way")
-            else:
-                self._now, was = self._now + NOTICED_SECONDS, self._now
-                self._arrive(job.number, route)
-                self._now = was
+            else:  # text of the step that was under way has not come
+                self.outcomes.first[job.number] = math.nan
+                self._later(self._now + NOTICED_SECONDS, _NOTICED, job.number)
 
     def _engine(self, number: int) -> Replica:
         shape, prices, told = self._config.shape, self._prices, self._told
@@ -262,4 +270,4 @@ class Fleet:
         heappush(self._events, (time, next(self._order), kind, number))
 
 
-_ROUND, _ARRIVE, _BEGUN, _ENDED, _HANDED, _FAIL, _RECOVER = range(7)
+_ROUND, _ARRIVE, _NOTICED, _BEGUN, _ENDED, _HANDED, _FAIL, _RECOVER = range(8)

@@ -10,7 +10,7 @@ import pytest
 
 from strata.engine.plan import StepPlan
 from strata.engine.scheduling.config import SchedulerConfig
-from strata.plan.simulate.fleet import Failure, Fleet, FleetConfig
+from strata.plan.simulate.fleet import NOTICED_SECONDS, Failure, Fleet, FleetConfig
 from strata.plan.simulate.handover import Handover
 from strata.plan.simulate.host import SERVER, HostTimes
 from strata.plan.simulate.prices import Line
@@ -111,3 +111,18 @@ def test_what_shares_nothing_needs_no_prefix_tree() -> None:
     assert with_tree.outcomes.first == without.outcomes.first
     assert with_tree.outcomes.last == without.outcomes.last
     assert sum(one.statistics.preemptions for one in without.schedulers) == 0
+
+
+def test_a_failure_keeps_nobody_waiting_who_comes_before_it_is_noticed() -> None:
+    """The first request's engine ends while it computes the prompt; the second comes 0.1 s later to the other engine."""
+    alone, _ = play([SimulatedRequest(1.1, blank_prompt(600), 20)], in_runs=True)
+    requests = [SimulatedRequest(1.0, blank_prompt(900), 20), SimulatedRequest(1.1, blank_prompt(600), 20)]
+    both, _ = play(requests, in_runs=True, failures=(Failure(0, 1.01, 2.0),))
+    assert not both.outcomes.faults
+    assert both.outcomes.first[1] == alone.outcomes.first[0]
+    assert both.outcomes.first[0] > 1.01 + NOTICED_SECONDS
+
+
+def test_an_engine_that_is_down_cannot_fail() -> None:
+    with pytest.raises(ValueError, match=r"engine 1 fails at 2 s, but is down from 1 to 3 s"):
+        play([], in_runs=True, failures=(Failure(1, 2.0, 1.0), Failure(0, 2.0, 9.0), Failure(1, 1.0, 2.0)))
