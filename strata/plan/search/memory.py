@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from strata.engine.startup.executor import planned_memory
 from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart
 from strata.kernels.device_limits import DeviceLimits, why_not
 from strata.models.config import ModelConfig
+from strata.models.families import build
+from strata.models.layers import CausalLM
+from strata.parallel.stages import layer_spans
 from strata.plan.search.layout import Layout
 from strata.plan.search.machine import Machine
 from strata.plan.search.precision import Precision
@@ -94,8 +97,8 @@ class Memory:
         key = layout, sequences, budget
         if key not in self._found:
             asked = self.asked(layout, sequences, budget)
-            every = [self._held(asked, *self._ranks(layout, rank)) for rank in sorted({0, layout.ranks - 1})]
-            self._found[key] = max(every, key=lambda one: one.lacking(self._length))
+            every = [self._held(asked, *self._ranks(layout, rank)) for rank in self._fullest(layout)]
+            self._found[key] = max(every, key=lambda one: (one.lacking(self._length), -(one.kv // one.page_bytes)))
         held = self._found[key]
         layers = held.weights * (1 - self._outside)
         weights = held.weights - int(layers * (1 - precision.weights))
@@ -112,6 +115,18 @@ class Memory:
         width = config.intermediate_size if experts is None else experts.count * experts.intermediate_size
         ids = config.vocab_size * config.hidden_size * (1 if config.tied else 2)
         return ids / (ids + config.num_layers * (heads + 3 * width * config.hidden_size))
+
+    def _fullest(self, layout: Layout) -> list[int]:
+        """Ranks of which one needs the most: with the embedding, with the most layers, with the head."""
+        if layout.stages == 1:
+            return sorted({0, layout.ranks - 1})
+        layers = [end - first for first, end in layer_spans(self._whole, layout.stages, 0)]
+        return sorted({0, layers.index(max(layers)) * layout.tensor, layout.ranks - 1})
+
+    @cached_property
+    def _whole(self) -> CausalLM:
+        with torch.device("meta"):
+            return build(self._config)
 
     def _of_rank(self, layout: Layout, rank: int) -> tuple[ModelConfig, EngineSizes]:
         """The config of a rank, with the whole vocabulary, and the sizes of an engine with default options."""

@@ -75,6 +75,13 @@ def test_memory_of_8b_by_hand(machine: Machine) -> None:
         assert held.tokens == (held.budget - held.weights - held.workspace) // held.page_bytes * 16
 
 
+def test_pages_of_stages_are_those_of_the_stage_with_the_least_room(machine: Machine) -> None:
+    """By hand: 8B through four stages has 8, 9, 9 and 6 layers, so that a page is largest in the second."""
+    held = Memory(find_config("8B"), machine, TRAFFIC, "8B").held(Layout(stages=4), 64, 8192, AS_CHECKPOINT)
+    assert held.page_bytes == 16 * 9 * 2 * 8 * 128 * 2
+    assert held.weights == 2 * 9 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336 + 2 * 4096) + 4 * 1200 * 128
+
+
 def test_tokens_that_sequences_hold() -> None:
     assert needed_tokens(Traffic.of(100, 1, 0), 10, 16) == pytest.approx(10 * (100.5 + 8), rel=0.02)
     many = needed_tokens(Traffic.of(1000, 200, 900), 500, 16)
