@@ -78,7 +78,9 @@ def plan(
     if svg or html:
         drawable()
     svg, html = writable(svg), writable(html)
-    if (trace is None) == (isl is None) or (isl is None) != (osl is None):
+    if trace is not None and (isl or osl):
+        raise ValueError(f"--trace {trace} has the lengths of requests: leave it out, or --isl and --osl")
+    if trace is None and not (isl and osl):
         raise ValueError("give the lengths of requests by --isl and --osl, or by --trace FILE")
     traffic = Traffic.of(isl, osl, cached) if isl and osl else read_traffic(trace or Path(), cached)
     objectives = Objectives(*(None if value is None else value / 1e3 for value in (ttft, tpot)))

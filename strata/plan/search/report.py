@@ -80,10 +80,14 @@ class ServingPlan:
 
     @property
     def where(self) -> str:
-        """How many hosts the command is for."""
+        """On which hosts the command is to be run."""
         each = min(self.best.replicas, self.question.machine.per_host // self.best.settings.layout.ranks)
-        hosts = -(-self.best.replicas // each)
-        return "run:" if hosts == 1 else f"run on each of {hosts} hosts, behind a load balancer:"
+        hosts, rest = divmod(self.best.replicas, each)
+        if hosts == 1 and not rest:
+            return "run:"
+        where = "one host" if hosts == 1 else f"each of {hosts} hosts"
+        fewer = f" (on another with --data-parallel-size {rest})" if rest else ""
+        return f"run on {where}{fewer}, behind a load balancer:"
 
     @property
     def mfu(self) -> float:

@@ -14,6 +14,7 @@ from strata.plan.search import search as search_module
 from strata.plan.search import step_table
 from strata.plan.search.choice import Choice
 from strata.plan.search.frontier import frontier, frontier_svg
+from strata.plan.search.layout import Layout
 from strata.plan.search.page import html_page
 from strata.plan.search.precision import PRECISIONS
 from strata.plan.search.report import ServingPlan, serving_plan
@@ -94,6 +95,20 @@ def test_cost_and_use_of_the_devices(plan: ServingPlan) -> None:
     assert sum(plan.origins.values()) == pytest.approx(1)
     assert best.devices <= 4
     assert not best.blocked
+
+
+def test_engines_of_a_host_that_is_not_full_are_started_as_many_as_they_are(plan: ServingPlan) -> None:
+    """Hosts of two devices."""
+    one_device = replace(plan.best, settings=replace(plan.best.settings, layout=Layout()))
+    for replicas, where in (
+        (2, "run:"),
+        (3, "run on one host (on another with --data-parallel-size 1), behind a load balancer:"),
+        (4, "run on each of 2 hosts, behind a load balancer:"),
+    ):
+        told = replace(plan, found=replace(plan.found, best=replace(one_device, replicas=replicas)))
+        assert told.where == where
+        assert told.command is not None
+        assert told.command[told.command.index("--data-parallel-size") + 1] == "2"
 
 
 def test_what_strata_lacks_is_apart(plan: ServingPlan) -> None:

@@ -172,6 +172,7 @@ def test_what_cannot_be_is_said(tmp_path: Any) -> None:
     assert "below the floor" in failure("8B", *lengths, "--tpot", "0.5")
     assert "nearest" in failure("8B", *lengths, "--tpot", "3.7")
     assert "give the lengths" in failure("8B", "--isl", "100")
+    assert "--trace loads.jsonl has the lengths" in failure("8B", *lengths, "--trace", "loads.jsonl")
     trace = tmp_path / "trace.jsonl"
     trace.write_text("")
     assert "has no requests" in failure("8B", "--trace", str(trace))
