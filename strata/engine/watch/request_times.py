@@ -263,7 +263,8 @@ class RequestTimes:
 
     def _begin_decode(self, times: _Times, drawn: frozenset[int]) -> None:
         self._prompts.pop(times.sequence.id, None)
-        if times.first_token is None:
+        has_token = len(times.sequence.tokens) > times.sequence.prompt_length  # not if no id could be drawn
+        if times.first_token is None and has_token:
             times.first_token, times.first_parts = self._last - times.arrival.began, dict(times.parts)
         times.decodes, times.mark = True, list(self._sums)
         request = self._requests.get(times.sequence.request.id)

@@ -192,6 +192,20 @@ def test_one_that_came_while_a_step_ran_has_a_ledger_of_all_its_time() -> None:
     assert times.ledgers("b", 9.0)[0].seconds == 4.0
 
 
+@pytest.mark.parametrize("drawn", [[7], []])
+def test_a_draw_that_gave_no_id_is_no_first_token(drawn: list[int]) -> None:
+    times = RequestTimes(has_floor=False)
+    sequence = Sequence(0, request("a", 4, 9), 0, 64, list(range(4)), 4)
+    times.queued("a", ["a"], [sequence], Arrival(*[0.0] * 4))
+    plan = StepPlan((), (NewSequence(0, 0, (), 4, 0),), (Chunk(0, 0, 0, 4, (Draw(0, 0),), 0, (0,)),), (), 4)
+    sequence.tokens += drawn
+    times.step(StepTiming(plan, (Held(),), planned=1.0, launched=1.0, ended=4.0), StepLook())
+    times.sample_ended(sequence)
+    (ledger,) = times.ledgers("a", 5.0)
+    assert ledger.first_token == (4.0 if drawn else None)
+    assert bool(ledger.first_parts) == bool(drawn)
+
+
 def test_the_parts_of_one_that_ended_elsewhere() -> None:
     parts: dict[Part, float] = {"prompt": 1.0, "decode": 2.0, "decode_beside": 0.5}
     assert ended_at(parts, 3.5, 3.75) == {**parts, "delivery": 0.25}
