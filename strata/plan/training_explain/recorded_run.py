@@ -125,14 +125,23 @@ def read_run(folder: Path) -> RecordedRun:
     of one."""
     what = read_description(folder)
     path = folder / TIMES
-    lines = read_lines(path) if path.is_file() else []
-    intervals = tuple(_interval(path, line) for line in lines)
+    intervals = tuple(_interval(path, line) for line in _lines(path))
     intervals = tuple(one for one in intervals if one.steps and one.seconds > 0)
     if not intervals:
         raise ValueError(f"{path} tells of no step yet: wait for the first line of the log, or lower run.log_every")
-    logged = read_lines(folder / FILE) if (folder / FILE).is_file() else []
+    slowest = _slowest(_lines(folder / FILE))
     traced = folder / "profile" / "trace.json.gz"
-    return RecordedRun(folder, what, intervals, _slowest(logged), _read_trace(traced) if traced.is_file() else None)
+    return RecordedRun(folder, what, intervals, slowest, _read_trace(traced) if traced.is_file() else None)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = read_lines(path) if path.is_file() else []
+    except ValueError as error:
+        raise ValueError(f"{path} is no log of a run: {error}") from None
+    if not all(isinstance(line, dict) for line in lines):
+        raise ValueError(f"{path} is no log of a run: a line is no JSON object")
+    return lines
 
 
 def _interval(path: Path, line: Mapping[str, Any]) -> Interval:

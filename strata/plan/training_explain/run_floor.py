@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from strata.hardware.evidence import evidence_of
 from strata.hardware.figures import Device
@@ -124,9 +124,8 @@ def _with_layout(found: RunFloor, run: RecordedRun) -> RunFloor:
     if likely is None or kept is None:
         return found
     again = sum(getattr(likely, name) - getattr(kept, name) for name in ("products", "attention", "traffic"))
-    return RunFloor(
-        **{name: getattr(found, name) for name in ("device", "shape", "products", "attention", "update", "bytes")},
-        peaks=found.peaks,
+    return replace(
+        found,
         messages=run.steps * likely.communication,
         bubble=run.steps * likely.bubble * run.filled,
         again=run.steps * max(0.0, again) * run.filled,

@@ -138,6 +138,8 @@ def test_a_share_of_packs_that_is_empty_is_no_lost_time(tmp_path: Path) -> None:
     [
         ("times.jsonl", "", "tells of no step yet"),
         ("times.jsonl", '{"step": 1, "steps": 1}\n', "has no 'phases'"),
+        ("times.jsonl", "no JSON\n", "is no log of a run"),
+        ("log.jsonl", "[1]\n", "is no JSON object"),
         ("profile/trace.json.gz", "no gzip", "is not the trace"),
     ],
 )
