@@ -14,12 +14,16 @@ from strata.comm.launch import join_world
 from strata.hardware.machine import cpu_name, processor
 from strata.hardware.probe.ceiling import Ceiling
 from strata.hardware.probe.report import ProbeReport, file_of, keep
+from strata.plan.explain.explanation import Explanation
+from strata.plan.training_explain import explain_run
+from strata.plan.training_explain.recorded_run import RecordedRun
 from strata.train.config import read_train_config
 from strata.train.profile import StepProfiler
 from strata.train.trainer import Trainer
 from tests.train.tiny_run import Files, write_files, write_toml
 
 RUNNER = CliRunner()
+explain = explain_run.explain_run
 STEPS = 6
 
 
@@ -79,9 +83,21 @@ def test_a_run_is_explained_from_its_folder(toml: Path, tmp_path: Path) -> None:
     assert len(slices) == STEPS
 
 
-def test_a_config_is_explained_by_a_few_steps_that_leave_nothing(toml: Path, tmp_path: Path) -> None:
+def test_a_config_is_explained_by_a_few_steps_that_leave_nothing(
+    toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = sorted(tmp_path.iterdir())
+    runs: list[RecordedRun] = []
+
+    def noted(run: RecordedRun) -> Explanation:
+        runs.append(run)
+        return explain(run)
+
+    monkeypatch.setattr(explain_run, "explain_run", noted)
     found = explained(str(toml))
+    # What is advised goes by the config as it is, not as it was for the short run.
+    assert runs[0].what.config == read_train_config(toml)
+    assert len(found["steps"]) == runs[0].steps == 6
     assert {"products", "attention", "optimizer"} <= {one["name"] for one in found["operations"]}
     assert any("traced steps" in source for source in found["sources"])
     assert sorted(tmp_path.iterdir()) == before

@@ -12,8 +12,9 @@ from strata.train.log.config import LogConfig
 from strata.train.profile import StepProfiler
 from strata.train.trainer import Trainer
 
-# Steps that a run takes until it is recorded and warm, then those that count, then those that are traced.
-_WARM, _COUNTED, _TRACED = 4, 6, 3
+# Steps between two lines of the log, for which the host waits for the device: the first ones, until a run is recorded
+# and warm, then those that count. Those that are traced follow.
+_EACH, _TRACED = 6, 3
 
 
 def short_run(config: TrainConfig, folder: Path) -> RecordedRun:
@@ -27,11 +28,11 @@ def short_run(config: TrainConfig, folder: Path) -> RecordedRun:
             f"[parallel] has {config.parallel.ranks} ranks and this is one process: train some steps with --ranks "
             f"{config.parallel.ranks} --profile 10-12, and explain the folder"
         )
-    steps = _WARM + _COUNTED + _TRACED
+    steps = 2 * _EACH + _TRACED
     name = Path(config.run.out).name
     short = replace(
         config,
-        run=replace(config.run, out=str(folder / name), steps=steps, log_every=1, checkpoint_every=steps),
+        run=replace(config.run, out=str(folder / name), steps=steps, log_every=_EACH, checkpoint_every=steps),
         schedule=LearningRateSchedule(0, 0),
         log=LogConfig(),
         evaluate=None,
@@ -45,4 +46,4 @@ def short_run(config: TrainConfig, folder: Path) -> RecordedRun:
         profiler.close()
     run = read_run(folder / name)
     # The profiler takes its time of the traced steps; those before recur.
-    return replace(run, intervals=run.intervals[_WARM : _WARM + _COUNTED])
+    return replace(run, what=replace(run.what, config=config), intervals=run.intervals[1:2])
