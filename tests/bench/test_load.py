@@ -70,7 +70,9 @@ def test_rates_are_numbers_or_shares() -> None:
     assert Rate(4.0).per_second(None) == 4.0
 
 
-@pytest.mark.parametrize("text", ["", "x", "0", "-1", "nan", "%", "0%", "-5%", "1001%", "inf%", "nan%", "4,", "25 %%"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "0", "-1", "nan", "1e300", "%", "0%", "-5%", "1001%", "inf%", "nan%", "4,", "25 %%"]
+)
 def test_bad_rates_are_named(text: str) -> None:
     with pytest.raises(ValueError, match="--request-rate takes") as raised:
         parse_rates(text)

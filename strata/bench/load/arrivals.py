@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 MAX_PERCENT = 1000.0
+# Requests a second; beyond, all are as good as sent at once.
+MAX_RATE = 1e9
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,9 @@ def _parse_rate(word: str) -> Rate:
         value = math.nan
     if of_saturation and 0 < value <= MAX_PERCENT:
         return Rate(value / 100, of_saturation=True)
-    if of_saturation or not value > 0:
+    if of_saturation or not (0 < value <= MAX_RATE or value == math.inf):
         raise ValueError(
-            f"--request-rate takes requests a second (4), inf, or percent of saturation (25%, at most "
-            f"{MAX_PERCENT:.0f}%), several between commas; got {word!r}"
+            f"--request-rate takes requests a second (4, at most {MAX_RATE:,.0f}), inf, or percent of saturation "
+            f"(25%, at most {MAX_PERCENT:.0f}%), several between commas; got {word!r}"
         )
     return Rate(value)

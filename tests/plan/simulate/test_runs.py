@@ -114,7 +114,7 @@ def test_what_shares_nothing_needs_no_prefix_tree() -> None:
 
 
 def test_a_failure_keeps_nobody_waiting_who_comes_before_it_is_noticed() -> None:
-    """The first request's engine ends while it computes the prompt; the second comes 0.1 s later to the other engine."""
+    """The first request's engine ends while it computes the prompt; the second comes 0.1 s later to the other."""
     alone, _ = play([SimulatedRequest(1.1, blank_prompt(600), 20)], in_runs=True)
     requests = [SimulatedRequest(1.0, blank_prompt(900), 20), SimulatedRequest(1.1, blank_prompt(600), 20)]
     both, _ = play(requests, in_runs=True, failures=(Failure(0, 1.01, 2.0),))
