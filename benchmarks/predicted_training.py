@@ -2,8 +2,8 @@
 
     python benchmarks/predicted_training.py
 
-Reads benchmarks/results/h200_train.jsonl and runs nothing on a device. Rows of Muon and of state on the host, which are
-not predicted, are left out. Rows of one commit are of one code: what got faster since is in docs/train.md.
+Reads benchmarks/results/h200_train.jsonl and runs nothing on a device. Rows of Muon, which
+is not predicted, are left out. Rows of one commit are of one code: what got faster since is in docs/train.md.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ GIB = 2**30
 def rows() -> list[dict[str, Any]]:
     """The measured steps that can be predicted."""
     lines = (HERE / "results/h200_train.jsonl").read_text(encoding="utf-8").splitlines()
-    return [row for row in map(json.loads, lines) if row["optimizer"] == "adamw" and not row["offload"]]
+    return [row for row in map(json.loads, lines) if row["optimizer"] == "adamw"]
 
 
 def predicted(row: dict[str, Any]) -> Estimate:
     """What the model of costs says of a measured step."""
     layout = Layout(**row["layout"])
     tokens = row["batch"] * row["sequence"]
-    shape = StepShape(config(row), tokens, row["sequence"], layout.micro_batches, row["precision"], layout)
+    shape = StepShape(
+        config(row), tokens, row["sequence"], layout.micro_batches, row["precision"], layout, row["offload"]
+    )
     return estimate(shape, device("h200"), row["recompute"])
 
 
@@ -58,7 +60,8 @@ def table() -> str:
         step = f"{found.likely.seconds * 1e3:.0f} ({found.likely.seconds / seconds - 1:+.1%})"
         room = f"{found.fullest.total / GIB:.1f} ({found.fullest.total / GIB / memory - 1:+.1%})"
         cells = (
-            f"{_model(row)}, {row['batch']} x {row['sequence']}", named(row["layout"]), row["recompute"],
+            f"{_model(row)}, {row['batch']} x {row['sequence']}",
+            named(row["layout"]) + (", state on the host" if row["offload"] else ""), row["recompute"],
             row["precision"], row["commit"], f"{seconds * 1e3:.0f}", step, f"{memory:.1f}", room,
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from strata.hardware import specs
 from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.parallel.layout import Layout, auto_layout
@@ -34,7 +36,17 @@ def estimate_text(run: TrainConfig, device_name: str, ranks: int) -> str:
     for recompute in shape.recomputes:
         mark = "*" if recompute == chosen else " "
         lines.append(f"{mark} recompute {recompute}: {_figures(estimate(shape, device, recompute))}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_unlike(run)])
+
+
+def _unlike(run: TrainConfig) -> Iterator[str]:
+    """What the run does otherwise than what is estimated."""
+    if run.optimizer.name != "adamw":
+        yield f"  estimated with AdamW: {run.optimizer.name} keeps less and takes longer"
+    if run.lora is not None:
+        yield "  estimated without [lora]: adapters alone take less memory and time than all weights"
+    if run.dpo is not None:
+        yield "  estimated without [dpo]: its reference is computed beside"
 
 
 def model_config(run: TrainConfig) -> ModelConfig:

@@ -18,6 +18,7 @@ class TrainingRates:
     copies each time a batch passes. modules: how many times as long computation takes where matrices, layers or experts
     are divided, and modules run kernel by kernel. beside: the share of a link's bandwidth that is left to messages
     while products run. slowed: the share of its time that computation loses beside messages.
+    streamed: the share of the host link's bandwidth that an update of state on the host reaches.
     """
 
     wide: Column
@@ -30,6 +31,7 @@ class TrainingRates:
     modules: float
     beside: float
     slowed: float
+    streamed: float
     source: str
     date: str
 
@@ -52,6 +54,7 @@ class TrainingRates:
             self.modules,
             self.beside,
             self.slowed,
+            self.streamed,
             self.source,
             self.date,
         )
@@ -78,10 +81,12 @@ TRAINING_RATES = {
         modules=1.3,
         beside=0.52,
         slowed=0.12,
+        streamed=0.9,
         source="kernels of traced steps of 8192 tokens a sequence: T6 (1B, one H200) and 8B on two (f82237a); those in "
         "8 bits from one step time of each; products of 8B without messages beside them from strata bench kernels; "
         "what FSDP copies from 8B with cp=2 (f4dcc19), and modules by the step times of tp=4 and pp=4 (a633b1b) and of "
-        "ep=2 (f4dcc19), which are 1.27 to 1.35",
+        "ep=2 (f4dcc19), which are 1.27 to 1.35; the "
+        "streamed update of benchmarks/optimizer_step.py (6e93380), 49.4 of 55 GB/s",
         date="2026-11-21",
     )
 }

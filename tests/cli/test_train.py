@@ -242,6 +242,9 @@ def test_an_estimate_trains_nothing(train: Train, tmp_path: Path) -> None:
         )
     many = train("--estimate", "h200", "--ranks", "8", "--data.packs_per_step", "8").output.splitlines()[0]
     assert many.startswith("shard 8 (ZeRO-1 with shard 8: ")
+    muon = train("--estimate", "h200", "--optimizer.name", "muon").output.splitlines()
+    assert muon[:-1] == [title, *ways]
+    assert "estimated with AdamW" in muon[-1]
     assert not (tmp_path / "run").exists()
 
 

@@ -226,7 +226,11 @@ def _optimizer(asked: Asked) -> Iterator[Verdict]:
         f"updates take {share(taken, run.seconds)} of the time; each moves "
         f"{quantity(floor.bytes / run.steps, 'B')} for {run.tokens / run.steps:,.0f} tokens",
     )
-    if taken > _FEW_BYTES * moving:
+    if floor.shape.offload:
+        here = replace(floor.shape, offload=False)
+        kept = asked.tried("masters and moments on the device", "--optimizer.offload false", here)
+        yield Verdict("system", "updates stream state from the host", "memory", evidence, (*kept, remedy))
+    elif taken > _FEW_BYTES * moving:
         symptom = "small operations: updates take longer than their bytes, for few tokens"
         yield Verdict("graph", symptom, "launch", evidence, (remedy,))
     else:

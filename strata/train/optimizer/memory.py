@@ -16,6 +16,11 @@ from torch import Tensor
 from strata.parallel.data_parallel import ParameterShard
 from strata.train.optimizer.sharded_optimizer import has_own_master
 
+# With state on the host: elements of a tensor that are copied at once; how many of such blocks are on the device at the
+# same time (one arrives, one is worked on and one leaves); the most tensors of a block (masters and two moments).
+BLOCK, SLOTS, TENSORS = 1 << 22, 3, 3
+STREAMED_BYTES = 4 * BLOCK * SLOTS * TENSORS
+
 # Work on a range of elements, given that range of every state tensor, on the device; what it writes there stays.
 Work = Callable[[slice, Sequence[Tensor]], None]
 
@@ -77,10 +82,10 @@ class HostMemory:
     keeps_masters = True
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, block: int = 1 << 22, slots: int = 3, tensors: int = 3
+        self, device: torch.device, dtype: torch.dtype, block: int = BLOCK, slots: int = SLOTS, tensors: int = TENSORS
     ) -> None:
         """dtype: of the state. block: elements of a tensor that are copied at once. slots: blocks on the device at the
-        same time; with three, one arrives, one is worked on and one leaves. tensors: the most that `run` is given.
+        same time. tensors: the most that `run` is given.
         """
         self._device, self._block = device, block
         self._inward, self._outward = _stream(device), _stream(device)

@@ -17,6 +17,7 @@ from strata.parallel.layout import Layout
 from strata.parallel.schedules import make_schedule
 from strata.parallel.timeline import peak_saved
 from strata.train.config import TrainConfig
+from strata.train.optimizer.memory import STREAMED_BYTES
 from strata.train.predict.flops import document_flops
 from strata.train.predict.held import RankParameters
 from strata.train.predict.least_time import StepTime, least_time, predicted_time
@@ -31,10 +32,10 @@ USABLE = 0.94
 class Memory:
     """Bytes at the fullest moment of a step, on one rank.
 
-    state: weights (bfloat16), masters and two moments (float32), as far as ZeRO leaves them here. accumulated: float32
-    gradients of the batches before. activations: for the backward pass, with a pipeline of all micro-batches
-    under way. workspace: what only the fullest moment holds, which is the loss with its logits and the head's gradient,
-    the backward pass of a layer, or the gradients at the end of the backward pass.
+    state: weights (bfloat16), masters and two moments (float32), as far as ZeRO and `offload` leave them here.
+    accumulated: float32 gradients of the batches before. activations: for the backward pass, with a pipeline of all
+    micro-batches under way. workspace: what only the fullest moment holds, which is the loss with its logits and the
+    head's gradient, the backward pass of a layer, or the gradients at the end of the backward pass.
     """
 
     state: int
@@ -108,7 +109,8 @@ def step_shape(run: TrainConfig, config: ModelConfig, layout: Layout) -> StepSha
     """The largest step of a run: full packs, of documents as long as the model takes."""
     tokens = run.data.tokens_per_pack
     packs = max(1, run.data.packs_per_step // (layout.dp * layout.shard))
-    return StepShape(config, tokens, min(tokens, config.longest), packs, run.run.precision, layout)
+    length = min(tokens, config.longest)
+    return StepShape(config, tokens, length, packs, run.run.precision, layout, run.optimizer.offload)
 
 
 def choose_recompute(shape: StepShape, device_bytes: int) -> str:
@@ -172,6 +174,8 @@ def _state_bytes(shape: StepShape, held: RankParameters) -> int:
     dense, experts = shape.data_ranks
     divided = -(-held.dense // dense) + -(-held.experts // experts)
     whole = 0 if shape.layout.zero == 3 else 2 * held.total
+    if shape.offload:  # FSDP's masters, which are the weights, stay
+        return whole + (4 * divided if shape.layout.zero == 3 else 0) + STREAMED_BYTES
     return whole + 12 * divided
 
 

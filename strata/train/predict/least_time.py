@@ -319,10 +319,14 @@ def _gradient_bytes(shape: StepShape) -> int:
 
 
 def _update_seconds(shape: StepShape, held: RankParameters, rates: Rates) -> float:
-    """AdamW reads and writes master and moments (float32), reads the gradient and writes the weight (bfloat16)."""
+    """AdamW reads and writes master and moments (float32), reads the gradient and writes the weight (bfloat16); what
+    lies on the host comes and goes over its link, both at once."""
     parameters, gradient = _own_parameters(shape, held), _gradient_bytes(shape)
     cost = Cost(read=(12 + gradient) * parameters, written=14 * parameters)
-    return cost.bytes / rates.update
+    if rates.host is None:
+        return cost.bytes / rates.update
+    streamed = (8 if shape.layout.zero == 3 else 12) * parameters  # FSDP's masters, which are the weights, stay
+    return max(cost.bytes / rates.update, streamed / rates.host)
 
 
 def _sums_seconds(shape: StepShape, held: RankParameters, rates: Rates) -> float:

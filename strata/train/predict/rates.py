@@ -21,10 +21,11 @@ class Rates:
     """FLOP/s of products outside the layers and of experts (wide), of the layers' dense products in the run's precision
     (dense), of attention each way; bytes/s of the update.
 
-    network: None of one rank. traffic: bytes/s of norms, activations, conversions; None leaves them out. gap: seconds
-    between two kernels. copied: bytes of an element of the weights that FSDP copies. beside: the share of a link's
-    bandwidth that messages have beside products. slowed: the share of its time that computation loses beside messages.
-    origin: one of `ORIGINS`; "" of a least time.
+    host: bytes/s each way of the link to the host; None where no state lies there. network: None of one rank. traffic:
+    bytes/s of norms, activations, conversions; None leaves them out. gap: seconds between two kernels. copied: bytes of
+    an element of the weights that FSDP copies. beside: the share of a link's bandwidth that messages have beside
+    products. slowed: the share of its time that computation loses beside messages. origin: one of `ORIGINS`; "" of a
+    least time.
     """
 
     wide: float
@@ -32,6 +33,7 @@ class Rates:
     attention: float
     attention_backward: float
     update: float
+    host: float | None = None
     network: Network | None = None
     traffic: float | None = None
     gap: float = 0.0
@@ -44,12 +46,14 @@ class Rates:
 def least_rates(shape: StepShape, device: Device, network: Network | None = None) -> Rates:
     """The device's ceilings, measured where they were, and its link. network: of ranks in several machines.
 
-    Raises ValueError for several ranks of a device without a link, and for a precision without a peak.
+    Raises ValueError for several ranks of a device without a link, for state on the host without one to that, and for
+    a precision without a peak.
     """
     wide = device.ceiling("compute", "bfloat16").value
     dense = wide if shape.precision == "bf16" else device.ceiling("compute", "float8").value
     bandwidth = device.ceiling("bandwidth").value
-    return Rates(wide, dense, wide, wide, bandwidth, _network(shape, device, network))
+    host = device.ceiling("host").value if shape.offload else None
+    return Rates(wide, dense, wide, wide, bandwidth, host, _network(shape, device, network))
 
 
 def measured_rates(shape: StepShape, device: Device, network: Network | None = None) -> Rates:
@@ -70,6 +74,7 @@ def measured_rates(shape: StepShape, device: Device, network: Network | None = N
         found.attention.utilization(size) / stretched,
         found.attention_backward.utilization(size) / stretched,
         found.traffic,
+        None if least.host is None else found.streamed * least.host,
         least.network,
         found.traffic / stretched,
         found.gap,

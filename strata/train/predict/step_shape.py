@@ -20,7 +20,8 @@ class StepShape:
     """A step of training. tokens: of a batch (that the ranks of cp share out), in sequences of at most `length`.
 
     batches: of a rank in a step, whose gradients add up; with a pipeline its micro-batches. precision: of the layers'
-    products, one of `strata.train.config.PRECISIONS`. layout: checked for the model.
+    products, one of `strata.train.config.PRECISIONS`. layout: checked for the model. offload: masters and moments lie
+    on the host.
     """
 
     config: ModelConfig
@@ -29,6 +30,7 @@ class StepShape:
     batches: int = 1
     precision: str = "bf16"
     layout: Layout = field(default_factory=Layout)
+    offload: bool = False
 
     @property
     def own_tokens(self) -> int:

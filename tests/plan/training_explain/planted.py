@@ -44,6 +44,7 @@ class Planted:
     tokens: int = 16384
     packs: int = 1
     changes: Mapping[str, Any] = field(default_factory=dict)
+    offload: bool = False
     data: float = 0.0
     checkpoint: float = 0.0
     between: float = 0.0
@@ -64,7 +65,7 @@ class Planted:
                 "tokens_per_pack": self.tokens,
                 "packs_per_step": self.packs,
             },
-            "optimizer": {"learning_rate": 1e-3},
+            "optimizer": {"learning_rate": 1e-3, "offload": self.offload},
             "schedule": {"warmup": 0, "decay": 0},
             "model": {"architectures": ["LlamaForCausalLM"]},
         }

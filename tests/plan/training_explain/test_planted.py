@@ -59,6 +59,9 @@ CASES = {
         Planted(recompute="layers"), "graph", "compute", "computed again", "--run.recompute none", None,
     ),
     "optimizer": (Planted(tokens=1024), "kernel", "memory", "optimizer", "--data.packs_per_step 2", None),
+    "state on the host": (
+        Planted(offload=True), "system", "memory", "from the host", "--optimizer.offload false", None,
+    ),
     "float32": (Planted(device=2.2, waits=1.0, trace=WIDE), "graph", "compute", "precision", "", None),
     "a short run": (Planted(first=40.0), "graph", "compilation", "beginning", "--run.steps 1000", 0.9 * 40 / 90),
 }  # fmt: skip
