@@ -16,8 +16,10 @@ _GIVEN = ("product", "q_weight", "k_weight", "cos", "sin")
 _PAGES = Call(getattr, (Hole("batch"), "pages"), "pages")
 _WRITTEN = Call(qk_rope_kv_write, (*(Hole(name) for name in _GIVEN), _PAGES, Hole("heads")), "written")
 _RESULTS = tuple(Call(getitem, (_WRITTEN, index), name, read_once=True) for index, name in enumerate("qkv"))
-_ATTENTION = Call(attention, (*_RESULTS, Hole("batch"), Hole("spec")), "attention")
-_TAKEN = (*_GIVEN, "batch", "heads", "spec")
+_ATTENTION, _WITH_SINKS = (
+    Call(attention, (*_RESULTS, Hole("batch"), Hole("spec"), *sinks), "attention") for sinks in ((), (Hole("sinks"),))
+)
+_TAKEN = (*_GIVEN, "batch", "heads", "spec", "sinks")
 
 
 def fuse_decode_attention(graph: fx.GraphModule) -> fx.GraphModule:
@@ -26,7 +28,7 @@ def fuse_decode_attention(graph: fx.GraphModule) -> fx.GraphModule:
     For a graph that `fuse` has gone over and that is not bound yet. It then serves only batches in which every sequence
     has one new token, in pages.
     """
-    for found in find(graph, _ATTENTION):
+    for found in (*find(graph, _ATTENTION), *find(graph, _WITH_SINKS)):
         same_layer = found["heads"].layer == found["spec"].layer
         if same_layer and len(found["written"].users) == len(_RESULTS) and not _pages_read_between(found):
             _fuse(graph.graph, found)
@@ -44,7 +46,7 @@ def _pages_read_between(found: Match) -> bool:
 def _fuse(graph: fx.Graph, found: Match) -> None:
     old, written = found["attention"], found["written"]
     with graph.inserting_before(old):
-        fused = graph.call_function(decode_attention, tuple(found[name] for name in _TAKEN))
+        fused = graph.call_function(decode_attention, tuple(found[name] for name in _TAKEN if name in found))
     fused.meta = {"module": f"{written.meta['module']}+attention", "layer": written.meta["layer"]}
     old.replace_all_uses_with(fused)
     for node in (old, *(found[name] for name in "qkv"), written):

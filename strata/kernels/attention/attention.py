@@ -1,7 +1,8 @@
 """Causal attention of packed sequences, over their own keys or over the KV pools.
 
 Softmax attention is Vaswani et al. 2017, grouped query heads Ainslie et al. 2023, the pools PagedAttention (Kwon et al.
-2023), the sliding window Longformer's (Beltagy et al. 2020) in Mistral's causal form.
+2023), the sliding window Longformer's (Beltagy et al. 2020) in Mistral's causal form, the learned sinks gpt-oss's
+(OpenAI 2025).
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON
 
 
-def _cost(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, workload: Workload) -> Cost:
+def _cost(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PackedBatch,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
+    *,
+    workload: Workload,
+) -> Cost:
     window, pages = spec.window, batch.pages
     pairs = keys = 0
     for new, total in zip(workload.new, workload.total, strict=True):
@@ -34,7 +44,8 @@ def _cost(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSp
     pool = k if pages is None else pages.keys[spec.layer]
     rows = workload.tokens * heads * dim * q.element_size()
     key_bytes = 2 * keys * pool.shape[-2] * dim * pool.element_size()
-    return Cost(flops=4 * heads * dim * pairs, read=rows + key_bytes, written=rows, cached=key_bytes)
+    weights = 0 if sinks is None else sinks.nbytes
+    return Cost(4 * heads * dim * pairs, rows + key_bytes + weights, rows, weights, cached=key_bytes)
 
 
 def _visible(length: int, window: int | None) -> int:
@@ -43,20 +54,32 @@ def _visible(length: int, window: int | None) -> int:
     return full * (full + 1) // 2 + (length - full) * (window or 0)
 
 
-def _meta(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+def _meta(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> Tensor:
     return torch.empty(q.shape, dtype=q.dtype, device="meta")
 
 
 def _backward_cost(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, workload: Workload
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PackedBatch,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
+    *,
+    workload: Workload,
 ) -> Cost:
     """Of its result, too, each row is multiplied by the gradient of that (Dao et al. 2022, algorithm 4)."""
-    cost = _cost(q, k, v, batch, spec, workload)
-    return Cost(2 * cost.flops, read=cost.read + 2 * cost.written, written=cost.read, cached=cost.cached)
+    cost = _cost(q, k, v, batch, spec, sinks, workload=workload)
+    read = cost.read + 2 * cost.written
+    return Cost(2 * cost.flops, read, cost.read, cost.weights, cached=cost.cached)
 
 
 @operation(_cost, meta=_meta, reads_state=True, backward=_backward_cost)
-def attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> Tensor:
     """Each query over the keys of its own sequence at its own position and before.
 
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim] of the same dtype, kv_heads dividing heads; query
@@ -64,6 +87,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: Attenti
     batch: without pages the keys are k and v, and a sequence's first token has position 0. Otherwise the keys are those
     in the pools of `spec.layer`, where k and v were written before, and the last token of sequence s has position
     lengths[s] - 1.
+    sinks: [heads], for each head a score that takes part in the softmax of every query, with no value behind it; it is
+    not multiplied by `spec.scale`. None: there are none.
     Returns [tokens, heads, head_dim] in q's dtype; scores and softmax are float32 (float64 for float64 input). Rows of
     a sequence with length 0 are unspecified.
     """
@@ -90,16 +115,24 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: Attenti
         hidden = keys_at > at
         if window is not None:
             hidden |= keys_at <= at - window
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            own = sinks.to(precision)[:, None, None].expand(*scores.shape[:2], 1)
+            scores = torch.cat((scores, own), -1)
+        weights = scores.softmax(-1)[..., :total]
         parts.append(torch.einsum("hqk,khd->qhd", weights, value).to(q.dtype))
     return torch.cat(parts) if parts else torch.empty_like(q)
 
 
-def _in_pools(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
+def _in_pools(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> bool:
     return batch.pages is not None and batch.pages.keys[spec.layer].dtype == q.dtype
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> bool:
     return batch.pages is None
 
 

@@ -27,7 +27,9 @@ def _schedule(pages: PagedKV, offsets: Tensor, window: int | None) -> Schedule:
     return planned(pages, offsets, (window,)).plan.schedules[window]  # type: ignore[union-attr]
 
 
-def paged(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+def paged(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> Tensor:
     """Queries of a mixed batch against the pools; no more than a tile (or one sequence) is copied at a time."""
     pages, layer, scale = batch.pages, spec.layer, spec.scale
     assert pages is not None
@@ -35,15 +37,15 @@ def paged(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSp
     keys = pages.keys[layer].view(-1, *k.shape[1:])
     values = pages.values[layer].view(-1, *k.shape[1:])
     if not work.chunks and not work.padded and len(work.groups) == 1 and isinstance(work.groups[0].rows, slice):
-        return _decode(q, keys, values, work.groups[0], scale)
+        return _decode(q, keys, values, work.groups[0], scale, sinks)
     out = q.new_zeros(q.shape) if work.padded else q.new_empty(q.shape)
     for group in work.groups:
         if isinstance(group.rows, slice):
-            out[group.rows] = _decode(q[group.rows], keys, values, group, scale)
+            out[group.rows] = _decode(q[group.rows], keys, values, group, scale, sinks)
         else:
-            out.index_copy_(0, group.rows, _decode(q.index_select(0, group.rows), keys, values, group, scale))
+            out.index_copy_(0, group.rows, _decode(q.index_select(0, group.rows), keys, values, group, scale, sinks))
     for chunk in work.chunks:
-        _prefill(out, q, k, v, keys, values, chunk, scale)
+        _prefill(out, q, k, v, keys, values, chunk, scale, sinks)
     return out
 
 
@@ -59,17 +61,40 @@ def _stage(keys: Tensor, values: Tensor, slots: slice | Tensor) -> tuple[Tensor,
     return staged_keys, staged_values
 
 
-def _decode(q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, scale: float) -> Tensor:
+def _decode(q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, scale: float, sinks: Tensor | None) -> Tensor:
     """One query a sequence: the query heads of one KV head are the rows of one product."""
     heads, dim = keys.shape[1:]
     shape = (group.sequences, -1, heads, dim)
     k, v = (x.view(shape).transpose(1, 2) for x in _stage(keys, values, group.slots))
     rows = q.unflatten(1, (heads, -1))
-    return sdpa(rows, k, v, attn_mask=group.mask, scale=scale).reshape(q.shape)
+    if sinks is None:
+        return sdpa(rows, k, v, attn_mask=group.mask, scale=scale).reshape(q.shape)
+    return _with_sinks(rows, k, v, group.mask, False, scale, sinks.view(heads, -1)).reshape(q.shape)
+
+
+def _with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, sinks: Tensor
+) -> Tensor:
+    """Attention of q [sequences, heads, queries, head_dim] by the library; sinks: [heads, queries or 1].
+
+    The library tells the logarithm l of a row's sum of exponentials; a sink of s leaves the row 1 / (1 + e^(s - l)).
+    """
+    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+    return (out * torch.sigmoid(sums - sinks)[..., None]).to(q.dtype)
 
 
 def _prefill(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, chunk: PromptChunk, scale: float
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    chunk: PromptChunk,
+    scale: float,
+    sinks: Tensor | None,
 ) -> None:
     if chunk.slots is None:
         k, v = k[chunk.rows], v[chunk.rows]
@@ -77,13 +102,10 @@ def _prefill(
         k, v = _stage(keys, values, chunk.slots)
     q, out = q[chunk.rows], out[chunk.rows]
     for tile in chunk.tiles:
-        result = sdpa(
-            q[tile.rows].transpose(0, 1)[None],
-            k[tile.keys].transpose(0, 1)[None],
-            v[tile.keys].transpose(0, 1)[None],
-            attn_mask=tile.mask,
-            is_causal=tile.mask is None,
-            scale=scale,
-            enable_gqa=True,
-        )
+        given = (x.transpose(0, 1)[None] for x in (q[tile.rows], k[tile.keys], v[tile.keys]))
+        causal = tile.mask is None
+        if sinks is None:
+            result = sdpa(*given, attn_mask=tile.mask, is_causal=causal, scale=scale, enable_gqa=True)
+        else:
+            result = _with_sinks(*given, tile.mask, causal, scale, sinks[:, None])
         out[tile.rows] = result[0].transpose(0, 1)

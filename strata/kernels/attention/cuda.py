@@ -13,13 +13,13 @@ from torch import Tensor
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
-from strata.kernels.attention.varlen_triton import attention_kernel, head_pad, mixed_tile
+from strata.kernels.attention.varlen_triton import LOG2_E, attention_kernel, head_pad, mixed_tile
 from strata.kernels.device_limits import DeviceLimits
 
-LOG2_E = 1.4426950408889634
 
-
-def supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
+def supports(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> bool:
     head_dim, pages = q.shape[2], batch.pages
     if pages is None:
         sources = (q, k, v)
@@ -45,16 +45,20 @@ def _all_decode(q: Tensor, k: Tensor, batch: PackedBatch) -> bool:
     )
 
 
-def kernels(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> tuple[Any, ...]:
+def kernels(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> tuple[Any, ...]:
     return (decode_attention_kernel if _all_decode(q, k, batch) else attention_kernel,)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> Tensor:
     """The fastest kernel for the batch: splits when every sequence decodes."""
     if batch.pages is not None and _all_decode(q, k, batch):
-        return decode_attention_cuda.decode(q.flatten(1), q.shape[1], q.shape[2], batch.pages, spec)
+        return decode_attention_cuda.decode(q.flatten(1), q.shape[1], q.shape[2], batch.pages, spec, sinks=sinks)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    prefill(out, q, k, v, batch.offsets, batch, spec)
+    prefill(out, q, k, v, batch.offsets, batch, spec, sinks=sinks)
     return out
 
 
@@ -67,6 +71,7 @@ def prefill(
     batch: PackedBatch,
     spec: AttentionSpec,
     bounds: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """One launch for sequences of any lengths, into out [tokens, heads, head_dim].
 
@@ -101,6 +106,7 @@ def prefill(
         starts if bounds is None else bounds,
         lengths,
         tables,
+        q if sinks is None else sinks,
         sequences,
         spec.scale * LOG2_E,
         q.stride(0),
@@ -113,6 +119,7 @@ def prefill(
         PAGE_SIZE=page_size,
         WINDOW=spec.window or 0,
         BOUNDED=bounds is not None,
+        SINKS=sinks is not None,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.keys,
         num_warps=tile.warps,

@@ -11,9 +11,9 @@ from strata.kernels.attention.virtual_sequences import VirtualSequences
 from strata.kernels.state.paged import PagedKV
 
 
-def takes(pages: PagedKV, spec: AttentionSpec) -> bool:
-    """Whether a layer's prompts can be attended for in a step that has virtual sequences: it knows no windows."""
-    return spec.window is None and pages.tables.is_contiguous()
+def takes(pages: PagedKV, spec: AttentionSpec, sinks: Tensor | None) -> bool:
+    """Whether it attends for a layer's prompts in a step that has virtual sequences: it knows no windows or sinks."""
+    return spec.window is None and sinks is None and pages.tables.is_contiguous()
 
 
 def lie_as_divided(q: Tensor, k: Tensor, v: Tensor, virtual: VirtualSequences) -> bool:

@@ -27,6 +27,7 @@ def _saved(
     batch: PackedBatch,
     heads: HeadsSpec,
     spec: AttentionSpec,
+    sinks: Tensor | None = None,
 ) -> Cost:
     """The new values are at hand, as the new keys are: they are not read from the pages."""
     assert batch.pages is not None
@@ -44,17 +45,18 @@ def decode_attention(
     batch: PackedBatch,
     heads: HeadsSpec,
     spec: AttentionSpec,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Queries, keys and values of one token a sequence are finished and written; each query sees its own sequence.
 
     product, q_weight, k_weight, cos, sin, heads: as for `qk_rope_kv_write`.
-    batch, spec: as for `attention`; every sequence has exactly one new token, in pages, a padding row length 0 and slot
-    -1.
+    batch, spec, sinks: as for `attention`; every sequence has exactly one new token, in pages, a padding row length 0
+    and slot -1.
     Returns [tokens, heads, head_dim] in the product's dtype. Rows of a sequence with length 0 are unspecified but
     finite.
     """
     q, k, v = run(qk_rope_kv_write, product, q_weight, k_weight, cos, sin, batch.pages, heads)
-    result: Tensor = run(attention, q, k, v, batch, spec)
+    result: Tensor = run(attention, q, k, v, batch, spec, sinks)
     return result
 
 
@@ -67,10 +69,11 @@ def _triton(
     batch: PackedBatch,
     heads: HeadsSpec,
     spec: AttentionSpec,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     assert batch.pages is not None
     unfinished = decode_attention_cuda.Unfinished(q_weight, k_weight, heads.eps, cos, sin)
-    return decode_attention_cuda.decode(product, heads.heads, cos.shape[-1], batch.pages, spec, unfinished)
+    return decode_attention_cuda.decode(product, heads.heads, cos.shape[-1], batch.pages, spec, unfinished, sinks=sinks)
 
 
 def _fits(
@@ -82,6 +85,7 @@ def _fits(
     batch: PackedBatch,
     heads: HeadsSpec,
     spec: AttentionSpec,
+    sinks: Tensor | None = None,
 ) -> bool:
     pages = batch.pages
     assert pages is not None
@@ -110,19 +114,20 @@ def _composed(device: str) -> Callable[..., Tensor]:
         batch: PackedBatch,
         heads: HeadsSpec,
         spec: AttentionSpec,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         q, k, v = finish(product, q_weight, k_weight, cos, sin, batch.pages, heads)
-        result: Tensor = attend(q, k, v, batch, spec)
+        result: Tensor = attend(q, k, v, batch, spec, sinks)
         return result
 
     return run
 
 
 def _composed_kernels(*args: Any) -> tuple[str, ...]:
-    *given, batch, heads, spec = args
+    given, (batch, heads, *others) = args[:5], args[5:]
     q, k, v = qk_rope_kv_write.meta(*given, batch.pages, heads)
     finish, attend = qk_rope_kv_write.bind("cuda"), attention.bind("cuda")
-    return finish.launches(*given, batch.pages, heads) + attend.launches(q, k, v, batch, spec)
+    return finish.launches(*given, batch.pages, heads) + attend.launches(q, k, v, batch, *others)
 
 
 decode_attention.implement("composed", "cpu")(_composed("cpu"))

@@ -49,12 +49,13 @@ def decode(
     unfinished: Unfinished | None = None,
     tile: DecodeTile | None = None,
     out: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`attention` where row s of the product is the one token of sequence s: -> [sequences, heads, head_dim].
 
     product: [sequences, any], the elements of a row side by side: queries, whose keys are in the pages; or, with what
     is left to do to them, queries, keys and values. tile: None: that of `decode_tile`. out: takes the result, whose
-    elements lie side by side in it.
+    elements lie side by side in it. sinks: as for `attention`.
     """
     keys, values, tables = pages.keys[spec.layer], pages.values[spec.layer], pages.tables
     sequences, kv_heads, group = tables.shape[0], keys.shape[2], heads // keys.shape[2]
@@ -83,6 +84,7 @@ def decode(
         todo.sin,
         product if todo.q_weight is None else todo.q_weight,
         product if todo.k_weight is None else todo.k_weight,
+        product if sinks is None else sinks,
         todo.eps,
         spec.scale * log2(e),
         head_dim,
@@ -92,6 +94,7 @@ def decode(
         FUSED=unfinished is not None,
         NORM=todo.q_weight is not None,
         EARLY=early,
+        SINKS=sinks is not None,
         PAGE_SIZE=pages.page_size,
         WINDOW=spec.window or 0,
         **shape_constants(group, head_dim, tile),

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from strata.kernels.attention.varlen_triton import join_sink
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.norm.norm import inverse_rms, scaled
@@ -145,6 +146,7 @@ def decode_attention_kernel(
     sin,
     q_weight,
     k_weight,
+    sinks,
     eps,
     scale,
     width,
@@ -154,6 +156,7 @@ def decode_attention_kernel(
     FUSED: tl.constexpr,
     NORM: tl.constexpr,
     EARLY: tl.constexpr,
+    SINKS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -260,6 +263,9 @@ def decode_attention_kernel(
             )
     if FUSED and is_last:
         result += tl.exp2(new_score - maximum)[:, None] * new_value.to(tl.float32)
+    if SINKS and split == 0:  # once a sequence
+        member = tl.arange(0, ROWS)
+        maximum, weight, result = join_sink(maximum, weight, result, sinks, kv_head * GROUP + member, member < GROUP)
     result = result / tl.where(weight == 0.0, 1.0, weight)[:, None]
 
     out += sequence * heads * HEAD_DIM
@@ -274,12 +280,12 @@ def decode_attention_kernel(
         tl.debug_barrier()
         counter = counters + sequence * kv_heads + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
-            member = tl.arange(0, GROUP_PAD)
-            head = kv_head * GROUP + member
+            joined_member = tl.arange(0, GROUP_PAD)
+            head = kv_head * GROUP + joined_member
             joined = _join_splits(
-                results, scales, used, heads, head, member < GROUP, HEAD_DIM, HEAD_PAD, GROUP_PAD, JOINED
+                results, scales, used, heads, head, joined_member < GROUP, HEAD_DIM, HEAD_PAD, GROUP_PAD, JOINED
             )
-            mask = (member < GROUP)[:, None] & (columns < HEAD_DIM)
+            mask = (joined_member < GROUP)[:, None] & (columns < HEAD_DIM)
             tl.store(out + head[:, None] * HEAD_DIM + columns, joined.to(out.dtype.element_ty), mask=mask)
             tl.store(counter, 0)
 
@@ -362,6 +368,7 @@ def compile_cases() -> list[CompileCase]:
         _case(bf16, 4, 128, 16, None, 64),
         _case(bf16, 7, 80, 16, 4096, 1),
         _case(fp32, 4, 128, 16, None, 64),
+        _case(bf16, 8, 64, 16, 128, 1, norm=False, sinks=True),
     ]
 
 
@@ -373,21 +380,24 @@ def _case(
     window: int | None,
     sequences: int,
     norm: bool | None = None,
+    sinks: bool = False,
 ) -> CompileCase:
     """norm: of the fused kernel, None for the one that finds all keys in the pages."""
     kind, fused = "fp32" if dtype == torch.float32 else "bf16", norm is not None
-    types = dict.fromkeys(("product", "keys", "values", "out", "cos", "sin", "q_weight", "k_weight"), f"*{kind}:16")
+    types = dict.fromkeys(
+        ("product", "keys", "values", "out", "cos", "sin", "q_weight", "k_weight", "sinks"), f"*{kind}:16"
+    )
     if fused:
         types |= dict.fromkeys(("cos", "sin"), "*fp32:16")
     types |= dict.fromkeys(("results", "scales"), "*fp32:16") | {"counters": "*i32:16"}
     types |= dict.fromkeys(("lengths", "slots", "tables"), "*i32") | dict.fromkeys(("eps", "scale"), "fp32")
     types |= dict.fromkeys(("width", "product_stride"), "i32:16") | dict.fromkeys(("table_stride", "least_keys"), "i32")
     tile = decode_tile(group, head_dim, dtype, sequences, 4096)
-    flags = {"FUSED": fused, "NORM": bool(norm), "EARLY": fused}
+    flags = {"FUSED": fused, "NORM": bool(norm), "EARLY": fused, "SINKS": sinks}
     constants = {**flags, "PAGE_SIZE": page_size, "WINDOW": window or 0, **shape_constants(group, head_dim, tile)}
     sizes = f"head_dim {head_dim} group {group} page_size {page_size} window {window} sequences {sequences}"
     multiply = () if dtype == torch.float32 else ("mma.sync", "cp.async.cg")
     follow = ("griddepcontrol.wait", "griddepcontrol.launch_dependents") if fused else ()
     must = ("atom.global.gpu.acq_rel.add", "ld.global.cg", *multiply, *follow)
-    name = f"decode {kind} {sizes} norm {norm}"
+    name = f"decode {kind} {sizes} norm {norm}" + " sinks" * sinks
     return CompileCase(name, decode_attention_kernel, types, constants, tile.warps, tile.stages, must)

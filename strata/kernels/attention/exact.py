@@ -56,7 +56,9 @@ def _tiles(offsets: list[int], lengths: list[int], queries: int, window: int | N
     return Tiles(tokens, held, starts, totals, sequences, first, last)
 
 
-def attend_exact(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+def attend_exact(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> Tensor:
     """Softmax in one pass over blocks of keys, in float32 (float64 for float64 input).
 
     A library's product may sum in another order when its shape changes, so every product here is one of
@@ -91,6 +93,8 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: Atte
             if window is not None:
                 hidden |= positions <= at[:, :, None] - window
             _join(state, hidden, keys.index_select(0, slots), values.index_select(0, slots))
+        if sinks is not None:
+            _join_sinks(state, sinks.view(kv_heads, 1, group).expand(-1, queries, -1).reshape(kv_heads, -1))
         result = (state.result / state.weight).view(len(tokens), kv_heads, queries, group, head_dim)
         out[tokens[held]] = result.transpose(1, 2)[held].flatten(1, 2).to(q.dtype)
     return out
@@ -150,3 +154,13 @@ def _join(state: State, hidden: Tensor, keys: Tensor, values: Tensor) -> None:
     weight.mul_(shrink).add_(weights.sum(-1, keepdim=True))
     result.mul_(shrink).add_(torch.bmm(weights, matrices(values)))
     maximum.copy_(largest)
+
+
+def _join_sinks(state: State, sinks: Tensor) -> None:
+    """Add a score without a value to every row. sinks: [kv_heads, rows]."""
+    scores = sinks.to(state.maximum.dtype).repeat(len(state.maximum) // len(sinks), 1)[..., None]
+    largest = torch.maximum(state.maximum, scores)
+    shrink = (state.maximum - largest).exp_()
+    state.weight.mul_(shrink).add_((scores - largest).exp_())
+    state.result.mul_(shrink)
+    state.maximum.copy_(largest)

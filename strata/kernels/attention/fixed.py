@@ -24,22 +24,29 @@ from strata.kernels.attention.fixed_triton import (
     shape_constants,
 )
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.attention.varlen_triton import LOG2_E
 from strata.kernels.split_counters import MOST_COUNTERS, split_counters
 from strata.kernels.state.paged import PagedKV
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
+def supports(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> bool:
     # The kernels find the largest score before they scale it.
     return spec.scale > 0 and attention_cuda.supports(q, k, v, batch, spec)
 
 
-def kernels(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> tuple[Any, ...]:
+def kernels(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> tuple[Any, ...]:
     pages = batch.pages
     decodes = 0 if pages is None else _decodes(batch.offsets.shape[0] - 1, batch.longest, pages, k.shape[1])
     return (fixed_decode_kernel,) * (decodes > 0) + (fixed_prefill_kernel,) * (decodes < len(q))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> Tensor:
     """As `attention`. Which of the two kernels takes a sequence does not change its bits."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     offsets, pages = batch.offsets, batch.pages
@@ -48,10 +55,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionS
         decodes = _decodes(sequences, batch.longest, pages, k.shape[1])
         if decodes:
             held = pages.sequences(0, decodes)
-            _decode(out[:decodes], q[:decodes], offsets[: decodes + 1], held, spec)
+            _decode(out[:decodes], q[:decodes], offsets[: decodes + 1], held, spec, sinks)
         pages = pages.sequences(decodes, sequences)
     if decodes < len(q):
-        _prefill(out[decodes:], q[decodes:], k, v, offsets[decodes:], pages, spec)
+        _prefill(out[decodes:], q[decodes:], k, v, offsets[decodes:], pages, spec, sinks)
     return out
 
 
@@ -79,6 +86,7 @@ def _prefill(
     offsets: Tensor,
     pages: PagedKV | None,
     spec: AttentionSpec,
+    sinks: Tensor | None,
 ) -> None:
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -99,14 +107,16 @@ def _prefill(
         offsets,
         lengths,
         tables,
+        q if sinks is None else sinks,
         sequences,
-        spec.scale * attention_cuda.LOG2_E,
+        spec.scale * LOG2_E,
         q.stride(0),
         k_stride,
         v_stride,
         table_stride,
         GROUP=group,
         PAGE_SIZE=page_size,
+        SINKS=sinks is not None,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.keys,
         num_warps=tile.warps,
@@ -115,7 +125,7 @@ def _prefill(
     )
 
 
-def _decode(out: Tensor, q: Tensor, offsets: Tensor, pages: PagedKV, spec: AttentionSpec) -> None:
+def _decode(out: Tensor, q: Tensor, offsets: Tensor, pages: PagedKV, spec: AttentionSpec, sinks: Tensor | None) -> None:
     sequences, heads, head_dim = q.shape
     keys, values, tables = pages.keys[spec.layer], pages.values[spec.layer], pages.tables
     kv_heads = keys.shape[2]
@@ -135,13 +145,15 @@ def _decode(out: Tensor, q: Tensor, offsets: Tensor, pages: PagedKV, spec: Atten
         offsets,
         pages.lengths,
         tables,
-        spec.scale * attention_cuda.LOG2_E,
+        q if sinks is None else sinks,
+        spec.scale * LOG2_E,
         q.stride(0),
         kv_heads * head_dim,
         kv_heads * head_dim,
         tables.stride(0),
         GROUP=heads // kv_heads,
         PAGE_SIZE=pages.page_size,
+        SINKS=sinks is not None,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.keys,
         num_warps=tile.warps,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from strata.kernels.attention.varlen_triton import Tile, head_pad, key_slots
+from strata.kernels.attention.varlen_triton import Tile, head_pad, join_sink, key_slots
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.triton_import import jit, tl
@@ -137,6 +137,7 @@ def fixed_prefill_kernel(
     offsets,
     lengths,
     tables,
+    sinks,
     sequences,
     scale,
     q_stride,
@@ -148,6 +149,7 @@ def fixed_prefill_kernel(
     HEAD_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     PART_KEYS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -227,6 +229,8 @@ def fixed_prefill_kernel(
             part += 1
             part_end = part_start(part + 1, PART_KEYS, PARTS)
     maximum, weight, result = _join(maximum, weight, result, part_maximum, part_weight, part_result)
+    if SINKS:
+        maximum, weight, result = join_sink(maximum, weight, result, sinks, head, held)
     _store(out, result, weight, token, head, tl.num_programs(0) * GROUP, held, HEAD_DIM, HEAD_PAD)
 
 
@@ -243,6 +247,7 @@ def fixed_decode_kernel(
     offsets,
     lengths,
     tables,
+    sinks,
     scale,
     q_stride,
     k_stride,
@@ -253,6 +258,7 @@ def fixed_decode_kernel(
     HEAD_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     PART_KEYS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -301,6 +307,8 @@ def fixed_decode_kernel(
     first_part = part_at(lowest, PART_KEYS, PARTS)
     last_part = part_at(tl.maximum(total - 1, 0), PART_KEYS, PARTS)
     if first_part == last_part:
+        if SINKS:
+            maximum, weight, result = join_sink(maximum, weight, result, sinks, head, held)
         _store(out, result, weight, token, head, heads, held, HEAD_DIM, HEAD_PAD)
         return
 
@@ -335,6 +343,10 @@ def fixed_decode_kernel(
             joined_maximum, joined_weight, joined_result = _join(
                 joined_maximum, joined_weight, joined_result, part_maximum, part_weight, part_result
             )
+    if SINKS:
+        joined_maximum, joined_weight, joined_result = join_sink(
+            joined_maximum, joined_weight, joined_result, sinks, head, held
+        )
     _store(out, joined_result, joined_weight, token, head, heads, held, HEAD_DIM, HEAD_PAD)
 
 
@@ -359,17 +371,25 @@ def compile_cases() -> list[CompileCase]:
         *_cases(bf16, head_dim=80, group=7, page_size=16, window=4096),
         *_cases(bf16, head_dim=64, group=4, page_size=0, window=0)[:1],
         *_cases(fp32, head_dim=128, group=4, page_size=16, window=0),
+        *_cases(bf16, head_dim=64, group=8, page_size=16, window=128, sinks=True),
     ]
 
 
-def _cases(dtype: torch.dtype, head_dim: int, group: int, page_size: int, window: int) -> list[CompileCase]:
+def _cases(
+    dtype: torch.dtype, head_dim: int, group: int, page_size: int, window: int, sinks: bool = False
+) -> list[CompileCase]:
     kind = "fp32" if dtype == torch.float32 else "bf16"
-    types = dict.fromkeys(("q", "k", "v", "out"), f"*{kind}:16")
+    types = dict.fromkeys(("q", "k", "v", "out", "sinks"), f"*{kind}:16")
     types |= dict.fromkeys(("maxima", "weights", "results"), "*fp32:16") | {"counters": "*i32:16"}
     types |= dict.fromkeys(("offsets", "lengths", "tables"), "*i32")
     types |= dict.fromkeys(("sequences", "table_stride"), "i32")
     types |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16") | {"scale": "fp32"}
-    constants: dict[str, object] = {"GROUP": group, "PAGE_SIZE": page_size, **shape_constants(head_dim, window)}
+    constants: dict[str, object] = {
+        "GROUP": group,
+        "PAGE_SIZE": page_size,
+        "SINKS": sinks,
+        **shape_constants(head_dim, window),
+    }
     instructions = () if dtype == torch.float32 else ("wgmma.mma_async", "cp.async")
     cases = []
     for name, kernel, tile, own in (
@@ -377,6 +397,7 @@ def _cases(dtype: torch.dtype, head_dim: int, group: int, page_size: int, window
         ("decode", fixed_decode_kernel, decode_tile(head_dim, dtype), join_constants(group)),
     ):
         name = f"fixed {name} {kind} head_dim {head_dim} group {group} page_size {page_size} window {window}"
+        name += " sinks" * sinks
         signature = {argument: types[argument] for argument in kernel.arg_names if argument in types}
         own = {**constants, **own, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
         cases.append(CompileCase(name, kernel, signature, own, tile.warps, tile.stages, instructions))

@@ -25,7 +25,9 @@ from strata.kernels.op import CUDNN
 from strata.kernels.state.paged import PagedKV
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
+def supports(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> bool:
     pages = batch.pages
     return (
         pages is not None
@@ -36,9 +38,11 @@ def supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: Attentio
     )
 
 
-def kernels(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> tuple[Any, ...]:
+def kernels(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> tuple[Any, ...]:
     assert batch.pages is not None
-    prompts = attention_kernel if _virtual(batch.pages, spec) is None else CUDNN
+    prompts = attention_kernel if _virtual(batch.pages, spec, sinks) is None else CUDNN
     return (*[decode_attention_kernel] * (_may_decode(batch.pages) > 0), prompts)
 
 
@@ -49,13 +53,15 @@ def _may_decode(pages: PagedKV) -> int:
     return pages.tables.shape[0] if known is None else known
 
 
-def _virtual(pages: PagedKV, spec: AttentionSpec) -> VirtualSequences | None:
+def _virtual(pages: PagedKV, spec: AttentionSpec, sinks: Tensor | None) -> VirtualSequences | None:
     """The prompts as cuDNN attends for them; None if the kernel over pages does."""
     assert pages.parts is not None
-    return pages.parts.virtual if cudnn_prompts.takes(pages, spec) else None
+    return pages.parts.virtual if cudnn_prompts.takes(pages, spec, sinks) else None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> Tensor:
     pages = batch.pages
     assert pages is not None
     parts = pages.parts
@@ -65,10 +71,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionS
     if count:
         rows = slice(0, count)
         decodes = replace(pages, tables=pages.tables[rows], lengths=parts.decode_lengths[rows])
-        decode_attention_cuda.decode(q[rows].flatten(1), q.shape[1], q.shape[2], decodes, spec, out=out[rows])
-    virtual = _virtual(pages, spec)
+        queries, sizes = q[rows].flatten(1), q.shape[1:]
+        decode_attention_cuda.decode(queries, *sizes, decodes, spec, out=out[rows], sinks=sinks)
+    virtual = _virtual(pages, spec, sinks)
     if virtual is None or not cudnn_prompts.lie_as_divided(q, k, v, virtual):
-        attention_cuda.prefill(out, q, k, v, parts.starts, batch, spec, parts.bounds)
+        attention_cuda.prefill(out, q, k, v, parts.starts, batch, spec, parts.bounds, sinks)
     else:
         cudnn_prompts.attend(out, q, k, v, pages, virtual, spec)
     return out

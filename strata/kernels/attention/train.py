@@ -32,9 +32,12 @@ _LIBRARY = _library() if torch.cuda.is_available() else None
 DENSE_MULTIPLE = 512
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
+def supports(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> bool:
     return (
         _LIBRARY is not None
+        and sinks is None
         and batch.pages is None
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] % 8 == 0
@@ -42,7 +45,9 @@ def supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: Attentio
     )
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> Tensor:
     """Differentiable. The library counts a window without the query's own position; -1 means none."""
     assert _LIBRARY is not None
     run, grouped = _LIBRARY
@@ -52,7 +57,9 @@ def flash(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSp
     return out
 
 
-def dense_supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
+def dense_supports(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> bool:
     """Sequences of one length that fill the batch; as many tokens as that cannot be divided otherwise.
 
     cuDNN's backward pass adds queries' gradients up in no fixed order, so deterministic runs go without it.
@@ -60,6 +67,7 @@ def dense_supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: At
     longest = batch.longest
     return (
         batch.pages is None
+        and sinks is None
         and (spec.window is None or spec.window >= longest)
         and (batch.offsets.shape[0] - 1) * longest == q.shape[0] > 0
         and longest % DENSE_MULTIPLE == 0
@@ -70,7 +78,9 @@ def dense_supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: At
     )
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> Tensor:
     """cuDNN over [sequences, heads, longest, head_dim]. Differentiable."""
     batched = (x.unflatten(0, (-1, batch.longest)).transpose(1, 2) for x in (q, k, v))
     out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -79,30 +89,30 @@ def dense(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSp
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> Tensor:
     """Sequences that stand whole in the batch, one library call each. Differentiable, on any device."""
     offsets, scale, window = batch.offsets, spec.scale, spec.window
     if torch.compiler.is_compiling():  # a compiled graph has no number of calls that depends on what tensors hold
-        return _masked(q, k, v, offsets, scale, window)
+        return _masked(q, k, v, offsets, scale, window, sinks)
     parts = []
     for first, last in pairwise(offsets.tolist()):
         if first == last:
             continue
         mask = None if window is None or window >= last - first else _band(last - first, window, q.device)
-        out = sdpa(
-            q[first:last].transpose(0, 1)[None],
-            k[first:last].transpose(0, 1)[None],
-            v[first:last].transpose(0, 1)[None],
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=True,
-        )
+        given = (x[first:last].transpose(0, 1)[None] for x in (q, k, v))
+        if sinks is None:
+            out = sdpa(*given, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+        else:
+            out = _with_sinks(*given, _band(last - first, window or last - first, q.device), scale, sinks)
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts) if parts else q.new_empty(q.shape)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, scale: float, window: int | None) -> Tensor:
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, scale: float, window: int | None, sinks: Tensor | None
+) -> Tensor:
     """The same in one call over all tokens, with a mask [tokens, tokens] that keeps sequences apart."""
     at = torch.arange(q.shape[0], device=q.device, dtype=offsets.dtype)
     sequence = torch.searchsorted(offsets, at, right=True)
@@ -110,7 +120,19 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, scale: float, wind
     if window is not None:
         visible &= at > at[:, None] - window
     query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
+    if sinks is not None:
+        return _with_sinks(query, key, value, visible, scale, sinks)[0].transpose(0, 1)
     return sdpa(query, key, value, attn_mask=visible, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+
+
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, sinks: Tensor) -> Tensor:
+    """q: [1, heads, queries, head_dim], visible: [queries, keys]. A sink is the score of one more key, of zeros, whose
+    value is zero; its gradient is that of the mask, for which the library holds all scores."""
+    bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill(~visible, -torch.inf)
+    of_sinks = sinks.to(q.dtype)[:, None, None].expand(-1, len(visible), 1)
+    bias = torch.cat((bias.expand(len(sinks), -1, -1), of_sinks), -1)
+    k, v = (torch.cat((x, torch.zeros_like(x[:, :, :1])), 2) for x in (k, v))
+    return sdpa(q, k, v, attn_mask=bias[None], scale=scale, enable_gqa=True)
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:

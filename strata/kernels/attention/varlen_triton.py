@@ -15,6 +15,21 @@ from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.triton_import import jit, tl
 
+LOG2_E = 1.4426950408889634
+
+
+@jit
+def join_sink(maximum, weight, result, sinks, head, held):
+    """The softmax of queries [rows] once the sink of each one's head, a score without a value, is part of it.
+
+    maximum, weight [rows] and result [rows, HEAD_PAD] float32, the maximum in powers of two. The arithmetic is written
+    as one `fma`, because compilers may round otherwise in another kernel.
+    """
+    score = tl.load(sinks + head, mask=held, other=0.0).to(tl.float32) * 1.4426950408889634
+    largest = tl.maximum(maximum, score)
+    shrink = tl.exp2(maximum - largest)
+    return largest, tl.fma(weight, shrink, tl.exp2(score - largest)), result * shrink[:, None]
+
 
 @jit
 def key_slots(positions, held, first, table, PAGE_SIZE: tl.constexpr):
@@ -92,6 +107,7 @@ def attention_kernel(
     bounds,
     lengths,
     tables,
+    sinks,
     sequences,
     scale,
     q_stride,
@@ -104,6 +120,7 @@ def attention_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     BOUNDED: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -111,7 +128,7 @@ def attention_kernel(
 
     Of sequence s the queries in rows [starts[s], offsets[s + 1]), the last of its tokens. BOUNDED: only sequences
     [bounds[0], bounds[1]) have any; the programs of the others end at once. PAGE_SIZE 0: k and v are packed like q from
-    starts on, and lengths and tables are not read.
+    starts on, and lengths and tables are not read. SINKS: otherwise `sinks` is not read.
     """
     kv_head = tl.program_id(0)
     # The tiles that see most keys come last in a sequence and start first.
@@ -178,6 +195,8 @@ def attention_kernel(
             queries, at, maximum, weight, result, block, total, k, v, first, table, scale, k_stride, v_stride,
             True, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N,
         )  # fmt: skip
+    if SINKS:
+        maximum, weight, result = join_sink(maximum, weight, result, sinks, head, held)
     result = result / tl.where(weight == 0.0, 1.0, weight)[:, None]
     HEADS = tl.num_programs(0) * GROUP
     target = out + ((token * HEADS + head) * HEAD_DIM)[:, None] + columns[None, :]
@@ -228,14 +247,21 @@ def compile_cases() -> list[CompileCase]:
         _case(bf16, head_dim=256, group=8, page_size=16, window=0),
         _case(bf16, head_dim=80, group=7, page_size=0, window=4096),
         _case(fp32, head_dim=128, group=4, page_size=16, window=0),
+        _case(bf16, head_dim=64, group=8, page_size=16, window=128, bounded=True, sinks=True),
     ]
 
 
 def _case(
-    dtype: torch.dtype, head_dim: int, group: int, page_size: int, window: int, bounded: bool = False
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    page_size: int,
+    window: int,
+    bounded: bool = False,
+    sinks: bool = False,
 ) -> CompileCase:
     kind = "fp32" if dtype == torch.float32 else "bf16"
-    signature = dict.fromkeys(("q", "k", "v", "out"), f"*{kind}:16")
+    signature = dict.fromkeys(("q", "k", "v", "out", "sinks"), f"*{kind}:16")
     signature |= dict.fromkeys(("starts", "offsets", "bounds", "lengths", "tables"), "*i32")
     signature |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16")
     signature |= dict.fromkeys(("table_stride", "sequences"), "i32") | {"scale": "fp32"}
@@ -247,11 +273,12 @@ def _case(
         "PAGE_SIZE": page_size,
         "WINDOW": window,
         "BOUNDED": bounded,
+        "SINKS": sinks,
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.keys,
     }
     name = f"attention {kind} head_dim {head_dim} group {group} page_size {page_size} window {window}"
-    name += " bounded" * bounded
+    name += " bounded" * bounded + " sinks" * sinks
     must = () if dtype == torch.float32 else ("wgmma.mma_async",)
     # Under the cap it depends on the group how much spills; what was measured spills 56 bytes.
     spilled = 0 if tile.registers is None else 96

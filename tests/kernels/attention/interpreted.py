@@ -1,0 +1,72 @@
+"""The Triton kernels of attention with sinks in Triton's interpreter, against the reference: run by `test_sinks`.
+
+Under newer numpys Triton 3.6 takes no bounds of loops, which `_counts` of the collective kernels mends.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from strata.kernels.attention import cuda, decode_cuda, fixed
+from strata.kernels.attention.attention import attention
+from strata.kernels.attention.decode import decode_attention
+from strata.kernels.attention.decode_triton import DecodeTile
+from strata.kernels.attention.spec import AttentionSpec
+from strata.kernels.device_limits import DeviceLimits
+from tests.kernels.attention.test_attention import Case
+from tests.kernels.attention.test_decode_attention import copied, step
+from tests.kernels.collective.interpreted import _counts
+
+SINKS = torch.tensor([0.0, 30.0, -30.0, 2.0])
+NEAR = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def _same(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, **NEAR)
+
+
+def prompts_and_mixed_steps() -> None:
+    case = Case.random([20, 1, 9], heads=4, kv_heads=2, head_dim=20)
+    for window in (None, 9):
+        spec = AttentionSpec(0, 0.3, window)
+        for given in (case.batch([7, 1, 9]), case.packed()):
+            wanted = attention.reference(*given, spec, SINKS)
+            for attend in (cuda.attend, fixed.attend):
+                _same(attend(*given, spec, SINKS), wanted)
+
+
+def decoding() -> None:
+    case = Case.random([270, 5], heads=4, kv_heads=2, head_dim=20)
+    q, k, v, batch = case.batch([1, 1])
+    for window in (None, 30):
+        spec = AttentionSpec(0, 0.3, window)
+        wanted = attention.reference(q, k, v, batch, spec, SINKS)
+        _same(fixed.attend(q, k, v, batch, spec, SINKS), wanted)
+        for splits in (1, 4):
+            tile = DecodeTile(keys=16, warps=4, stages=2, split=32, splits=splits)
+            _same(decode_cuda.decode(q.flatten(1), 4, 20, batch.pages, spec, tile=tile, sinks=SINKS), wanted)
+
+
+def decoding_from_the_product() -> None:
+    given, pages = step([1, 0, 16], 4, 2, 16, True, torch.float32)
+    for window in (None, 3):
+        spec, alone = AttentionSpec(1, 0.3, window), copied(pages)
+        product, *others, batch, heads = given
+        wanted = decode_attention.reference(product, *others, batch._replace(pages=alone), heads, spec, SINKS)
+        unfinished = decode_cuda.Unfinished(*others[:2], heads.eps, *others[2:])
+        tile = DecodeTile(keys=16, warps=4, stages=2, split=16, splits=2)
+        found = decode_cuda.decode(product, 4, 16, copied(pages), spec, unfinished, tile, sinks=SINKS)
+        held = pages.lengths > 0
+        _same(found[held], wanted[held])
+
+
+if __name__ == "__main__":
+    limits = DeviceLimits("interpreter", capability=(8, 0), shared_bytes=0, processors=0)
+    DeviceLimits.of = staticmethod(lambda device: limits)  # type: ignore[method-assign]
+    _counts()
+    torch.manual_seed(0)
+    prompts_and_mixed_steps()
+    decoding()
+    decoding_from_the_product()
+    print("equal")
