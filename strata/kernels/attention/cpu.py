@@ -82,7 +82,8 @@ def _with_sinks(
     out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
     )
-    return (out * torch.sigmoid(sums - sinks)[..., None]).to(q.dtype)
+    shared: Tensor = out * torch.sigmoid(sums - sinks)[..., None]
+    return shared.to(q.dtype)
 
 
 def _prefill(
@@ -102,10 +103,10 @@ def _prefill(
         k, v = _stage(keys, values, chunk.slots)
     q, out = q[chunk.rows], out[chunk.rows]
     for tile in chunk.tiles:
-        given = (x.transpose(0, 1)[None] for x in (q[tile.rows], k[tile.keys], v[tile.keys]))
+        query, key, value = (x.transpose(0, 1)[None] for x in (q[tile.rows], k[tile.keys], v[tile.keys]))
         causal = tile.mask is None
         if sinks is None:
-            result = sdpa(*given, attn_mask=tile.mask, is_causal=causal, scale=scale, enable_gqa=True)
+            result = sdpa(query, key, value, attn_mask=tile.mask, is_causal=causal, scale=scale, enable_gqa=True)
         else:
-            result = _with_sinks(*given, tile.mask, causal, scale, sinks[:, None])
+            result = _with_sinks(query, key, value, tile.mask, causal, scale, sinks[:, None])
         out[tile.rows] = result[0].transpose(0, 1)

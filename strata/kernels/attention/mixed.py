@@ -71,8 +71,8 @@ def attend(
     if count:
         rows = slice(0, count)
         decodes = replace(pages, tables=pages.tables[rows], lengths=parts.decode_lengths[rows])
-        queries, sizes = q[rows].flatten(1), q.shape[1:]
-        decode_attention_cuda.decode(queries, *sizes, decodes, spec, out=out[rows], sinks=sinks)
+        queries, heads, head_dim = q[rows].flatten(1), q.shape[1], q.shape[2]
+        decode_attention_cuda.decode(queries, heads, head_dim, decodes, spec, out=out[rows], sinks=sinks)
     virtual = _virtual(pages, spec, sinks)
     if virtual is None or not cudnn_prompts.lie_as_divided(q, k, v, virtual):
         attention_cuda.prefill(out, q, k, v, parts.starts, batch, spec, parts.bounds, sinks)

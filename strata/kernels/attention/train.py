@@ -101,11 +101,11 @@ def packed(
         if first == last:
             continue
         mask = None if window is None or window >= last - first else _band(last - first, window, q.device)
-        given = (x[first:last].transpose(0, 1)[None] for x in (q, k, v))
+        query, key, value = (x[first:last].transpose(0, 1)[None] for x in (q, k, v))
         if sinks is None:
-            out = sdpa(*given, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+            out = sdpa(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
         else:
-            out = _with_sinks(*given, _band(last - first, window or last - first, q.device), scale, sinks)
+            out = _with_sinks(query, key, value, _band(last - first, window or last - first, q.device), scale, sinks)
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts) if parts else q.new_empty(q.shape)
 
