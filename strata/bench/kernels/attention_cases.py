@@ -33,26 +33,28 @@ PROMPTS = ((0, 2048), (0, 8192), (4096, 4096))
 
 
 def attention_cases(config: ModelConfig) -> Iterator[Case]:
-    """Decode at every batch and context, and each prompt."""
+    """Decode at every batch and context, each prompt, and decode with sinks at the longest context."""
     for context in CONTEXTS:
         for batch in BATCHES:
             yield _decode(config, batch, context)
             yield _decode_from_product(config, batch, context)
     for cached, new in PROMPTS:
         yield _prefill(config, cached, new)
+    for batch in (1, 64):
+        yield _decode(config, batch, CONTEXTS[-1], has_sinks=True)
 
 
-def _decode(config: ModelConfig, batch: int, context: int) -> Case:
+def _decode(config: ModelConfig, batch: int, context: int, *, has_sinks: bool = False) -> Case:
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
 
     def make() -> tuple[Any, ...]:
         q, k, v = (randn(batch, heads, dim), randn(batch, kv_heads, dim), randn(batch, kv_heads, dim))
-        pages = _decode_pages(config, batch, context)
-        return q, *kv_write(k, v, pages, 0), Sequences(_offsets(batch), 1, pages), AttentionSpec(0, dim**-0.5)
+        pages, sinks = _decode_pages(config, batch, context), (randn(heads),) if has_sinks else ()
+        return q, *kv_write(k, v, pages, 0), Sequences(_offsets(batch), 1, pages), AttentionSpec(0, dim**-0.5), *sinks
 
-    shape = f"decode {heads}/{kv_heads}x{dim} over {context}"
+    shape = f"decode {heads}/{kv_heads}x{dim} over {context}" + " with sinks" * has_sinks
     workload = Workload((1,) * batch, (context,) * batch)
-    return Case(attention, shape, batch, make, workload, "bfloat16", LIBRARIES)
+    return Case(attention, shape, batch, make, workload, "bfloat16", () if has_sinks else LIBRARIES)
 
 
 def _decode_from_product(config: ModelConfig, batch: int, context: int) -> Case:
