@@ -30,8 +30,7 @@ class _Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class _Base:
-    """What a kind of step takes outside attention, in seconds. launches: of its operations by the host; around: see
-    `StepPredictor.step`."""
+    """What a kind of step takes outside attention, in seconds. launches: of its operations by the host; 0 if recorded."""
 
     nodes: float
     launches: float

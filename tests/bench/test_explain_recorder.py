@@ -8,6 +8,7 @@ import pytest
 
 from strata import LLM
 from strata.bench.explain.measure import Workload, measure, measured_steps
+from strata.bench.explain.node_times import NodeTimes
 from strata.bench.workloads import InferenceTest, random_prompts
 from strata.plan.explain.ceilings import steps_on_processor
 from strata.plan.explain.measurement import Measurement
@@ -51,6 +52,10 @@ def test_operations_are_timed_by_the_kind_of_their_steps(measured: Measurement) 
     assert {"prompt", "decode"} <= set(measured.traced)
     for traced in measured.traced.values():
         assert {"linear", "attention", "silu_mul"} <= set(traced.seconds)
+
+
+def test_of_a_kind_of_steps_that_only_the_other_run_had_nothing_is_known(measured: Measurement) -> None:
+    assert NodeTimes().traced(measured.steps) == {}
 
 
 def test_the_engine_tells_what_it_is(measured: Measurement) -> None:

@@ -43,11 +43,12 @@ class NodeTimes:
             self._seconds[self._kind][operation.name] += seconds
 
     def traced(self, steps: Iterable[MeasuredStep]) -> dict[StepWork, TracedOperations]:
-        """steps: the same work without clocks around nodes."""
+        """steps: the same work without clocks around nodes. A served load may have kinds of steps in one of its runs
+        that it lacks in another: of these nothing is known."""
         whole: dict[StepWork, float] = defaultdict(float)
         for step in steps:
             whole[step.kind] += step.seconds if step.processor is None else step.processor
-        return {kind: TracedOperations(dict(self._seconds[kind]), seconds) for kind, seconds in whole.items()}
+        return {kind: TracedOperations(dict(self._seconds[kind]), whole[kind]) for kind in whole if self._seconds[kind]}
 
     @contextmanager
     def of(self, graphs: StepGraphs) -> Iterator[None]:

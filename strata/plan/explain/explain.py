@@ -10,7 +10,7 @@ from typing import Any
 from strata.plan.explain.explanation import Explanation, Peaks, StepTime, Subject
 from strata.plan.explain.findings import Asked, Finding, findings
 from strata.plan.explain.measurement import EngineFacts, MeasuredStep, Measurement
-from strata.plan.explain.split import NameOf, operation_name
+from strata.plan.explain.split import BOUNDS, NameOf, operation_name
 from strata.plan.explain.waterfalls import Explained, of_latency, of_run, of_tail
 from strata.plan.explain.what_if import WhatIf
 from strata.plan.step_seconds import StepSeconds
@@ -20,9 +20,9 @@ from strata.plan.waterfall import Part, Remedy, Verdict
 LEAST_GAIN = 0.03
 # Findings that a probe tries.
 _TRIED = 3
-# Steps measured under other options of the engine, of a short form of the run.
 _WATERFALLS = {"run": of_run, "request": of_latency, "tail": of_tail}
 _TITLES = {"run": "", "request": ", mean latency of a request", "tail": ", waits between tokens at p99"}
+# Measures steps under other options of the engine, of a short form of the run.
 Prober = Callable[[Mapping[str, Any]], Sequence[MeasuredStep]]
 
 
@@ -128,7 +128,9 @@ def _without_remedy(asked: Asked) -> Verdict:
     intensity = _intensity(asked)
     largest = max(fall.parts, key=lambda part: part.seconds, default=None)
     if largest is None or share > 0.7:
-        return Verdict("kernel", f"near the floor: {share:.0%} of the time is the least", "memory", (intensity,), ())
+        limit = max(asked.explained.operations, key=lambda one: one.floor, default=None)
+        symptom = f"near the floor: {share:.0%} of the time is the least"
+        return Verdict("kernel", symptom, "memory" if limit is None else BOUNDS[limit.bound], (intensity,), ())
     evidence = (f"{largest.name}: {largest.seconds / fall.measured:.0%} of the time", intensity)
     return Verdict(largest.layer, _symptom(largest, asked.explained), largest.cause, evidence, _more_at_once(asked))
 

@@ -19,6 +19,8 @@ _TOKENIZED = 3e-6
 # What the loop does between steps besides scheduling, in seconds: on a CPU it prepares the step's inputs there (0.7 to
 # 0.9 ms on a core of an EPYC), on a GPU nearly all of it is done while the step before runs.
 _LOOP_ON_CPU, _LOOP_ON_GPU = 1e-3, 1e-4
+# Time for which the engine's thread had no processor, as a share: less it also waits for other threads of its steps.
+_TAKEN = 0.1
 # Tokens of a step with prompts that are tried in place of a larger limit.
 _CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096)
 # Requests of which the longest make a tail: those beyond this share of all.
@@ -107,12 +109,14 @@ def _tokenizer(asked: Asked) -> Iterable[Finding]:
 
 def _contention(asked: Asked) -> Iterable[Finding]:
     share = asked.part(TAKEN)
+    if share < _TAKEN:
+        return
     yield Finding(
         "CPU contention",
         "system",
         "low utilization: other work takes the processors that run the steps",
         "host",
-        (f"for {share:.0%} of the time a step was under way its thread had no processor",),
+        (f"for {share:.0%} of the time the engine's thread had work and no processor",),
         Remedy("processors of its own (taskset, fewer processes beside it)", share),
     )
 

@@ -36,15 +36,12 @@ class Options:
         pages = facts.kv_tokens // facts.page_size
         return Options(facts.slots, facts.step_tokens, facts.max_length, pages, facts.page_size, facts.caches_prefixes)
 
-    def with_changes(self, **changes: int | bool) -> Options:
-        return replace(self, **changes)  # type: ignore[arg-type]  # fields by name
-
 
 @dataclass(frozen=True)
 class Replayed:
     """Seconds of the virtual clock. wall: from the first request to the last token. steps: all of them, from there too.
-    host: processor seconds of the scheduler here for a step, the median. times: of each
-    request's tokens, by the clock that `due` is of."""
+    host: processor seconds of the scheduler here for a step, the median. times: of each request's tokens, by the clock
+    that `due` is of."""
 
     wall: float
     steps: tuple[MeasuredStep, ...]
@@ -79,7 +76,7 @@ def replay(
     times: list[list[float]] = [[] for _ in requests]
     host, last = [0.0], 0
     steps: list[MeasuredStep] = []
-    while waiting[last:] or scheduler.has_work:
+    while last < len(waiting) or scheduler.has_work:
         while last < len(waiting) and requests[waiting[last]].due <= now:
             scheduler.add(_request(waiting[last], requests[waiting[last]]))
             last += 1

@@ -16,7 +16,7 @@ from strata.plan.meta_model import StepNodes
 from strata.plan.step_seconds import StepSeconds
 from strata.plan.waterfall import Cause, Part
 
-_BOUNDS: Mapping[str, Cause] = {"compute": "compute", "memory": "memory", "communication": "communication"}
+BOUNDS: Mapping[str, Cause] = {"compute": "compute", "memory": "memory", "communication": "communication"}
 # Operations whose part of all is smaller are one part together.
 _LEAST_SHARE = 0.01
 TAKEN = "processors taken by other work"
@@ -231,7 +231,7 @@ def _operation_parts(
         elif over < _LEAST_SHARE * whole:
             small += over
         else:
-            cause = _BOUNDS[_bound(bounds[name])]
+            cause = BOUNDS[_bound(bounds[name])]
             parts.append(Part(f"{name} over its floor", "kernel", cause, over))
     return [*parts, Part("other operations over their floors", "kernel", "memory", small)]
 

@@ -49,21 +49,21 @@ def of_tail(measured: Measurement, times: StepSeconds, name_of: NameOf = operati
 
     Raises ValueError if no request got two tokens at known times.
     """
-    gaps = sorted((after - before, after) for one in measured.requests for before, after in pairwise(one.times))
+    gaps = sorted((after - before, before, after) for one in measured.requests for before, after in pairwise(one.times))
     if not gaps:
         raise ValueError("no request got two tokens: there is no wait between tokens to explain")
     near = [gap for rank, gap in enumerate(gaps) if abs((rank + 0.5) / len(gaps) - 0.99) <= _NEAR]
     chosen = near or gaps[-1:]
     fit, ends = StepFit.of(measured.steps), [step.end for step in measured.steps]
     weights = [0.0] * len(ends)
-    for gap, after in chosen:
-        for index in range(bisect_right(ends, after - gap), bisect_right(ends, after)):
+    for _, before, after in chosen:
+        for index in range(bisect_right(ends, before), bisect_right(ends, after)):
             weights[index] += 1 / len(chosen)
     others = [
         _share_of_prompts(step, fit) if weight else 0.0 for step, weight in zip(measured.steps, weights, strict=True)
     ]
     split = split_steps(measured, times, name_of, others, weights)
-    return _explained(math.fsum(gap for gap, _ in chosen) / len(chosen), _weighted(measured, weights), split)
+    return _explained(math.fsum(gap for gap, _, _ in chosen) / len(chosen), _weighted(measured, weights), split)
 
 
 def of_latency(measured: Measurement, times: StepSeconds, name_of: NameOf = operation_name) -> Explained:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from strata.plan.explain.explanation import Subject
 from strata.plan.explain.measurement import MeasuredRequest, MeasuredStep, Measurement
@@ -35,7 +36,10 @@ class WhatIf:
 
     @cached_property
     def between(self) -> float:
-        """Seconds between two steps, without what the host did before the first."""
+        """Seconds between two steps, without what the host did before the first, and without waits for a request."""
+        if any(request.due for request in self.measured.requests):
+            gaps = [after.begin - before.end for before, after in pairwise(self.measured.steps)]
+            return max(0.0, statistics.median(gaps)) if gaps else 0.0
         named = math.fsum(self.measured.host.values())
         return max(0.0, self.measured.between - named) / len(self.measured.steps)
 

@@ -14,6 +14,8 @@ from strata.plan.explain.explain import explain
 from strata.plan.explain.explanation import Explanation
 from strata.plan.explain.measurement import DeviceState, MeasuredStep, TracedOperations
 from strata.plan.explain.step_fit import StepFit
+from strata.plan.explain.waterfalls import of_tail
+from strata.plan.explain.what_if import WhatIf
 from strata.plan.meta_model import find_config, host_model
 from strata.plan.step_seconds import StepSeconds
 from tests.plan.explain.runs import BETWEEN, DEVICE, FACTS, law, requests, run, wall
@@ -65,6 +67,14 @@ def test_other_work_on_the_processors(times: StepSeconds) -> None:
     check(explain(replace(measured, processor=ran), times), "other work takes the processors", 0.5)
 
 
+def test_a_thread_that_waits_a_little_for_others_of_its_step_is_no_contention(times: StepSeconds) -> None:
+    measured = run(EVEN, change=lambda step: replace(step, processor=0.96 * step.seconds))
+    ran = math.fsum(step.processor or 0.0 for step in measured.steps) + BETWEEN * len(measured.steps)
+    found = explain(replace(measured, processor=ran), times)
+    assert "processors" not in found.verdict.symptom
+    assert found.waterfall.seconds(layer="system", cause="host") > 0.03 * found.waterfall.measured
+
+
 def test_a_batch_cap(times: StepSeconds) -> None:
     facts = replace(FACTS, slots=2)
     check(explain(run(EVEN, facts), times), "fewer sequences run at once", saved(wall(EVEN, facts), wall(EVEN)))
@@ -109,6 +119,42 @@ def test_more_requests_than_one_engine_answers(times: StepSeconds) -> None:
     latencies = [one.times[-1] - one.due for one in measured.requests]
     assert found.waterfall.measured == pytest.approx(math.fsum(latencies) / len(latencies))
     assert abs(found.waterfall.unexplained) < 1e-9
+
+
+def test_waits_for_a_request_are_no_time_of_the_host() -> None:
+    """A request a second, each of them alone: the replay has the latencies that were measured."""
+    asked = [replace(one, due=1.0 * n) for n, one in enumerate(requests(*((100, 8) for _ in range(4))))]
+    measured = run(asked)
+    latencies = [one.times[-1] - one.due for one in measured.requests]
+    assert max(latencies) < 0.5
+    assert WhatIf(measured, "request").base.latencies == pytest.approx(latencies, rel=0.05)
+
+
+def test_a_wait_begins_where_the_step_before_it_ends(times: StepSeconds) -> None:
+    first, last = 0.1, 0.7
+    assert last - (last - first) < first  # rounded
+    measured = run(requests((20, 2)))
+    steps = [
+        replace(step, begin=begin, end=end)
+        for step, (begin, end) in zip(measured.steps, [(0.0, first), (first, last)], strict=True)
+    ]
+    timed = replace(measured, steps=tuple(steps), requests=(replace(measured.requests[0], times=(first, last)),))
+    fall = of_tail(timed, times).waterfall
+    assert fall.measured == pytest.approx(last - first)
+    assert fall.seconds(layer="system") == pytest.approx(0.0, abs=1e-9), "the prompt's step is none of the wait"
+
+
+@pytest.mark.parametrize(("shape", "cause"), [((1000, 1), "compute"), ((10, 100), "memory")])
+def test_a_run_near_its_floor_says_what_the_floor_is(times: StepSeconds, shape: tuple[int, int], cause: str) -> None:
+    near = run(
+        requests(shape),
+        seconds=lambda work: 1.05 * times.floor(work).seconds,
+        between=0.0,
+        change=lambda step: replace(step, processor=step.seconds),
+    )
+    found = explain(replace(near, processor=near.wall), times).verdict
+    assert "near the floor" in found.symptom
+    assert found.cause == cause
 
 
 def test_a_dtype_that_is_wider_than_asked(times: StepSeconds) -> None:
