@@ -39,10 +39,11 @@ def show(found: Explanation, *, as_json: bool, html: Path | None, trace: Path | 
 
 
 def values(found: Explanation) -> dict[str, Any]:
-    """As JSON has it, with what follows from the parts."""
+    """As JSON has it, with what follows from the parts. A floor that is not known is null."""
     fall = found.waterfall
     given = dataclasses.asdict(found)
-    given["waterfall"] |= {"unexplained": fall.unexplained, "share_of_floor": fall.floor / fall.measured}
+    known = {"floor": fall.floor, "share_of_floor": fall.floor / fall.measured} if fall.floor else {}
+    given["waterfall"] |= {"unexplained": fall.unexplained, "floor": None, "share_of_floor": None} | known
     given["verdict"]["line"] = found.verdict.line
     return given
 
@@ -54,8 +55,10 @@ def draw(found: Explanation) -> None:
     from rich.table import Table
 
     from strata.graph.draw import duration
+    from strata.plan.report.waterfall_table import ROUNDING
 
-    console, fall = Console(highlight=False), found.waterfall
+    # Ids of requests and paths of models are a user's: brackets in them are no markup.
+    console, fall = Console(highlight=False, markup=False, emoji=False), found.waterfall
     table = Table(title=f"{found.title}; {found.device}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", overflow="fold")
     for name in ("layer", "cause"):
@@ -65,7 +68,8 @@ def draw(found: Explanation) -> None:
     table.add_row("measured", "", "", duration(fall.measured), "")
     for part in fall.parts:
         table.add_row(part.name, part.layer, part.cause, duration(part.seconds), f"{part.seconds / fall.measured:.1%}")
-    table.add_row("not explained", "", "", duration(fall.unexplained), f"{fall.unexplained / fall.measured:.1%}")
+    missing = fall.unexplained if abs(fall.unexplained) > ROUNDING * fall.measured else 0.0
+    table.add_row("not explained", "", "", duration(missing), f"{missing / fall.measured:.1%}")
     if fall.floor:
         table.add_row("floor", "", "", duration(fall.floor), f"{fall.floor / fall.measured:.1%}")
     else:
@@ -74,14 +78,14 @@ def draw(found: Explanation) -> None:
     if found.operations:
         console.print(_operations(found.operations))
     verdict = found.verdict
-    console.print(f"{verdict.layer}: {verdict.symptom} ({verdict.cause})", style="bold", markup=False, soft_wrap=True)
+    console.print(f"{verdict.layer}: {verdict.symptom} ({verdict.cause})", style="bold", soft_wrap=True)
     for line in verdict.evidence:
-        console.print(f"  {line}", markup=False, soft_wrap=True)
+        console.print(f"  {line}", soft_wrap=True)
     for remedy in verdict.remedies:
         option = f" ({remedy.option})" if remedy.option else ""
-        console.print(f"  saves {remedy.gain:.0%}: {remedy.what}{option}", markup=False, soft_wrap=True)
+        console.print(f"  saves {remedy.gain:.0%}: {remedy.what}{option}", soft_wrap=True)
     for source in found.sources:
-        console.print(f"from {source}", style="dim", soft_wrap=True, markup=False)
+        console.print(f"from {source}", style="dim", soft_wrap=True)
 
 
 def _operations(found: Sequence[OperationTime]) -> Table:

@@ -114,7 +114,9 @@ def quantity(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that suits them, with three digits or so."""
+    """Seconds in the unit that suits them, with three digits or so; differences may be negative."""
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}" if seconds < 1000 * scale else f"{seconds / scale:,.0f} {unit}"

@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -13,7 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 from strata.bench.load.answer import refusal_message
+from strata.cli.explain_output import draw, values
 from strata.cli.main import app
+from strata.engine.watch.request_ledger import Part as LedgerPart
+from strata.engine.watch.request_ledger import RequestLedger
+from strata.plan.explain.one_request import explain_request
+from strata.plan.waterfall import Part, Waterfall
+from tests.plan.report.sample import sample
 
 RUNNER = CliRunner()
 TOLD: dict[str, Any] = {
@@ -90,6 +97,31 @@ def test_what_cannot_be_told_is_said(
     result = RUNNER.invoke(app, ["explain", *([] if "--url" in arguments else ["--url", url]), *arguments])
     assert isinstance(result.exception, ValueError)
     assert message in str(result.exception)
+
+
+def test_brackets_in_a_name_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    """An x-request-id is what its client wanted it to be."""
+    spent: dict[LedgerPart, float] = {"prompt": 0.1, "decode": 0.3}
+    name = "[/a] :smile:[red]b"
+    draw(
+        explain_request(
+            RequestLedger(0.4, spent, 0.1, {"prompt": 0.1}, "stop", 9, 0, 5, 1, 4, 2.0, 0, None),
+            name=name,
+            server="http://x",
+        )
+    )
+    assert f"request {name}, which ended" in capsys.readouterr().out
+
+
+def test_an_unknown_floor_is_null_and_what_is_a_rounding_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = (Part("a", "system", "host", 0.3), Part("b", "system", "host", -0.005))
+    found = replace(sample(), waterfall=Waterfall(0.3 - 0.005 - 1e-17, 0.0, parts))
+    assert (values(found)["waterfall"]["floor"], values(found)["waterfall"]["share_of_floor"]) == (None, None)
+    assert values(sample())["waterfall"]["share_of_floor"] == sample().waterfall.floor / 1.9
+    draw(found)
+    shown = capsys.readouterr().out
+    assert re.search(r"not explained +0 +0.0%", shown)
+    assert re.search(r"b +system +host +-5 ms +-1.7%", shown)
 
 
 def test_a_key_that_is_missing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from strata.plan.report.units import seconds, share
 from strata.plan.waterfall import LAYERS, Part, Waterfall
 
 # Less of the measured time than this is rounding.
-_ROUNDING = 5e-4
+ROUNDING = 5e-4
 
 
 def ordered(parts: tuple[Part, ...]) -> list[Part]:
@@ -34,7 +34,7 @@ def _rows(waterfall: Waterfall) -> Iterator[Markup]:
     for part in ordered(waterfall.parts):
         yield _row(part.name, f"{part.layer}, {part.cause}", part.layer, left - part.seconds, part.seconds, whole)
         left -= part.seconds
-    if abs(waterfall.unexplained) > _ROUNDING * whole:
+    if abs(waterfall.unexplained) > ROUNDING * whole:
         missing = waterfall.unexplained
         note = "no part tells of it" if missing > 0 else "parts tell of too much"
         yield _row("unexplained", note, "unexplained", left - missing, missing, whole)
