@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,6 +90,8 @@ def graph(
     else:
         title = f"{model}: {sequences} x {tokens} new tokens, {context} cached each"
         title += f"; a new prompt of {prompt}" * bool(prompt) + f"; one rank of {ranks}" * (ranks > 1)
+        longest = max(workload.total)
+        title += f"; {longest} tokens are more than its {config.longest}" * (longest > config.longest)
         priced.draw(title + f", of stage {stage} of {stages}" * (stages > 1))
 
 
@@ -193,18 +196,22 @@ class PricedStep:
         return {"device": self.device.key, "dtype": self.dtype} | self.totals() | ran | counts | tables
 
     def draw(self, title: str) -> None:
-        from rich.console import Console
-
+        from strata.bench.load.report import report_console
         from strata.graph.draw import counts_table, duration, quantity, table
 
-        console, totals, rows = Console(highlight=False), self.totals(), self.rows
+        console, totals, rows = report_console(), self.totals(), self.rows
         whole = totals["step_floor_s"]
+        tables = [table(title, rows["operations"], whole=whole)]
+        tables.append(table("By part of the model", rows["parts"], whole=whole))
+        # A terminal that is narrower breaks lines; a table that is squeezed into it would lose names and figures.
+        unbounded = console.options.update(max_width=sys.maxsize)
+        console.width = max(console.width, *(console.measure(one, options=unbounded).minimum for one in tables))
         captured, run = (sum(counts.values()) for counts in (self.captured, self.run))
         console.print(f"{captured:,} operations, {run:,} after merging and fusion: {self.step.graph}")
         console.print(f"{len(self.step.kernels):,} kernels with inputs and sampling")
         console.print(counts_table(self.captured, self.run))
-        console.print(table(title, rows["operations"], whole=whole))
-        console.print(table("By part of the model", rows["parts"], whole=whole))
+        for one in tables:
+            console.print(one)
         compute, bandwidth = self.device.ceiling("compute", self.dtype), self.device.ceiling("bandwidth")
         summed = duration(totals["nodes_floor_s"])
         console.print(f"parameters        {totals['parameters']:,}")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from strata.graph.cost import NodeCost, parameter_count, total
@@ -82,7 +83,7 @@ def table(title: str, rows: list[Row], *, whole: float) -> Table:
     """Rows as a table; `whole` is the floor of the step, in seconds, that shares refer to. Bytes that a rank sends have
     a column where there are any."""
     sends = any(row.cost.sent for row in rows)
-    drawn = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    drawn = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     drawn.add_column("", overflow="fold", min_width=16)
     for name in ("count", "kernels", "FLOPs", "bytes", *("sent",) * sends, "floor"):
         drawn.add_column(name, justify="right", no_wrap=True)

@@ -250,6 +250,19 @@ def test_bad_input_is_one_clear_line(arguments: list[str], message: str) -> None
     assert "\n" not in str(error.value)
 
 
+def test_a_narrow_terminal_loses_neither_names_nor_figures() -> None:
+    narrow = CliRunner(env={"COLUMNS": "60", "FORCE_COLOR": "1"})
+    shown = narrow.invoke(app, ["0.6B", "--tensor-parallel-size", "2"], catch_exceptions=False).stdout
+    (sums,) = (line for line in shown.splitlines() if line.strip().startswith("norm+add+all_red"))
+    assert re.search(r"one shot .* kB .* us +communication", sums)
+    assert "\u2026" not in shown
+
+
+def test_a_context_beyond_what_the_model_is_made_for_is_told() -> None:
+    assert "50001 tokens are more than its 40960" in run("0.6B", "--context", 50_000)
+    assert "are more than" not in run("0.6B", "--context", 40_959)
+
+
 def test_sizes_end_where_a_count_of_elements_no_longer_fits() -> None:
     most = run("8B", "--tokens", str(10**8), "--context", str(10**8), "--sequences", str(10**5))
     assert "floor of the step" in most
