@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,11 +23,8 @@ if TYPE_CHECKING:
     from strata.bench.explain.measure import AnyWorkload, Workload
     from strata.bench.run import Setup
     from strata.bench.served.client import Load
-    from strata.bench.workloads import InferenceTest
-    from strata.engine.llm import LLM
     from strata.plan.explain.explanation import Explanation, Subject
-    from strata.plan.explain.measurement import EngineFacts, MeasuredStep
-    from strata.plan.step_seconds import StepSeconds
+    from strata.plan.explain.measurement import MeasuredStep
 
 
 def explain(
@@ -172,6 +170,7 @@ def explained(
 ) -> Explanation:
     """A test on an engine with these changes of its options. Raises ValueError for a model that reads too little."""
     from strata.bench.explain.measure import kernel_kind, measure, measured_steps
+    from strata.bench.explain.predicted_steps import ideal_seconds, in_asked_dtype, predicted
     from strata.bench.run import engine
     from strata.plan.explain.explain import explain as explain_run
     from strata.plan.explain.split import operation_name
@@ -187,55 +186,16 @@ def explained(
     short = workload.short() if on_cpu or profile else None
     measured = measure(llm, workload, given, times, title=title, ideal=ideal, short=short)
 
+    wanted = in_asked_dtype(measured.facts, llm, setup, times)
+    del llm
+
     def tried(change: Mapping[str, Any]) -> Sequence[MeasuredStep]:
+        gc.collect()  # a GPU's memory holds one engine, and ranks are of one: that before this one has ended
         return measured_steps(engine(given | dict(change)), workload.short())
 
-    wanted = in_asked_dtype(measured.facts, llm, setup, times)
     prober = tried if probe else None
     name_of = kernel_kind if profile and not on_cpu else operation_name
     return explain_run(measured, times, wanted=wanted, subject=subject, name_of=name_of, prober=prober, sources=sources)
-
-
-def predicted(llm: LLM, setup: Setup) -> tuple[StepSeconds, Sequence[str]]:
-    """Steps of an engine's model on its device, and where a processor's ceilings come from."""
-    from strata.plan.explain.ceilings import processor_device, steps_on_processor
-    from strata.plan.meta_model import dtype_name
-
-    engine = llm.engine
-    ran = dtype_name(next(engine.model.parameters()).dtype)
-    if engine.device.type == "cpu":
-        here, sources = processor_device()
-        return steps_on_processor(engine.config, ran, here, setup.deterministic), sources
-    return _on_gpu(llm, setup, ran), ()
-
-
-def in_asked_dtype(facts: EngineFacts, llm: LLM, setup: Setup, times: StepSeconds) -> StepSeconds | None:
-    """The same in the dtype that was asked for; None where the engine has it."""
-    from strata.plan.explain.ceilings import steps_on_processor
-
-    if facts.dtype == facts.asked_dtype:
-        return None
-    if llm.engine.device.type == "cpu":
-        return steps_on_processor(llm.engine.config, facts.asked_dtype, times.device, setup.deterministic)
-    return _on_gpu(llm, setup, facts.asked_dtype)
-
-
-def _on_gpu(llm: LLM, setup: Setup, dtype: str) -> StepSeconds:
-    import torch
-
-    from strata.parallel.serving_shard import RankShard
-    from strata.plan.explain.ceilings import steps_on_gpu
-
-    engine, shard = llm.engine, None
-    if (ranks := setup.tensor_parallel_size) > 1:
-        shard = RankShard.of(engine.config, ranks, 0, expert_parallel=setup.enable_expert_parallel)
-    product = torch.cuda.get_device_name(engine.device)
-    return steps_on_gpu(engine.config, dtype, product, setup.deterministic, shard)
-
-
-def ideal_seconds(test: InferenceTest, times: StepSeconds) -> float:
-    """The least that a test takes where its steps are predicted."""
-    return test.floor(times.costs.step, times.device, times.dtype, times.link)
 
 
 def _check_length(workload: AnyWorkload, setup: Setup, most: int) -> None:

@@ -30,7 +30,7 @@ class _Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class _Base:
-    """What a kind of step takes outside attention, in seconds. launches: of its operations by the host; 0 if recorded."""
+    """What a kind of step takes outside attention, in seconds. launches: by the host, 0 if it is recorded."""
 
     nodes: float
     launches: float

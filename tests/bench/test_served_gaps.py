@@ -25,13 +25,14 @@ from strata.bench.served.client import Load, Served, ServedEngine, delivery_time
 from strata.bench.served.measure import LENGTHS, ServedTest, numbered, served_gaps
 from strata.bench.served.report import ServedGaps
 from strata.bench.served.step_logs import HostStepLog
-from strata.bench.served.timeline import LatencySplit, ServedStep, StepChunk, StepKind, split_requests, split_wall
+from strata.bench.served.timeline import LatencySplit, ServedStep, StepKind, split_requests, split_wall
 from strata.bench.step_observers import observed
 from strata.bench.trace import GapSplit
 from strata.cli.main import app
 from strata.engine.llm import LLM
 from strata.engine.process.messages import Delta, Fault, FromEngine, Refused, Statistics, Step
 from strata.models.folder import BUILTIN_FOLDER
+from strata.plan.explain.measurement import StepChunk
 from tests.cli.fake_server import FakeServer
 
 SETUP = Setup(str(BUILTIN_FOLDER), None, "float32", "cpu", False)

@@ -13,13 +13,13 @@ from strata.bench.served.timeline import (
     TTFT_PARTS,
     ServedRequest,
     ServedStep,
-    StepChunk,
     busy_seconds,
     latency_split,
     split_requests,
     split_wall,
     step_kinds,
 )
+from strata.plan.explain.measurement import StepChunk
 
 PROMPT = 40
 

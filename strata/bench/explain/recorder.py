@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from strata.bench.served.step_logs import step_log
-from strata.plan.explain.measurement import MeasuredStep, StepChunk
+from strata.plan.explain.measurement import MeasuredStep
 from strata.plan.explain.waterfalls import TOKENIZATION
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class StepRecorder:
             MeasuredStep(
                 step.begin - start,
                 step.end - start,
-                tuple(StepChunk(*chunk) for chunk in step.chunks),
+                step.chunks,
                 processor=ran if self._host else None,
                 compiled=compiled,
             )

@@ -10,10 +10,11 @@ from typing import Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from strata.bench.served.timeline import ServedStep, StepChunk
+from strata.bench.served.timeline import ServedStep
 from strata.bench.step_observers import StepMarks, recorded_work
 from strata.bench.trace import TraceTime, busy_of_steps, read_trace
 from strata.engine.plan import StepPlan
+from strata.plan.explain.measurement import StepChunk
 
 Clock = Callable[[], float]
 # Steps that are traced: at 160 kernels each, a trace of some ten megabytes.

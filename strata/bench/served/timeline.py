@@ -12,26 +12,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 from strata.bench.load.measures import percentile
 from strata.bench.result import HostGap
 from strata.bench.trace import covered, merged
 from strata.hardware.roofline import Workload
+from strata.plan.explain.measurement import StepChunk
 
 TTFT_PARTS = ("queueing until launched", "behind earlier steps", "prefill steps", "between steps", "delivery")
 TPOT_PARTS = ("decode steps", "steps with prompts", "between steps", "delivery")
 # The requests whose parts stand for a percentile: those whose rank is so near to it, as a share of all.
 _NEAR = {0.5: 0.05, 0.99: 0.01}
-
-
-class StepChunk(NamedTuple):
-    """One sequence's share of a step: its id, tokens before the step, tokens of the step, ids drawn from the last."""
-
-    sequence: int
-    start: int
-    tokens: int
-    draws: int
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,8 +15,6 @@ from strata.cli.bench.options import AsJson, LoadFormat, Save
 
 if TYPE_CHECKING:
     from strata.bench.predictions.errors import StepError
-    from strata.engine.llm import LLM
-    from strata.plan.step_seconds import StepSeconds
 
 _MAX_LENGTH = 20_000
 
@@ -36,53 +35,34 @@ def predictions(
 
     Example: strata bench predictions --models 0.6B,8B --save predictions.jsonl
     """
+    from strata.bench.explain.predicted_steps import predicted
     from strata.bench.predictions.errors import ErrorSummary
     from strata.bench.predictions.run import predicted_and_measured
+    from strata.plan.meta_model import find_config
 
     everything: list[StepError] = []
-    for model in models.split(","):
-        setup = Setup(model, load_format, dtype, device, deterministic=False)
-        given = setup.llm_options()
-        given["max_model_len"] = min(_MAX_LENGTH, _longest(setup))
+    setups = [Setup(model, load_format, dtype, device, deterministic=False) for model in models.split(",")]
+    lengths = [find_config(setup.source).longest for setup in setups]  # a name that is none is told before any runs
+    for setup, longest in zip(setups, lengths, strict=True):
+        given = setup.llm_options() | {"max_model_len": min(_MAX_LENGTH, longest)}
         llm = engine(given)
-        of_model: list[StepError] = []
-        for errors in predicted_and_measured(llm, given, _times(llm), repeat):
-            of_model += errors
+        for errors in predicted_and_measured(llm, given, predicted(llm, setup)[0], repeat):
+            everything += errors
             for one in errors:
-                line = {"test": "predictions", "model": model, "dtype": short_dtype(dtype)} | one.values()
+                line = {"test": "predictions", "model": setup.model, "dtype": short_dtype(dtype)} | one.values()
                 line |= {"device": device_name(llm)} | provenance()
                 if save is not None:
                     with save.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(line) + "\n")
-                typer.echo(json.dumps(line) if as_json else _text(model, one))
-        everything += of_model
+                typer.echo(json.dumps(line) if as_json else _text(setup.model, one))
         del llm
+        gc.collect()  # a GPU's memory holds one engine
     if as_json:
         return
     for kind in ("decode", "prompt", "mixed", None):
         of_kind = [one.error for one in everything if kind in (None, one.kind)]
         if of_kind:
             typer.echo(f"{kind or 'all':8} {ErrorSummary.of(of_kind).text()}")
-
-
-def _longest(setup: Setup) -> int:
-    from strata.plan.meta_model import find_config
-
-    return find_config(setup.source).longest
-
-
-def _times(llm: LLM) -> StepSeconds:
-    """Of the device that an engine runs on."""
-    import torch
-
-    from strata.plan.explain.ceilings import processor_device, steps_on_gpu, steps_on_processor
-    from strata.plan.meta_model import dtype_name
-
-    ran = dtype_name(next(llm.engine.model.parameters()).dtype)
-    if llm.engine.device.type == "cpu":
-        here, _ = processor_device()
-        return steps_on_processor(llm.engine.config, ran, here)
-    return steps_on_gpu(llm.engine.config, ran, torch.cuda.get_device_name(llm.engine.device))
 
 
 def _text(model: str, one: StepError) -> str:

@@ -15,7 +15,7 @@ def verdict_line(llm: LLM, test: InferenceTest, setup: Setup) -> str | None:
     """By one more run of the test. None where nothing tells what steps should take: of a GPU that is not in the
     database, and of stages of a pipeline, whose steps overlap."""
     from strata.bench.explain.measure import Workload, measure
-    from strata.cli.explain import ideal_seconds, in_asked_dtype, predicted
+    from strata.bench.explain.predicted_steps import ideal_seconds, in_asked_dtype, predicted
     from strata.plan.explain.explain import explain
 
     if setup.pipeline_parallel_size > 1:

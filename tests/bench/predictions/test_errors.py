@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
 
 from strata.bench.predictions.cases import cases
 from strata.bench.predictions.errors import ErrorSummary, StepError, step_errors
+from strata.cli.main import app
 from strata.hardware.specs import device
 from strata.plan.explain.measurement import MeasuredStep, StepChunk
 from strata.plan.meta_model import find_config, meta_model
@@ -47,3 +49,10 @@ def test_errors_are_shares_of_what_was_measured() -> None:
     assert found.signed == pytest.approx(0.04)
     with pytest.raises(ValueError, match="nothing was measured"):
         ErrorSummary.of([])
+
+
+def test_a_name_that_is_no_model_is_told_before_any_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strata.cli.bench.predictions.engine", lambda options: pytest.fail("an engine was started"))
+    result = CliRunner().invoke(app, ["bench", "predictions", "--models", "builtin,nowhere", "--device", "cpu"])
+    assert isinstance(result.exception, ValueError)
+    assert "nowhere" in str(result.exception)

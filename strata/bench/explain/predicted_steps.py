@@ -1,0 +1,52 @@
+"""What the steps of an engine should take on the device that it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from strata.bench.run import Setup
+from strata.bench.workloads import InferenceTest
+from strata.parallel.serving_shard import RankShard
+from strata.plan.explain.ceilings import processor_device, steps_on_gpu, steps_on_processor
+from strata.plan.explain.measurement import EngineFacts
+from strata.plan.meta_model import dtype_name
+from strata.plan.step_seconds import StepSeconds
+
+if TYPE_CHECKING:
+    from strata.engine.llm import LLM
+
+
+def predicted(llm: LLM, setup: Setup) -> tuple[StepSeconds, Sequence[str]]:
+    """Steps of an engine's model, and where a processor's ceilings come from. Raises ValueError for a GPU that is not
+    in the database."""
+    engine = llm.engine
+    ran = dtype_name(next(engine.model.parameters()).dtype)
+    if engine.device.type == "cpu":
+        here, sources = processor_device()
+        return steps_on_processor(engine.config, ran, here, setup.deterministic), sources
+    return _on_gpu(llm, setup, ran), ()
+
+
+def in_asked_dtype(facts: EngineFacts, llm: LLM, setup: Setup, times: StepSeconds) -> StepSeconds | None:
+    """The same in the dtype that was asked for; None where the engine has it."""
+    if facts.dtype == facts.asked_dtype:
+        return None
+    if llm.engine.device.type == "cpu":
+        return steps_on_processor(llm.engine.config, facts.asked_dtype, times.device, setup.deterministic)
+    return _on_gpu(llm, setup, facts.asked_dtype)
+
+
+def ideal_seconds(test: InferenceTest, times: StepSeconds) -> float:
+    """The least that a test takes where its steps are predicted."""
+    return test.floor(times.costs.step, times.device, times.dtype, times.link)
+
+
+def _on_gpu(llm: LLM, setup: Setup, dtype: str) -> StepSeconds:
+    engine, shard = llm.engine, None
+    if (ranks := setup.tensor_parallel_size) > 1:
+        shard = RankShard.of(engine.config, ranks, 0, expert_parallel=setup.enable_expert_parallel)
+    product = torch.cuda.get_device_name(engine.device)
+    return steps_on_gpu(engine.config, dtype, product, setup.deterministic, shard)
