@@ -25,30 +25,40 @@ _MIXED = (
 
 @dataclass(frozen=True)
 class Case:
-    """Requests that come at once. name: for people. tokens: keys and values that they hold in the end."""
+    """Requests that come at once. name: for people. requests: (how many, tokens of each prompt, and of its output)."""
 
     name: str
-    test: InferenceTest
+    requests: tuple[tuple[int, int, int], ...]
+
+    @property
+    def count(self) -> int:
+        return sum(count for count, _, _ in self.requests)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt and output."""
+        return max(prompt + output for _, prompt, output in self.requests)
 
     @property
     def tokens(self) -> int:
-        return sum(self.test.prompt_lengths) + sum(self.test.outputs)
+        """Keys and values that they hold in the end."""
+        return sum(count * (prompt + output) for count, prompt, output in self.requests)
+
+    def test(self) -> InferenceTest:
+        """With prompts: those of the largest case are millions of ids."""
+        prompts = [prompt for count, tokens, _ in self.requests for prompt in random_prompts(count, tokens)]
+        outputs = [output for count, _, output in self.requests for _ in range(count)]
+        return InferenceTest(self.name, tuple(prompts), tuple(outputs), temperature=0.0)
 
 
 def cases() -> Iterator[Case]:
     """Decodes first, then prompts, then prompts beside decodes."""
     for sequences in _DECODES:
         for context in _CONTEXTS:
-            prompts = random_prompts(sequences, context)
-            yield _case(f"{sequences} decodes over {context:,} tokens", prompts, (_STEPS,) * sequences)
+            yield Case(f"{sequences} decodes over {context:,} tokens", ((sequences, context, _STEPS),))
     for count, tokens in _PROMPTS:
-        yield _case(f"{count} prompts of {tokens:,} tokens", random_prompts(count, tokens), (1,) * count)
+        yield Case(f"{count} prompts of {tokens:,} tokens", ((count, tokens, 1),))
     for sequences, context, tokens in _MIXED:
         # The first step is full before the long prompt ends, so its rest runs beside decodes.
-        prompts = random_prompts(sequences, context) + random_prompts(1, tokens)
-        outputs = (_STEPS,) * sequences + (1,)
-        yield _case(f"{sequences} decodes, a prompt of {tokens:,} tokens", prompts, outputs)
-
-
-def _case(name: str, prompts: tuple[tuple[int, ...], ...], outputs: tuple[int, ...]) -> Case:
-    return Case(name, InferenceTest(name, prompts, outputs, temperature=0.0))
+        requests = ((sequences, context, _STEPS), (1, tokens, 1))
+        yield Case(f"{sequences} decodes, a prompt of {tokens:,} tokens", requests)

@@ -20,9 +20,9 @@ def fitting(llm: LLM, options: Mapping[str, Any], times: StepSeconds) -> list[Ca
     return [
         case
         for case in cases()
-        if case.test.longest <= engine.max_length
-        and case.tokens + len(case.test.prompts) * engine.page_size <= engine.kv_tokens
-        and len(case.test.prompts) <= engine.slots
+        if case.longest <= engine.max_length
+        and case.tokens + case.count * engine.page_size <= engine.kv_tokens
+        and case.count <= engine.slots
     ]
 
 
@@ -31,6 +31,6 @@ def predicted_and_measured(
 ) -> Iterator[list[StepError]]:
     """Of each case, run so often and once more before. options: that the engine was asked for."""
     for case in fitting(llm, options, times):
-        workload = Workload(case.test)
+        workload = Workload(case.test())
         measured_steps(llm, workload)
         yield step_errors(case.name, [measured_steps(llm, workload) for _ in range(repeat)], times)

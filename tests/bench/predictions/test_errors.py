@@ -24,7 +24,15 @@ def test_cases_hold_each_kind_of_step_and_sixty_at_least() -> None:
     found = list(cases())
     assert len(found) >= 60
     assert len({case.name for case in found}) == len(found)
-    assert max(case.test.longest for case in found) <= 20_000
+    assert max(case.longest for case in found) <= 20_000
+
+
+def test_a_case_is_as_large_as_it_says() -> None:
+    mixed = next(case for case in cases() if case.name == "3 decodes, a prompt of 12,000 tokens")
+    test = mixed.test()
+    assert test.prompt_lengths == (2400, 2400, 2400, 12_000)
+    assert mixed.tokens == sum(test.prompt_lengths) + sum(test.outputs)
+    assert (mixed.count, mixed.longest) == (4, test.longest)
 
 
 def test_steps_alike_are_one_error_and_what_compiled_is_none(times: StepSeconds) -> None:
