@@ -1,0 +1,1 @@
+"""Layers whose state does not grow with the sequence: short convolutions, state spaces, delta rules."""

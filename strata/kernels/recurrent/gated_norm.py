@@ -1,0 +1,155 @@
+"""RMS norm of a recurrence's result and its gate: Mamba-2 gates first, gated delta networks gate afterwards."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.activation.blocks import in_whole_vectors
+from strata.kernels.compile_case import CompileCase, by_type
+from strata.kernels.grid_sizes import next_power_of_2
+from strata.kernels.op import operation
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
+
+
+def _cost(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, size: int, gate_first: bool, *, workload: Workload
+) -> Cost:
+    # Square, add, scale and weight; silu is negation, exponential, sum and quotient, and it multiplies.
+    return Cost(9 * x.numel(), x.nbytes + gate.nbytes + weight.nbytes, x.nbytes, weight.nbytes)
+
+
+@operation(_cost, rowwise=True)
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, size: int, gate_first: bool) -> Tensor:
+    """`weight * norm(x * silu(gate))` (gate_first) or `weight * norm(x) * silu(gate)`, over groups of `size` columns.
+
+    x, gate [..., width], weight [width] of one dtype, size dividing width -> [..., width]; norm is `v / sqrt(mean(v^2)
+    + eps)` of each group. Float32 (float64 for float64 input), rounded to x's dtype before the weight, as transformers'
+    MambaRMSNormGated and Qwen3NextRMSNormGated do.
+    """
+    wide, opening = (one.to(torch.promote_types(x.dtype, torch.float32)) for one in (x, gate))
+    return _normed(wide, F.silu(opening), x.dtype, weight, eps, size, gate_first)
+
+
+def _normed(
+    wide: Tensor, opening: Tensor, dtype: torch.dtype, weight: Tensor, eps: float, size: int, gate_first: bool
+) -> Tensor:
+    value = (wide * opening if gate_first else wide).unflatten(-1, (-1, size))
+    normed = (value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)).flatten(-2)
+    weighted = weight * normed.to(dtype)
+    return weighted if gate_first else (weighted * opening).to(dtype)
+
+
+gated_rms_norm.implement("torch", "cpu", differentiable=True)(gated_rms_norm.reference)
+
+
+@gated_rms_norm.implement("blocks", "cpu", invariant=True)
+def _blocks(x: Tensor, gate: Tensor, weight: Tensor, eps: float, size: int, gate_first: bool) -> Tensor:
+    """A group is reduced in an order that depends on its size only."""
+    wide, opening = (one.to(torch.promote_types(x.dtype, torch.float32)) for one in (x, gate))
+    opened = in_whole_vectors(opening, partial(F.silu, inplace=True))
+    return _normed(wide, opened, x.dtype, weight, eps, size, gate_first)
+
+
+@jit
+def gated_rms_norm_kernel(
+    x,
+    gate,
+    weight,
+    result,
+    groups,
+    size,
+    x_row,
+    x_group,
+    gate_row,
+    gate_group,
+    weight_group,
+    eps,
+    GATE_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Programs [rows, groups]: one group of one row. Strides are of rows and of groups."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    held = column < size
+    values = tl.load(x + row * x_row + group * x_group + column, mask=held, other=0.0)
+    opening = tl.load(gate + row * gate_row + group * gate_group + column, mask=held, other=0.0).to(tl.float32)
+    opening = opening / (1 + tl.exp(-opening))
+    wide = values.to(tl.float32)
+    if GATE_FIRST:
+        wide = wide * opening
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)).to(values.dtype).to(tl.float32)
+    factor = tl.load(weight + group * weight_group + column, mask=held, other=0.0).to(tl.float32)
+    weighted = (normed * factor).to(values.dtype)
+    if not GATE_FIRST:
+        weighted = (weighted.to(tl.float32) * opening).to(values.dtype)
+    tl.store(result + (row * groups + group) * size + column, weighted, mask=held)
+
+
+def _warps(size: int) -> int:
+    return min(max(next_power_of_2(size) // 512, 1), 16)
+
+
+def _triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float, size: int, gate_first: bool) -> Tensor:
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return result
+    # Rows and groups with a stride each: parts of a wider product, or heads of tokens.
+    rows, gates = (one if one.dim() == 3 else one.flatten(0, -2).unflatten(-1, (-1, size)) for one in (x, gate))
+    gated_rms_norm_kernel[tuple(rows.shape[:2])](
+        rows,
+        gates,
+        weight,
+        result,
+        rows.shape[1],
+        size,
+        rows.stride(0),
+        rows.stride(1),
+        gates.stride(0),
+        gates.stride(1),
+        0 if x.dim() == 3 else size,
+        eps,
+        GATE_FIRST=gate_first,
+        BLOCK=next_power_of_2(size),
+        num_warps=_warps(size),
+    )
+    return result
+
+
+def _fits(x: Tensor, gate: Tensor, weight: Tensor, eps: float, size: int, gate_first: bool) -> bool:
+    plain = x.dim() == 2 or (x.dim() == 3 and size == x.shape[-1])
+    side_by_side = x.stride(-1) == 1 and gate.stride(-1) == 1
+    return plain and side_by_side and size <= 16384 and x.dtype != torch.float64
+
+
+if HAS_TRITON:
+    gated_rms_norm.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(gated_rms_norm_kernel,))(
+        _triton
+    )
+gated_rms_norm.implement("torch", "cuda", differentiable=True)(gated_rms_norm.reference)
+
+
+def compile_cases() -> list[CompileCase]:
+    signature = by_type(
+        {
+            "*bf16:16": "x gate weight result",
+            "i32:16": "groups size x_row x_group gate_row gate_group weight_group",
+            "fp32": "eps",
+        }
+    )
+    return [
+        CompileCase(
+            f"gated_rms_norm of {size}",
+            gated_rms_norm_kernel,
+            signature,
+            {"GATE_FIRST": size > 128, "BLOCK": next_power_of_2(size)},
+            _warps(size),
+            2,
+        )
+        for size in (128, 1024, 8192)
+    ]

@@ -1,0 +1,224 @@
+"""The state space of Mamba-2 (Dao and Gu 2024): a state of fixed size that decays by a number a head and token.
+
+One operation for prompts, single tokens and both in a step. Over chunks of tokens it is attention within a chunk, and a
+product with the state before it (section 6 there); over single tokens it is the recurrence itself.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.activation.blocks import in_whole_vectors
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.op import operation
+from strata.kernels.recurrent import state_space_triton
+from strata.kernels.recurrent.sequences import (
+    STATE,
+    RecurrentBatch,
+    chunk_places,
+    chunk_rows,
+    first_states,
+    keep_states,
+    spans,
+    state_cost,
+)
+from strata.kernels.triton_import import HAS_TRITON
+
+
+class StateSpaceSpec(NamedTuple):
+    """What is the same in every call of one layer. layer: whose states are kept. least, most: bounds of a time step."""
+
+    layer: int
+    least: float
+    most: float
+
+
+def _cost(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    dt_bias: Tensor,
+    a_log: Tensor,
+    skip: Tensor,
+    batch: RecurrentBatch,
+    spec: StateSpaceSpec,
+    *,
+    workload: Workload,
+) -> Cost:
+    """Of the recurrence: an element of the state decays, takes up its part of the input, and gives its part of the
+    result; chunks do more, as products. A time step is a sum, softplus (3), its product with A, an exponential."""
+    tokens, heads, head_dim = x.shape
+    each = 5 * head_dim * b.shape[-1] + 3 * head_dim + 6
+    weights = dt_bias.nbytes + a_log.nbytes + skip.nbytes
+    read = x.nbytes + dt.nbytes + b.nbytes + c.nbytes + weights
+    found = Cost(tokens * heads * each, read, x.numel() * x.element_size(), weights)
+    return found if batch.states is None else found + state_cost(batch.states.tensors[spec.layer][STATE], workload)
+
+
+def _meta(x: Tensor, *others: object) -> Tensor:
+    return x.new_empty(x.shape, device="meta")
+
+
+@operation(_cost, meta=_meta, mutates=("batch",), reads_state=True)
+def state_space(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    dt_bias: Tensor,
+    a_log: Tensor,
+    skip: Tensor,
+    batch: RecurrentBatch,
+    spec: StateSpaceSpec,
+) -> Tensor:
+    """In each sequence and head, with `s[t] = clamp(softplus(dt[t] + dt_bias), least, most)` and `A = -exp(a_log)`:
+
+    `S[t] = exp(s[t] A) S[t-1] + s[t] x[t] b[t]^T`, and the result `y[t] = S[t] c[t] + skip x[t]`.
+
+    x: [tokens, heads, head_dim]; dt: [tokens, heads]; b, c: [tokens, groups, state_size], group h // (heads // groups)
+    serving head h; dt_bias, a_log, skip: [heads]. S begins with what the sequence has kept, `batch.states.tensors[layer]
+    [1]` of shape [rows, heads, head_dim, state_size], and with zeros at position 0; in the end it stands there.
+    Returns [tokens, heads, head_dim] in x's dtype; all of it is float32 (float64 for float64). Without `batch.states`
+    all sequences begin here and nothing is kept. transformers' Mamba2 clamps time steps in prompts only; here as there
+    the last token of a prompt and the next one are computed alike only if no bound is hit.
+    """
+    precision = torch.promote_types(x.dtype, torch.float32)
+    _, heads, head_dim = x.shape
+    state = first_states(batch, spec.layer, STATE, (heads, head_dim, b.shape[-1]), x.new_empty(0, dtype=precision))
+    steps, rates = _steps(dt, dt_bias, spec, precision), -a_log.to(precision).exp()
+    wide, b, c = x.to(precision), _of_heads(b, heads, precision), _of_heads(c, heads, precision)
+    result, last = torch.empty_like(wide), list(state)
+    for sequence, (first, end) in enumerate(spans(batch)):
+        for token in range(first, end):
+            taken = (steps[token, :, None] * wide[token])[..., None] * b[token, :, None]
+            last[sequence] = (steps[token] * rates).exp()[:, None, None] * last[sequence] + taken
+            result[token] = (last[sequence] * c[token, :, None]).sum(-1) + skip.to(precision)[:, None] * wide[token]
+    keep_states(batch, spec.layer, STATE, torch.stack(last))
+    return result.to(x.dtype)
+
+
+def _steps(dt: Tensor, dt_bias: Tensor, spec: StateSpaceSpec, precision: torch.dtype) -> Tensor:
+    return F.softplus(dt.to(precision) + dt_bias.to(precision)).clamp(spec.least, spec.most)
+
+
+def _of_heads(x: Tensor, heads: int, precision: torch.dtype) -> Tensor:
+    """[tokens, groups, state_size] as each head reads it."""
+    return x.to(precision).repeat_interleave(heads // x.shape[1], 1)
+
+
+_CHUNK = 64
+
+
+def _chunks(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    dt_bias: Tensor,
+    a_log: Tensor,
+    skip: Tensor,
+    batch: RecurrentBatch,
+    spec: StateSpaceSpec,
+) -> Tensor:
+    """Chunk after chunk, all sequences side by side. Differentiable."""
+    precision = torch.promote_types(x.dtype, torch.float32)
+    tokens, heads, head_dim = x.shape
+    groups = b.shape[1]
+    state = first_states(batch, spec.layer, STATE, (heads, head_dim, b.shape[-1]), x.new_empty(0, dtype=precision))
+    if not tokens:
+        return x
+    steps, rates = _steps(dt, dt_bias, spec, precision), -a_log.to(precision).exp()
+    wide, b, c = x.to(precision), b.to(precision), c.to(precision)
+    count = min(_CHUNK, batch.longest)
+    parts = []
+    for first in range(0, batch.longest, count):
+        rows, exists = chunk_rows(batch, first, count)
+        flat = rows.flatten()
+
+        def of_chunk(one: Tensor) -> Tensor:
+            """[sequences, heads or groups, count, ...]"""
+            return one.index_select(0, flat).unflatten(0, rows.shape).transpose(1, 2)  # noqa: B023
+
+        step = of_chunk(steps) * exists[:, None]
+        values, keys, queries = of_chunk(wide), of_chunk(b), of_chunk(c)
+        # Differences of sums: in float64 they are as exact as sums of a few.
+        decay = (step.double() * rates.double()[:, None]).cumsum(-1)
+        between = (decay[..., :, None] - decay[..., None, :]).to(precision)
+        hidden = torch.ones(count, count, dtype=torch.bool, device=x.device).triu(1)
+        weights = between.masked_fill(hidden, -torch.inf).exp() * step[..., None, :]
+        scores = (queries @ keys.transpose(-1, -2)).repeat_interleave(heads // groups, 1) * weights
+        keys, queries = (one.repeat_interleave(heads // groups, 1) for one in (keys, queries))
+        before = (queries * decay.to(precision).exp()[..., None]) @ state.transpose(-1, -2)
+        parts.append((scores @ values + before).transpose(1, 2).flatten(0, 1))
+        left = (decay[..., -1:] - decay).to(precision).exp() * step
+        taken = (values * left[..., None]).transpose(-1, -2) @ keys
+        state = decay[..., -1].to(precision).exp()[..., None, None] * state + taken
+    keep_states(batch, spec.layer, STATE, state)
+    found = torch.cat(parts).index_select(0, chunk_places(batch, count))
+    return (found + skip.to(precision)[:, None] * wide).to(x.dtype)
+
+
+def _recurrence(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    dt_bias: Tensor,
+    a_log: Tensor,
+    skip: Tensor,
+    batch: RecurrentBatch,
+    spec: StateSpaceSpec,
+) -> Tensor:
+    """Token after token, all sequences side by side, each element on its own: bits depend neither on other sequences
+    nor on how a prompt was divided."""
+    precision = torch.promote_types(x.dtype, torch.float32)
+    tokens, heads, head_dim = x.shape
+    state = first_states(batch, spec.layer, STATE, (heads, head_dim, b.shape[-1]), x.new_empty(0, dtype=precision))
+    wide = x.to(precision)
+    given = dt.to(precision) + dt_bias.to(precision)
+    steps = in_whole_vectors(given, lambda block: block.copy_(F.softplus(block))).clamp_(spec.least, spec.most)
+    rates = in_whole_vectors(a_log.to(precision), torch.Tensor.exp_).neg_()
+    decays = in_whole_vectors(steps * rates, torch.Tensor.exp_)
+    b, c = _of_heads(b, heads, precision), _of_heads(c, heads, precision)
+    scaled = wide * steps[..., None]
+    result = wide * skip.to(precision)[:, None]
+    for position in range(batch.longest):
+        rows, exists = chunk_rows(batch, position, 1)
+        runs = exists[:, 0].nonzero().flatten()
+        at = rows[runs, 0]
+        taken = scaled[at, :, :, None] * b[at, :, None]
+        now = state[runs] * decays[at, :, None, None] + taken
+        result[at] += (now * c[at, :, None]).sum(-1)
+        state[runs] = now
+    keep_states(batch, spec.layer, STATE, state)
+    return result.to(x.dtype)
+
+
+state_space.implement("chunks", "cpu", differentiable=True)(_chunks)
+state_space.implement("recurrence", "cpu", invariant=True)(_recurrence)
+if HAS_TRITON:
+    state_space.implement(
+        "triton chunks",
+        "cuda",
+        supports=state_space_triton.takes_chunks,
+        kernels=(state_space_triton.state_space_chunks_kernel,),
+    )(partial(state_space_triton.launch, chunks=True))
+    state_space.implement(
+        "triton recurrence",
+        "cuda",
+        invariant=True,
+        supports=state_space_triton.supports,
+        kernels=(state_space_triton.state_space_kernel,),
+    )(partial(state_space_triton.launch, chunks=False))
+state_space.implement("chunks", "cuda", differentiable=True)(_chunks)
+
+
+def compile_cases() -> list[CompileCase]:
+    return state_space_triton.cases()

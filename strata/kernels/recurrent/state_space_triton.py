@@ -1,0 +1,290 @@
+"""Mamba-2's state space in Triton: token after token, or chunk after chunk with products on tensor cores.
+
+Programs take one head of one sequence, or some of its columns, and keep their part of the state in registers from the
+sequence's first token to its last. So nothing is read twice, chunks never span sequences, and no scratch memory is
+asked for; a single long prompt fills heads * head_dim / columns processors.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from strata.kernels.compile_case import CompileCase, by_type
+from strata.kernels.grid_sizes import ceil_div, next_power_of_2
+from strata.kernels.recurrent.sequences import STATE, RecurrentBatch
+from strata.kernels.triton_import import jit, tl
+
+if TYPE_CHECKING:
+    from strata.kernels.recurrent.state_space import StateSpaceSpec
+
+
+@jit
+def _time_step(dt, bias, least, most):
+    """softplus(dt + bias) within its bounds; past 20 softplus is the number itself."""
+    raw = dt.to(tl.float32) + bias
+    soft = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
+    return tl.minimum(tl.maximum(soft, least), most)
+
+
+_UNSPECIALIZED = ("slots", "offsets", "positions")
+
+
+@partial(jit, unspecialized=_UNSPECIALIZED)
+def state_space_kernel(
+    x,
+    dt,
+    b,
+    c,
+    dt_bias,
+    a_log,
+    skip,
+    states,
+    slots,
+    offsets,
+    positions,
+    result,
+    heads,
+    head_dim,
+    state_size,
+    shared,
+    x_stride,
+    dt_stride,
+    b_stride,
+    c_stride,
+    least,
+    most,
+    KEEPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STATE_SIZE: tl.constexpr,
+):
+    """Programs [sequences, heads, head_dim / COLUMNS]: a token after another. `shared` heads read one group."""
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    start = tl.load(offsets + sequence).to(tl.int64)
+    end = tl.load(offsets + sequence + 1).to(tl.int64)
+    if start < end:
+        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        place = tl.arange(0, STATE_SIZE)
+        held, inside = column < head_dim, place < state_size
+        both = held[:, None] & inside[None, :]
+        state = tl.zeros([COLUMNS, STATE_SIZE], tl.float32)
+        kept = states
+        if KEEPS:
+            slot = tl.load(slots + sequence).to(tl.int64)
+            kept = states + (slot * heads + head) * head_dim * state_size
+            kept += column[:, None] * state_size + place[None, :]
+            is_old = tl.load(positions + start) != 0
+            state = tl.load(kept, mask=both & is_old, other=0.0)
+        rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
+        bias = tl.load(dt_bias + head).to(tl.float32)
+        factor = tl.load(skip + head).to(tl.float32)
+        group = head // shared * state_size
+        for token in range(start, end):
+            step = _time_step(tl.load(dt + token * dt_stride + head), bias, least, most)
+            value = tl.load(x + token * x_stride + head * head_dim + column, mask=held, other=0.0).to(tl.float32)
+            key = tl.load(b + token * b_stride + group + place, mask=inside, other=0.0).to(tl.float32)
+            query = tl.load(c + token * c_stride + group + place, mask=inside, other=0.0).to(tl.float32)
+            state = state * tl.exp(step * rate) + (step * value)[:, None] * key[None, :]
+            found = tl.sum(state * query[None, :], 1) + factor * value
+            target = result + (token * heads + head) * head_dim + column
+            tl.store(target, found.to(result.dtype.element_ty), mask=held)
+        if KEEPS:
+            tl.store(kept, state, mask=both)
+
+
+@partial(jit, unspecialized=_UNSPECIALIZED)
+def state_space_chunks_kernel(
+    x,
+    dt,
+    b,
+    c,
+    dt_bias,
+    a_log,
+    skip,
+    states,
+    slots,
+    offsets,
+    positions,
+    result,
+    heads,
+    head_dim,
+    state_size,
+    shared,
+    x_stride,
+    dt_stride,
+    b_stride,
+    c_stride,
+    least,
+    most,
+    KEEPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STATE_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Programs [sequences, heads, head_dim / COLUMNS]: CHUNK tokens after another. PRECISION: of products in float32."""
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    start = tl.load(offsets + sequence).to(tl.int64)
+    end = tl.load(offsets + sequence + 1).to(tl.int64)
+    if start < end:
+        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        place = tl.arange(0, STATE_SIZE)
+        held, inside = column < head_dim, place < state_size
+        both = held[:, None] & inside[None, :]
+        state = tl.zeros([COLUMNS, STATE_SIZE], tl.float32)
+        kept = states
+        if KEEPS:
+            slot = tl.load(slots + sequence).to(tl.int64)
+            kept = states + (slot * heads + head) * head_dim * state_size
+            kept += column[:, None] * state_size + place[None, :]
+            is_old = tl.load(positions + start) != 0
+            state = tl.load(kept, mask=both & is_old, other=0.0)
+        rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
+        bias = tl.load(dt_bias + head).to(tl.float32)
+        factor = tl.load(skip + head).to(tl.float32)
+        group = head // shared * state_size
+        index = tl.arange(0, CHUNK)
+        for first in range(start, end, CHUNK):
+            token = first + index
+            exists = token < end
+            raw = tl.load(dt + token * dt_stride + head, mask=exists, other=0.0)
+            step = tl.where(exists, _time_step(raw, bias, least, most), 0.0)
+            decay = tl.cumsum(step * rate, 0)
+            whole = tl.sum(step * rate, 0)
+            values = tl.load(
+                x + token[:, None] * x_stride + head * head_dim + column[None, :],
+                mask=exists[:, None] & held[None, :],
+                other=0.0,
+            )
+            rows = exists[:, None] & inside[None, :]
+            keys = tl.load(b + token[:, None] * b_stride + group + place[None, :], mask=rows, other=0.0)
+            queries = tl.load(c + token[:, None] * c_stride + group + place[None, :], mask=rows, other=0.0)
+            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            seen = index[:, None] >= index[None, :]
+            between = tl.where(seen, decay[:, None] - decay[None, :], -float("inf"))
+            scores = scores * tl.exp(between) * step[None, :]
+            wide = values.to(tl.float32)
+            found = tl.dot(scores, wide, input_precision=PRECISION)
+            behind = queries.to(tl.float32) * tl.exp(decay)[:, None]
+            found = tl.dot(behind, tl.trans(state), found, input_precision=PRECISION)
+            found += factor * wide
+            target = result + (token[:, None] * heads + head) * head_dim + column[None, :]
+            tl.store(target, found.to(result.dtype.element_ty), mask=exists[:, None] & held[None, :])
+            left = wide * (tl.exp(whole - decay) * step)[:, None]
+            state = state * tl.exp(whole)
+            state = tl.dot(tl.trans(left), keys.to(tl.float32), state, input_precision=PRECISION)
+        if KEEPS:
+            tl.store(kept, state, mask=both)
+
+
+# Fewer new tokens than this of the longest sequence go through the recurrence.
+_SHORTEST_CHUNKED = 16
+_CHUNK = 32
+
+
+def _tile(head_dim: int, state_size: int, chunks: bool) -> dict[str, int]:
+    """A program keeps 4,096 numbers of a state, or half of them where it has no products."""
+    padded: int = max(16, next_power_of_2(state_size))
+    most = max(16 if chunks else 1, (4096 if chunks else 2048) // padded)
+    columns = min(max(16 if chunks else 1, next_power_of_2(head_dim)), most)
+    return {"COLUMNS": columns, "STATE_SIZE": padded}
+
+
+def supports(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    dt_bias: Tensor,
+    a_log: Tensor,
+    skip: Tensor,
+    batch: RecurrentBatch,
+    spec: StateSpaceSpec,
+) -> bool:
+    """Rows of any distance, whose own elements stand side by side; states in float32."""
+    whole = all(one.stride(1) == one.shape[2] and one.stride(2) == 1 for one in (x, b, c)) and dt.stride(1) == 1
+    kept = batch.states is None or batch.states.tensors[spec.layer][STATE].dtype == torch.float32
+    return whole and kept and x.dtype != torch.float64 and b.shape[2] <= 256
+
+
+def takes_chunks(x: Tensor, *others: Any) -> bool:
+    """As `supports`, where a sequence is long enough."""
+    batch: RecurrentBatch = others[6]
+    return batch.longest >= _SHORTEST_CHUNKED and supports(x, *others)
+
+
+def launch(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    dt_bias: Tensor,
+    a_log: Tensor,
+    skip: Tensor,
+    batch: RecurrentBatch,
+    spec: StateSpaceSpec,
+    chunks: bool,
+) -> Tensor:
+    tokens, heads, head_dim = x.shape
+    groups, state_size = b.shape[1:]
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not tokens:
+        return result
+    keeps = batch.states is not None
+    kept, slots = (batch.states.tensors[spec.layer][STATE], batch.states.slots) if batch.states is not None else (x, x)
+    tile: dict[str, Any] = _tile(head_dim, state_size, chunks)
+    grid = (batch.offsets.shape[0] - 1, heads, ceil_div(head_dim, tile["COLUMNS"]))
+    if chunks:
+        tile |= {"CHUNK": _CHUNK, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32"}
+    (state_space_chunks_kernel if chunks else state_space_kernel)[grid](
+        x,
+        dt,
+        b,
+        c,
+        dt_bias,
+        a_log,
+        skip,
+        kept,
+        slots,
+        batch.offsets,
+        batch.positions,
+        result,
+        heads,
+        head_dim,
+        state_size,
+        heads // groups,
+        x.stride(0),
+        dt.stride(0),
+        b.stride(0),
+        c.stride(0),
+        spec.least,
+        spec.most,
+        KEEPS=keeps,
+        **tile,
+        num_warps=4,
+    )
+    return result
+
+
+def cases() -> list[CompileCase]:
+    """Heads of 64 with a state of 128, as Mamba-2 and its hybrids have."""
+    signature = by_type(
+        {
+            "*bf16:16": "x dt b c dt_bias a_log skip result",
+            "*fp32:16": "states",
+            "*i32": "slots offsets positions",
+            "i32:16": "heads head_dim state_size shared x_stride dt_stride b_stride c_stride",
+            "fp32": "least most",
+        }
+    )
+    steps = {"KEEPS": True, **_tile(64, 128, False)}
+    chunks = {"KEEPS": True, **_tile(64, 128, True), "CHUNK": _CHUNK, "PRECISION": "tf32"}
+    return [
+        CompileCase("state_space", state_space_kernel, signature, steps, 4, 2),
+        CompileCase("state_space in chunks", state_space_chunks_kernel, signature, chunks, 4, 2, ("mma",)),
+    ]

@@ -1,0 +1,125 @@
+"""The Triton kernels of recurrent operations in Triton's interpreter: how far each is from its reference, as JSON.
+
+Sequences begin, go on, stand still and pad; results and rows are poisoned before. `counts` mends what Triton 3.6 lacks
+under newer numpys, where it takes no bounds of loops.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from strata.kernels.recurrent import gated_norm, short_convolution, state_space, state_space_triton
+from strata.kernels.state.fixed import FixedStates
+from strata.models.batch import Batch
+from tests.kernels.recurrent.steps import step
+
+LENGTHS, STARTS, SLOTS, ROWS = [19, 1, 0, 45, 1], [0, 3, 2, 7, 0], [4, 1, 3, 0, 2], 6
+
+
+def counts() -> None:
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
+def batch_of(*shapes: tuple[int, ...]) -> Batch:
+    """The same numbers in each call, and NaN in rows of sequences that begin, and of none."""
+    generator = torch.Generator().manual_seed(5)
+    tensors = tuple(torch.randn(ROWS, *shape, generator=generator) for shape in shapes)
+    for one in tensors:
+        one[[SLOTS[0], SLOTS[4], 5]] = torch.nan
+    return step(LENGTHS, STARTS, FixedStates((tensors,), torch.tensor(SLOTS, dtype=torch.int32)))
+
+
+def compare(reference: Callable[..., Tensor], kernel: Callable[..., Tensor], *shapes: tuple[int, ...]) -> float:
+    """The largest difference of results, and of all that is kept; and of whole sequences, of which nothing is."""
+    worst = 0.0
+    kept = [batch_of(*shapes), batch_of(*shapes)]
+    whole = step([33, 2])
+    for batches in (kept, [whole, whole]):
+        wanted, found = reference(batches[0]), kernel(batches[1])
+        worst = max(worst, (wanted - found).abs().max().item())
+    assert kept[0].states is not None
+    assert kept[1].states is not None
+    for wanted, found in zip(kept[0].states.tensors[0], kept[1].states.tensors[0], strict=True):
+        assert torch.equal(wanted.isnan(), found.isnan())
+        worst = max(worst, (wanted - found).nan_to_num().abs().max().item())
+    return worst
+
+
+def convolution(width: int, bias: bool, silu: bool) -> float:
+    def run(operation: Callable[..., Tensor]) -> Callable[[Batch], Tensor]:
+        def on(batch: Batch) -> Tensor:
+            torch.manual_seed(1)
+            x = torch.randn(len(batch.tokens), 29)[:, 3:24]
+            weight, shift = torch.randn(21, 1, width), torch.randn(21)
+            return operation(x, weight, shift if bias else None, batch, 0, silu)
+
+        return on
+
+    return compare(run(short_convolution.short_convolution.reference), run(short_convolution._triton), (21, width - 1))
+
+
+def scan(heads: int, dim: int, groups: int, size: int, chunks: bool) -> float:
+    spec = state_space.StateSpaceSpec(0, 0.01, math.inf)
+
+    def run(operation: Callable[..., Tensor]) -> Callable[[Batch], Tensor]:
+        def on(batch: Batch) -> Tensor:
+            torch.manual_seed(1)
+            tokens = len(batch.tokens)
+            joined = torch.randn(tokens, heads * dim + 2 * groups * size + 3)
+            x, b, c, _ = joined.split([heads * dim, groups * size, groups * size, 3], 1)
+            b, c = (one.unflatten(1, (groups, size)) for one in (b, c))
+            given = (x.unflatten(1, (heads, dim)), torch.randn(tokens, heads), b, c)
+            return operation(*given, torch.randn(heads), torch.randn(heads), torch.randn(heads), batch, spec)
+
+        return on
+
+    def kernel(*args: Any) -> Tensor:
+        assert state_space_triton.supports(*args)
+        return state_space_triton.launch(*args, chunks=chunks)
+
+    return compare(run(state_space.state_space.reference), run(kernel), (1,), (heads, dim, size))
+
+
+def norm(gate_first: bool, heads: bool) -> float:
+    torch.manual_seed(1)
+    gate = torch.randn(7, 51)[:, :48]
+    x, size = torch.randn(7, 48), 12
+    if heads:
+        x, gate = x.view(7, 4, 12), gate.unflatten(1, (4, 12))
+    given = (x, gate, torch.randn(x.shape[-1]), 1e-5, size, gate_first)
+    assert gated_norm._fits(*given)
+    return (gated_norm._triton(*given) - gated_norm.gated_rms_norm.reference(*given)).abs().max().item()
+
+
+def main() -> None:
+    counts()
+    found = {
+        "convolution 4": convolution(4, True, True),
+        "convolution 3": convolution(3, False, False),
+        "convolution 2": convolution(2, False, True),
+        "recurrence": scan(4, 5, 2, 7, False),
+        "recurrence of wide heads": scan(2, 40, 1, 128, False),
+        "chunks": scan(4, 5, 2, 7, True),
+        "chunks of wide heads": scan(2, 40, 1, 128, True),
+        "norm behind the gate": norm(True, False),
+        "norm before the gate": norm(False, False),
+        "norms of heads": norm(False, True),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
