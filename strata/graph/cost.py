@@ -186,6 +186,7 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
             kind = of_one(_LONG)
             attentions[kind] += 1
             examples.setdefault(kind, of_one)
+            weights["step"] += of_one(_SHORT).weights  # of a convolution, and of a state space
             continue
         # With twice the tokens and as many rows: what has grown goes by tokens.
         cost, grown = of_one(_SHORT), of_two(_SHORT)

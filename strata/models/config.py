@@ -16,7 +16,8 @@ from strata.models import generation_fields
 from strata.models.expert_config import ExpertsConfig
 from strata.models.family_config import FAMILY_CONFIGS, FamilyConfig
 from strata.models.layer_config import read_rotated, read_windows
-from strata.models.rope_config import read_ropes, write_ropes
+from strata.models.recurrence_config import StateSpaceConfig
+from strata.models.rope_config import Ropes, read_ropes, write_ropes
 from strata.models.rotary import RopeConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -36,6 +37,8 @@ class ModelConfig:
     logit_softcap: what keeps logits within bounds; None: nothing does.
     tied: whether the head is the embedding matrix.
     experts: None in families without them.
+    recurrence: of layers that have one instead of attention; None in families without them. In a model without
+        attention the heads are the recurrence's, and intermediate_size is all of them together.
     max_length: max_position_embeddings, to which the rotary embedding relates; `longest` is what a sequence may have.
     dtype: of the checkpoint; None when config.json does not say.
     """
@@ -66,6 +69,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
     experts: ExpertsConfig | None = None
+    recurrence: StateSpaceConfig | None = None
 
     @property
     def longest(self) -> int:
@@ -83,45 +87,52 @@ class ModelConfig:
         return float((self.head_dim if self.query_scalar is None else self.query_scalar) ** -0.5)
 
     @property
+    def attends(self) -> tuple[bool, ...]:
+        """For each layer whether it has attention."""
+        if self.recurrence is None:
+            return (True,) * self.num_layers
+        return tuple(not recurrent for recurrent in self.recurrence.layers)
+
+    @property
     def num_experts(self) -> int:
         """Of a layer that has some; 0 in families without them."""
         return 0 if self.experts is None else self.experts.count
 
     @property
     def layer_kinds(self) -> list[tuple[Any, ...]]:
-        """For each layer what it may have other than its neighbours: window, rotation, experts."""
+        """For each layer what it may have other than its neighbours: window, rotation, experts, attention."""
         rotated = self.rotated or (True,) * self.num_layers
         sparse = (False,) * self.num_layers if self.experts is None else self.experts.layers
-        return list(zip(self.windows, rotated, sparse, strict=True))
+        return list(zip(self.windows, rotated, sparse, self.attends, strict=True))
 
     def with_layers(self, layers: Sequence[int]) -> ModelConfig:
         """The config of a model of these layers alone, by their numbers here."""
         experts = self.experts
         if experts is not None:
             experts = replace(experts, layers=tuple(experts.layers[layer] for layer in layers))
+        recurrence = self.recurrence
+        if recurrence is not None:
+            recurrence = replace(recurrence, layers=tuple(recurrence.layers[layer] for layer in layers))
         return replace(
             self,
             num_layers=len(layers),
             windows=tuple(self.windows[layer] for layer in layers),
             rotated=tuple(self.rotated[layer] for layer in layers) if self.rotated else (),
             experts=experts,
+            recurrence=recurrence,
         )
 
     def to_dict(self) -> dict[str, Any]:
         """A config.json that transformers 4 and 5 and vLLM read; `config_from_dict` gives this config again."""
+        family = FAMILY_CONFIGS[self.architecture]
         values: dict[str, Any] = {
             "architectures": [self.architecture],
-            "model_type": FAMILY_CONFIGS[self.architecture].model_type,
+            "model_type": family.model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
             "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
             "max_position_embeddings": self.max_length,
-            "rms_norm_eps": self.norm_eps,
-            **write_ropes(self.rope, self.window_rope),
+            family.norm_eps_key: self.norm_eps,
             "tie_word_embeddings": self.tied,
             "bos_token_id": self.bos_id,
             "eos_token_id": self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids) or None,
@@ -129,7 +140,15 @@ class ModelConfig:
         }
         if self.dtype is not None:
             values["torch_dtype"] = str(self.dtype).removeprefix("torch.")
-        return values | FAMILY_CONFIGS[self.architecture].own_fields(self)
+        if family.attends:
+            values |= {
+                "intermediate_size": self.intermediate_size,
+                "num_attention_heads": self.num_heads,
+                "num_key_value_heads": self.num_kv_heads,
+                "head_dim": self.head_dim,
+                **write_ropes(self.rope, self.window_rope),
+            }
+        return values | family.own_fields(self)
 
 
 # Fields without effect on the logits. Generation parameters in config.json are for `read_generation_config`.
@@ -167,11 +186,21 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
     family = FAMILY_CONFIGS[architecture]
     num_layers = fields.count("num_hidden_layers")
     hidden_size = fields.count("hidden_size")
-    num_heads, num_kv_heads, head_dim = _read_heads(fields, family, hidden_size)
+    recurrence = None if family.recurrence is None else family.recurrence[0](fields, hidden_size, num_layers)
+    if family.attends:
+        num_heads, num_kv_heads, head_dim = _read_heads(fields, family, hidden_size)
+        intermediate_size = fields.count("intermediate_size")
+    else:
+        assert recurrence is not None
+        num_heads = num_kv_heads = recurrence.heads
+        head_dim, intermediate_size = recurrence.head_dim, recurrence.inner_size
     max_length = fields.count("max_position_embeddings", family.max_length)
-    intermediate_size = fields.count("intermediate_size")
     rotated = read_rotated(fields, family, num_layers)
-    ropes = read_ropes(fields, family, head_dim, max_length)
+    if family.attends:
+        ropes = read_ropes(fields, family, head_dim, max_length)
+        windows = read_windows(fields, family, num_layers, rotated)
+    else:
+        ropes, windows = Ropes(RopeConfig(family.rope_theta), None, 1.0), (None,) * num_layers
     config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
@@ -181,7 +210,7 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=fields.number("rms_norm_eps", family.norm_eps),
+        norm_eps=fields.number(family.norm_eps_key, family.norm_eps),
         max_length=max_length,
         rope=ropes.rope,
         window_rope=ropes.window,
@@ -189,7 +218,7 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
         head_norms=family.has_head_norms_field and fields.flag("use_qk_norm", False),
         query_scalar=_read_query_scalar(fields, family),
         logit_softcap=_read_softcap(fields, family),
-        windows=read_windows(fields, family, num_layers, rotated),
+        windows=windows,
         rotated=rotated,
         attention_bias=_read_bias(fields, family, "attention_bias"),
         mlp_bias=_read_bias(fields, family, "mlp_bias"),
@@ -199,6 +228,7 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
         eos_ids=_read_ids(fields, "eos_token_id", family.eos_id),
         pad_id=_read_id(fields, "pad_token_id", family.pad_id),
         experts=None if family.experts is None else family.experts[0](fields, num_layers, intermediate_size),
+        recurrence=recurrence,
     )
     fields.choice(family.activation_key, family.activations, family.activations[0])
     _refuse_changed_mathematics(fields)

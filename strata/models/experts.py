@@ -142,7 +142,14 @@ def stored_views(model: nn.Module, name: str, value: Tensor) -> Iterator[tuple[s
         held = range(len(value)) if model.held_experts is None else model.held_experts
         yield from _stored(name, value.detach(), model.expert_names, held)
     else:
-        yield name, value
+        yield stored_name(model, name), value
+
+
+def stored_name(model: nn.Module, name: str) -> str:
+    """What a checkpoint calls the parameter `name`, or what it would call it."""
+    renamed = model.renamed if isinstance(model, CausalLM) else {}
+    own = next((own for own in renamed if name.startswith(own)), "")
+    return renamed[own] + name.removeprefix(own) if own else name
 
 
 def _stored(name: str, parameter: Tensor, names: ExpertNames, held: Sequence[int]) -> Iterator[tuple[str, Tensor]]:

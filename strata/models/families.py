@@ -6,6 +6,7 @@ from strata.models.config import ModelConfig
 from strata.models.family.gemma3 import Gemma3
 from strata.models.family.glm4_moe import Glm4Moe
 from strata.models.family.llama import Llama
+from strata.models.family.mamba2 import Mamba2
 from strata.models.family.mistral import Mistral
 from strata.models.family.mixtral import Mixtral
 from strata.models.family.olmo2 import Olmo2
@@ -30,6 +31,7 @@ FAMILIES: dict[str, type[CausalLM]] = {
     "Olmo3ForCausalLM": Olmo3,
     "Gemma3ForCausalLM": Gemma3,
     "Glm4MoeForCausalLM": Glm4Moe,
+    "Mamba2ForCausalLM": Mamba2,
 }
 
 

@@ -16,6 +16,7 @@ from strata.models.expert_config import (
     read_mixtral,
     read_qwen3_moe,
 )
+from strata.models.recurrence_config import StateSpaceConfig, mamba2_fields, read_mamba2
 
 if TYPE_CHECKING:
     from strata.models.config import ModelConfig
@@ -24,6 +25,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 _ReadExperts = Callable[[Fields, int, int], ExpertsConfig]
 _WriteExperts = Callable[[ExpertsConfig], dict[str, Any]]
+_ReadRecurrence = Callable[[Fields, int, int], StateSpaceConfig]
+_WriteRecurrence = Callable[[StateSpaceConfig, int], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class FamilyConfig:
     eos_id: int | None = None
     pad_id: int | None = None
     norm_eps: float = 1e-6
+    norm_eps_key: str = "rms_norm_eps"
     rope_theta: float = 10000.0
     # The base of layers with a window in families where those have a rope of their own, and the field that tells it.
     window_theta: float | None = None
@@ -66,6 +70,10 @@ class FamilyConfig:
     sliding: Literal["none", "all", "switched", "some", "unrotated", "interval"] = "none"
     # Reads the fields of experts from layers and intermediate_size, and writes them.
     experts: tuple[_ReadExperts, _WriteExperts] | None = None
+    # Reads the fields of recurrent layers from hidden_size and layers, and writes them beside hidden_size.
+    recurrence: tuple[_ReadRecurrence, _WriteRecurrence] | None = None
+    # Whether there are layers with attention, and so the fields of heads, rope and MLPs.
+    attends: bool = True
 
     def own_fields(self, config: ModelConfig) -> dict[str, Any]:
         values: dict[str, Any] = {key: getattr(config, key) for key in self.biases}
@@ -92,6 +100,8 @@ class FamilyConfig:
             values["original_max_position_embeddings"] = original
         if self.experts is not None and config.experts is not None:
             values |= self.experts[1](config.experts)
+        if self.recurrence is not None and config.recurrence is not None:
+            values |= self.recurrence[1](config.recurrence, config.hidden_size)
         return values
 
 
@@ -191,5 +201,17 @@ FAMILY_CONFIGS = {
         has_head_norms_field=True,
         biases=("attention_bias",),
         experts=(read_glm4_moe, glm4_moe_fields),
+    ),
+    # Nothing bounds its sequences; without `max_position_embeddings` they may have a million tokens.
+    "Mamba2ForCausalLM": FamilyConfig(
+        "mamba2",
+        2**20,
+        bos_id=0,
+        eos_id=2,
+        pad_id=1,
+        norm_eps=1e-5,
+        norm_eps_key="layer_norm_epsilon",
+        recurrence=(read_mamba2, mamba2_fields),
+        attends=False,
     ),
 }

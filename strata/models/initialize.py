@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from strata.models.family.mamba2 import StateSpace
 from strata.models.layers import CausalLM
 
 _STD = 0.02
@@ -22,7 +23,7 @@ def initialize(model: CausalLM, seed: int) -> None:
 
 def initial_values(model: CausalLM, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Values to train from, parameter by parameter: matrices normal with deviation 0.02, biases 0, norms 1 (0 where
-    they add 1 to their weights).
+    they add 1 to their weights); other vectors, and the deviation of convolutions, as their modules say.
 
     The projections that end a residual branch are scaled by 1 / sqrt(2 * layers) (GPT-2, Radford et al. 2019). The
     numbers are drawn on the CPU in float32, so a seed means the same model on every device. The model, whole, may be on
@@ -35,7 +36,8 @@ def initial_values(model: CausalLM, seed: int) -> Iterator[tuple[str, Tensor]]:
         if parameter.dim() == 1:
             _fill_vector(model, name, value)
         else:
-            std = residual if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")) else _STD
+            ends = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj"))
+            std = getattr(_owner(model, name), "deviation", residual if ends else _STD)
             value.normal_(0, std, generator=generator)
         yield name, value
 
@@ -70,7 +72,14 @@ def _fill_dummy(model: CausalLM, name: str, parameter: Tensor, generator: torch.
         parameter.normal_(0, _STD, generator=generator)
 
 
+def _owner(model: CausalLM, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
 def _fill_vector(model: CausalLM, name: str, vector: Tensor) -> None:
     """A norm multiplies by 1 in the beginning, whatever it adds to its weights."""
-    owner = model.get_submodule(name.rpartition(".")[0])
+    owner = _owner(model, name)
+    if isinstance(owner, StateSpace):
+        vector.copy_(owner.first_values(name.rpartition(".")[2]))
+        return
     vector.fill_(0.0 if name.endswith("bias") else 1.0 - getattr(owner, "offset", 0.0))

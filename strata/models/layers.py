@@ -8,7 +8,6 @@ Parameters are created uninitialized: fill them with `strata.models.weights.load
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -158,8 +157,13 @@ class DecoderLayer(nn.Module):
 Angles = tuple[Tensor, Tensor]
 
 
-def layer_angles(positions: Tensor, rotary: Rotary, window_rotary: Rotary | None) -> tuple[Angles, Angles]:
-    """Cosines and sines (`rope_angles`) for layers that see everything, and for those with a window."""
+def layer_angles(
+    positions: Tensor, rotary: Rotary | None, window_rotary: Rotary | None
+) -> tuple[Angles, Angles] | tuple[tuple[None, None], tuple[None, None]]:
+    """Cosines and sines (`rope_angles`) for layers that see everything, and for those with a window; None without
+    attention."""
+    if rotary is None:
+        return (None, None), (None, None)
     cos, sin = rope_angles(positions, rotary.table)
     if window_rotary is None:
         return (cos, sin), (cos, sin)
@@ -176,7 +180,7 @@ class Decoder(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        layers: list[DecoderLayer],
+        layers: list[nn.Module],
         norm: RMSNorm,
         embedding_scale: float | None,
         max_length: int,
@@ -189,7 +193,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = norm
         self.embedding_scale = embedding_scale
-        self.rotary = Rotary(config.rope, config.rotary_dim, config.max_length, max_length)
+        self.rotary = None
+        if any(config.attends):
+            self.rotary = Rotary(config.rope, config.rotary_dim, config.max_length, max_length)
         self.window_rotary = None
         if config.window_rope is not None:
             self.window_rotary = Rotary(config.window_rope, config.rotary_dim, config.max_length, max_length)
@@ -208,23 +214,25 @@ class Decoder(nn.Module):
         return self.norm(x)
 
 
-class CausalLM(nn.Module, ABC):
-    """A decoder and its head. A family says what its attention is, and what else is not as
-    usual: layers, last norm, scale of the embeddings.
+class CausalLM(nn.Module):
+    """A decoder and its head. A family says what its attention is, or its layers without one, and what else is not as
+    usual: last norm, scale of the embeddings.
 
     forward: Batch to hidden states [tokens, hidden] after the last norm.
     head: hidden states [rows, hidden] to logits [rows, vocab]; apart, so that only wanted rows are projected.
     joined: by their names in a layer, the matrices that checkpoints of the family hold one above the other in one, and
     what these parts are called (`strata.models.joined`). has_layers_behind: whether checkpoints may hold layers after
-    the last, which predict further tokens and are not read.
+    the last, which predict further tokens and are not read. renamed: what names of parameters begin with, and what
+    stands there in checkpoints of the family; the first that fits counts.
     """
 
     joined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     has_layers_behind: ClassVar[bool] = False
+    renamed: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, config: ModelConfig, max_length: int) -> None:
         super().__init__()
-        layers = [self.decoder_layer(config, self.attention(config, layer)) for layer in range(config.num_layers)]
+        layers = [self.layer(config, layer) for layer in range(config.num_layers)]
         groups = group_numbers(self.states(config))
         scaled = self.embedding_scale(config)
         self.model = Decoder(config, layers, self.last_norm(config), scaled, max_length, groups)
@@ -232,10 +240,15 @@ class CausalLM(nn.Module, ABC):
         # A tied head has no parameter of its own, so there is nothing that could come apart.
         self.lm_head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
 
+    @classmethod
+    def layer(cls, config: ModelConfig, layer: int) -> nn.Module:
+        """One layer: a module that `Decoder.forward` calls, with a `has_window`."""
+        return cls.decoder_layer(config, cls.attention(config, layer))
+
     @staticmethod
-    @abstractmethod
     def attention(config: ModelConfig, layer: int) -> Attention:
-        """The attention of one layer."""
+        """The attention of one layer, in families that do not say otherwise what a layer is."""
+        raise NotImplementedError
 
     @staticmethod
     def decoder_layer(config: ModelConfig, attention: Attention) -> DecoderLayer:

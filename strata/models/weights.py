@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from strata.files.folders import why_no_folder
 from strata.models.checkpoint import StoredTensor, read_checkpoint, shorten
 from strata.models.config import DTYPES, ModelConfig, config_from_dict, read_config
-from strata.models.experts import stored_parameters, stored_views
+from strata.models.experts import stored_name, stored_parameters, stored_views
 from strata.models.families import build
 from strata.models.initialize import randomize
 from strata.models.joined import split_tensors
@@ -112,8 +112,9 @@ def load(
     places = boxes(made, part, {name: stored.shape for name, stored in sources.items()})
     materialize(made, device, dtype)
     _fill(made, sources, places)
-    if config.tied and _HEAD in tensors and _EMBEDDING in tensors and _EMBEDDING in places:
-        _check_tie(tensors, folder, places[_EMBEDDING])
+    embedding = stored_name(complete, _EMBEDDING)
+    if config.tied and _HEAD in tensors and embedding in tensors and embedding in places:
+        _check_tie(tensors, embedding, folder, places[embedding])
     return made, given
 
 
@@ -142,10 +143,10 @@ def match_tensors(model: nn.Module, tensors: dict[str, StoredTensor], folder: Pa
     """
     wanted = stored_parameters(model)
     tensors = split_tensors(model, wanted, tensors, folder)
-    tied = _HEAD not in wanted
+    tied, embedding = _HEAD not in wanted, stored_name(model, _EMBEDDING)
     names = {name: name for name in wanted}
-    if tied and _EMBEDDING not in tensors and _HEAD in tensors:
-        names[_EMBEDDING] = _HEAD
+    if tied and embedding not in tensors and _HEAD in tensors:
+        names[embedding] = _HEAD
     if missing := [name for name in wanted if names[name] not in tensors]:
         raise ValueError(f"{folder} lacks tensors that its config.json calls for: {shorten(missing)}")
     known = {*names.values(), _HEAD} if tied else set(names.values())
@@ -208,10 +209,10 @@ def _pieces(reader: Any, stored: StoredTensor, box: Box) -> Iterator[tuple[slice
         yield slice(start - first, last - first), tensor[(rows, *columns)]
 
 
-def _check_tie(tensors: dict[str, StoredTensor], folder: Path, box: Box) -> None:
+def _check_tie(tensors: dict[str, StoredTensor], embedding_name: str, folder: Path, box: Box) -> None:
     """config.json ties the head to the embedding: a head that is stored all the same must be equal to it, in the box
     that is read."""
-    head, embedding = tensors[_HEAD], tensors[_EMBEDDING]
+    head, embedding = tensors[_HEAD], tensors[embedding_name]
     equal = head.shape == embedding.shape and head.dtype == embedding.dtype
     if equal:
         with safe_open(head.file, framework="pt") as heads, safe_open(embedding.file, framework="pt") as embeddings:
@@ -219,6 +220,6 @@ def _check_tie(tensors: dict[str, StoredTensor], folder: Path, box: Box) -> None
             equal = all(torch.equal(one, other) for (_, one), (_, other) in pairs)
     if not equal:
         raise ValueError(
-            f"{folder}: config.json ties {_HEAD} to {_EMBEDDING}, but they differ; "
+            f"{folder}: config.json ties {_HEAD} to {embedding_name}, but they differ; "
             "set tie_word_embeddings to false there if the head is meant to be its own"
         )

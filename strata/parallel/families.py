@@ -44,6 +44,11 @@ _SHARED_EXPERTS = (
     Rule(r"model\.layers\.\d+\.mlp\.shared_experts\.(gate|up)_proj\.weight", Placement.COLUMN),
     Rule(r"model\.layers\.\d+\.mlp\.shared_experts\.down_proj\.weight", Placement.ROW),
 )
+# Ranks do not divide a recurrence yet: each holds it whole.
+_STATE_SPACES = (
+    Rule(r"(model\.embed_tokens|lm_head)\.weight", Placement.VOCABULARY),
+    Rule(r"model\.norm\.weight|model\.layers\.\d+\.(norm\.weight|mixer\..*)", Placement.PER_TOKEN),
+)
 
 TABLES: Mapping[str, Table] = {
     "LlamaForCausalLM": _ATTENTION_AND_ENDS + _MLP,
@@ -58,6 +63,7 @@ TABLES: Mapping[str, Table] = {
     "Olmo3ForCausalLM": _ATTENTION_AND_ENDS + _WHOLE_NORMS + _BRANCH_NORMS + _MLP,
     "Gemma3ForCausalLM": _ATTENTION_AND_ENDS + _HEAD_NORMS + _BRANCH_NORMS + _MLP,
     "Glm4MoeForCausalLM": _ATTENTION_AND_ENDS + _HEAD_NORMS + _MLP + _EXPERTS + _SHARED_EXPERTS,
+    "Mamba2ForCausalLM": _STATE_SPACES,
 }
 
 

@@ -74,6 +74,7 @@ class Layout:
                 f"{shown} = {self.ranks} ranks, but {world_size} run; change one of them or the ranks{about_ep}"
             )
         self._check_use()
+        self._check_recurrence(config)
         self._check_tensor(config)
         check_heads(config, self.cp, self.tp, self.context)
         self._check_pipeline(config)
@@ -91,6 +92,14 @@ class Layout:
             raise ValueError("sequence_parallel divides tokens over tp, and tp = 1; set tp above 1, or leave it out")
         if self.overlap and not self.sequence_parallel:
             raise ValueError("overlap hides the messages of sequence_parallel; set that too, or leave overlap out")
+
+    def _check_recurrence(self, config: ModelConfig) -> None:
+        for name in ("tp", "cp", "pp"):
+            if config.recurrence is not None and getattr(self, name) > 1:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)} would divide the recurrent layers of {config.architecture}, which "
+                    f"ranks do not do yet; set {name} = 1"
+                )
 
     def _check_tensor(self, config: ModelConfig) -> None:
         for what, size in (("num_attention_heads", config.num_heads), ("num_key_value_heads", config.num_kv_heads)):

@@ -208,6 +208,8 @@ def rank_config(
 
 def _fault(config: ModelConfig, size: int, expert_parallel: bool, own_tokens: bool) -> str:
     """Why so many ranks cannot share the model; empty if they can."""
+    if config.recurrence is not None and size > 1:
+        return "would divide recurrent layers, which ranks do not do yet"
     heads, kv_heads = (0, size) if own_tokens else (config.num_heads, config.num_kv_heads)
     if heads % size:
         return f"does not divide the {heads} attention heads"

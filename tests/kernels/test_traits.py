@@ -44,6 +44,7 @@ ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "silu_mul": ((X, X + 1), ()),
     "wide_rms_norm": ((X,), (FACTOR, 1e-5, 1.0)),
     "mean_square": ((X,), ()),
+    "gated_rms_norm": ((X, X + 1), (FACTOR, 1e-5, 4, True)),
     "divided_rms_norm": ((X, some(ROWS, 4).square()), (2, FACTOR, 1e-5, 0.0)),
     "partial_rope": ((some(ROWS, 2, WIDTH), some(ROWS, 1, 8), some(ROWS, 1, 8)), ()),
     "gelu_mul": ((X, X + 1), ()),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from strata.bench.kernels.case import BF16_BYTES, EPS, FP32_BYTES, Case, Scalable, angles, case_of, randn
 from strata.bench.kernels.family_cases import family_cases
+from strata.bench.kernels.recurrent_cases import recurrent_cases
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.linear.embedding import embedding
@@ -68,6 +69,7 @@ def cases(config: ModelConfig) -> Iterator[Case]:
                 yield made(rows)
     for rows in SAMPLED_ROWS:
         yield from _sampling(config.vocab_size, rows)
+    yield from recurrent_cases(config)
     for rows in PROMPT_ROWS:
         yield _gated_product(config, rows)
 

@@ -40,7 +40,7 @@ def _normed(
 ) -> Tensor:
     value = (wide * opening if gate_first else wide).unflatten(-1, (-1, size))
     normed = (value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)).flatten(-2)
-    weighted = weight * normed.to(dtype)
+    weighted: Tensor = weight * normed.to(dtype)
     return weighted if gate_first else (weighted * opening).to(dtype)
 
 

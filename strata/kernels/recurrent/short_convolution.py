@@ -39,9 +39,7 @@ def _cost(
     return found if batch.states is None else found + state_cost(batch.states.tensors[layer][TAIL], workload)
 
 
-def _meta(
-    x: Tensor, weight: Tensor, bias: Tensor | None, batch: RecurrentBatch, layer: int, silu: bool
-) -> Tensor:
+def _meta(x: Tensor, weight: Tensor, bias: Tensor | None, batch: RecurrentBatch, layer: int, silu: bool) -> Tensor:
     return x.new_empty(x.shape, device="meta")
 
 
@@ -72,9 +70,7 @@ def short_convolution(
     return torch.cat(parts)
 
 
-def _taps(
-    x: Tensor, weight: Tensor, bias: Tensor | None, batch: RecurrentBatch, layer: int
-) -> Tensor:
+def _taps(x: Tensor, weight: Tensor, bias: Tensor | None, batch: RecurrentBatch, layer: int) -> Tensor:
     """The convolution [tokens, channels] before silu, in float32 or float64, of all sequences at once."""
     tokens, channels = x.shape
     width = weight.shape[-1]
@@ -183,10 +179,8 @@ def short_convolution_kernel(
 
 
 @partial(jit, unspecialized=("offsets", "positions", "slots"))
-def tail_kernel(
-    x, tails, slots, offsets, positions, channels, token_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Programs [sequences, channels / BLOCK]: the last WIDTH - 1 inputs of a sequence, which has tokens, into its row."""
+def tail_kernel(x, tails, slots, offsets, positions, channels, token_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Programs [sequences, channels / BLOCK]: the last WIDTH - 1 inputs of a sequence into its row."""
     sequence = tl.program_id(0)
     start = tl.load(offsets + sequence).to(tl.int64)
     end = tl.load(offsets + sequence + 1).to(tl.int64)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.op import operation
 from strata.kernels.recurrent import state_space_triton
 from strata.kernels.recurrent.sequences import (
@@ -83,8 +82,8 @@ def state_space(
     `S[t] = exp(s[t] A) S[t-1] + s[t] x[t] b[t]^T`, and the result `y[t] = S[t] c[t] + skip x[t]`.
 
     x: [tokens, heads, head_dim]; dt: [tokens, heads]; b, c: [tokens, groups, state_size], group h // (heads // groups)
-    serving head h; dt_bias, a_log, skip: [heads]. S begins with what the sequence has kept, `batch.states.tensors[layer]
-    [1]` of shape [rows, heads, head_dim, state_size], and with zeros at position 0; in the end it stands there.
+    serving head h; dt_bias, a_log, skip: [heads]. S begins with what the sequence has kept, `batch.states.tensors
+    [layer][1]` of shape [rows, heads, head_dim, state_size], and with zeros at position 0; in the end it stands there.
     Returns [tokens, heads, head_dim] in x's dtype; all of it is float32 (float64 for float64). Without `batch.states`
     all sequences begin here and nothing is kept. transformers' Mamba2 clamps time steps in prompts only; here as there
     the last token of a prompt and the next one are computed alike only if no bound is hit.
@@ -136,7 +135,7 @@ def _chunks(
         return x
     steps, rates = _steps(dt, dt_bias, spec, precision), -a_log.to(precision).exp()
     wide, b, c = x.to(precision), b.to(precision), c.to(precision)
-    count = min(_CHUNK, batch.longest)
+    count: int = min(_CHUNK, batch.longest)
     parts = []
     for first in range(0, batch.longest, count):
         rows, exists = chunk_rows(batch, first, count)
@@ -144,7 +143,8 @@ def _chunks(
 
         def of_chunk(one: Tensor) -> Tensor:
             """[sequences, heads or groups, count, ...]"""
-            return one.index_select(0, flat).unflatten(0, rows.shape).transpose(1, 2)  # noqa: B023
+            found: Tensor = one.index_select(0, flat).unflatten(0, rows.shape)  # noqa: B023
+            return found.transpose(1, 2)
 
         step = of_chunk(steps) * exists[:, None]
         values, keys, queries = of_chunk(wide), of_chunk(b), of_chunk(c)
@@ -179,7 +179,7 @@ def _recurrence(
     """Token after token, all sequences side by side, each element on its own: bits depend neither on other sequences
     nor on how a prompt was divided."""
     precision = torch.promote_types(x.dtype, torch.float32)
-    tokens, heads, head_dim = x.shape
+    _tokens, heads, head_dim = x.shape
     state = first_states(batch, spec.layer, STATE, (heads, head_dim, b.shape[-1]), x.new_empty(0, dtype=precision))
     wide = x.to(precision)
     given = dt.to(precision) + dt_bias.to(precision)
@@ -218,7 +218,3 @@ if HAS_TRITON:
         kernels=(state_space_triton.state_space_kernel,),
     )(partial(state_space_triton.launch, chunks=False))
 state_space.implement("chunks", "cuda", differentiable=True)(_chunks)
-
-
-def compile_cases() -> list[CompileCase]:
-    return state_space_triton.cases()

@@ -126,7 +126,7 @@ def state_space_chunks_kernel(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Programs [sequences, heads, head_dim / COLUMNS]: CHUNK tokens after another. PRECISION: of products in float32."""
+    """Programs [sequences, heads, head_dim / COLUMNS]: CHUNK tokens after CHUNK. PRECISION: of products in float32."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     start = tl.load(offsets + sequence).to(tl.int64)
@@ -271,7 +271,7 @@ def launch(
     return result
 
 
-def cases() -> list[CompileCase]:
+def compile_cases() -> list[CompileCase]:
     """Heads of 64 with a state of 128, as Mamba-2 and its hybrids have."""
     signature = by_type(
         {

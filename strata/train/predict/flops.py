@@ -54,7 +54,8 @@ def document_flops(
     """
     passes = 2 if weights_are_frozen else 3
     elements = sum(active_elements(config, layer) for layer in range(config.num_layers))
-    pairs = sum(layers * visible_pairs(lengths, window) for window, layers in Counter(config.windows).items())
+    windows = Counter(window for window, attends in zip(config.windows, config.attends, strict=True) if attends)
+    pairs = sum(layers * visible_pairs(lengths, window) for window, layers in windows.items())
     return StepFlops(
         products=2 * passes * elements * int(np.sum(lengths, dtype=np.int64)),
         attention=12 * config.num_heads * config.head_dim * pairs,
@@ -64,6 +65,9 @@ def document_flops(
 
 def active_elements(config: ModelConfig, layer: int) -> int:
     """Of the matrices of a layer, how many elements a token is multiplied by."""
+    space = config.recurrence
+    if space is not None and space.layers[layer]:
+        return config.hidden_size * (space.product_size + space.inner_size)
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (2 * queries + 2 * keys)
     experts = config.experts

@@ -185,7 +185,9 @@ def _through_modules(model: CausalLM, setting: _Setting) -> tuple[Parallel, Pass
 def _through_stages(model: CausalLM, setting: _Setting) -> tuple[Parallel, Passes]:
     layout, mesh = setting.layout, setting.mesh
     schedule = make_schedule(layout.schedule, layout.pp, layout.micro_batches)
-    spans = layer_spans(model, schedule.stages, model.model.rotary.table.shape[0])
+    rotary = model.model.rotary
+    assert rotary is not None  # without attention there are recurrent layers, of which there are no stages
+    spans = layer_spans(model, schedule.stages, rotary.table.shape[0])
     stages = ModelStages(model, spans, schedule.stages_of(mesh.axis("pp").index))
     parallel = setting.divide(stages)
     pipeline = Pipeline(stages, schedule, mesh, sequence_parallel=layout.sequence_parallel)

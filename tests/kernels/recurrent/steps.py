@@ -13,7 +13,6 @@ from strata.kernels.op import Operation
 from strata.kernels.state.fixed import FixedStates
 from strata.models.batch import Batch
 
-
 HERE = object()  # where a batch stands among arguments
 
 
@@ -33,7 +32,12 @@ def pool(rows: int, *shapes: tuple[tuple[int, ...], torch.dtype]) -> FixedStates
 
 
 def in_pieces(
-    run: Operation | Any, given: Sequence[Tensor], others: Sequence[Any], lengths: Sequence[int], states: FixedStates, cuts: Sequence[Sequence[int]]
+    run: Operation | Any,
+    given: Sequence[Tensor],
+    others: Sequence[Any],
+    lengths: Sequence[int],
+    states: FixedStates,
+    cuts: Sequence[Sequence[int]],
 ) -> tuple[Tensor, Tensor]:
     """The results [tokens, ...] of packed sequences that run in several steps, and the rows that they had.
 

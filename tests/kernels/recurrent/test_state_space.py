@@ -105,7 +105,10 @@ def test_sixteen_bits_are_rounded_once() -> None:
 def test_padding_sequences_may_share_a_row() -> None:
     """They begin anew each time, so that nothing grows or spreads there."""
     rows, weights = inputs(4)
-    states = FixedStates(pool(3, ((1,), torch.float32), ((HEADS, DIM, SIZE), torch.float32)).tensors, torch.tensor([2, 0, 0, 0], dtype=torch.int32))
+    states = FixedStates(
+        pool(3, ((1,), torch.float32), ((HEADS, DIM, SIZE), torch.float32)).tensors,
+        torch.tensor([2, 0, 0, 0], dtype=torch.int32),
+    )
     found = FAST(*rows, *weights, step([1, 1, 1, 1], None, states), SPEC)
     assert torch.allclose(found, FAST(*rows, *weights, step([1, 1, 1, 1]), SPEC))
     assert states.tensors[0][1][1].isnan().all()
@@ -119,7 +122,9 @@ def test_gradients_are_those_of_finite_differences() -> None:
     x, gate = (torch.randn(3, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
     weight = torch.randn(8, dtype=torch.float64, requires_grad=True)
     for gate_first in (True, False):
-        assert torch.autograd.gradcheck(lambda *args, f=gate_first: gated_rms_norm(*args, 1e-5, 4, f), (x, gate, weight))
+        assert torch.autograd.gradcheck(
+            lambda *args, f=gate_first: gated_rms_norm(*args, 1e-5, 4, f), (x, gate, weight)
+        )
 
 
 def test_gradients_through_many_chunks_are_those_of_the_recurrence() -> None:
@@ -127,7 +132,10 @@ def test_gradients_through_many_chunks_are_those_of_the_recurrence() -> None:
     given = [one.requires_grad_() for one in (*rows, *weights)]
     pull = torch.randn(150, HEADS, DIM, dtype=torch.float64)
     # The definition writes its results in place, which autograd follows.
-    found = [torch.autograd.grad((run(*given, step([140, 10]), SPEC) * pull).sum(), given) for run in (state_space, state_space.reference)]
+    found = [
+        torch.autograd.grad((run(*given, step([140, 10]), SPEC) * pull).sum(), given)
+        for run in (state_space, state_space.reference)
+    ]
     for mine, other in zip(*found, strict=True):
         assert torch.allclose(mine, other, rtol=0, atol=1e-9 * max(1, other.abs().max().item()))
 
@@ -153,6 +161,7 @@ def test_rows_of_gated_norms_stand_alone(dtype: torch.dtype) -> None:
 
 def test_costs_are_the_hand_counts() -> None:
     """Three sequences: one begins, one goes on, one does not run."""
+
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 

@@ -1,0 +1,67 @@
+"""The calls of recurrent layers, as wide as Mamba-2 makes them for the hidden size of the model that is asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.bench.kernels.case import EPS, Case, randn
+from strata.hardware.roofline import Workload
+from strata.kernels.recurrent.gated_norm import gated_rms_norm
+from strata.kernels.recurrent.short_convolution import short_convolution
+from strata.kernels.recurrent.state_space import StateSpaceSpec, state_space
+from strata.kernels.state.fixed import FixedStates
+from strata.models.batch import Batch
+from strata.models.config import ModelConfig
+
+# Sequences of a token each, behind so many others; and tokens of a prompt.
+_SEQUENCES, _BEHIND, _PROMPTS = (1, 64, 512), 8, (2048, 8192)
+_HEAD, _STATE, _WIDTH = 64, 128, 4
+
+
+def recurrent_cases(config: ModelConfig) -> Iterator[Case]:
+    """Mamba-2's operations: single tokens of many sequences, whose states are the bytes, and prompts."""
+    inner = 2 * config.hidden_size
+    heads, channels = max(1, inner // _HEAD), inner + 2 * _STATE
+    for new in ((1,) * count for count in _SEQUENCES):
+        yield from _layer(inner, heads, channels, new, tuple(one + _BEHIND for one in new))
+    for length in _PROMPTS:
+        yield from _layer(inner, heads, channels, (length,), (length,))
+
+
+def _layer(inner: int, heads: int, channels: int, new: tuple[int, ...], total: tuple[int, ...]) -> Iterator[Case]:
+    workload, rows = Workload(new, total), sum(new)
+
+    def convolution() -> tuple[Any, ...]:
+        batch = _batch(workload, (channels, _WIDTH - 1), torch.bfloat16)
+        return randn(rows, channels), randn(channels, 1, _WIDTH), randn(channels), batch, 0, True
+
+    def scan() -> tuple[Any, ...]:
+        batch = _batch(workload, (heads, _HEAD, _STATE), torch.float32)
+        given = randn(rows, heads, _HEAD), randn(rows, heads), randn(rows, 1, _STATE), randn(rows, 1, _STATE)
+        spec = StateSpaceSpec(0, 0.0, math.inf)
+        return *given, randn(heads), randn(heads), randn(heads), batch, spec
+
+    def norm() -> tuple[Any, ...]:
+        return randn(rows, inner), randn(rows, inner), randn(inner), EPS, inner, True
+
+    kind = "prompt" if len(new) == 1 and rows > 1 else "decode"
+    yield Case(short_convolution, f"{kind} {channels} by {_WIDTH}", rows, convolution, workload)
+    yield Case(state_space, f"{kind} {heads}x{_HEAD} by {_STATE}", rows, scan, workload)
+    yield Case(gated_rms_norm, f"{inner}", rows, norm, workload)
+
+
+def _batch(workload: Workload, shape: tuple[int, ...], dtype: torch.dtype) -> Batch:
+    """One layer, whose two states are one tensor: a call reads its own."""
+    sequences = len(workload.new)
+    kept: Tensor = torch.zeros(sequences, *shape, dtype=dtype)
+    states = FixedStates(((kept, kept),), torch.arange(sequences, dtype=torch.int32))
+    starts = [total - new for new, total in zip(workload.new, workload.total, strict=True)]
+    at = [start + i for start, new in zip(starts, workload.new, strict=True) for i in range(new)]
+    positions = torch.tensor(at, dtype=torch.int32)
+    offsets = torch.tensor([0, *workload.new], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return Batch(positions, positions, offsets, max(workload.new), states=states)

@@ -1,0 +1,125 @@
+"""What config.json says of recurrent layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from strata.files.fields import Fields
+from strata.kernels.recurrent.short_convolution import WIDTHS
+
+
+@dataclass(frozen=True)
+class StateSpaceConfig:
+    """The state spaces of a model (Dao and Gu 2024). layers: for each layer whether it has one.
+
+    heads, head_dim, state_size, groups: of its heads, whose states are [head_dim, state_size] each, and of the groups
+    that share the inputs and outputs of states. width: tokens that the short convolution sees. bias, conv_bias: of the
+    products around it, and of the convolution. least_step, most_step: bounds of a time step. wide_residual: whether
+    what layers add up is float32 whatever the weights are.
+    """
+
+    layers: tuple[bool, ...]
+    heads: int
+    head_dim: int
+    state_size: int
+    groups: int
+    width: int
+    bias: bool = False
+    conv_bias: bool = True
+    least_step: float = 0.0
+    most_step: float = math.inf
+    wide_residual: bool = False
+
+    @property
+    def inner_size(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: what goes into states, and into and out of them in each group."""
+        return self.inner_size + 2 * self.groups * self.state_size
+
+    @property
+    def product_size(self) -> int:
+        """Rows of the matrix that makes gate, channels and time steps of a token."""
+        return self.inner_size + self.conv_size + self.heads
+
+
+# Of the values that training begins with, and of how transformers computes, or in checkpoints but not read there.
+_WITHOUT_EFFECT = (
+    *("time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "time_step_scale"),
+    *("time_step_init_scheme", "rescale_prenorm_residual", "chunk_size", "norm_before_gate"),
+)
+
+
+def read_mamba2(fields: Fields, hidden_size: int, num_layers: int) -> StateSpaceConfig:
+    """The fields of transformers' Mamba2Config, whose gate always comes before the norm."""
+    expand, heads, head_dim = fields.count("expand", 2), fields.count("num_heads", 128), fields.count("head_dim", 64)
+    if heads * head_dim != expand * hidden_size:
+        expected = f"expand * hidden_size / head_dim = {expand} * {hidden_size} / {head_dim}"
+        raise fields.wrong("num_heads", heads, expected)
+    groups = fields.count("n_groups", 8)
+    if heads % groups:
+        raise fields.wrong("n_groups", groups, f"a divisor of num_heads = {heads}")
+    least, most = _read_limits(fields)
+    for key in _WITHOUT_EFFECT:
+        fields.take(key, None)
+    fields.only("rms_norm", True, "its gated norm is always there")
+    fields.only("intermediate_size", heads * head_dim, "it follows from expand")
+    return StateSpaceConfig(
+        layers=(True,) * num_layers,
+        heads=heads,
+        head_dim=head_dim,
+        state_size=fields.count("state_size", 128),
+        groups=groups,
+        width=_read_width(fields, "conv_kernel"),
+        bias=fields.flag("use_bias", False),
+        conv_bias=fields.flag("use_conv_bias", True),
+        least_step=least,
+        most_step=most,
+        wide_residual=fields.flag("residual_in_fp32", True),
+    )
+
+
+def _read_width(fields: Fields, key: str) -> int:
+    width = fields.count(key, 4)
+    if width not in WIDTHS:
+        raise fields.wrong(key, width, "one of " + ", ".join(map(str, WIDTHS)))
+    return width
+
+
+def _read_limits(fields: Fields) -> tuple[float, float]:
+    """Infinity is the number of that name, or transformers 5's object that names it."""
+    given = fields.take("time_step_limit", None)
+    if given is None:
+        return 0.0, math.inf
+    pair = [one.get("__float__") if isinstance(one, dict) else one for one in given] if isinstance(given, list) else []
+    found: list[Any] = [math.inf if one == "Infinity" else one for one in pair]
+    numbers = len(found) == 2 and all(isinstance(one, int | float) and not isinstance(one, bool) for one in found)
+    if not numbers or not 0 <= found[0] < found[1]:
+        raise fields.wrong("time_step_limit", given, "two numbers of at least 0, the second the larger or Infinity")
+    return float(found[0]), float(found[1])
+
+
+def mamba2_fields(config: StateSpaceConfig, hidden_size: int) -> dict[str, Any]:
+    """What `read_mamba2` reads."""
+    values: dict[str, Any] = {
+        "expand": config.inner_size // hidden_size,
+        "num_heads": config.heads,
+        "head_dim": config.head_dim,
+        "n_groups": config.groups,
+        "state_size": config.state_size,
+        "conv_kernel": config.width,
+        "use_bias": config.bias,
+        "use_conv_bias": config.conv_bias,
+        "residual_in_fp32": config.wide_residual,
+    }
+    limits = (config.least_step, config.most_step)
+    if limits != (0.0, math.inf):
+        values["time_step_limit"] = ["Infinity" if one == math.inf else one for one in limits]
+        values["time_step_limit"] = [
+            {"__float__": one} if one == "Infinity" else one for one in values["time_step_limit"]
+        ]
+    return values

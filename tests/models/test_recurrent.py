@@ -1,0 +1,198 @@
+"""Families with recurrent layers: they agree with transformers over long sequences, and with themselves in pieces."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from strata import LLM
+from strata.graph.bind import bind
+from strata.graph.capture import capture
+from strata.graph.cost import meta_indices, node_costs
+from strata.graph.gather import gather_after_attention
+from strata.hardware.roofline import Workload
+from strata.models.batch import Batch
+from strata.models.config import ModelConfig, config_from_dict
+from strata.models.families import build
+from strata.models.initialize import initialize
+from strata.models.layers import CausalLM
+from strata.models.save import save
+from strata.models.weights import load
+from strata.parallel.layout import Layout
+from strata.parallel.serving_shard import RankShard
+from strata.train.predict.flops import document_flops
+
+from .batches import packed, random_sequences
+from .checkpoints import load_oracle, make_checkpoint
+from .recurrent_checkpoints import RECURRENT_CONFIGS, HandStates
+
+LONG = 2000
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Opened:
+    folder: Path
+    oracle: PreTrainedModel
+    model: CausalLM
+    config: ModelConfig
+
+
+@pytest.fixture(scope="module", params=RECURRENT_CONFIGS)
+def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    folder = make_checkpoint(tmp_path_factory.mktemp("recurrent") / request.param, RECURRENT_CONFIGS[request.param])
+    model, config = load(folder)
+    return Opened(folder, load_oracle(folder), model, config)
+
+
+def oracle_logits(oracle: PreTrainedModel, sequences: list[list[int]]) -> Tensor:
+    return torch.cat([oracle(torch.tensor([sequence])).logits[0] for sequence in sequences])
+
+
+@torch.no_grad()
+def test_logits_equal_transformers_over_two_thousand_tokens(opened: Opened) -> None:
+    sequences = random_sequences(opened.config.vocab_size, (1, LONG, 23))
+    logits, wanted = opened.model.head(opened.model(packed(sequences))), oracle_logits(opened.oracle, sequences)
+    assert wanted.std() > 0.05
+    assert (logits - wanted).abs().max() < TOLERANCE
+
+
+@torch.no_grad()
+def test_pieces_over_states_equal_whole_sequences(opened: Opened) -> None:
+    first, second = random_sequences(opened.config.vocab_size, (131, 17), seed=1)
+    whole = opened.model(packed([first, second]))
+    graph = bind(gather_after_attention(capture(opened.model)), "cpu", deterministic=True)
+    alone = graph(packed([second]), torch.arange(17, dtype=torch.int32))
+    steps = [{0: first[:79]}, {0: first[79:120], 1: second[:6]}, {1: second[6:15], 0: first[120:121]}]
+    steps += [{0: first[121 + i : 122 + i], 1: second[15 + i : 16 + i]} for i in range(2)] + [{0: first[123:]}]
+    for exact in (False, True):
+        states, parts = HandStates(opened.config, 2), {0: [], 1: []}  # type: ignore[var-annotated]
+        for step in steps:
+            batch = states.next_batch(step)
+            every = torch.arange(len(batch.tokens), dtype=torch.int32)
+            hidden = graph(batch, every) if exact else opened.model(batch)
+            for row, own in zip(step, hidden.split([len(tokens) for tokens in step.values()]), strict=True):
+                parts[row].append(own)
+        assert (torch.cat(parts[0] + parts[1]) - whole).abs().max() < TOLERANCE
+    # The second time in deterministic mode: no company and no division changes a bit.
+    assert torch.equal(torch.cat(parts[1]), alone)
+
+
+def test_gradients_equal_transformers(opened: Opened) -> None:
+    sequences = random_sequences(opened.config.vocab_size, (5, 70), seed=2)
+    weights = torch.randn(75, opened.config.vocab_size, generator=torch.Generator().manual_seed(3))
+    ours, theirs = dict(opened.model.named_parameters()), dict(opened.oracle.named_parameters())
+    loss = (opened.model.head(opened.model(packed(sequences))) * weights).sum()
+    found = torch.autograd.grad(loss, list(ours.values()))
+    wanted = torch.autograd.grad((oracle_logits(opened.oracle, sequences) * weights).sum(), list(theirs.values()))
+    # Both have their parameters in the order of the mathematics, under other names at the ends.
+    renamed = [name.replace("model.", "backbone.", 1).replace("embed_tokens", "embeddings") for name in ours]
+    grads = dict(zip([name.replace("backbone.norm.", "backbone.norm_f.") for name in renamed], found, strict=True))
+    assert grads.keys() == theirs.keys()
+    for name, other in zip(theirs, wanted, strict=True):
+        assert (grads[name] - other).abs().max() <= TOLERANCE * max(1.0, other.abs().max().item()), name
+
+
+@torch.no_grad()
+def test_transformers_loads_what_strata_saved(opened: Opened, tmp_path: Path) -> None:
+    save(opened.model, opened.config, tmp_path / "saved", max_shard_bytes=20_000)
+    saved, (again, config) = load_oracle(tmp_path / "saved"), load(tmp_path / "saved")
+    for one, other in ((saved, opened.oracle), (again, opened.model)):
+        tensors, wanted = one.state_dict(), other.state_dict()
+        assert tensors.keys() == wanted.keys()
+        assert all(torch.equal(tensors[name], value) for name, value in wanted.items())
+    assert config == opened.config
+    sequences = random_sequences(config.vocab_size, (30,), seed=4)
+    assert (oracle_logits(saved, sequences) - oracle_logits(opened.oracle, sequences)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("values", RECURRENT_CONFIGS.values(), ids=RECURRENT_CONFIGS)
+def test_both_forms_and_our_own_read_alike(values: dict) -> None:
+    config = config_from_dict(values)
+    assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    written = json.loads(AutoConfig.for_model(**values).to_json_string()) | {"architectures": values["architectures"]}
+    assert config_from_dict(written) == config
+    assert config_from_dict(written | {"time_step_limit": [0.5, math.inf]}).recurrence.most_step == math.inf  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_heads": 5}, "num_heads = 5"),
+        ({"n_groups": 4}, "n_groups = 4"),
+        ({"conv_kernel": 5}, "conv_kernel = 5"),
+        ({"time_step_limit": [0.5]}, "time_step_limit"),
+        ({"time_step_limit": [0.5, 0.1]}, "time_step_limit"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_theta": 1e6}, "rope_theta"),
+        ({"rms_norm": False}, "rms_norm"),
+    ],
+)
+def test_what_is_not_there_is_named(fields: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        config_from_dict(RECURRENT_CONFIGS["mamba2"] | fields)
+
+
+@torch.no_grad()
+def test_sixteen_bits_keep_wide_residuals(tmp_path: Path) -> None:
+    """Sums of layers are float32, so the error must not exceed that of transformers, which keeps them so, too."""
+    folder = make_checkpoint(tmp_path / "narrow", RECURRENT_CONFIGS["mamba2"])
+    sequences = random_sequences(97, (40, 90), seed=5)
+    exact = oracle_logits(load_oracle(folder), sequences)
+    model, _ = load(folder, dtype="bfloat16")
+    ours = model.head(model(packed(sequences))).float() - exact
+    theirs = oracle_logits(load_oracle(folder, torch.bfloat16), sequences).float() - exact
+    assert ours.square().mean().sqrt() < 1.2 * theirs.square().mean().sqrt()
+    graph, rows = gather_after_attention(capture(model)), torch.arange(130, dtype=torch.int32)
+    assert torch.equal(graph(packed(sequences), rows), model(packed(sequences)))
+
+
+def test_training_begins_with_time_steps_of_all_sizes() -> None:
+    model = build(config_from_dict(RECURRENT_CONFIGS["mamba2"]))
+    initialize(model, 0)
+    mixer = model.model.layers[1].mixer
+    assert torch.allclose(mixer.A_log.exp(), torch.arange(1.0, 7.0))
+    assert torch.equal(mixer.D, torch.ones(6))
+    steps = torch.nn.functional.softplus(mixer.dt_bias).sort().values
+    assert (steps >= 0.001).all()
+    assert (steps <= 0.1).all()
+    assert (steps[1:] / steps[:-1] < 100 ** (2 / 6)).all()
+    assert mixer.conv1d.weight.std().item() == pytest.approx(12**-0.5, rel=0.15)
+    assert mixer.out_proj.weight.std().item() == pytest.approx(0.02 / 2, rel=0.15)
+
+
+def test_graphs_cost_what_layers_do() -> None:
+    """A step of two tokens: states are read and written, weights read once; and training's products are counted."""
+    config = config_from_dict(RECURRENT_CONFIGS["mamba2"])
+    with torch.device("meta"):
+        model = build(config)
+        states = HandStates(config, 2)
+    batch = Batch(meta_indices(2), meta_indices(2), meta_indices(3), 1, states=states.next_batch({0: [1]}).states)
+    nodes = node_costs(capture(model), batch, Workload((1, 1), (8, 9)))
+    state = [node.cost.cached for node in nodes if node.operation == "state_space"]
+    tail = [node.cost.cached for node in nodes if node.operation == "short_convolution"]
+    assert state == [2 * 2 * 6 * 8 * 12 * 4] * 2
+    assert tail == [2 * 2 * (48 + 2 * 36) * 3 * 4] * 2
+    products = sum(node.cost.flops for node in nodes if node.operation == "linear")
+    assert products == 2 * 2 * 2 * (24 * (48 + 120 + 6) + 48 * 24)
+    flops = document_flops(config, [7], 0)
+    assert flops.products == 3 * 7 * products / 2
+    assert flops.attention == 0
+
+
+def test_ranks_and_the_engine_say_what_they_cannot_do(opened: Opened) -> None:
+    for name in ("tp", "cp", "pp"):
+        with pytest.raises(ValueError, match=f"{name} = 2 would divide the recurrent layers"):
+            Layout(**{name: 2}).check(opened.config, 2)
+    with pytest.raises(ValueError, match="recurrent layers, which ranks do not do yet; this model takes 1"):
+        RankShard.of(opened.config, 2, 0)
+    with pytest.raises(ValueError, match="no pool is laid out for FixedState"):
+        LLM(opened.folder, device="cpu", skip_tokenizer_init=True)
