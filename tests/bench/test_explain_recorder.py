@@ -9,6 +9,8 @@ import pytest
 from strata import LLM
 from strata.bench.explain.measure import Workload, measure, measured_steps
 from strata.bench.explain.node_times import NodeTimes
+from strata.bench.explain.predicted_steps import predicted
+from strata.bench.run import Setup
 from strata.bench.workloads import InferenceTest, random_prompts
 from strata.plan.explain.ceilings import steps_on_processor
 from strata.plan.explain.measurement import Measurement
@@ -56,6 +58,12 @@ def test_operations_are_timed_by_the_kind_of_their_steps(measured: Measurement) 
 
 def test_of_a_kind_of_steps_that_only_the_other_run_had_nothing_is_known(measured: Measurement) -> None:
     assert NodeTimes().traced(measured.steps) == {}
+
+
+def test_ranks_that_share_a_processor_are_refused(llm: LLM) -> None:
+    """Waits for each other would count as other work on the processors."""
+    with pytest.raises(ValueError, match="several ranks on one processor"):
+        predicted(llm, Setup("builtin", None, "float32", "cpu", False, tensor_parallel_size=2))
 
 
 def test_the_engine_tells_what_it_is(measured: Measurement) -> None:

@@ -21,10 +21,15 @@ if TYPE_CHECKING:
 
 def predicted(llm: LLM, setup: Setup) -> tuple[StepSeconds, Sequence[str]]:
     """Steps of an engine's model, and where a processor's ceilings come from. Raises ValueError for a GPU that is not
-    in the database."""
+    in the database, and for ranks that share a processor, of which no link is known."""
     engine = llm.engine
     ran = dtype_name(next(engine.model.parameters()).dtype)
     if engine.device.type == "cpu":
+        if setup.tensor_parallel_size > 1:
+            raise ValueError(
+                "nothing tells what steps of several ranks on one processor should take: leave out "
+                "--tensor-parallel-size, or run it on GPUs"
+            )
         here, sources = processor_device()
         return steps_on_processor(engine.config, ran, here, setup.deterministic), sources
     return _on_gpu(llm, setup, ran), ()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def verdict_line(llm: LLM, test: InferenceTest, setup: Setup) -> str | None:
     """By one more run of the test. None where nothing tells what steps should take: of a GPU that is not in the
-    database, and of stages of a pipeline, whose steps overlap."""
+    database, of ranks on a processor, and of stages of a pipeline, whose steps overlap."""
     from strata.bench.explain.measure import Workload, measure
     from strata.bench.explain.predicted_steps import ideal_seconds, in_asked_dtype, predicted
     from strata.plan.explain.explain import explain
@@ -22,7 +22,7 @@ def verdict_line(llm: LLM, test: InferenceTest, setup: Setup) -> str | None:
         return None
     try:
         times, _ = predicted(llm, setup)
-    except ValueError:  # nothing is known of the device
+    except ValueError:
         return None
     workload, options = Workload(test), setup.llm_options()
     short = workload.short() if llm.engine.device.type == "cpu" else None

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -25,50 +24,24 @@ _SHORTEST_GAP = 1e-7
 Event = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Slice:
-    """Work on a track of its own: an operation, or what the host does. begin, end: seconds, as of `StepTime`."""
-
-    track: str
-    name: str
-    begin: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Counter:
-    """A value over time, such as the share of the KV memory in use. points: seconds and value, in their order."""
-
-    name: str
-    points: tuple[tuple[float, float], ...]
-
-
-def chrome_trace(explanation: Explanation, slices: Sequence[Slice] = (), counters: Iterable[Counter] = ()) -> Event:
+def chrome_trace(explanation: Explanation) -> Event:
     """The trace as JSON has it: a process for the run, with steps, the gaps between them and operations on tracks, and
     counters of sequences, tokens and KV memory.
 
-    slices: operations when they ran. Without them operations stand on a track one after another, all calls of each
-    added up, which shows shares and no order. counters: besides those that steps tell of.
+    Operations stand one after another, all calls of each added up, which shows shares and no order.
     """
     steps = explanation.steps
-    sums = list(_sums(explanation.operations)) if not slices else []
     tracks: dict[str, list[Event]] = {
         STEPS: [_of_step(number, step) for number, step in enumerate(steps)],
         GAPS: list(_gaps(steps)),
-        SUMS: sums,
+        SUMS: list(_sums(explanation.operations)),
     }
-    for one in slices:
-        tracks.setdefault(one.track, []).append(_complete(one.name, one.begin, one.end, "operation"))
     events = [_named("process_name", explanation.title)]
     for thread, (name, found) in enumerate(((name, found) for name, found in tracks.items() if found), 1):
         events.append(_named("thread_name", name) | {"tid": thread})
         events.append({"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": thread, "args": {"sort_index": thread}})
         events += [event | {"pid": 1, "tid": thread} for event in found]
-    for counter in (*_of_steps(steps), *counters):
-        events += [
-            {"ph": "C", "name": counter.name, "pid": 1, "tid": 0, "ts": at * _MICRO, "args": {counter.name: value}}
-            for at, value in counter.points
-        ]
+    events += _counters(steps)
     verdict = explanation.verdict.line
     return {
         "traceEvents": events,
@@ -119,8 +92,10 @@ def _sums(operations: Sequence[OperationTime]) -> Iterator[Event]:
         begin += one.seconds
 
 
-def _of_steps(steps: Sequence[StepTime]) -> Iterator[Counter]:
+def _counters(steps: Sequence[StepTime]) -> Iterator[Event]:
+    """What steps hold over time, such as the share of the KV memory in use."""
     for name, field in (("sequences", "sequences"), ("tokens", "tokens"), (KV, "kv")):
         points = [(step.begin, float(getattr(step, field) or 0.0)) for step in steps]
         if any(value for _, value in points):
-            yield Counter(name, (*points, (max(step.end for step in steps), 0.0)))
+            for at, value in (*points, (max(step.end for step in steps), 0.0)):
+                yield {"ph": "C", "name": name, "pid": 1, "tid": 0, "ts": at * _MICRO, "args": {name: value}}

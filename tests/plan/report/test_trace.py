@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from strata.plan.report.trace import GAPS, KV, STEPS, SUMS, Counter, Slice, chrome_trace, write_trace
-from tests.plan.report.sample import HOSTILE, sample
+from strata.plan.report.trace import GAPS, KV, STEPS, SUMS, chrome_trace, write_trace
+from tests.plan.report.sample import sample
 
 # Of the Trace Event Format: the phases that are used here, and which fields each must have.
 PHASES = {
@@ -80,25 +80,6 @@ def test_steps_gaps_and_operations_are_slices() -> None:
     assert covered == pytest.approx(1e6 * (value.steps[-1].end - value.steps[0].begin))
     assert sum(one["dur"] for one in found[SUMS]) == pytest.approx(1e6 * sum(one.seconds for one in value.operations))
     assert found[SUMS][0]["args"]["bound"] == "memory"
-
-
-def test_operations_whose_time_is_known_stand_where_they_ran() -> None:
-    ran = [
-        Slice("device", "linear", 0.001, 0.002),
-        Slice("device", HOSTILE, 0.0015, 0.002),
-        Slice("host", "plan", 0, 1),
-    ]
-    power = Counter("watts", ((0.0, 500.0), (0.5, 650.0)))
-    trace = chrome_trace(sample(), ran, [power])
-    check(trace)
-    found = tracks(trace)
-    assert list(found) == [STEPS, GAPS, "device", "host"]
-    assert [(one["name"], one["ts"], one["dur"]) for one in found["device"]] == [
-        ("linear", pytest.approx(1000), pytest.approx(1000)),
-        (HOSTILE, pytest.approx(1500), pytest.approx(500)),
-    ]
-    values = [one["args"] for one in trace["traceEvents"] if one["ph"] == "C" and one["name"] == power.name]
-    assert values == [{power.name: 500.0}, {power.name: 650.0}]
 
 
 def test_counters_follow_the_steps() -> None:
