@@ -51,7 +51,7 @@ def explain(
         int | None, typer.Option(min=1, max=10**6, help="T3, T5: tokens of each output; 256, T5: 128.")
     ] = None,
     request_rate: Annotated[float | None, typer.Option(min=0.001, help="T5: requests a second, 55.")] = None,
-    num_prompts: Annotated[int | None, typer.Option(min=2, max=10**6, help="T5: requests, 500.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=2, max=10**4, help="T5: requests, 500.")] = None,
     tail: Annotated[bool, typer.Option(help="Explain the waits between tokens at p99 instead.")] = False,
     run: Annotated[Path | None, typer.Option(help="Instead: a training run's folder, or its TOML file.")] = None,
     request: Annotated[str | None, typer.Option(help="Instead: a server's request, by its answer's id.")] = None,
@@ -97,7 +97,7 @@ def explain(
     elif request_rate is not None or num_prompts is not None:
         raise ValueError(f"--request-rate and --num-prompts are of T5, a served load; {test} comes at once")
     else:
-        workload = _workload(test, prompt, output)
+        workload = _workload(setup, test, prompt, output)
     changes = {
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
@@ -134,15 +134,17 @@ def _training(run: Path) -> Explanation:
         return explain_run(short_run(read_train_config(run), Path(folder)))
 
 
-def _workload(name: str, prompt: int | None, output: int | None) -> Workload:
+def _workload(setup: Setup, name: str, prompt: int | None, output: int | None) -> Workload:
     from strata.bench import workloads
     from strata.bench.explain.measure import Workload
 
     test = workloads.named(name)
     if prompt is None and output is None:
+        _check_length(setup, name, test.longest)
         return Workload(test)
     if not name.startswith("T3-b"):
         raise ValueError(f"--prompt and --output are of T3-bN, whose requests are alike; {name} has lengths of its own")
+    _check_length(setup, name, (prompt or test.prompt_lengths[0]) + (output or test.outputs[0]))
     count = len(test.prompts)
     prompts = test.prompts if prompt is None else workloads.random_prompts(count, prompt)
     return Workload(dataclasses.replace(test, prompts=prompts, outputs=(output or test.outputs[0],) * count))
@@ -155,6 +157,7 @@ def _load(setup: Setup, rate: float | None, requests: int | None, prompt: int | 
     from strata.plan.meta_model import find_config
 
     lengths = EvenLengths(prompt or LENGTHS.prompt, output or LENGTHS.output)
+    _check_length(setup, "T5", lengths.most)
     vocabulary = find_config(setup.source).vocab_size
     return random_load(lengths, requests or REQUESTS, float(RATE) if rate is None else rate, 0, vocabulary)
 
@@ -168,7 +171,7 @@ def explained(
     probe: bool = False,
     profile: bool = False,
 ) -> Explanation:
-    """A test on an engine with these changes of its options. Raises ValueError for a model that reads too little."""
+    """A test on an engine with these changes of its options."""
     from strata.bench.explain.measure import kernel_kind, measure, measured_steps
     from strata.bench.explain.predicted_steps import ideal_seconds, in_asked_dtype, predicted
     from strata.bench.run import engine
@@ -176,7 +179,6 @@ def explained(
     from strata.plan.explain.split import operation_name
 
     given = setup.llm_options() | dict(changes)
-    _check_length(workload, setup, given["max_model_len"])
     llm = engine(given)
     times, sources = predicted(llm, setup)
     measured_steps(llm, workload.short())  # compiles and fills what the first run needs
@@ -198,9 +200,11 @@ def explained(
     return explain_run(measured, times, wanted=wanted, subject=subject, name_of=name_of, prober=prober, sources=sources)
 
 
-def _check_length(workload: AnyWorkload, setup: Setup, most: int) -> None:
-    if workload.longest > most:
+def _check_length(setup: Setup, test: str, longest: int) -> None:
+    """Raises ValueError for a model that reads too little, before prompts are drawn that no memory holds."""
+    most = setup.llm_options()["max_model_len"]
+    if longest > most:
         raise ValueError(
-            f"{workload.name} has sequences of up to {workload.longest:,} tokens and {setup.model} reads {most:,}: "
-            "take another --model, or T3 with a smaller --prompt and --output"
+            f"{test} has sequences of up to {longest:,} tokens and {setup.model} reads {most:,}: "
+            "take another --model, or T3 or T5 with a smaller --prompt and --output"
         )

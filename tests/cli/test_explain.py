@@ -36,6 +36,8 @@ def test_the_parts_and_the_floor_are_the_measured_time(tmp_path: Path) -> None:
         (["T9"], "T9"),
         (["T3-b1000000000000"], "give T3-bN with N up to 10000"),
         (["T1", "--prompt", "5"], "--prompt and --output are of T3-bN"),
+        (["T3-b2", "--prompt", "1000000"], "T3-b2 has sequences of up to 1,000,256 tokens and builtin reads"),
+        (["T5", "--prompt", "1000000", "--num-prompts", "10000"], "T5 has sequences of up to 1,000,128 tokens"),
         (["T4", "--device", "cpu"], "sequences of up to 2,049 tokens and builtin reads 1,024"),
     ],
 )

@@ -56,11 +56,6 @@ class Workload:
     def name(self) -> str:
         return self.test.name
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence, prompt and output."""
-        return self.test.longest
-
     def short(self) -> Workload:
         """Its first requests with short outputs."""
         count = min(_SHORT_REQUESTS, len(self.test.prompts))
@@ -76,11 +71,6 @@ class ServedWorkload:
     load: Load
     name: str = "T5"
     test: None = None
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence, prompt and output."""
-        return max(len(one.prompt) + one.output_tokens for one in self.load.asks)
 
     def short(self) -> ServedWorkload:
         """Its first requests with short outputs, all at once."""
