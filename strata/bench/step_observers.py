@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from strata.engine.llm import LLM
     from strata.engine.loop import EngineLoop
     from strata.engine.plan import StepPlan
-    from strata.engine.runner import StepObserver
+    from strata.engine.steps.observer import StepObserver
 
 
 @dataclass(frozen=True)

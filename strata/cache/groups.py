@@ -1,4 +1,5 @@
-"""The pools of a model: one for each group of layers that keep rows of one kind, with pages of its own."""
+"""The pools of a model: one for each group of layers that keep rows of one kind, with pages of its own; and who holds
+what of them and of fixed states."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import torch
 
 from strata.cache.pages import PageAllocator
 from strata.cache.pool import KVPool, PoolShape
+from strata.cache.prefix import PrefixTree
+from strata.cache.snapshots import Snapshots
 from strata.cache.window_pages import WindowPages, most_pages
 from strata.models.state import LayerState, PagedRows, WindowRows, state_groups
 
@@ -36,16 +39,17 @@ class PageGroup:
 
 
 def page_groups(states: Sequence[LayerState], pool: PoolShape, max_length: int) -> tuple[PageGroup, ...]:
-    """The groups of a model's layers, rows of all tokens first. pool: of all layers, were they alike. A single group
-    without a window if no sequence, of at most `max_length` tokens, outgrows one."""
+    """The groups of layers that keep rows, those of all tokens first. pool: of all layers, were they alike. A single
+    group without a window if no sequence, of at most `max_length` tokens, outgrows one; it has no layers if none keeps
+    rows."""
     groups = []
     for group in state_groups(states):
-        if not isinstance(group.state, PagedRows | WindowRows):
-            raise ValueError(f"no pool is laid out for {group.state}: layers with a fixed state are not served")
-        window = group.state.window if isinstance(group.state, WindowRows) else None
-        groups.append(PageGroup(group.layers, window, replace(pool, layers=len(group.layers))))
+        if isinstance(group.state, PagedRows | WindowRows):
+            window = group.state.window if isinstance(group.state, WindowRows) else None
+            groups.append(PageGroup(group.layers, window, replace(pool, layers=len(group.layers))))
     if all(group.window is None or group.window >= max_length for group in groups):
-        return (PageGroup(tuple(range(len(states))), None, pool),)
+        layers = tuple(sorted(layer for group in groups for layer in group.layers))
+        return (PageGroup(layers, None, replace(pool, layers=len(layers))),)
     return tuple(groups)
 
 
@@ -66,7 +70,8 @@ def divide_pages(groups: Sequence[PageGroup], room: int, most: Sequence[int | No
 
 @dataclass(frozen=True)
 class Books:
-    """Who holds which pages, on the host: `pages` of all tokens, and `windows` beside them.
+    """Who holds which pages, on the host: `pages` of all tokens, and `windows` beside them; and `snapshots`, where
+    layers keep fixed states.
 
     only_windows: no layer keeps all tokens. Then `pages` are numbers, enough for all sequences, that stand for no
     memory.
@@ -75,26 +80,39 @@ class Books:
     pages: PageAllocator
     windows: tuple[WindowPages, ...]
     only_windows: bool
+    snapshots: Snapshots | None = None
 
     @property
     def filled(self) -> PageAllocator:
         """Those whose use tells how full the memory is."""
         return self.windows[0].books if self.only_windows else self.pages
 
+    def tree(self) -> PrefixTree:
+        """A prefix tree that keeps pages of all kinds, and snapshots."""
+        return PrefixTree(self.pages, self.windows if self.snapshots is None else (*self.windows, self.snapshots))
 
-def books(groups: Sequence[PageGroup], pages: Sequence[int], max_sequences: int, max_length: int) -> Books:
-    """pages: of each group."""
+
+def books(
+    groups: Sequence[PageGroup],
+    pages: Sequence[int],
+    max_sequences: int,
+    max_length: int,
+    snapshots: int | None = None,
+) -> Books:
+    """pages: of each group. snapshots: rows for those of fixed states, behind the slots and the row of padding; None:
+    no layer keeps one."""
     size = groups[0].shape.page_size
     kept = zip(groups, pages, strict=True)
     windows = tuple(WindowPages(count, size, group.window) for group, count in kept if group.window is not None)
     alone = groups[0].window is not None
     numbers = max_sequences * -(-max_length // size) + pages[0] if alone else pages[0]
-    return Books(PageAllocator(numbers, size), windows, alone)
+    rows = None if snapshots is None else Snapshots(max_sequences + 1, snapshots, size)
+    return Books(PageAllocator(numbers, size), windows, alone, rows)
 
 
 def pools(groups: Sequence[PageGroup], pages: Sequence[int], layers: int, device: torch.device) -> tuple[KVPool, ...]:
     """The tensors of each group of a model with so many layers, zeroed. pages: of each group."""
     made = []
     for group, count in zip(groups, pages, strict=True):
-        made.append(KVPool(group.shape, count, device, None if len(groups) == 1 else (group.layers, layers)))
+        made.append(KVPool(group.shape, count, device, None if len(group.layers) == layers else (group.layers, layers)))
     return tuple(made)

@@ -81,8 +81,13 @@ class PrefixTree:
             self._pages.share(page)
         return path
 
-    def insert(self, tokens: list[int], pages: list[int], salt: str = "") -> None:
-        """Make the full `pages` of a running sequence matchable; `tokens` begin with the ids that they hold.
+    def depth(self, tokens: list[int], salt: str = "") -> int:
+        """How many pages of what `tokens` begin with it has, whatever is attached; a token is left over."""
+        return len(self._descend(tokens, (len(tokens) - 1) // self._pages.page_size, salt)[2])
+
+    def insert(self, tokens: list[int], pages: list[int], salt: str = "") -> list[int]:
+        """Make the full `pages` of a running sequence matchable; `tokens` begin with the ids that they hold. Returns
+        the pages that it has for these tokens now.
 
         Nothing is added below a page of which the tree has another copy: the sequence does not hold that copy, so it
         could be evicted above the sequence's own pages.
@@ -91,6 +96,8 @@ class PrefixTree:
         known = len(path)
         if known < len(pages) and (not known or path[-1] == pages[known - 1]):
             self._extend(node, taken, tokens, pages, known)
+            path += pages[known:]
+        return path
 
     def release(self, tokens: list[int], pages: list[int], salt: str = "") -> list[int]:
         """Release all `pages` of a sequence that ends or pauses, and keep in the tree those that `tokens` fill.

@@ -14,9 +14,11 @@ from torch import Tensor
 from strata.cache.block_tables import BlockTables
 from strata.cache.pool import KVPool
 from strata.cache.staging import Staging
+from strata.cache.state_pool import StatePool
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.cpu import planned
 from strata.kernels.attention.spec import Sequences
+from strata.kernels.state.fixed import FixedStates
 from strata.kernels.state.paged import PagedKV
 from strata.models.batch import Batch
 
@@ -100,7 +102,7 @@ class StepBuffer:
     tokens: [tokens] ids known to the host.
     sources: [tokens] slot whose newest id, which only the device knows, stands in for the token; -1 for none.
     positions, slot_mapping, offsets, lengths: see `Batch` and `PagedKV`.
-    table_rows: [sequences] which rows of the block tables are theirs.
+    table_rows: [sequences] which rows of the block tables, and of fixed states, are theirs.
     starts, decode_lengths, bounds: see `BatchParts`; only `divide` fills them.
     rows: [draws] row of the hidden states that is sampled. chosen: [draws], of a step that ranks divide; see
         `strata.graph.divide_tokens`.
@@ -220,12 +222,13 @@ class StepBuffer:
         windows: Iterable[int | None],
         parts: BatchParts | None = None,
         groups: Sequence[GroupTables] = (),
+        states: StatePool | None = None,
     ) -> Batch:
         """The device's side as a model's argument.
 
         tables: the block tables of this step's sequences. tokens: the ids, joined with those that only the
         device knows. windows: those of the model's attention layers, for which a CPU plans its attention once for all
-        layers. parts: see `PagedKV`. groups: those behind the first.
+        layers. parts: see `PagedKV`. groups: those behind the first. states: where layers keep fixed ones.
         """
         t = self.tensors
         pages = self._pages(pool, tables, t["slot_mapping"], windows, parts)
@@ -233,7 +236,8 @@ class StepBuffer:
             Sequences(t["offsets"], longest, self._pages(one.pool, one.tables, t[group_mapping(g)], one.windows, parts))
             for g, one in enumerate(groups, 1)
         )
-        return Batch(tokens, t["positions"], t["offsets"], longest, pages, others)
+        fixed = None if states is None else FixedStates(states.tensors, t["table_rows"])
+        return Batch(tokens, t["positions"], t["offsets"], longest, pages, others, fixed)
 
     def _pages(
         self, pool: KVPool, tables: Tensor, mapping: Tensor, windows: Iterable[int | None], parts: BatchParts | None
@@ -241,7 +245,7 @@ class StepBuffer:
         on_cpu = mapping.device.type == "cpu"
         index = mapping.long() if on_cpu and not bool((mapping < 0).any()) else None
         pages = PagedKV(pool.keys, pool.values, tables, self.tensors["lengths"], mapping, index=index, parts=parts)
-        return planned(pages, self.tensors["offsets"], windows) if on_cpu else pages
+        return planned(pages, self.tensors["offsets"], windows) if on_cpu and pool.shape.layers else pages
 
 
 def _placed(

@@ -13,10 +13,9 @@ import torch
 
 from strata.cache.groups import books
 from strata.cache.pages import PageAllocator
-from strata.cache.prefix import PrefixTree
 from strata.engine.compilations import Compilations
 from strata.engine.embeddings.pooling import PromptPooler
-from strata.engine.engine_config import EngineConfig
+from strata.engine.engine_config import EngineConfig, check_states
 from strata.engine.grammars.grammar import vocabulary
 from strata.engine.ledger import Ledger
 from strata.engine.loop import EngineLoop
@@ -100,6 +99,7 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
         followers = None
         if asked.ranks > 1:
             # What cannot be is said before anything is started.
+            check_states(asked, config)
             share_of(asked, config, 0)
             followers = Followers(asked, log)  # they load beside this one
             with_engine.callback(followers.stop)
@@ -181,9 +181,10 @@ def _scheduler(
         config = replace(config, ranks=asked.tensor_parallel_size)
         of_ranks = RankSchedulers(config, counts[0], asked.page_size, caches=asked.enable_prefix_caching)
         return of_ranks, of_ranks.pages
-    held = books(executor.groups, counts, asked.max_num_seqs, config.max_length)
-    tree = PrefixTree(held.pages, held.windows) if asked.enable_prefix_caching else None
-    return Scheduler(config, held.pages, tree, held.windows), held.filled
+    snapshots = executor.ledger.snapshots if executor.ledger.state_bytes else None
+    held = books(executor.groups, counts, asked.max_num_seqs, config.max_length, snapshots)
+    tree = held.tree() if asked.enable_prefix_caching else None
+    return Scheduler(config, held.pages, tree, held.windows, held.snapshots), held.filled
 
 
 def _step_shares(executor: Executor, device: torch.device) -> StepShares:

@@ -12,6 +12,7 @@ import torch
 
 from strata.cache.groups import PageGroup, page_groups
 from strata.cache.pool import PoolShape
+from strata.cache.state_pool import StateShape
 from strata.cache.tables import BufferShape
 from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.engine.recorded_steps import recorded_sizes
@@ -22,6 +23,7 @@ from strata.models import weights
 from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import FAMILIES, build
 from strata.models.folder import located
+from strata.models.state import FixedState
 from strata.parallel.serving_shard import PIPELINE_AXIS, TENSOR_AXIS, RankShard
 
 # The axes of the ranks' mesh, from the outermost, and the options that give their sizes.
@@ -233,7 +235,8 @@ def _is_whole(value: object, least: int) -> bool:
 @dataclass(frozen=True)
 class EngineSizes:
     """max_length: tokens of one sequence; max_tokens: of one step. pool: of the KV pages of all layers, were they
-    alike, with the weights' dtype. groups: into which the layers are divided by what they keep.
+    alike, with the weights' dtype. groups: into which the layers are divided that keep rows. states: of the fixed
+    states of the others, None if there are none.
 
     recorded: the steps that get a CUDA graph; library: cuDNN attends for prompts in them. weight_bytes: of the model;
     of a rank of several, of its share. parameters: of the model; of several ranks, of the one with the most
@@ -248,6 +251,7 @@ class EngineSizes:
     parameters: int
     recorded: tuple[BufferShape, ...]
     library: bool
+    states: StateShape | None = None
 
     @property
     def recorded_tokens(self) -> int:
@@ -279,13 +283,15 @@ class EngineSizes:
                 most = weights.weight_bytes(build(shard.most_divided, max_length), dtype)
                 parameters = most // dtype.itemsize // shard.stages
         groups = groups_of(asked, config, pool, max_length)
+        states = StateShape.of(FAMILIES[config.architecture].states(config), dtype)
         library, recorded = False, []
         if limits is not None:
-            library = not asked.deterministic and library_limit(limits, config, dtype, asked.page_size) is None
+            attends = bool(groups[0].layers) and not asked.deterministic
+            library = attends and library_limit(limits, config, dtype, asked.page_size) is None
             fresh = library and keeps_neighbours_apart(dtype)
             recorded = recorded_sizes(asked.max_num_seqs, max_tokens, parameters, library, fresh)
         sizes = tuple(replace(size, groups=len(groups)) for size in recorded)
-        return EngineSizes(max_length, max_tokens, pool, groups, weight_bytes, parameters, sizes, library)
+        return EngineSizes(max_length, max_tokens, pool, groups, weight_bytes, parameters, sizes, library, states)
 
     def without_library(self, max_sequences: int) -> EngineSizes:
         """The same where cuDNN cannot attend after all."""
@@ -295,11 +301,32 @@ class EngineSizes:
 
 
 def groups_of(asked: EngineConfig, config: ModelConfig, pool: PoolShape, max_length: int) -> tuple[PageGroup, ...]:
-    """Where ranks have stages, parts of prompts or sequences of their own, all layers keep all tokens."""
-    apart = asked.pipeline_parallel_size, asked.prefill_context_parallel_size
-    if max(apart) > 1 or asked.enable_dp_attention:
+    """Where ranks have stages, parts of prompts or sequences of their own, all layers keep all tokens. Raises as
+    `check_states`."""
+    check_states(asked, config)
+    if _apart(asked) is not None:
         return (PageGroup(tuple(range(config.num_layers)), None, pool),)
     return page_groups(FAMILIES[config.architecture].states(config), pool, max_length)
+
+
+def check_states(asked: EngineConfig, config: ModelConfig) -> None:
+    """Raises ValueError if layers keep what ranks cannot have in the way that is asked for."""
+    given, states = _apart(asked), FAMILIES[config.architecture].states(config)
+    if given is not None and any(isinstance(state, FixedState) for state in states):
+        raise ValueError(
+            f"{given}={getattr(asked, given)} is not there for {config.architecture}, of which layers keep a state of "
+            "fixed size: leave it out"
+        )
+
+
+def _apart(asked: EngineConfig) -> str | None:
+    """The option by which ranks have stages, parts of prompts or sequences of their own."""
+    given = {
+        "pipeline_parallel_size": asked.pipeline_parallel_size > 1,
+        "prefill_context_parallel_size": asked.prefill_context_parallel_size > 1,
+        "enable_dp_attention": asked.enable_dp_attention,
+    }
+    return next((name for name, is_given in given.items() if is_given), None)
 
 
 def library_limit(limits: DeviceLimits, config: ModelConfig, dtype: torch.dtype, page_size: int) -> str | None:

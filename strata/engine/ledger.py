@@ -11,6 +11,7 @@ import torch
 
 from strata.cache.groups import PageGroup, divide_pages
 from strata.cache.pool import PoolShape
+from strata.cache.state_pool import StateShape
 from strata.cache.tables import BufferShape
 from strata.cache.window_pages import most_pages
 from strata.models.config import ModelConfig
@@ -23,6 +24,9 @@ CPU_KV_SHARE = 0.25
 SAMPLING_BYTES = 40
 # Rows of prompt log-probabilities that are projected onto the vocabulary at once.
 PROMPT_LOGPROB_ROWS = 256
+# Snapshots of fixed states: at most so many for each sequence that can run, and this share of what is left for pages.
+_SNAPSHOTS_KEPT = 2
+_SNAPSHOT_SHARE = 0.25
 
 
 class WindowPool(NamedTuple):
@@ -39,7 +43,8 @@ class Ledger:
 
     others: what is in use already, by this process or by others. recorded: sizes of steps that have CUDA graphs.
     messages: buffers of what ranks send each other. pages, page_bytes: of the first group of layers that keep rows of
-    one kind, and `windows`: of the others.
+    one kind, and `windows`: of the others. state_rows: for fixed states, of which each takes `state_bytes`; the last
+    `snapshots` of them are for prefixes.
     """
 
     device: str
@@ -56,6 +61,13 @@ class Ledger:
     page_size: int
     messages: int = 0
     windows: tuple[WindowPool, ...] = ()
+    state_rows: int = 0
+    snapshots: int = 0
+    state_bytes: int = 0
+
+    @property
+    def states(self) -> int:
+        return self.state_rows * self.state_bytes
 
     @property
     def kv(self) -> int:
@@ -69,7 +81,12 @@ class Ledger:
     def agreed(self, least: Callable[[int], int]) -> Ledger:
         """With as many pages as all ranks have; least: a rank's number in, the smallest of all out."""
         windows = tuple(pool._replace(pages=least(pool.pages)) for pool in self.windows)
-        return replace(self, pages=least(self.pages), windows=windows)
+        agreed = replace(self, pages=least(self.pages), windows=windows)
+        if self.state_bytes:
+            snapshots = least(self.snapshots)
+            rows = self.state_rows - self.snapshots + snapshots
+            agreed = replace(agreed, state_rows=rows, snapshots=snapshots)
+        return agreed
 
     @property
     def tokens(self) -> int:
@@ -77,7 +94,8 @@ class Ledger:
 
     @property
     def margin(self) -> int:
-        return self.budget - self.weights - self.activations - self.sequences - self.graphs - self.messages - self.kv
+        fixed = self.weights + self.activations + self.sequences + self.graphs + self.messages
+        return self.budget - fixed - self.states - self.kv
 
     def lines(self) -> list[str]:
         """The ledger as text, one purpose a line."""
@@ -96,11 +114,17 @@ class Ledger:
                 ("windows", pool.pages * pool.page_bytes, f"{pool.pages:,} pages for layers that see {pool.window:,}")
                 for pool in self.windows
             ),
+            *([("states", self.states, self._states_note)] if self.state_bytes else []),
             ("margin", self.margin, "unused"),
         ]
         head = f"memory on {self.device}: {self.budget / GIB:.2f} GiB to use of {self.total / GIB:.2f}"
         head += f" ({self.others / GIB:.2f} in use already)" if self.others > 0 else ""
         return [head, *(f"  {name:<12}{size / GIB:>9.3f} GiB  {note}".rstrip() for name, size, note in rows)]
+
+    @property
+    def _states_note(self) -> str:
+        live = self.state_rows - self.snapshots
+        return f"{live:,} of {self.state_bytes / (1 << 20):,.1f} MiB for sequences, {self.snapshots:,} for prefixes"
 
 
 class PoolTooSmall(ValueError):
@@ -173,6 +197,8 @@ def plan_memory(
     sources: int = 1,
     memory: DeviceMemory | None = None,
     groups: Sequence[PageGroup] = (),
+    states: StateShape | None = None,
+    takes_snapshots: bool = False,
 ) -> Ledger:
     """Divide the device's memory.
 
@@ -180,7 +206,7 @@ def plan_memory(
     sharing: how many processes like this one a host's memory is for; a GPU is of one. messages: bytes
         that those between ranks need. groups: of layers that keep rows of one kind each, in pools like parts of
         `pool`; none: all layers are alike. sources: ranks whose rows meet at experts, each of them as many as the
-        step of one has.
+        step of one has. states: of layers that keep a fixed state; takes_snapshots: prefixes of it are kept.
     utilization: the share of a GPU that may be in use once the engine is, by whomever.
     recorded: sizes of the steps that CUDA graphs run. scratch: bytes that decode attention needs beside its result.
     Raises ValueError if the pages would not hold one sequence of `max_length` tokens, with what to change.
@@ -199,7 +225,8 @@ def plan_memory(
         largest = activation_bytes(config, max(size.tokens for size in recorded) * sources, 0, dtype)
         graphs = largest + logits + GIB // 2 + scratch
     per_sequence = -(-max_length // pool.page_size)
-    fixed = weight_bytes + activations + sequences + graphs + messages
+    state_bytes = 0 if states is None else states.row_bytes
+    fixed = weight_bytes + activations + sequences + graphs + messages + (max_sequences + 1) * state_bytes
     others = 0
     if device.type == "cuda":
         others = total - free
@@ -207,10 +234,18 @@ def plan_memory(
         room = budget - fixed
     else:
         budget = free
-        room = min(int((budget - fixed) * CPU_KV_SHARE), max_sequences * per_sequence * pool.page_bytes)
+        room = int((budget - fixed) * CPU_KV_SHARE)
     groups = groups or (PageGroup(tuple(range(pool.layers)), None, pool),)
+    snapshots = 0
+    if state_bytes and takes_snapshots:
+        snapshots = min(_SNAPSHOTS_KEPT * max_sequences, max(0, int(room * _SNAPSHOT_SHARE)) // state_bytes)
+        room -= snapshots * state_bytes
+    if device.type == "cpu":
+        room = min(room, max_sequences * per_sequence * sum(group.shape.page_bytes for group in groups))
     useful = [group.most_useful(max_sequences, max_tokens, max_length) for group in groups]
-    if num_pages is None:
+    if num_pages is None and not groups[0].layers:
+        counts: tuple[int, ...] = (_SNAPSHOTS_KEPT * max_sequences * per_sequence,)  # numbers, without memory
+    elif num_pages is None:
         counts = divide_pages(groups, max(0, room), useful)
     else:
         counts = (num_pages, *(num_pages if most is None else min(num_pages, most) for most in useful[1:]))
@@ -233,7 +268,15 @@ def plan_memory(
             WindowPool(group.window or 0, count, group.shape.page_bytes)
             for group, count in zip(groups[1:], counts[1:], strict=True)
         ),
+        state_rows=(max_sequences + 1 if state_bytes else 0) + snapshots,
+        snapshots=snapshots,
+        state_bytes=state_bytes,
     )
+    if budget - fixed < 0 <= budget - fixed + (max_sequences + 1) * state_bytes and state_bytes:
+        raise ValueError(
+            f"the states of fixed size of max_num_seqs={max_sequences} sequences need {ledger.states / GIB:.2f} GiB: "
+            "lower max_num_seqs\n" + "\n".join(ledger.lines())
+        )
     needed = [
         per_sequence if group.window is None else min(per_sequence, most_pages(group.window, pool.page_size) + 1)
         for group in groups

@@ -23,8 +23,9 @@ if TYPE_CHECKING:  # what a device gives and takes passes through the loop unrea
     from llguidance import LLMatcher
 
     from strata.engine.ledger import Ledger
-    from strata.engine.runner import PromptLogprobs, StepObserver
+    from strata.engine.runner import PromptLogprobs
     from strata.engine.sampler import LogprobTensors
+    from strata.engine.steps.observer import StepObserver
 
 
 class LaunchedStep(Protocol):

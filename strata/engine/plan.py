@@ -106,6 +106,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     banned: (slot, id) that this draw of the slot may not give, because it would complete a bad word.
     windows, window_copies: what `new_pages` of chunks and `copies` are for pages of all tokens, for those of layers
         with windows; copies are (group, from, to).
+    states_before, states_after: (from, to) rows of fixed states, to be copied in this order before the step reads any,
+        and once it has written all. A slot is a row; those behind `FixedStates`' padding are snapshots.
     """
 
     ended: tuple[int, ...]
@@ -116,6 +118,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     banned: tuple[tuple[int, int], ...] = ()
     windows: tuple[WindowEntries, ...] = ()
     window_copies: tuple[tuple[int, int, int], ...] = ()
+    states_before: tuple[tuple[int, int], ...] = ()
+    states_after: tuple[tuple[int, int], ...] = ()
 
     @property
     def draws(self) -> list[Draw]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from strata.cache.block_tables import BlockTables
 from strata.cache.pool import KVPool
 from strata.cache.staging import Staging
+from strata.cache.state_pool import StatePool
 from strata.cache.tables import BufferShape, StepBuffer
 from strata.engine.faults import is_lack_of_memory
 from strata.engine.sampler import DrawInputs
@@ -149,14 +150,16 @@ class RecordedSteps:
         recordings: Recordings,
         heads: int,
         windows: WindowSteps | None = None,
+        states: StatePool | None = None,
     ) -> None:
-        """heads: of the model's queries. windows: where some layers have pages of their own."""
+        """heads: of the model's queries. windows: where some layers have pages of their own. states: where some have a
+        fixed state."""
         self._graphs, self._pool, self._tables = graphs, pool, tables
         # As `qk_rope_kv_write` leaves queries, in front of keys, and values behind both as they were.
         width = pool.shape.head_dim
         self._rows = Rows((heads + pool.shape.kv_heads) * width, heads * width)
         self._fresh_rows = self._rows._replace(values=(heads + 2 * pool.shape.kv_heads) * width)
-        self._windows = windows
+        self._windows, self._states = windows, states
         self._library = False
         self._newest, self._staging = newest, staging
         self._recordings = recordings
@@ -291,7 +294,7 @@ class RecordedSteps:
             else:
                 tokens, tables, divided = self.divide(inputs, parts, fresh=shape.fresh)
             others = () if self._windows is None else self._windows.recorded_tables(buffer, inputs, graphs)
-            batch = buffer.batch(self._pool, tables, tokens, longest, (), divided, others)
+            batch = buffer.batch(self._pool, tables, tokens, longest, (), divided, others, self._states)
             if decode is not None:
                 made.logits = decode.forward(batch)
             else:

@@ -10,6 +10,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
 from strata.cache.pages import PageAllocator
+from strata.cache.snapshots import Marks
 from strata.cache.window_pages import WindowPages, WindowTable
 from strata.engine.plan import Draw, NewSequence, Sampling
 from strata.engine.sampling_params import SamplingParams
@@ -123,7 +124,7 @@ class Sequence:
         next step reads is on the device only, in the row of the sequence's slot.
     computed: tokens whose keys and values are in pages once all launched steps have run.
     pages: its pages in order; the last one may be part full. windows: those of layers with windows, a table for each
-        window.
+        window. marks: where fixed states of it are kept, while it runs; None where no layer has any.
     slot: its row of device state while it runs.
     finish_reason: "stop", "length", "abort", "error" or whatever `Scheduler.finish` was told; None while unfinished.
     stop_reason: the stop id or stop string that ended it; None for an end-of-sequence id.
@@ -143,6 +144,7 @@ class Sequence:
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     windows: tuple[WindowTable, ...] = ()
+    marks: Marks | None = None
     slot: int | None = None
     status: Status = Status.WAITING
     finish_reason: str | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from strata.cache.block_tables import BlockTables, table_pages
 from strata.cache.pool import KVPool
 from strata.cache.staging import Staging
+from strata.cache.state_pool import StatePool
 from strata.cache.tables import BufferShape, StepBuffer
 from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS
@@ -25,6 +25,7 @@ from strata.engine.recorded_steps import RecordedSteps, draw_inputs, step_inputs
 from strata.engine.sampler import DrawRow, LogprobTensors, Sampler
 from strata.engine.step_graphs import DrawStep, StepGraphs
 from strata.engine.steps.groups import WindowSteps
+from strata.engine.steps.observer import StepObserver
 from strata.engine.steps.runner_config import RunnerConfig
 from strata.engine.steps.slots import SlotState, meets
 from strata.engine.transfer import send
@@ -88,14 +89,6 @@ class Undrawn(UndrawnStep):
     masks: MasksUnderWay | None = None
 
 
-class StepObserver(Protocol):
-    """Told, while the host enqueues a step, where its work on the device begins and where it ends."""
-
-    def begin(self, plan: StepPlan) -> None: ...
-
-    def end(self) -> None: ...
-
-
 class Runner:
     """Owns the KV pool, the block tables and each slot's newest id; learns of sequences from plans alone.
 
@@ -110,9 +103,12 @@ class Runner:
         config: RunnerConfig,
         device: torch.device,
         others: Sequence[tuple[KVPool, int]] = (),
+        states: StatePool | None = None,
     ) -> None:
-        """others: of layers that keep rows of a window and are not in `pool`, the pool and the window of each group."""
+        """others: of layers that keep rows of a window and are not in `pool`, the pool and the window of each group.
+        states: of layers that keep a fixed state."""
         self.pool = pool
+        self._states = states
         self._graphs = graphs
         self._config, self._device = config, device
         most_pages = table_pages(config.max_length, pool.shape.page_size)
@@ -143,7 +139,7 @@ class Runner:
         all_of_them: a size that the memory does not suffice for is an error, not `lacking`.
         """
         given = (self._graphs, self.pool, self._tables, self._newest, self._staging, self._recordings())
-        recorded = RecordedSteps(*given, self._config.heads, self._windows)
+        recorded = RecordedSteps(*given, self._config.heads, self._windows, self._states)
         for bucket in sorted(buckets, key=lambda shape: shape.size, reverse=True):
             recorded.record(bucket, may_lack=not all_of_them)
         torch.cuda.empty_cache()  # what the first runs left on a stream that nothing else uses
@@ -167,7 +163,7 @@ class Runner:
         """
         self._staging.append(self._staging.pop(0))
         self._returns.append(self._returns.pop(0))
-        self._copy_pages(plan)
+        self._copy_before(plan)
         arrays = PlanArrays(plan)
         self._admit(plan)
         share, bucket = self._share(plan, arrays), None
@@ -178,6 +174,8 @@ class Runner:
             launched = self._launch_eager(plan, share or arrays, room)
         else:
             launched = self._launch_recorded(plan, arrays, bucket)
+        if self._states is not None:
+            self._states.copy(plan.states_after)
         if self.observer is not None and isinstance(launched, Launched):
             self.observer.end()
         return launched
@@ -206,7 +204,9 @@ class Runner:
         """Tells the newest ids of all slots apart from others, for ranks that must have drawn the same."""
         return zlib.crc32(self._newest[: self._config.max_sequences].cpu().numpy().tobytes())
 
-    def _copy_pages(self, plan: StepPlan) -> None:
+    def _copy_before(self, plan: StepPlan) -> None:
+        if self._states is not None:
+            self._states.copy(plan.states_before)
         if plan.copies and not self._config.only_windows:
             self.pool.copy_pages(plan.copies)
         if self._windows is not None:
@@ -303,7 +303,7 @@ class Runner:
             columns = tables[:, : -(-int(arrays.ends.max(initial=1)) // page_size)]
             tokens, tables = inputs.forward(step_inputs(buffer, columns, page_size, self._newest))
         others = () if self._windows is None else self._windows.tables(buffer, tables.shape[1])
-        batch = buffer.batch(self.pool, tables, tokens, longest, self._config.windows, parts, others)
+        batch = buffer.batch(self.pool, tables, tokens, longest, self._config.windows, parts, others, self._states)
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
         head = self._graphs.head
         if scores and head is not None:

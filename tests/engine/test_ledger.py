@@ -11,7 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from strata.cache.groups import page_groups
 from strata.cache.pool import PoolShape
+from strata.cache.state_pool import StatePool, StateShape
 from strata.cache.tables import BufferShape
 from strata.engine import ledger as ledger_module
 from strata.engine import sampler as sampler_module
@@ -22,6 +24,7 @@ from strata.engine.sampler import DrawRow, Sampler
 from strata.engine.sampling_params import SamplingParams
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
+from strata.models.state import FixedState, PagedRows
 
 CONFIG = config_from_dict(SHAPES["0.6B"], "0.6B")
 POOL = PoolShape(CONFIG.num_layers, 16, CONFIG.num_kv_heads, CONFIG.head_dim, torch.bfloat16)
@@ -50,6 +53,34 @@ def test_the_parts_add_up_to_the_budget() -> None:
     assert ledger.pages == 4 * 128 // 16, "a CPU takes no more than its sequences could use"
     assert ledger.tokens == 4 * 128
     assert any(f"{ledger.tokens:,} tokens" in line for line in ledger.lines())
+
+
+def test_fixed_states_are_counted_for_slots_padding_and_prefixes() -> None:
+    fixed = FixedState(((4, 16, 32), (3, 80)), (torch.float32, None))
+    states = [fixed if layer % 4 else PagedRows((8, 128)) for layer in range(28)]
+    shape = StateShape.of(states, torch.bfloat16)
+    assert shape is not None
+    row = 21 * (4 * 16 * 32 * 4 + 3 * 80 * 2)
+    assert shape.row_bytes == row
+    groups = page_groups(states, POOL, 128)
+    assert [group.layers for group in groups] == [(0, 4, 8, 12, 16, 20, 24)]
+    own = ASKED | {"states": shape, "groups": groups}
+    ledger, without = (
+        plan_memory(CONFIG, POOL, torch.device("cpu"), **own | {"takes_snapshots": takes}) for takes in (True, False)
+    )
+    assert (ledger.state_rows, ledger.snapshots, ledger.states) == (4 + 1 + 2 * 4, 2 * 4, 13 * row)
+    assert (without.state_rows, without.snapshots) == (4 + 1, 0)
+    assert ledger.page_bytes == 16 * 7 * 2 * 8 * 128 * 2
+    parts = (ledger.weights, ledger.activations, ledger.sequences, ledger.graphs, ledger.kv, ledger.states)
+    assert sum(parts) + ledger.margin == ledger.budget
+    pool = StatePool(shape, 13, torch.device("cpu"))
+    assert sum(tensor.nbytes for tensors in pool.tensors for tensor in tensors) == ledger.states
+    assert [len(tensors) for tensors in pool.tensors[:5]] == [0, 2, 2, 2, 0]
+    huge = StateShape.of([FixedState(((1 << 40,),), (None,))], torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"fixed size of max_num_seqs=4 sequences need 10240.00 GiB: lower max_num_seqs"
+    ):
+        plan_memory(CONFIG, POOL, torch.device("cpu"), **own | {"states": huge})
 
 
 def test_experts_of_ranks_with_tokens_of_their_own_compute_the_rows_of_all() -> None:

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 
 from strata.cache.groups import books, pools
 from strata.cache.pages import PageAllocator
+from strata.cache.state_pool import StatePool
 from strata.comm.operations import Along, all_gather
 from strata.comm.peer_copies import PendingSum
 from strata.comm.symmetric import imagined
@@ -130,7 +131,7 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
         graphs = replace(graphs, part=_part(shard))
     first, *more = groups = groups_of(asked, own, sizes.pool, sizes.max_length)
     pages = [asked.num_pages or _PAGES] * len(groups)
-    held = books(groups, pages, asked.max_num_seqs, sizes.max_length)
+    held = books(groups, pages, asked.max_num_seqs, sizes.max_length, None if sizes.states is None else 0)
     pool, *others = pools(groups, pages, own.num_layers, META)
     runner_config = RunnerConfig(
         asked.max_num_seqs,
@@ -143,10 +144,11 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
         only_windows=first.window is not None,
     )
     given = [(one, group.window) for one, group in zip(others, more, strict=True) if group.window is not None]
-    runner = _NotingRunner(graphs, pool, runner_config, META, given)
+    states = None if sizes.states is None else StatePool(sizes.states, asked.max_num_seqs + 1, META)
+    runner = _NotingRunner(graphs, pool, runner_config, META, given, states)
     runner.record(sizes.recorded)
     scheduler_config = SchedulerConfig(asked.max_num_seqs, sizes.max_tokens, sizes.max_length, 0, None)
-    scheduler = Scheduler(scheduler_config, held.pages, None, held.windows)
+    scheduler = Scheduler(scheduler_config, held.pages, None, held.windows, held.snapshots)
     return DryEngine(graphs, EngineLoop(scheduler, runner, run_ahead=True, ledger=_NO_LEDGER), held.filled)
 
 

@@ -24,8 +24,9 @@ from strata.engine.ranks import messages
 from strata.engine.ranks.answers import logprobs_of, prompt_logprobs_of, tensor_of
 from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
 from strata.engine.ranks.followers import STEP_SECONDS, Followers
-from strata.engine.runner import Launched, PromptLogprobs, Runner, StepObserver, Undrawn
+from strata.engine.runner import Launched, PromptLogprobs, Runner, Undrawn
 from strata.engine.sampler import LogprobTensors
+from strata.engine.steps.observer import StepObserver
 
 # How long rank 0 sleeps between two looks at its device, in seconds: a rank that ends meanwhile leaves it waiting for
 # ever, so it must not wait inside the driver.

@@ -26,6 +26,8 @@ class PlanBuilder:
     banned: list[tuple[int, int]] = field(default_factory=list)
     windows: list[WindowEntries] = field(default_factory=list)
     window_copies: list[tuple[int, int, int]] = field(default_factory=list)
+    states_before: list[tuple[int, int]] = field(default_factory=list)
+    states_after: list[tuple[int, int]] = field(default_factory=list)
 
     def make_room(self, target: StepTarget, in_line: int) -> None:
         """All decodes are planned; so many sequences have prompts to compute."""
@@ -52,4 +54,5 @@ class PlanBuilder:
             return None
         tokens = len(self.decodes) + sum(chunk.count for chunk in self.others)
         told = tuple(ended), tuple(self.new), chunks, tuple(self.copies), tokens, tuple(self.banned)
-        return StepPlan(*told, tuple(self.windows), tuple(self.window_copies))
+        states = tuple(self.states_before), tuple(self.states_after)
+        return StepPlan(*told, tuple(self.windows), tuple(self.window_copies), *states)

@@ -34,7 +34,8 @@ class DecodeRuns:
         running, size = self._queues.running, self._pages.page_size
         if not running or plan.tokens != len(plan.chunks) or len(plan.chunks) != len(running):
             return 0
-        if self._prefixes.windows:  # whose pages come and go as sequences grow
+        # Pages of windows come and go as sequences grow, and plans say when snapshots are taken.
+        if self._prefixes.windows or self._prefixes.states.there_are:
             return 0
         if self._queues.waiting and self._queues.free_slots and not self._admission.stays_refused:
             return 0

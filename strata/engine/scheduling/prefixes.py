@@ -8,6 +8,7 @@ from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.cache.window_pages import WindowPages
 from strata.engine.request import Sequence, Status
+from strata.engine.scheduling.states import States
 
 _PageKey = tuple[int | str, tuple[int, ...]]
 """A page by the one before it (the salt, for the first) and the ids that it holds."""
@@ -20,9 +21,15 @@ class Prefixes:
     there is no such order. `publish` is called when the step that was planned last is under way.
     """
 
-    def __init__(self, pages: PageAllocator, tree: PrefixTree | None, windows: Listed[WindowPages] = ()) -> None:
-        """windows: which the tree has as attached."""
-        self._pages, self._tree, self.windows = pages, tree, tuple(windows)
+    def __init__(
+        self,
+        pages: PageAllocator,
+        tree: PrefixTree | None,
+        windows: Listed[WindowPages],
+        states: States,
+    ) -> None:
+        """windows: which the tree has as attached, as it has the snapshots of `states`."""
+        self._pages, self._tree, self.windows, self.states = pages, tree, tuple(windows), states
         self._filled: list[tuple[Sequence, int]] = []  # by the step that is being planned, and up to which page
         self._pending: set[_PageKey] = set()  # the first page that each of them fills
 
@@ -37,8 +44,9 @@ class Prefixes:
             return
         for sequence, full in self._filled:
             if sequence.status is Status.RUNNING:
-                self._tree.insert(sequence.tokens, sequence.pages[:full], sequence.request.salt)
+                path = self._tree.insert(sequence.tokens, sequence.pages[:full], sequence.request.salt)
                 self._attach(sequence, sequence.pages[:full])
+                self.states.attach(sequence, path)
                 if sequence.verified:
                     self._tree.verify(sequence.pages[:full])
         self._filled.clear()
@@ -96,10 +104,12 @@ class Prefixes:
             read = sequence.tokens[:-1] if sequence.verified else []
             kept = self._tree.release(read, sequence.pages, sequence.request.salt)
             self._attach(sequence, kept)
+            self.states.attach(sequence, kept)
             self._tree.verify(sequence.pages[: len(read) // self._pages.page_size])
         for window, table in zip(self.windows, sequence.windows, strict=True):
             window.drop(table)
         sequence.windows = ()
+        self.states.drop(sequence)
 
     def verify(self, sequence: Sequence) -> None:
         """A draw has read all tokens of a running sequence and given an id."""
@@ -117,6 +127,7 @@ class Prefixes:
         self._pending.clear()
         for window in self.windows:
             window.clear()
+        self.states.clear()
         if self._tree is not None:
             self._tree.clear()
 
@@ -130,6 +141,7 @@ class Prefixes:
         self._pages.check((page for sequence in running for page in sequence.pages), self._tree or ())
         for place, window in enumerate(self.windows):
             window.check([sequence.windows[place] for sequence in running], self._tree or ())
+        self.states.check(running)
         if self._tree is not None:
             self._tree.check()
 

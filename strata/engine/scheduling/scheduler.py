@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
+from strata.cache.snapshots import Snapshots
 from strata.cache.window_pages import WindowPages
 from strata.engine.plan import Chunk, Draw, StepPlan
 from strata.engine.request import Request, Sequence, Status, Update, new_sequence
@@ -23,6 +24,7 @@ from strata.engine.scheduling.growth import Growth
 from strata.engine.scheduling.held import NOBODY, Held, Holdup
 from strata.engine.scheduling.prefixes import Prefixes
 from strata.engine.scheduling.queues import Queues, order
+from strata.engine.scheduling.states import States
 from strata.engine.scheduling.statistics import Statistics
 from strata.engine.scheduling.windows import Windows
 
@@ -52,14 +54,17 @@ class Scheduler:
         pages: PageAllocator,
         prefix: PrefixTree | None,
         windows: Listed[WindowPages] = (),
+        snapshots: Snapshots | None = None,
     ) -> None:
         """`prefix` None turns prefix caching off. windows: of layers that do not keep all tokens, which the tree has as
-        attached; pages of a sequence's tokens in them are taken chunk by chunk."""
+        attached; pages of a sequence's tokens in them are taken chunk by chunk. snapshots: where layers have a fixed
+        state, attached too."""
         self.config = config
         self.statistics = Statistics()
         self._pages = pages
         self._windows = Windows(windows) if windows else None
-        self._prefixes = Prefixes(pages, prefix, windows)
+        self._states = States(pages.page_size, prefix, snapshots)
+        self._prefixes = Prefixes(pages, prefix, windows, self._states)
         self._requests: dict[str, list[Sequence]] = {}
         self._sequences: dict[int, Sequence] = {}  # all that are unfinished, by id
         self._queues = Queues(min(config.max_sequences, config.max_tokens))
@@ -155,7 +160,7 @@ class Scheduler:
         for sequence in prefilling:
             self._admit_waiting(builder, before=sequence)
             if builder.budget:
-                count = builder.chunk(sequence.computed, len(sequence.tokens) - sequence.computed)
+                count = self._states.chunk(sequence, sequence.computed, builder)
                 if self._windows is not None:
                     count = self._growth.fitting(sequence, count, builder, prefilling)
                 self._prefill(sequence, count, builder)
@@ -226,7 +231,8 @@ class Scheduler:
         unfinished = [sequence for samples in self._requests.values() for sequence in samples]
         for sequence in (*unfinished, *self._queues.running, *self._queues.waiting):
             sequence.status, sequence.finish_reason = Status.FINISHED, "abort"
-            sequence.slot, sequence.pages, sequence.windows, sequence.unforked = None, [], (), []
+            sequence.slot, sequence.pages, sequence.windows, sequence.marks = None, [], (), None
+            sequence.unforked = []
         self._requests, self._sequences = {}, {}
         self._queues.clear()
         self._admission.clear()
@@ -262,7 +268,7 @@ class Scheduler:
         """Plan a token for each running sequence that samples; returns those that still prefill."""
         prefilling = []
         running, size, is_shared = self._queues.running, self._pages.page_size, self._pages.is_shared
-        stages = self.config.stages
+        stages, every = self.config.stages, self._states.every
         share = -(-len(running) // stages)
         position = 0
         while position < len(running):  # preemption shortens the list behind `position`
@@ -294,6 +300,8 @@ class Scheduler:
                 builder.banned += ((slot, token) for token in sequence.completed_bad_words())
             sequence.computed = start + 1
             sequence.pending += 1
+            if every and not sequence.computed % every:
+                self._states.keep(sequence, builder)
         builder.budget -= len(builder.decodes)
         return prefilling
 
@@ -301,10 +309,11 @@ class Scheduler:
         """Plan so many of the tokens that a sequence has not computed."""
         start, total, slot = sequence.computed, len(sequence.tokens), sequence.slot
         assert slot is not None
-        builder.take(start, count, total - start)
+        builder.take(start, count, self._states.wanted(sequence, start))
         if not count:
             return
         sequence.computed = start + count
+        self._states.keep(sequence, builder)
         if self._windows is not None:
             builder.windows += self._windows.take(sequence, start)
         draws: tuple[Draw, ...] = ()
@@ -333,6 +342,7 @@ class Scheduler:
                 self._pages.share(page)
             if self._windows is not None:
                 self._windows.fork(sequence, sample)
+            self._states.fork(sequence, sample, builder)
             sample.computed, sample.pending, sample.cached_tokens = sequence.computed, 1, sequence.cached_tokens
             draws += sample.draws
         sequence.unforked = []
@@ -361,11 +371,13 @@ class Scheduler:
                 deferred, reserved = deferred + 1, reserved + self._admission.wanted(sequence, found)
                 continue
             cached = len(found) * size
-            wanted = len(sequence.tokens) - cached
-            count = builder.chunk(cached, wanted)
+            self._states.mark(sequence, cached)
+            count = self._states.chunk(sequence, cached, builder)
             if self._windows is not None:
                 count = self._windows.fitting(sequence, cached, count)
-            goes_ahead = count == wanted and len(sequence.unforked) < self._queues.free_slots - deferred
+            goes_ahead = (
+                count == len(sequence.tokens) - cached and len(sequence.unforked) < self._queues.free_slots - deferred
+            )
             if not count or (deferred and not goes_ahead):
                 self._prefixes.release(found)
                 self._holdup = "step_full"
@@ -386,6 +398,7 @@ class Scheduler:
             self._windows.begin(sequence, found)
         pages = self._admission.take(sequence, found)
         self._start(sequence, pages, builder)
+        self._states.begin(sequence, found, builder)
         sequence.computed = cached
         if self._prefixes.uses_cache(sequence) and not sequence.preemptions:
             sequence.cached_tokens = cached

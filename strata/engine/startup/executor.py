@@ -11,6 +11,7 @@ import torch
 
 from strata.cache.groups import PageGroup, pools
 from strata.cache.pool import PoolShape
+from strata.cache.state_pool import StatePool
 from strata.comm.mesh import Axis
 from strata.comm.peer_copies import with_peer_copies
 from strata.engine.embeddings.pooling import Pooler
@@ -140,6 +141,7 @@ def build_executor(
         graphs = step_graphs(model, kind, asked.deterministic, table, shard, tables, overlap, context)
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool, *others = pools(sizes.groups, ledger.group_pages, own.num_layers, device)
+        states = None if sizes.states is None else StatePool(sizes.states, ledger.state_rows, device)
     first, *more = sizes.groups
     windows, heads = frozenset(own.windows[layer] for layer in first.layers), own.num_heads
     division = None
@@ -160,7 +162,7 @@ def build_executor(
         only_windows=first.window is not None,
     )
     given = [(one, group.window) for one, group in zip(others, more, strict=True) if group.window is not None]
-    runner = Runner(graphs, pool, runner_config, device, given)
+    runner = Runner(graphs, pool, runner_config, device, given, states)
     kernels_are_ready = False
     if kernels is not None:
         with clock.phase("kernels"):
@@ -275,6 +277,8 @@ def planned_memory(
         sources=asked.tensor_parallel_size if asked.enable_dp_attention else 1,
         memory=memory,
         groups=sizes.groups,
+        states=sizes.states,
+        takes_snapshots=asked.enable_prefix_caching,
     )
 
 

@@ -23,7 +23,8 @@ class FixedStates:
     - at the end its row holds the state behind its last token of the batch; a sequence without tokens leaves its row;
     - padding sequences share a row that nobody reads. They begin at position 0, and their writes may meet in any order.
 
-    It writes in place, so it declares this argument in `mutates`. It reads nothing of it on the host.
+    It writes in place, so it declares this argument in `mutates`, and it `reads_state`. Nothing of it is read on the
+    host.
     """
 
     tensors: tuple[tuple[Tensor, ...], ...]

@@ -56,6 +56,8 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
         shard = RankShard.of(config, ranks, 0, axis, expert_parallel=asked.enable_expert_parallel)
     own = config if shard is None else shard.config
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits, shard)
+    if sizes.states is not None:
+        raise ValueError("layers with a state of fixed size are not simulated; all others are")
     if len(sizes.groups) > 1:
         raise ValueError("layers with windows keep pages of their own, which are not simulated; all others are")
     total = int(device.ceiling("memory").value)

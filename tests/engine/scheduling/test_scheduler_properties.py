@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
+from strata.cache.snapshots import Snapshots
 from strata.cache.window_pages import WindowPages
 from strata.engine.plan import StepPlan
 from strata.engine.request import Request, Sequence
@@ -23,6 +24,7 @@ from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.room import StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.scheduling.step_times import StepTimes
+from tests.engine.scheduling.state_device import StateDevice
 from tests.engine.scheduling.window_device import WindowDevice
 from tests.engine.simulated import EOS, POISON, STOP_ID, STOP_TEXT, VOCABULARY, uncrowded
 
@@ -59,11 +61,15 @@ class Engine:
         caching: bool,
         ahead: bool,
         windows: tuple[WindowPages, ...] = (),
+        snapshots: Snapshots | None = None,
     ) -> None:
-        self.allocator, self.windows = PageAllocator(pages, page_size), windows
-        self.prefix = PrefixTree(self.allocator, windows) if caching else None
-        self.scheduler = Scheduler(config, self.allocator, self.prefix, windows)
+        self.allocator, self.windows, self.snapshots = PageAllocator(pages, page_size), windows, snapshots
+        attached = windows if snapshots is None else (*windows, snapshots)
+        self.prefix = PrefixTree(self.allocator, attached) if caching else None
+        self.scheduler = Scheduler(config, self.allocator, self.prefix, windows, snapshots)
         self.device = WindowDevice(page_size, windows)
+        if snapshots is not None:
+            self.device = StateDevice(page_size, windows, config.max_sequences)
         self.ahead = ahead
         self.outstanding: Outstanding | None = None
 
