@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from strata import LLM
 from strata.graph.bind import bind
 from strata.graph.capture import capture
 from strata.graph.cost import meta_indices, node_costs
@@ -188,11 +187,9 @@ def test_graphs_cost_what_layers_do() -> None:
     assert flops.attention == 0
 
 
-def test_ranks_and_the_engine_say_what_they_cannot_do(opened: Opened) -> None:
+def test_ranks_say_what_they_cannot_do(opened: Opened) -> None:
     for name in ("tp", "cp", "pp"):
         with pytest.raises(ValueError, match=f"{name} = 2 would divide the recurrent layers"):
             Layout(**{name: 2}).check(opened.config, 2)
     with pytest.raises(ValueError, match="recurrent layers, which ranks do not do yet; this model takes 1"):
         RankShard.of(opened.config, 2, 0)
-    with pytest.raises(ValueError, match="no pool is laid out for FixedState"):
-        LLM(opened.folder, device="cpu", skip_tokenizer_init=True)

@@ -20,6 +20,8 @@ from strata.models.batch import Batch
 from strata.models.families import FAMILIES
 from tests.engine.groups.recurrent_family import family
 from tests.engine.test_recorded_steps import Replayed
+from tests.models.checkpoints import make_checkpoint
+from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 
 ARCHITECTURE, PAGE = "MistralForCausalLM", 8
 CONFIG = {
@@ -130,6 +132,16 @@ def test_ranks_that_divide_layers_or_prompts_are_refused_before_weights_are_read
         asked = {name: 2, **({"tensor_parallel_size": 2} if name.startswith("prefill") else {})}
         with pytest.raises(ValueError, match=f"{name}=2 is not there for {ARCHITECTURE}"):
             engine(folder, **asked)
+
+
+def test_mamba2(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "mamba2", RECURRENT_CONFIGS["mamba2"])
+    llm = engine(folder, load_format="auto", max_model_len=256, num_pages=24)
+    check(llm, prompts(), n=2)
+    check(llm, prompts(), outputs=4)
+    statistics = llm.engine.loop.scheduler.statistics
+    assert statistics.preemptions > 0
+    assert statistics.prefix_hits > 0
 
 
 def test_recorded_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
