@@ -278,7 +278,7 @@ class EngineLoop:
         self._is_inconsistent = False
 
     def _launch(self, plan: StepPlan, planned: float) -> LaunchedStep | UndrawnStep:
-        self._launches.append(_Launch(self.scheduler.held, planned, self.clock()))
+        self._launches.append(_Launch(self.scheduler.take_held(), planned, self.clock()))
         with self._memory_explained(plan):
             return self._runner.launch(plan)
 

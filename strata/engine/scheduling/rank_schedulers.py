@@ -115,9 +115,8 @@ class RankSchedulers:
     def has_room(self) -> bool:
         return any(part.has_room for part in self._parts)
 
-    @property
-    def held(self) -> tuple[Held, ...]:
-        return tuple(held for part in self._parts for held in part.held)
+    def take_held(self) -> tuple[Held, ...]:
+        return tuple(held for part in self._parts for held in part.take_held())
 
     def sequence(self, id: int) -> Sequence | None:
         return self._of(id).sequence(id)

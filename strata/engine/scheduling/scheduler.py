@@ -111,12 +111,13 @@ class Scheduler:
         """Whether a request that came now could have tokens in the next step, behind those that are in line."""
         return self._queues.have_room(self.config.max_tokens)
 
-    @property
-    def held(self) -> tuple[Held, ...]:
-        """Why those wait that the last plan left out, of each rank that has sequences of its own: here of one."""
+    def take_held(self) -> tuple[Held, ...]:
+        """Why those wait that the last plan left out, and who was preempted since this was asked before: also while
+        nothing could run. Of each rank that has sequences of its own: here of one."""
         if self._holdup is None and not self._preempted:
             return (NOBODY,)
-        return (Held(self._holdup, tuple(self._preempted)),)
+        preempted, self._preempted = tuple(self._preempted), []
+        return (Held(self._holdup, preempted),)
 
     def sequence(self, id: int) -> Sequence | None:
         """An unfinished sequence; None once it has ended."""
@@ -151,7 +152,6 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step; None if nothing can run before an outstanding plan is completed."""
         self._prefixes.publish()
-        self._preempted = []
         builder = PlanBuilder(self.config.max_tokens, self._pages.page_size)
         prefilling = self._decode(builder)
         may_admit = bool(self._queues.waiting) and self._queues.free_slots > 0
@@ -234,6 +234,7 @@ class Scheduler:
             sequence.slot, sequence.pages, sequence.windows, sequence.marks = None, [], (), None
             sequence.unforked = []
         self._requests, self._sequences = {}, {}
+        self._preempted, self._holdup = [], None
         self._queues.clear()
         self._admission.clear()
         self._pages.clear()

@@ -29,9 +29,10 @@ def request(id: str, prompt: int, outputs: int, **params: object) -> Request:
 
 def run(of: Scheduler, stages: int) -> list[StepPlan]:
     """Steps until all have ended, with as many under way as there are stages. The id of a sequence is that of its
-    place, so that nobody's depends on the plans."""
+    place, so that nobody's depends on the plans. Who is preempted is told with a plan, if with a later one."""
     under_way: deque[StepPlan] = deque()
-    plans = []
+    plans: list[StepPlan] = []
+    told, before = 0, of.statistics.preemptions
     while of.has_work:
         plan = of.schedule() if len(under_way) < stages else None
         if plan is not None:
@@ -39,12 +40,14 @@ def run(of: Scheduler, stages: int) -> list[StepPlan]:
             assert drawn.isdisjoint(chunk.sequence for chunk in plan.chunks), "its id is under way"
             under_way.append(plan)
             plans.append(plan)
+            told += sum(len(held.preempted) for held in of.take_held())
         else:
             assert under_way, "nothing is under way, and nothing can be"
             oldest = under_way.popleft()
             found = [of.sequence(draw.sequence) for draw in oldest.draws]
             of.complete(oldest, [len(one.tokens) if one is not None else 0 for one in found])
         of.check()
+    assert told == of.statistics.preemptions - before
     return plans
 
 
