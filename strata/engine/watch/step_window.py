@@ -70,7 +70,7 @@ class StepWindow:
             sums.floor += floor
             sums.known += gap + work
             sums.bounds[look.floor.bound] = sums.bounds.get(look.floor.bound, 0.0) + floor
-            if self._records and not timing.recorded:
+            if self._records and timing.late and not timing.recorded:
                 sums.launches += max(0.0, work - floor)
         if look.predicted is not None:
             sums.predicted += look.predicted

@@ -87,8 +87,8 @@ def test_what_is_found() -> None:
 def test_the_window_tells_of_the_last_seconds_alone() -> None:
     window = StepWindow(records=True, seconds=10)
 
-    def step(ended: float, gap: float, *, recorded: bool = True) -> None:
-        timing = StepTiming(plan([5], []), (Held(),), 0.0, 0.0, ended, recorded=recorded)
+    def step(ended: float, gap: float, *, recorded: bool = True, late: bool = False) -> None:
+        timing = StepTiming(plan([5], []), (Held(),), 0.0, 0.0, ended, recorded=recorded, late=late)
         window.step(timing, StepLook(0.0, Floor(0.0, 0.02), 0.03), StepSeconds(gap, 0.04, 0.0))
 
     assert window.standings(0.0, 0) == Standings()
@@ -101,12 +101,17 @@ def test_the_window_tells_of_the_last_seconds_alone() -> None:
     assert found.verdict is not None
     assert found.verdict.finding == "host gaps"
     for at in range(50):
-        step(20.0 + at / 10, gap=0.0, recorded=False)
+        step(20.0 + at / 10, gap=0.0, recorded=False, late=True)
     found = window.standings(25.0, 0)
     assert found.gap == 0.0
     assert found.verdict is not None
     assert found.verdict.finding == "launches"
     assert window.standings(40.0, 1) == Standings()
+    for at in range(50):  # prompts that keep the device busy while the host launches the next
+        step(50.0 + at / 10, gap=0.0, recorded=False)
+    found = window.standings(55.0, 1)
+    assert found.verdict is not None
+    assert found.verdict.finding == "slow steps"
 
 
 def test_kernels_compiled_meanwhile_are_told() -> None:
