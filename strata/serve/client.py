@@ -74,6 +74,10 @@ class Stream:
         """Tell the engine, for the request's ledger, when its last text was ready: after `aclose`."""
         self._client.delivered(self.id, ended)
 
+    async def ledgers(self) -> list[RequestLedger]:
+        """Of its request, as `EngineClient.ledgers`: of the one engine that has it."""
+        return await self._client.ledgers(self.id)
+
     def expire(self) -> None:
         """Its time is over: what has come may still be read, and nothing more comes."""
         self._running.clear()

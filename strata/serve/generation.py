@@ -155,8 +155,10 @@ class Generation:
 
     async def ledger(self) -> RequestLedger | None:
         """Where its time went, once it has ended; None if the engine has ended too."""
+        if self._stream is None:
+            return None
         try:
-            found = await self._state.client.ledgers(self._add.id)
+            found = await self._stream.ledgers()
         except EngineGone:
             return None
         return found[-1] if found else None

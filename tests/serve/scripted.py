@@ -70,6 +70,9 @@ class ScriptedStream:
     def delivered(self, ended: float) -> None:
         self.ended = ended
 
+    async def ledgers(self) -> list[RequestLedger]:
+        return []
+
 
 class ScriptedEngine:
     """Stands in for EngineClient."""

@@ -62,6 +62,10 @@ class ReplicaStream:
         """As of `Stream`."""
         self.client.delivered(self.id, ended)
 
+    async def ledgers(self) -> list[RequestLedger]:
+        """As of `Stream`."""
+        return await self.client.ledgers(self.id)
+
     def expire(self) -> None:
         """As of `Stream`."""
         self._expired = True

@@ -264,3 +264,23 @@ def test_ledgers_are_those_of_the_engines_that_answer(tmp_path: Path) -> None:
             await replicas.ledgers("a")
 
     play(tmp_path, scenario)
+
+
+def test_a_request_asks_the_engine_that_has_it_for_its_ledger(tmp_path: Path) -> None:
+    """The other one hears nothing of it, so it may be silent."""
+
+    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+        stream = replicas.submit(add("a", [1]))
+        assert isinstance(await engines[0].heard(), Add)
+        await engines[0].tell(Delta("a", 0, [5], "length"))
+        assert [deltas async for deltas in stream] == [[Delta("a", 0, [5], "length")]]
+        asking = asyncio.create_task(stream.ledgers())
+        asked = await engines[0].heard()
+        assert isinstance(asked, AskLedgers)
+        assert asked.name == "a"
+        await engines[0].say(Ledgers(asked.id, []))
+        assert await asking == []
+        replicas.submit(add("b", [2]))
+        assert await engines[1].heard() == add("b", [2])
+
+    play(tmp_path, scenario)
