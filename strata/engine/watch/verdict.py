@@ -95,8 +95,9 @@ class Shares(NamedTuple):
     """Parts of the time in which an engine had something to do, each in [0, 1].
 
     gap, masks, recomputed: see `Finding`; launches: what steps that the host launched took beyond their floor, where
-    the device had done them before the host had launched the next. held: in which the first in line waited for that. floor: the floors of all steps; None where they are not known. bound: what
-    sets most of it. compiled: kernels, not a share.
+    the device had done them before the host had launched the next. held: in which the first in line waited for that.
+    floor: the floors of all steps; None where they are not known. bound: what sets most of it. compiled: kernels, not a
+    share.
     """
 
     gap: float = 0.0
