@@ -2,109 +2,34 @@
 
 from __future__ import annotations
 
-import gc
-import json
 import random
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import msgspec
-import numpy as np
 import pytest
 
 from strata import LLM, SamplingParams
 from strata.engine.faults import EngineFault
-from strata.engine.grammars.grammar import GrammarCompiler
-from strata.engine.loop import StepOutput, StepTiming
 from strata.engine.outputs import Logprob
-from strata.engine.plan import NOTHING
 from strata.engine.process.messages import (
     Abort,
     Add,
-    Delta,
     Embed,
     Embedding,
     Fault,
     Finish,
-    FromEngine,
     Hello,
     PromptLogprobs,
     Ready,
     Refused,
     Step,
-    ToEngine,
     TokenLogprobs,
 )
-from strata.engine.process.service import Service
-from strata.engine.recorded_steps import REASONS
-from strata.engine.request import Request, Sequence, Status, Update
-from strata.engine.watch.step_shares import StepShares
-from strata.kernels.compiled import KINDS
-from tests.engine.grammars.test_closed_objects import json_grammar
-from tests.engine.test_failed_requests import NAN_TOKEN, break_embedding
-
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-A, B = b"client a", b"client b"
-
-
-class Desk:
-    """A service whose clients are lists of what they were told."""
-
-    def __init__(self, llm: LLM, *clients: bytes) -> None:
-        self.llm = llm
-        self.told: dict[bytes, list[FromEngine]] = defaultdict(list)
-        self.gone: set[bytes] = set()
-        self.logged: list[str] = []
-        self.service = Service(llm.engine, "tiny", self._send, self.logged.append, check=True)
-        for client in clients:
-            self.say(client, Hello())
-            assert isinstance(self.told[client].pop(), Ready)
-
-    def _send(self, client: bytes, frame: bytes) -> bool:
-        if client not in self.gone:
-            self.told[client].append(msgspec.msgpack.decode(frame, type=FromEngine))
-        return client not in self.gone
-
-    def say(self, client: bytes, *messages: ToEngine) -> None:
-        for message in messages:
-            self.service.receive(client, msgspec.msgpack.encode(message))
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.service.step()
-            self.service.report()
-
-    def run(self) -> None:
-        """Step until nothing is left to do."""
-        deadline = time.monotonic() + 60
-        while self.service.patience < 0.1:
-            assert time.monotonic() < deadline
-            self.steps(1)
-        self.service.report()
-
-    def of(self, client: bytes, kind: type) -> list[Any]:
-        return [message for message in self.told[client] if isinstance(message, kind)]
-
-    def deltas(self, client: bytes, id: str = "a") -> list[Delta]:
-        return [delta for step in self.of(client, Step) for delta in step.deltas if delta.id == id]
-
-    def ids(self, client: bytes, id: str = "a", index: int = 0) -> list[int]:
-        return [token for delta in self.deltas(client, id) if delta.index == index for token in delta.tokens]
-
-
-@pytest.fixture
-def llm(engine: Callable[..., LLM]) -> LLM:
-    return engine(dtype="float32")
-
-
-def generated(llm: LLM, prompt: list[int], params: SamplingParams) -> list[list[int]]:
-    output = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
-    return [sample.token_ids for sample in output.outputs]
+from tests.engine.process.desk import GREEDY, A, B, Desk, generated
 
 
 class TestWhatIsTold:
@@ -432,183 +357,3 @@ class TestBadRequests:
             desk.say(A, Add("a", [1], GREEDY))
         desk.service.fail("out of memory")
         assert desk.told[A] == desk.told[B] == [Fault("out of memory")]
-
-
-class TestFailedRequests:
-    def test_nan_ends_its_request_with_an_error(self, folder: Path, tmp_path: Path) -> None:
-        llm = LLM(break_embedding(folder, tmp_path), device="cpu", dtype="float32", num_pages=100)
-        params = replace(GREEDY, n=2, logprobs=1)
-        desk = Desk(llm, A, B)
-        desk.say(
-            A, Add("a", [1, NAN_TOKEN], params), Add("b", [5, 6], GREEDY), Embed("e", [NAN_TOKEN, 1]), Embed("f", [1])
-        )
-        desk.run()
-        told = desk.deltas(A)
-        assert {(delta.index, delta.finish_reason) for delta in told} == {(0, "error"), (1, "error")}
-        assert all(delta.tokens == [] and "NaN" in str(delta.error) for delta in told)
-        assert desk.ids(A, "b") == generated(llm, [5, 6], GREEDY)[0]
-        (refused,) = desk.of(A, Refused)
-        assert refused.id == "e"
-        assert "NaN" in refused.message
-        assert [embedding.id for embedding in desk.of(A, Embedding)] == ["f"]
-        assert desk.service.statistics().failed == 2
-
-
-class TestEmbeddings:
-    def test_are_those_of_the_offline_api_between_steps(self, engine: Callable[..., LLM]) -> None:
-        llm = engine(dtype="float32", max_num_batched_tokens=60)
-        prompts = {f"{i}": [(i + 3 * k) % 300 for k in range(5 + 10 * i)] for i in range(5)}
-        desk = Desk(llm, A, B)
-        desk.say(B, Add("a", [5, 6, 7], GREEDY))
-        desk.say(A, *(Embed(id, prompt, "mean") for id, prompt in prompts.items()))
-        assert desk.service.statistics().waiting == 6
-        assert desk.service.statistics().waiting_tokens == 3 + sum(map(len, prompts.values()))
-        desk.run()
-        want = llm.embed([{"prompt_token_ids": ids} for ids in prompts.values()], pooling="mean", use_tqdm=False)
-        told = {embedding.id: np.frombuffer(embedding.values, "<f4").tolist() for embedding in desk.of(A, Embedding)}
-        assert told == {id: output.outputs.embedding for id, output in zip(prompts, want, strict=True)}
-        assert desk.ids(B) == generated(llm, [5, 6, 7], GREEDY)[0]
-
-    def test_no_step_is_put_off_beside_one_and_its_time_is_not_learnt(
-        self, llm: LLM, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        desk, forgotten = Desk(llm, A), []
-        monkeypatch.setattr(type(llm.engine.loop), "delay", 0.25)
-        monkeypatch.setattr(llm.engine.loop, "forget_under_way", lambda: forgotten.append(True))
-        desk.say(A, Add("a", [5, 6, 7], GREEDY))
-        desk.steps(2)
-        assert (desk.service.delay, forgotten) == (0.25, [])
-        desk.say(A, Embed("b", [1]))
-        assert desk.service.delay == 0
-        desk.steps(1)
-        assert forgotten == [True]
-        desk.run()
-
-    def test_an_aborted_one_is_not_told(self, llm: LLM) -> None:
-        desk = Desk(llm, A, B)
-        desk.say(A, Embed("a", [1]), Embed("b", [2]), Embed("c", [3]), Abort(["b"]))
-        desk.say(B, Embed("a", [4]), Hello())
-        desk.service._embeddings.launch(beside_generations=False)
-        desk.say(A, Abort(["a"]))
-        desk.run()
-        assert [embedding.id for embedding in desk.of(A, Embedding)] == ["c"]
-        assert not desk.of(B, Embedding)
-
-    @pytest.mark.parametrize("end", [Abort(["a"]), Hello()], ids=["aborted", "forgotten"])
-    def test_an_id_that_is_used_again_gets_the_vector_of_its_new_prompt(self, llm: LLM, end: Abort | Hello) -> None:
-        desk = Desk(llm, A)
-        desk.say(A, Embed("a", [1, 2, 3]))
-        desk.service._embeddings.launch(beside_generations=False)  # under way when it is given up
-        desk.say(A, end, Embed("a", [7, 8]))
-        desk.run()
-        (told,) = desk.of(A, Embedding)
-        (want,) = llm.embed({"prompt_token_ids": [7, 8]}, use_tqdm=False)
-        assert np.frombuffer(told.values, "<f4").tolist() == want.outputs.embedding
-
-    def test_a_generation_whose_id_is_used_again_is_told_apart_from_the_one_that_runs(self, llm: LLM) -> None:
-        desk = Desk(llm, A)
-        llm.engine.loop._run_ahead = True
-        try:
-            desk.say(A, Add("a", [1, 2, 3], GREEDY))
-            desk.steps(3)
-            assert desk.ids(A)
-            desk.told[A].clear()
-            desk.say(A, Abort(["a"]), Add("a", [7, 8], GREEDY))
-            desk.run()
-        finally:
-            llm.engine.loop._run_ahead = False
-        assert [desk.ids(A)] == generated(llm, [7, 8], GREEDY)
-
-
-class TestGrammars:
-    def test_are_followed(self, llm: LLM) -> None:
-        grammar = json_grammar({"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]})
-        desk = Desk(llm, A)
-        desk.say(A, Add("a", [1, 2], replace(GREEDY, max_tokens=60), grammar=grammar), Add("b", [5, 6, 7], GREEDY))
-        desk.run()
-        text = llm.get_tokenizer().decode(desk.ids(A))
-        assert json.loads(text)["a"] in (1, 22)
-        assert desk.deltas(A)[-1].finish_reason == "stop"
-        assert desk.ids(A, "b") == generated(llm, [5, 6, 7], GREEDY)[0]
-
-    def test_one_that_is_compiled_while_its_client_leaves(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(GrammarCompiler, "compile", lambda *_: time.sleep(0.1))
-        desk = Desk(llm, A)
-        desk.say(A, Add("a", [1], GREEDY, grammar="{}"), Finish("a", 0, "x"))
-        assert 0 < desk.service.patience < 0.1
-        desk.say(A, Abort(["a"]))
-        desk.run()
-        time.sleep(0.15)
-        desk.steps(1)
-        assert not desk.deltas(A)
-        assert not desk.of(A, Refused)
-
-    def test_several_wrong_ones_of_a_client_that_has_left(self, llm: LLM) -> None:
-        desk = Desk(llm, A, B)
-        desk.say(A, *(Add(id, [1], GREEDY, grammar='{"grammars": 5}') for id in "abc"))
-        desk.gone.add(A)
-        time.sleep(0.1)
-        desk.say(B, Add("a", [5, 6, 7], GREEDY))
-        desk.run()
-        assert desk.ids(B) == generated(llm, [5, 6, 7], GREEDY)[0]
-
-
-def test_the_host_time_of_a_step_is_small() -> None:
-    """256 sequences that get a token each: what the service adds to a step must hide beside the device's work."""
-    request = Request("0", (1,), GREEDY)
-    sequences = [Sequence(i, replace(request, id=f"{i}"), 0, 100, [1], 1) for i in range(256)]
-    for sequence in sequences:
-        sequence.status = Status.RUNNING
-    timing = StepTiming(NOTHING, (), 1e12, 0.0, 0.0)
-    output = StepOutput([Update(sequence, 77, None) for sequence in sequences], {}, None, [], timing)
-    scheduler = SimpleNamespace(
-        running=256,
-        waiting=0,
-        waiting_tokens=0,
-        statistics=SimpleNamespace(prefix_queries=0, prefix_hits=0, preemptions=0),
-        max_sequences=256,
-    )
-    waiting = iter(sequences)
-    loop = SimpleNamespace(
-        idle=False,
-        clock=time.monotonic,
-        scheduler=scheduler,
-        launch_late=lambda behind: None,
-        step=lambda: output,
-        add=lambda *_: [next(waiting)],
-    )
-    sizes = SimpleNamespace(vocab_size=4096, hidden_size=8)
-    engine = SimpleNamespace(
-        loop=loop,
-        pages=SimpleNamespace(usage=0.5, num_pages=10, page_size=16),
-        pooler=None,
-        tokenizer=None,
-        config=sizes,
-        max_model_len=100,
-        eos_ids=frozenset[int](),
-        bad_words=(),
-        default_params=GREEDY,
-        ledger=SimpleNamespace(device="cpu"),
-        startup={},
-        compilations=SimpleNamespace(counts=dict.fromkeys(KINDS, 0)),
-        recorded=SimpleNamespace(sizes=[], unrecorded=dict.fromkeys(REASONS, 0)),
-        ranks=None,
-        shares=StepShares(),
-    )
-    frames: list[bytes] = []
-    service = Service(cast(Any, engine), "stub", lambda _, frame: not frames.append(frame), print)
-    service.receive(A, msgspec.msgpack.encode(Hello()))
-    for i in range(256):
-        service.receive(A, msgspec.msgpack.encode(Add(f"chatcmpl-{i:032}", [1], GREEDY)))
-    service.step()
-    gc.collect()
-    times = []
-    for _ in range(200):
-        began = time.thread_time()
-        service.step()
-        service.report()
-        times.append(time.thread_time() - began)
-    step = msgspec.msgpack.decode(frames[-1], type=FromEngine)
-    assert isinstance(step, Step)
-    assert len(step.deltas) == 256
-    assert min(times) < 1e-3, f"{1e6 * min(times):.0f} us"

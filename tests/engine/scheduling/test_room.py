@@ -12,7 +12,7 @@ from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.room import IN_LINE, LEAST_TOKENS, PromptRoom, StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.scheduling.step_times import StepTimes
-from tests.engine.scheduling.test_scheduler import request, step
+from tests.engine.scheduling.plans import request, step
 
 MS = 1e-3
 NOTHING = 1e-18

@@ -13,7 +13,7 @@ from strata.engine.process.messages import Statistics, Step
 from strata.kernels.compiled import listen
 from strata.kernels.triton_import import HAS_TRITON, jit, tl, triton
 from strata.serve.observe.metrics import Metrics
-from tests.engine.process.test_service import A, Desk
+from tests.engine.process.desk import A, Desk
 from tests.serve.observe.test_metrics import samples
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")

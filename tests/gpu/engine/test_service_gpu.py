@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from strata import LLM
 from strata.engine.process.messages import Abort, Add, Embed, Embedding
 from tests.engine.embeddings.test_pooling import PROMPTS, reference_vector
-from tests.engine.process.test_service import GREEDY, A, B, Desk, generated
+from tests.engine.process.desk import GREEDY, A, B, Desk, generated
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_pages": 200, "max_num_seqs": 16, "max_num_batched_tokens": 64}
 

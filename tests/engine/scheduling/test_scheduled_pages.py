@@ -1,0 +1,288 @@
+"""What the scheduler promises of pages: samples and prefixes that share them, what failures and preemption take."""
+
+from __future__ import annotations
+
+import pytest
+
+from strata.engine.plan import StepPlan
+from strata.engine.request import Request, Sequence
+from strata.engine.sampling_params import SamplingParams
+from strata.engine.scheduling.scheduler import Scheduler
+from tests.engine.scheduling.plans import finish, request, scheduler, shares, step
+
+
+class TestSamples:
+    def prompt_end(self, of: Scheduler, sequences: list[Sequence]) -> StepPlan:
+        plan = step(of)
+        assert plan is not None
+        assert [draw.sequence for draw in plan.draws] == [sequence.id for sequence in sequences]
+        return plan
+
+    def test_samples_share_the_prompt_and_copy_a_page_only_to_write_in_it(self) -> None:
+        of = scheduler(page_size=4)
+        sequences = of.add(request("a", 6, n=3, max_tokens=4))
+        plan = self.prompt_end(of, sequences)
+        assert (plan.tokens, len(plan.chunks), plan.copies) == (6, 1, ())
+        assert sequences[0].pages == sequences[1].pages == sequences[2].pages
+        full, partial = sequences[0].pages
+        plan = step(of)
+        assert plan is not None
+        assert [source for source, _ in plan.copies] == [partial, partial]
+        assert [sequence.pages[0] for sequence in sequences] == [full] * 3
+        assert sequences[2].pages[1] == partial  # the last holder writes in place
+        assert {target for _, target in plan.copies} == {sequences[0].pages[1], sequences[1].pages[1]}
+        assert [(chunk.first_page, len(chunk.new_pages)) for chunk in plan.chunks] == [(1, 1), (0, 2), (0, 2)]
+        plan = step(of)
+        assert plan is not None
+        assert plan.copies == ()
+
+    def test_a_prompt_of_full_pages_is_never_copied(self) -> None:
+        of = scheduler(page_size=4)
+        sequences = of.add(request("a", 8, n=3, max_tokens=4))
+        self.prompt_end(of, sequences)
+        assert all(plan.copies == () for plan in finish(of))
+
+    def test_a_page_whose_other_holder_was_preempted_for_it_is_not_copied(self) -> None:
+        of = scheduler(pages=5, page_size=4, caching=False)
+        first, second = of.add(request("a", 18, n=2, max_tokens=3))
+        self.prompt_end(of, [first, second])
+        plan = step(of)
+        assert plan is not None
+        assert (shares(of, plan), plan.copies) == ([("a", 18, 1)], ())
+        assert (first.preemptions, second.preemptions) == (0, 1)
+        list(finish(of))
+        assert len(first.outputs) == len(second.outputs) == 3
+
+    def test_samples_without_a_slot_wait_and_find_the_prompt_cached(self) -> None:
+        of = scheduler(page_size=4, slots=2)
+        sequences = of.add(request("a", 9, n=3, max_tokens=4))
+        self.prompt_end(of, sequences[:2])
+        assert of.waiting == 1
+        list(finish(of))
+        assert [len(sequence.outputs) for sequence in sequences] == [4, 4, 4]
+        assert sequences[2].cached_tokens == 8
+
+    def test_samples_outlive_the_first_one(self) -> None:
+        of = scheduler(budget=4)
+        sequences = of.add(request("a", 9, n=2, max_tokens=4))
+        step(of)
+        of.finish(sequences[0], "error")
+        list(finish(of))
+        assert len(sequences[1].outputs) == 4
+        of.check()
+
+
+class TestPrefix:
+    def test_a_prompt_is_found_as_soon_as_its_step_is_under_way(self) -> None:
+        of = scheduler(page_size=4, budget=64)
+        (first,) = of.add(request("a", range(100, 121), max_tokens=4))
+        (second,) = of.add(request("b", [*range(100, 117), 5, 5], arrival=1.0, max_tokens=4))
+        assert shares(of, of.schedule()) == [("a", 0, 21)]
+        assert shares(of, of.schedule()) == [("a", 21, 1), ("b", 16, 3)]
+        assert second.pages[:4] == first.pages[:4]
+        assert (first.cached_tokens, second.cached_tokens) == (0, 16)
+        assert (of.statistics.prefix_queries, of.statistics.prefix_hits) == (40, 16)
+
+    def test_a_prompt_that_differs_in_its_last_token_is_no_decode_beside_the_one_it_would_read(self) -> None:
+        of = scheduler(page_size=4, budget=64)
+        of.add(request("a", [*range(100, 116), 1], max_tokens=4))
+        of.add(request("b", [*range(100, 116), 2], arrival=1.0, max_tokens=4))
+        assert shares(of, of.schedule()) == [("a", 0, 17)]
+        assert shares(of, of.schedule()) == [("a", 17, 1), ("b", 16, 1)]
+
+    def test_who_would_find_less_than_a_page_does_not_wait(self) -> None:
+        of = scheduler(page_size=4, budget=64)
+        of.add(request("a", range(100, 110), max_tokens=4))
+        of.add(request("b", [*range(100, 103), 5, 5], arrival=1.0, max_tokens=4))
+        of.add(request("c", range(100, 104), arrival=2.0, max_tokens=4))  # a token must be left to compute
+        assert shares(of, of.schedule()) == [("a", 0, 10), ("b", 0, 5), ("c", 0, 4)]
+
+    def test_others_go_before_those_that_wait_for_a_step_and_every_prompt_is_computed_once(self) -> None:
+        of = scheduler(page_size=4, budget=64)
+        for place, id in enumerate(("a1", "a2", "b1", "a3", "b2")):
+            of.add(request(id, [*range(1000 * ord(id[0]), 1000 * ord(id[0]) + 8), place], arrival=float(place)))
+        assert shares(of, of.schedule()) == [("a1", 0, 9), ("b1", 0, 9)]
+        assert shares(of, of.schedule()) == [("a1", 9, 1), ("b1", 9, 1), ("a2", 8, 1), ("a3", 8, 1), ("b2", 8, 1)]
+
+    @pytest.mark.parametrize(
+        ("options", "later"),
+        [
+            ({"budget": 20}, {"prompt": 12}),  # its prompt does not fit into the step
+            ({"slots": 2}, {"prompt": 5}),  # it would take the slot
+            ({"slots": 3}, {"prompt": 5, "n": 2}),
+            ({"pages": 8}, {"prompt": 9}),  # it would take the pages
+        ],
+    )
+    def test_nobody_takes_what_those_that_wait_for_a_step_need(
+        self, options: dict[str, int], later: dict[str, int]
+    ) -> None:
+        of = scheduler(**{"page_size": 4, "budget": 64, **options})
+        of.add(request("a", [*range(100, 108), 1], max_tokens=4))
+        (second,) = of.add(request("b", [*range(100, 108), 2], arrival=1.0, max_tokens=4))
+        of.add(request("c", **later, arrival=2.0, max_tokens=4))
+        assert shares(of, of.schedule()) == [("a", 0, 9)]
+        assert ("b", 8, 1) in shares(of, of.schedule())
+        assert second.cached_tokens == 8
+
+    def test_a_step_that_came_to_nothing_leaves_nothing_to_find(self) -> None:
+        of = scheduler(page_size=4, budget=8)
+        added = of.add(request("a", range(100, 121), max_tokens=4, n=2))
+        step(of)
+        of.schedule()
+        of.reset()
+        of.check()
+        assert not of.has_work
+        assert all(sequence.finish_reason == "abort" and not sequence.pages for sequence in added)
+        (again,) = of.add(request("a", range(100, 121), max_tokens=1))
+        of.schedule()
+        assert again.cached_tokens == 0
+
+    def test_outputs_are_found_by_the_next_turn(self) -> None:
+        of = scheduler(page_size=4)
+        (first,) = of.add(request("a", 6, max_tokens=8))
+        list(finish(of))
+        (second,) = of.add(request("b", [*first.tokens, 5, 5], max_tokens=1))
+        step(of)
+        assert second.cached_tokens == 12  # 14 tokens, of which the last was never read
+
+    def test_other_salts_and_scored_prompts_and_no_cache_find_nothing(self) -> None:
+        for caching, salt, scored in ((True, "x", None), (True, "", 0), (False, "", None)):
+            of = scheduler(page_size=4, caching=caching)
+            of.add(request("a", range(100, 120), max_tokens=1))
+            list(finish(of))
+            params = SamplingParams(max_tokens=1, prompt_logprobs=scored)
+            (second,) = of.add(Request("b", tuple(range(100, 120)), params, salt=salt))
+            assert step(of).tokens == 20  # type: ignore[union-attr]
+            assert second.cached_tokens == 0
+
+    def test_cached_pages_give_way_to_running_sequences(self) -> None:
+        of = scheduler(pages=10, page_size=4)
+        for id in "abcde":
+            (sequence,) = of.add(request(id, 20, max_tokens=20))
+            list(finish(of))
+            assert sequence.preemptions == 0
+            of.check()
+
+
+class TestFailure:
+    """A negative id is a draw from logits that are no distribution."""
+
+    def test_it_ends_the_request_and_no_other(self) -> None:
+        of = scheduler(page_size=4)
+        broken = of.add(request("a", 9, n=2, max_tokens=4))
+        (healthy,) = of.add(request("b", 9, arrival=1.0, max_tokens=4))
+        plan = of.schedule()
+        assert plan is not None
+        updates = of.complete(plan, [7, -1, 7])
+        assert [(update.sequence, update.token, update.finish_reason) for update in updates] == [
+            (broken[0], 7, None),
+            (healthy, 7, None),
+            (broken[1], None, "error"),
+            (broken[0], None, "error"),
+        ]
+        of.check()
+        list(finish(of))
+        assert (healthy.finish_reason, len(healthy.outputs)) == ("length", 4)
+
+    def test_what_only_it_has_read_is_not_found_again_but_what_was_verified_is(self) -> None:
+        of = scheduler(page_size=4)
+        of.add(request("a", range(100, 113), max_tokens=1))
+        list(finish(of))
+        for again in ("b", "c"):
+            (broken,) = of.add(request(again, range(100, 125), max_tokens=4))
+            plan = of.schedule()
+            assert plan is not None
+            assert broken.cached_tokens == 12
+            of.complete(plan, [-1])
+            of.check()
+            of.add(
+                request("d" + again, range(100, 113), max_tokens=1)
+            )  # its draw gives an id, so its pages are verified
+            list(finish(of))
+
+    def test_pages_that_fail_twice_in_a_row_are_computed_anew(self) -> None:
+        of = scheduler(page_size=4)
+        of.add(request("a", range(100, 113), max_tokens=1))
+        list(finish(of))
+        cached = []
+        for id in "bcd":
+            (sequence,) = of.add(request(id, range(100, 113), max_tokens=1))
+            plan = of.schedule()
+            assert plan is not None
+            cached.append(sequence.cached_tokens)
+            of.complete(plan, [-1])
+        assert cached == [12, 12, 0]
+        of.check()
+
+    def test_who_shares_the_prompt_in_the_next_step_goes_on(self) -> None:
+        of = scheduler(page_size=4)
+        of.add(request("a", range(100, 113), max_tokens=4))
+        (sharer,) = of.add(request("b", [*range(100, 112), 5, 5], arrival=1.0, max_tokens=4))
+        first, second = of.schedule(), of.schedule()
+        assert first is not None
+        assert second is not None
+        assert sharer.cached_tokens == 12
+        of.complete(first, [-1])
+        of.complete(second, [7, 7])
+        of.check()
+        list(finish(of))
+        assert len(sharer.outputs) == 4
+        (later,) = of.add(request("c", range(100, 113), max_tokens=1))
+        step(of)
+        assert later.cached_tokens == 12, "a draw that gave an id has read these pages"
+
+    def test_a_sequence_that_was_preempted_meanwhile_fails_too(self) -> None:
+        of = scheduler(pages=9, page_size=4)
+        (old,) = of.add(request("a", 14, max_tokens=8))
+        (young,) = of.add(request("b", 14, arrival=1.0, max_tokens=6))
+        outstanding = of.schedule()
+        while not young.preemptions:
+            plan, outstanding = outstanding, of.schedule()
+            assert plan is not None
+            assert outstanding is not None
+            ids = [-1 if draw.sequence == young.id and young.preemptions else 7 for draw in plan.draws]
+            of.complete(plan, ids)
+        assert young.finish_reason == "error"
+        of.check()
+        of.complete(outstanding, [7] * len(outstanding.draws))
+        list(finish(of))
+        assert (old.finish_reason, len(old.outputs)) == ("length", 8)
+        of.check()
+
+
+class TestPreemption:
+    def test_the_latest_of_the_lowest_priority_gives_way_and_comes_back(self) -> None:
+        of = scheduler(pages=12, page_size=2, caching=False)
+        (urgent,) = of.add(request("a", 4, arrival=2.0, priority=-1, max_tokens=12))
+        (old,) = of.add(request("b", 4, arrival=0.0, max_tokens=12))
+        (young,) = of.add(request("c", 4, arrival=1.0, max_tokens=12))
+        plans = list(finish(of))
+        assert urgent.preemptions == 0
+        assert young.preemptions >= 1
+        assert of.statistics.preemptions == old.preemptions + young.preemptions
+        last = {share[0]: place for place, plan in enumerate(plans) for share in shares(of, plan)}
+        assert last["a"] < last["b"] < last["c"]
+        assert [len(sequence.outputs) for sequence in (urgent, old, young)] == [12, 12, 12]
+        of.check()
+
+    def test_what_was_computed_is_found_again_if_nobody_needed_the_pages(self) -> None:
+        of = scheduler(pages=9, page_size=4)
+        (old,) = of.add(request("a", 14, max_tokens=8))
+        (young,) = of.add(request("b", 14, arrival=1.0, max_tokens=6))
+        computed = [
+            (chunk.start, chunk.count) for plan in finish(of) for chunk in plan.chunks if chunk.sequence == young.id
+        ]
+        assert (old.preemptions, young.preemptions) == (0, 1)
+        # It lost four full pages, of which the other sequence needed one: the deepest.
+        assert computed == [(0, 14), (14, 1), (15, 1), (12, 5), (17, 1), (18, 1)]
+
+    def test_the_oldest_gets_on_at_every_step_however_few_the_pages(self) -> None:
+        of = scheduler(pages=8, page_size=1, slots=6, longest=9)
+        for place in range(12):
+            of.add(request(f"{place}", [place + 1], arrival=float(place), max_tokens=8))
+        done = []
+        for plan in finish(of):
+            first = next(id for id in map(str, range(12)) if id not in done)
+            assert first in [share[0] for share in shares(of, plan)]
+            done += [of.names[chunk.sequence] for chunk in plan.chunks if of.sequence(chunk.sequence) is None]
+        assert done == [str(place) for place in range(12)]

@@ -1,0 +1,101 @@
+"""Which sizes of steps are recorded, and which of them a step takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from strata.cache.tables import BufferShape
+from strata.engine.recorded_steps import (
+    decode_buckets,
+    max_mixed_tokens,
+    mixed_buckets,
+    recorded_sizes,
+    smallest_mixed,
+)
+from strata.kernels.attention.virtual_sequences import fresh_rows
+
+
+@pytest.mark.parametrize("library", [False, True])
+@pytest.mark.parametrize("most", [256, 512, 1024])
+def test_every_size_holds_what_it_promises_and_wastes_little(most: int, library: bool) -> None:
+    longest = max_mixed_tokens(600 * 10**6, library)  # of the 0.6B shape
+    sizes = mixed_buckets(most, longest, library)
+    assert sizes == sorted(set(sizes), key=lambda size: (size.tokens, size.sequences, size.prompts is None))
+    assert len(sizes) < (75 if most == 256 else 80)  # each takes memory and start-up time
+    for tokens in (*range(2, 1100), *range(1100, longest, 7), longest):
+        for sequences in (1, 16, 64, min(256, tokens - 1), min(most, tokens - 1)):
+            for prompts in {1, min(16, sequences), min(17, sequences), sequences}:
+                size = smallest_mixed(sizes, tokens, sequences, sequences, prompts)
+                assert size is not None
+                assert size.tokens >= tokens
+                assert size.sequences > sequences  # padding finds a sequence to belong to
+                assert size.sequences < size.tokens  # and no size is taken for one of decodes
+                assert size.prompts is None or prompts <= size.prompts
+                if tokens > max(256, 2 * sequences):
+                    assert size.tokens <= (1.25 if prompts <= 16 or not library else 1.5) * tokens
+                if library and tokens >= 448 and prompts <= 16:
+                    assert size.prompts == 16
+    assert smallest_mixed(sizes, longest + 1, 1, 1, 1) is None
+    assert smallest_mixed(sizes, 600, 100, most + 1, 1) is None
+
+
+def test_fresh_steps_have_few_sizes_beside_those_of_others() -> None:
+    others, sizes = (mixed_buckets(256, 8192, True, fresh) for fresh in (False, True))
+    assert [size for size in sizes if not size.fresh] == others
+    own = [size for size in sizes if size.fresh]
+    assert len(own) == 9
+    assert {(size.sequences, size.draws, size.prompts) for size in own} == {(17, 16, 16)}
+    assert sizes == sorted(sizes, key=lambda size: (size.tokens, size.sequences, size.prompts is None))
+    for new in ((8192,), (2048,) * 4, (512,) * 16, (1, 3900), (300, 5000), (2000,)):
+        wanted = smallest_mixed(others, sum(new), len(new), len(new), len(new))
+        found = smallest_mixed(sizes, sum(new), len(new), len(new), len(new), fresh_rows(new))
+        assert found is not None
+        assert wanted is not None
+        assert found.fresh
+        assert found.tokens == wanted.tokens
+        assert smallest_mixed(sizes, sum(new), len(new), len(new), len(new)) == wanted
+    assert not smallest_mixed(sizes, 8192, 2, 2, 2, fresh_rows((8191, 1))).fresh
+    assert not smallest_mixed(sizes, 4000, 17, 17, 17, fresh_rows((234,) * 17)).fresh
+    assert not any(size.fresh for size in recorded_sizes(256, 8192, 10**9, library=False, fresh=False))
+
+
+def test_steps_are_recorded_while_they_are_short_for_their_model_or_the_library_attends() -> None:
+    models = (10**6, 600 * 10**6, 8 * 10**9)
+    assert [max_mixed_tokens(parameters, False) for parameters in models] == [3_499_520, 5632, 2048]
+    assert [max_mixed_tokens(parameters, True) for parameters in models] == [3_499_520, 8192, 8192]
+    for library, longest in ((False, 2048), (True, 8192)):
+        sizes = recorded_sizes(256, 8192, 8 * 10**9, library)
+        assert max(size.tokens for size in sizes) == longest
+        assert library == any(size.prompts is not None for size in sizes)
+
+
+@pytest.mark.parametrize("library", [False, True])
+@pytest.mark.parametrize("longest", [77, 300, 2000, 2048, 5000])
+def test_the_largest_step_is_recorded(longest: int, library: bool) -> None:
+    for most in (16, 100):
+        sizes = mixed_buckets(min(most, longest - 2), longest, library)
+        for prompts in (1, min(most, longest - 2)):
+            size = smallest_mixed(sizes, longest, most - 30, most - 30, prompts)
+            assert size is not None
+            assert size.tokens == longest
+
+
+@pytest.mark.parametrize("library", [False, True])
+@pytest.mark.parametrize("most", [1, 31, 32, 33, 200])
+def test_no_size_is_larger_than_a_step_may_be(most: int, library: bool) -> None:
+    for tokens in (100, 700):
+        for size in mixed_buckets(most, tokens, library):
+            assert size.tokens <= tokens
+            assert size.draws <= most
+    assert decode_buckets(most)[-1] == most
+
+
+@pytest.mark.parametrize("library", [False, True])
+@pytest.mark.parametrize(("sequences", "tokens"), [(8, 4), (64, 16), (256, 128), (256, 255), (4, 1), (256, 8192)])
+def test_steps_of_fewer_tokens_than_sequences_fit_into_their_buffers(
+    sequences: int, tokens: int, library: bool
+) -> None:
+    sizes = recorded_sizes(sequences, tokens, 10**9, library)
+    largest = BufferShape(tokens, sequences + 1, sequences).size
+    assert max(size.size for size in sizes) <= largest
+    assert max(size.tokens for size in sizes) == (tokens if library or tokens < 8192 else 3072)
