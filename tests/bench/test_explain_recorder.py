@@ -7,13 +7,16 @@ from collections import Counter
 import pytest
 
 from strata import LLM
-from strata.bench.explain.measure import Workload, measure, measured_steps
+from strata.bench.explain.measure import ServedWorkload, Workload, measure, measured_steps
 from strata.bench.explain.node_times import NodeTimes
 from strata.bench.explain.predicted_steps import predicted
+from strata.bench.load.request_sets import EvenLengths
 from strata.bench.run import Setup
+from strata.bench.served.client import random_load
 from strata.bench.workloads import InferenceTest, random_prompts
 from strata.plan.explain.ceilings import steps_on_processor
 from strata.plan.explain.measurement import Measurement
+from strata.plan.explain.waterfalls import of_latency
 from tests.plan.explain.runs import DEVICE
 
 TEST = InferenceTest("small", random_prompts(3, 20), (5, 3, 4), temperature=0.0)
@@ -83,3 +86,18 @@ def test_a_run_finds_nothing_of_the_one_before(llm: LLM) -> None:
     work = Workload(InferenceTest("again", random_prompts(1, 64), (2,), temperature=0.0))
     first, second = (measured_steps(llm, work) for _ in range(2))
     assert [step.tokens for step in first] == [step.tokens for step in second] == [64, 1]
+
+
+def test_a_served_load_is_explained_from_arrival_to_last_token(llm: LLM) -> None:
+    load = random_load(EvenLengths(12, 4), 5, 50.0, 0, 4096)
+    times = steps_on_processor(llm.engine.config, "float32", DEVICE)
+    measured = measure(llm, ServedWorkload(load), OPTIONS, times, title="served", short=ServedWorkload(load).short())
+    assert [(len(one.prompt), one.outputs, len(one.times)) for one in measured.requests] == [(12, 4, 4)] * 5
+    came = [one.due for one in measured.requests]
+    assert [at - came[0] for at in came] == pytest.approx([at - load.due[0] for at in load.due])
+    ran = Counter(chunk.sequence for step in measured.steps for chunk in step.chunks for _ in range(chunk.tokens))
+    assert [ran[one.sequence] for one in measured.requests] == [12 + 4 - 1] * 5
+    fall = of_latency(measured, times).waterfall
+    assert fall.measured == pytest.approx(sum(one.times[-1] - one.due for one in measured.requests) / 5)
+    assert fall.unexplained == pytest.approx(0.0, abs=1e-9)
+    assert all(part.seconds > -1e-3 for part in fall.parts)
