@@ -11,6 +11,7 @@ from torch import Tensor
 
 from strata.bench.kernels.case import EPS, Case, randn
 from strata.hardware.roofline import Workload
+from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.recurrent.gated_norm import gated_rms_norm
 from strata.kernels.recurrent.short_convolution import short_convolution
 from strata.kernels.recurrent.state_space import StateSpaceSpec, state_space
@@ -46,12 +47,22 @@ def _layer(inner: int, heads: int, channels: int, new: tuple[int, ...], total: t
         spec = StateSpaceSpec(0, 0.0, math.inf)
         return *given, randn(heads), randn(heads), randn(heads), batch, spec
 
+    # As many values as Mamba-2 has, and half as many key heads, as Qwen3-Next has them.
+    pairs = max(1, inner // _STATE // 2)
+
+    def delta() -> tuple[Any, ...]:
+        batch = _batch(workload, (2 * pairs, _STATE, _STATE), torch.float32)
+        given = randn(rows, pairs, _STATE), randn(rows, pairs, _STATE), randn(rows, 2 * pairs, _STATE)
+        gates = randn(rows, 2 * pairs), randn(rows, 2 * pairs), randn(2 * pairs), randn(2 * pairs)
+        return *given, *gates, batch, 0
+
     def norm() -> tuple[Any, ...]:
         return randn(rows, inner), randn(rows, inner), randn(inner), EPS, inner, True
 
     kind = "prompt" if len(new) == 1 and rows > 1 else "decode"
     yield Case(short_convolution, f"{kind} {channels} by {_WIDTH}", rows, convolution, workload)
     yield Case(state_space, f"{kind} {heads}x{_HEAD} by {_STATE}", rows, scan, workload)
+    yield Case(gated_delta, f"{kind} {pairs}/{2 * pairs}x{_STATE}x{_STATE}", rows, delta, workload)
     yield Case(gated_rms_norm, f"{inner}", rows, norm, workload)
 
 

@@ -15,12 +15,19 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from strata.kernels.recurrent import gated_norm, short_convolution, state_space, state_space_triton
+from strata.kernels.recurrent import (
+    gated_delta,
+    gated_delta_triton,
+    gated_norm,
+    short_convolution,
+    state_space,
+    state_space_triton,
+)
 from strata.kernels.state.fixed import FixedStates
 from strata.models.batch import Batch
 from tests.kernels.recurrent.steps import step
 
-LENGTHS, STARTS, SLOTS, ROWS = [5, 1, 0, 35, 1], [0, 3, 2, 7, 0], [4, 1, 3, 0, 2], 6
+LENGTHS, STARTS, SLOTS, ROWS = [5, 1, 0, 19, 1], [0, 3, 2, 7, 0], [4, 1, 3, 0, 2], 6
 
 
 def counts() -> None:
@@ -93,6 +100,27 @@ def scan(heads: int, dim: int, groups: int, size: int, chunks: bool) -> float:
     return compare(run(state_space.state_space.reference), run(kernel), (1,), (heads, dim, size))
 
 
+def delta(key_heads: int, heads: int, key_dim: int, value_dim: int, chunks: bool) -> float:
+    def run(operation: Callable[..., Tensor]) -> Callable[[Batch], Tensor]:
+        def on(batch: Batch) -> Tensor:
+            torch.manual_seed(1)
+            tokens = len(batch.tokens)
+            sizes = [key_heads * key_dim, key_heads * key_dim, heads * value_dim]
+            q, k, v = torch.randn(tokens, sum(sizes)).split(sizes, 1)
+            q, k = (one.unflatten(1, (key_heads, key_dim)) for one in (q, k + 1))
+            gates = torch.randn(tokens, 2 * heads).split(heads, 1)
+            given = (q, k, v.unflatten(1, (heads, value_dim)), *gates)
+            return operation(*given, torch.randn(heads) - 2, torch.randn(heads), batch, 0)
+
+        return on
+
+    def kernel(*args: Any) -> Tensor:
+        assert gated_delta_triton.supports(*args)
+        return gated_delta_triton.launch(*args, chunks=chunks)
+
+    return compare(run(gated_delta.gated_delta.reference), run(kernel), (1,), (heads, key_dim, value_dim))
+
+
 def norm(gate_first: bool, heads: bool) -> float:
     torch.manual_seed(1)
     gate = torch.randn(7, 51)[:, :48]
@@ -106,6 +134,7 @@ def norm(gate_first: bool, heads: bool) -> float:
 
 def main() -> None:
     counts()
+    state_space_triton._CHUNK = 16  # so that few tokens are two chunks
     found = {
         "convolution 4": convolution(4, True, True),
         "convolution 3": convolution(3, False, False),
@@ -114,6 +143,9 @@ def main() -> None:
         "recurrence of wide heads": scan(1, 20, 1, 128, False),
         "chunks": scan(4, 5, 2, 7, True),
         "chunks of wide heads": scan(1, 40, 1, 128, True),
+        "delta": delta(1, 2, 7, 5, False),
+        "delta in chunks": delta(1, 2, 7, 5, True),
+        "delta in chunks of wide heads": delta(1, 1, 100, 40, True),
         "norm behind the gate": norm(True, False),
         "norm before the gate": norm(False, False),
         "norms of heads": norm(False, True),

@@ -1,0 +1,228 @@
+"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024): a state decays and, at a key, takes up what is put there.
+
+One operation for prompts, single tokens and both in a step. A chunk of tokens solves one triangular system for what
+each of them puts into the state (section 3.3 there, after Yang et al. 2024, "Parallelizing linear transformers with the
+delta rule"), and the rest are products; over single tokens it is the recurrence itself.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.activation.blocks import in_whole_vectors
+from strata.kernels.op import operation
+from strata.kernels.recurrent import gated_delta_triton
+from strata.kernels.recurrent.gated_delta_triton import LENGTH_EPS
+from strata.kernels.recurrent.sequences import (
+    STATE,
+    RecurrentBatch,
+    chunk_places,
+    chunk_rows,
+    first_states,
+    keep_states,
+    spans,
+    state_cost,
+)
+from strata.kernels.triton_import import HAS_TRITON
+
+
+def _cost(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    dt_bias: Tensor,
+    a_log: Tensor,
+    batch: RecurrentBatch,
+    layer: int,
+    *,
+    workload: Workload,
+) -> Cost:
+    """Of the recurrence: an element of the state decays, is read at the key (2), takes its part (2), is read at the
+    query (2); chunks do more, as products. A value is corrected (2). The decay is a sum, softplus (3), a product and an
+    exponential, the strength a sigmoid (4). Queries and keys are squared, added up and scaled, queries once more."""
+    tokens, key_heads, key_dim = k.shape
+    heads, value_dim = v.shape[1:]
+    flops = tokens * (heads * (7 * key_dim * value_dim + 2 * value_dim + 10) + key_heads * 7 * key_dim)
+    weights = dt_bias.nbytes + a_log.nbytes
+    read = q.nbytes + k.nbytes + v.nbytes + a.nbytes + b.nbytes + weights
+    found = Cost(flops, read, v.numel() * v.element_size(), weights)
+    return found if batch.states is None else found + state_cost(batch.states.tensors[layer][STATE], workload)
+
+
+def _meta(q: Tensor, k: Tensor, v: Tensor, *others: object) -> Tensor:
+    return v.new_empty(v.shape, device="meta")
+
+
+@operation(_cost, meta=_meta, mutates=("batch",), reads_state=True)
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    dt_bias: Tensor,
+    a_log: Tensor,
+    batch: RecurrentBatch,
+    layer: int,
+) -> Tensor:
+    """In each sequence and head, with `g[t] = -exp(a_log) softplus(a[t] + dt_bias)`, `beta[t] = sigmoid(b[t])`, and
+    queries and keys of length 1, queries divided by the root of key_dim too:
+
+    `S = exp(g[t]) S[t-1]`, `S[t] = S + k[t] (beta[t] (v[t] - S^T k[t]))^T`, and the result `S[t]^T q[t]`.
+
+    q, k: [tokens, key_heads, key_dim], key head h // (heads // key_heads) serves head h; v: [tokens, heads, value_dim];
+    a, b: [tokens, heads]; dt_bias, a_log: [heads]. S begins with what the sequence has kept, `batch.states.tensors
+    [layer][1]` of shape [rows, heads, key_dim, value_dim], and with zeros at position 0; in the end it stands there.
+    Returns [tokens, heads, value_dim] in v's dtype; all of it is float32 (float64 for float64). Without `batch.states`
+    all sequences begin here and nothing is kept.
+    """
+    precision = torch.promote_types(v.dtype, torch.float32)
+    dtype, (heads, value_dim) = v.dtype, v.shape[1:]
+    state = first_states(batch, layer, STATE, (heads, k.shape[2], value_dim), v.new_empty(0, dtype=precision))
+    q, k = _directions(q, k, heads, precision)
+    decays, strengths = _gates(a, b, dt_bias, a_log, precision)
+    v = v.to(precision)
+    result, last = torch.empty_like(v), list(state)
+    for sequence, (first, end) in enumerate(spans(batch)):
+        for token in range(first, end):
+            left = decays[token].exp()[:, None, None] * last[sequence]
+            change = strengths[token, :, None] * (v[token] - (left * k[token, :, :, None]).sum(1))
+            last[sequence] = left + k[token, :, :, None] * change[:, None]
+            result[token] = (last[sequence] * q[token, :, :, None]).sum(1)
+    keep_states(batch, layer, STATE, torch.stack(last))
+    return result.to(dtype)
+
+
+def _directions(q: Tensor, k: Tensor, heads: int, precision: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Queries and keys as each head reads them, of length 1; queries divided by the root of their dimensions."""
+    found = []
+    for one, factor in ((q, q.shape[2] ** -0.5), (k, 1.0)):
+        wide = one.to(precision)
+        scaled = wide * (torch.rsqrt(wide.square().sum(-1, keepdim=True) + LENGTH_EPS) * factor)
+        found.append(scaled.repeat_interleave(heads // one.shape[1], 1))
+    return found[0], found[1]
+
+
+def _gates(a: Tensor, b: Tensor, dt_bias: Tensor, a_log: Tensor, precision: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Logarithms of decays, and strengths."""
+    steps = F.softplus(a.to(precision) + dt_bias.to(precision))
+    return -a_log.to(precision).exp() * steps, b.to(precision).sigmoid()
+
+
+_CHUNK = 64
+
+
+def _chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    dt_bias: Tensor,
+    a_log: Tensor,
+    batch: RecurrentBatch,
+    layer: int,
+) -> Tensor:
+    """Chunk after chunk, all sequences side by side. Differentiable."""
+    precision = torch.promote_types(v.dtype, torch.float32)
+    tokens, heads, value_dim = v.shape
+    state = first_states(batch, layer, STATE, (heads, k.shape[2], value_dim), v.new_empty(0, dtype=precision))
+    if not tokens:
+        return v
+    q, k = _directions(q, k, heads, precision)
+    decays, strengths = _gates(a, b, dt_bias, a_log, precision)
+    wide = v.to(precision)
+    count: int = min(_CHUNK, batch.longest)
+    future = torch.ones(count, count, dtype=torch.bool, device=v.device).triu(1)
+    own = torch.eye(count, dtype=precision, device=v.device)
+    parts = []
+    for first in range(0, batch.longest, count):
+        rows, exists = chunk_rows(batch, first, count)
+        flat = rows.flatten()
+
+        def of_chunk(one: Tensor) -> Tensor:
+            """[sequences, heads, count, ...]"""
+            found: Tensor = one.index_select(0, flat).unflatten(0, rows.shape)  # noqa: B023
+            return found.transpose(1, 2)
+
+        queries, keys, values = of_chunk(q), of_chunk(k), of_chunk(wide)
+        # What is no token neither decays nor puts anything into the state.
+        strength = (of_chunk(strengths) * exists[:, None])[..., None]
+        # Differences of sums: in float64 they are as exact as sums of a few.
+        decay = (of_chunk(decays) * exists[:, None]).double().cumsum(-1)
+        between = (decay[..., :, None] - decay[..., None, :]).masked_fill(future, -torch.inf).to(precision).exp()
+        before = decay.to(precision).exp()[..., None]
+        system = (own + (strength * (keys @ keys.transpose(-1, -2)) * between)).tril()
+        known = strength * (values - before * (keys @ state))
+        put = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+        scores = (queries @ keys.transpose(-1, -2)) * between
+        found = before * (queries @ state) + scores @ put
+        parts.append(found.transpose(1, 2).flatten(0, 1))
+        left = (decay[..., -1:] - decay).to(precision).exp()[..., None]
+        state = before[..., -1:, :] * state + (keys * left).transpose(-1, -2) @ put
+    keep_states(batch, layer, STATE, state)
+    return torch.cat(parts).index_select(0, chunk_places(batch, count)).to(v.dtype)
+
+
+def _recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    dt_bias: Tensor,
+    a_log: Tensor,
+    batch: RecurrentBatch,
+    layer: int,
+) -> Tensor:
+    """Token after token, all sequences side by side, each element on its own: bits depend neither on other sequences
+    nor on how a prompt was divided."""
+    precision = torch.promote_types(v.dtype, torch.float32)
+    dtype, (heads, value_dim) = v.dtype, v.shape[1:]
+    state = first_states(batch, layer, STATE, (heads, k.shape[2], value_dim), v.new_empty(0, dtype=precision))
+    q, k = _directions(q, k, heads, precision)
+    steps = in_whole_vectors(a.to(precision) + dt_bias.to(precision), lambda block: block.copy_(F.softplus(block)))
+    rates = in_whole_vectors(a_log.to(precision), torch.Tensor.exp_).neg_()
+    decays = in_whole_vectors(steps * rates, torch.Tensor.exp_)
+    strengths = in_whole_vectors(b.to(precision), torch.Tensor.sigmoid_)
+    v = v.to(precision)
+    result = torch.empty_like(v)
+    for position in range(batch.longest):
+        rows, exists = chunk_rows(batch, position, 1)
+        runs = exists[:, 0].nonzero().flatten()
+        at = rows[runs, 0]
+        left = decays[at, :, None, None] * state[runs]
+        # Columns side by side, so that each sum is over neighbours, in an order of its own.
+        read = (left.transpose(-1, -2) * k[at, :, None]).contiguous().sum(-1)
+        change = strengths[at, :, None] * (v[at] - read)
+        now = left + k[at, :, :, None] * change[:, :, None]
+        result[at] = (now.transpose(-1, -2) * q[at, :, None]).contiguous().sum(-1)
+        state[runs] = now
+    keep_states(batch, layer, STATE, state)
+    return result.to(dtype)
+
+
+gated_delta.implement("chunks", "cpu", differentiable=True)(_chunks)
+gated_delta.implement("recurrence", "cpu", invariant=True)(_recurrence)
+if HAS_TRITON:
+    gated_delta.implement(
+        "triton chunks",
+        "cuda",
+        supports=gated_delta_triton.takes_chunks,
+        kernels=(gated_delta_triton.gated_delta_chunks_kernel,),
+    )(partial(gated_delta_triton.launch, chunks=True))
+    gated_delta.implement(
+        "triton recurrence",
+        "cuda",
+        invariant=True,
+        supports=gated_delta_triton.supports,
+        kernels=(gated_delta_triton.gated_delta_kernel,),
+    )(partial(gated_delta_triton.launch, chunks=False))
+gated_delta.implement("chunks", "cuda", differentiable=True)(_chunks)
