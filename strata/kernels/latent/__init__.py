@@ -1,0 +1,1 @@
+"""Latent attention: one row a token for all heads."""

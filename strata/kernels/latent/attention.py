@@ -1,0 +1,102 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads are made from one row a token.
+
+Whether rows are expanded to keys and values of each head or queries are brought into the space of the rows is for the
+implementation to choose, sequence by sequence: one step has decodes, for which the one is 9 to 70 times fewer bytes,
+beside prompts, for which the other is a third of the FLOPs. So both are one node of the graph, and the weight that both
+need lies in memory once. Memory traffic counts the rows, which all heads share, once.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.attention.attention import attention
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.latent import cpu as latent_cpu
+from strata.kernels.latent import cuda as latent_cuda
+from strata.kernels.latent.forms import Dims, alike, expanded
+from strata.kernels.op import CUBLAS, operation
+from strata.kernels.triton_import import HAS_TRITON
+
+
+def _cost(
+    q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec, *, workload: Workload
+) -> Cost:
+    """Of each sequence the FLOPs of the form that has fewer (`Dims`); every row that is seen is read once."""
+    dims = Dims.of(q, row, weight)
+    flops = seen = 0
+    for new, total in zip(workload.new, workload.total, strict=True):
+        flops += min(dims.absorbed_flops(new, total), dims.expanded_flops(new, total)) if new else 0
+        seen += total if new else 0
+    pool = row if batch.pages is None else batch.pages.keys[spec.layer]
+    cached = seen * row.shape[1] * pool.element_size()
+    written = workload.tokens * dims.heads * dims.value * q.element_size()
+    return Cost(flops, q.nbytes + cached + weight.nbytes, written, weights=weight.nbytes, cached=cached)
+
+
+def _meta(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+    dims = Dims.of(q, row, weight)
+    return q.new_empty((q.shape[0], dims.heads, dims.value), device="meta")
+
+
+@operation(_cost, meta=_meta, reads_state=True)
+def latent_attention(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+    """Each query over the rows of its own sequence at its own position and before.
+
+    q: [tokens, heads, nope + rope]; row: [tokens, rank + rope] of `latent_write`; weight: [heads * (nope + value),
+    rank], of each head what makes the keys and then what makes the values of a latent, the first `rank` columns of a
+    row. The other columns are the end of the keys of all heads. One dtype.
+    batch: without pages the rows are those given, and a sequence's first token has position 0. Otherwise they are
+    `pages.keys[spec.layer]`, [pages, page_size, 1, rank + rope], where these were written before, and the last token of
+    sequence s has position lengths[s] - 1. spec: without a window.
+    Returns [tokens, heads, value] in q's dtype; all of it is computed in float32 (float64 for float64 input). Rows of a
+    sequence with length 0 are unspecified.
+    """
+    dims, pages = Dims.of(q, row, weight), batch.pages
+    lengths = None if pages is None else pages.lengths.tolist()
+    precision = torch.promote_types(q.dtype, torch.float32)
+    parts = []
+    for sequence, (first, last) in enumerate(pairwise(batch.offsets.tolist())):
+        total = last - first if lengths is None else lengths[sequence]
+        if total < last - first:
+            parts.append(q.new_zeros((last - first, dims.heads, dims.value)))
+            continue
+        rows = row[first:last]
+        if pages is not None:
+            used = pages.tables[sequence, : -(-total // pages.page_size)].long()
+            rows = pages.keys[spec.layer][used].flatten(0, 2)[:total]
+        key, value = expanded(rows.to(precision), weight.to(precision), dims)
+        scores = torch.einsum("qhd,khd->hqk", q[first:last].to(precision), key) * spec.scale
+        at = torch.arange(total - (last - first), total, device=q.device)[:, None]
+        hidden = torch.arange(total, device=q.device) > at
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        parts.append(torch.einsum("hqk,khd->qhd", weights, value).to(q.dtype))
+    return torch.cat(parts) if parts else q.new_empty((0, dims.heads, dims.value))
+
+
+def _packed(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
+    return batch.pages is None
+
+
+def _expanded(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+    """Sequences that stand whole in the batch: keys and values of each head, and `attention` of these."""
+    dims = Dims.of(q, row, weight)
+    mixed: Tensor = attention(*alike(q, *expanded(row, weight, dims)), batch, spec)
+    return mixed[..., : dims.value]
+
+
+latent_attention.implement("by sequence", "cpu", supports=latent_cpu.supports)(latent_cpu.paged)
+latent_attention.implement("expanded", "cpu", differentiable=True, supports=_packed)(_expanded)
+latent_attention.implement("fixed tiles", "cpu", invariant=True)(latent_cpu.fixed_tiles)
+if HAS_TRITON:
+    latent_attention.implement("triton", "cuda", supports=latent_cuda.supports, kernels=latent_cuda.kernels)(
+        latent_cuda.attend
+    )
+    latent_attention.implement(
+        "triton fixed", "cuda", invariant=True, supports=latent_cuda.supports, kernels=latent_cuda.FIXED_KERNELS
+    )(latent_cuda.attend_fixed)
+latent_attention.implement("expanded", "cuda", differentiable=True, supports=_packed, kernels=(CUBLAS,))(_expanded)

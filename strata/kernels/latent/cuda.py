@@ -1,0 +1,185 @@
+"""Latent attention over pages on CUDA, always with absorbed queries: grids follow from shapes alone, so that a step can
+be recorded in a CUDA graph, and which sequences are prompts only the device knows there."""
+
+from __future__ import annotations
+
+from math import e, log2
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.kernels.attention.batch_parts import BatchParts
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.latent.forms import Dims, by_head
+from strata.kernels.latent.head_product import head_product, head_product_kernel
+from strata.kernels.latent.kernels_triton import latent_decode_kernel, latent_join_kernel, latent_prompt_kernel
+from strata.kernels.latent.tiles import constants, decode_tile, prompt_tile
+from strata.kernels.op import CUBLAS
+from strata.kernels.state.paged import PagedKV
+
+FIXED_KERNELS = (head_product_kernel, latent_prompt_kernel, head_product_kernel)
+
+
+def supports(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
+    """Registers hold 512 columns of a tile's results."""
+    pages = batch.pages
+    return (
+        pages is not None
+        and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and pages.keys[spec.layer].dtype == q.dtype
+        and pages.keys[spec.layer].is_contiguous()
+        and weight.shape[1] <= 512
+        and row.shape[1] - weight.shape[1] <= 64
+        and q.stride(-1) == 1
+        and weight.is_contiguous()
+    )
+
+
+def kernels(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> tuple[Any, ...]:
+    pages = batch.pages
+    assert pages is not None
+    decode = (latent_decode_kernel, latent_join_kernel)
+    if _all_decode(q, batch):
+        return (CUBLAS, *decode, CUBLAS)
+    parts = _parts(q, pages)
+    some = parts is not None and _decodes(pages, parts) > 0
+    return (CUBLAS, *(decode * some), latent_prompt_kernel, CUBLAS)
+
+
+def scratch_bytes(sequences: int, most: int, heads: int, rank: int, dtype: torch.dtype) -> int:
+    """What the splits of decoding sequences wait in, where a sequence may have so many rows."""
+    return 4 * sequences * decode_tile(heads, rank, dtype, sequences, most).splits * heads * (rank + 1)
+
+
+def attend(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+    """Decodes, which are the first sequences of a batch, have their rows divided; a tile has queries of the others."""
+    dims, pages = Dims.of(q, row, weight), batch.pages
+    assert pages is not None
+    keys, values = by_head(weight, dims)
+    latent = torch.bmm(q[..., : dims.nope].transpose(0, 1), keys).transpose(0, 1)
+    out = torch.empty_strided(latent.shape, latent.stride(), dtype=q.dtype, device=q.device)
+    parts = _parts(q, pages)
+    if _all_decode(q, batch):
+        _decode(out, latent, q, pages, pages.lengths, spec, dims)
+    elif parts is None:
+        _prompts(out, latent, q, batch, pages, spec, dims, batch.offsets, None)
+    else:
+        _decode(out, latent, q, pages, parts.decode_lengths[: _decodes(pages, parts)], spec, dims)
+        _prompts(out, latent, q, batch, pages, spec, dims, parts.starts, parts.bounds)
+    return torch.bmm(out.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
+
+
+def attend_fixed(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+    """All sequences as prompts are: a decode has the bits that it would have at the end of one."""
+    dims, pages = Dims.of(q, row, weight), batch.pages
+    assert pages is not None
+    keys, values = by_head(weight, dims)
+    latent = head_product(q[..., : dims.nope], keys.transpose(1, 2))
+    out = torch.empty_like(latent)
+    _prompts(out, latent, q, batch, pages, spec, dims, batch.offsets, None)
+    return head_product(out, values)
+
+
+def _all_decode(q: Tensor, batch: PackedBatch) -> bool:
+    return batch.longest == 1 and batch.pages is not None and q.shape[0] == batch.pages.tables.shape[0]
+
+
+def _parts(q: Tensor, pages: PagedKV) -> BatchParts | None:
+    """Which of the sequences decode, if each of them has a token."""
+    return pages.parts if pages.tables.shape[0] <= q.shape[0] else None
+
+
+def _decodes(pages: PagedKV, parts: BatchParts) -> int:
+    """How many sequences, the first of the batch, get the programs of a decode; those of prompts find no rows."""
+    return pages.tables.shape[0] if parts.decodes is None else parts.decodes
+
+
+def _decode(
+    out: Tensor, latent: Tensor, q: Tensor, pages: PagedKV, lengths: Tensor, spec: AttentionSpec, dims: Dims
+) -> None:
+    sequences, tables = lengths.shape[0], pages.tables
+    if sequences == 0:
+        return
+    tile = decode_tile(dims.heads, dims.rank, q.dtype, sequences, tables.shape[1] * pages.page_size)
+    results = torch.empty((sequences, tile.splits, dims.heads, dims.rank), dtype=torch.float32, device=q.device)
+    scales = torch.empty((sequences, tile.splits, dims.heads), dtype=torch.float32, device=q.device)
+    latent_decode_kernel[(-(-dims.heads // tile.heads), sequences, tile.splits)](
+        latent,
+        q,
+        pages.keys[spec.layer],
+        results,
+        scales,
+        lengths,
+        tables,
+        spec.scale * log2(e),
+        dims.nope,
+        latent.stride(0),
+        latent.stride(1),
+        q.stride(0),
+        q.stride(1),
+        tables.stride(0),
+        tile.split,
+        **constants(dims.heads, dims.rank, dims.rope, pages.page_size, tile),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    padded = constants(dims.heads, dims.rank, dims.rope, pages.page_size, tile)["RANK_PAD"]
+    latent_join_kernel[(dims.heads, sequences)](
+        results,
+        scales,
+        out,
+        lengths,
+        tile.splits,
+        tile.split,
+        out.stride(0),
+        out.stride(1),
+        HEADS=dims.heads,
+        RANK=dims.rank,
+        RANK_PAD=padded,
+        BLOCK_N=tile.rows,
+        num_warps=4,
+    )
+
+
+def _prompts(
+    out: Tensor,
+    latent: Tensor,
+    q: Tensor,
+    batch: PackedBatch,
+    pages: PagedKV,
+    spec: AttentionSpec,
+    dims: Dims,
+    starts: Tensor,
+    bounds: Tensor | None,
+) -> None:
+    """starts: from which row of the batch on each sequence's queries are run. bounds: which sequences have such rows;
+    None: any may."""
+    tokens, sequences = q.shape[0], batch.offsets.shape[0] - 1
+    if tokens == 0:
+        return
+    tile = prompt_tile(dims.heads, dims.rank, q.dtype)
+    latent_prompt_kernel[(-(-dims.heads // tile.heads), tokens // (tile.queries // tile.heads) + sequences)](
+        latent,
+        q,
+        pages.keys[spec.layer],
+        out,
+        starts,
+        batch.offsets,
+        starts if bounds is None else bounds,
+        pages.lengths,
+        pages.tables,
+        sequences,
+        spec.scale * log2(e),
+        dims.nope,
+        latent.stride(0),
+        latent.stride(1),
+        q.stride(0),
+        q.stride(1),
+        pages.tables.stride(0),
+        BOUNDED=bounds is not None,
+        BLOCK_M=tile.queries,
+        **constants(dims.heads, dims.rank, dims.rope, pages.page_size, tile),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

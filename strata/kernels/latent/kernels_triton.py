@@ -1,0 +1,305 @@
+"""The Triton kernels of absorbed latent attention: rows are keys and, their first columns, values of all heads.
+
+A row is loaded once for all heads of a tile. The softmax is computed in one pass (FlashAttention-2, Dao 2023); of a
+decode the rows of a sequence are divided among programs (Flash-Decoding, Dao et al. 2023), and a second kernel joins
+what they found.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from strata.kernels.compile_case import CompileCase, by_type
+from strata.kernels.latent.tiles import Tile, constants, decode_tile, prompt_tile
+from strata.kernels.triton_import import jit, tl
+
+
+@jit
+def _load_queries(latent, q, token, head, held, latent_token, latent_head, q_token, q_head, nope,
+                  RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr):  # fmt: skip
+    """Rows [rows, RANK_PAD] and [rows, ROPE_PAD] of queries: in the space of the latent, and with a position."""
+    column = tl.arange(0, RANK_PAD)[None, :]
+    source = latent + (token * latent_token + head * latent_head)[:, None] + column
+    front = tl.load(source, mask=held[:, None] & (column < RANK), other=0.0)
+    column = tl.arange(0, ROPE_PAD)[None, :]
+    source = q + (token * q_token + head * q_head)[:, None] + nope + column
+    return front, tl.load(source, mask=held[:, None] & (column < ROPE), other=0.0)
+
+
+@jit
+def _attend(front, back, at, maximum, weight, result, start, end, rows, table, scale,
+            RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
+            PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """The rows at positions [start, start + BLOCK_N) below `end` join the running softmax of a tile of queries.
+
+    at [queries]: the last position that each sees. maximum, weight [queries] and result [queries, RANK_PAD] float32:
+    the largest score so far (in powers of two), the sum of the weights, the weighted sum of the latents. A block of
+    which a query sees nothing leaves its state as it is, bit for bit.
+    """
+    position = start + tl.arange(0, BLOCK_N)
+    there = position < end
+    page = tl.load(table + position // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+    source = rows + (page * PAGE_SIZE + position % PAGE_SIZE)[:, None] * (RANK + ROPE)
+    column = tl.arange(0, RANK_PAD)[None, :]
+    latents = tl.load(source + column, mask=there[:, None] & (column < RANK), other=0.0)
+    column = tl.arange(0, ROPE_PAD)[None, :]
+    tails = tl.load(source + RANK + column, mask=there[:, None] & (column < ROPE), other=0.0)
+    scores = tl.dot(front, tl.trans(latents), input_precision="ieee")
+    scores = tl.dot(back, tl.trans(tails), scores, input_precision="ieee") * scale
+    scores = tl.where(there[None, :] & (position[None, :] <= at[:, None]), scores, float("-inf"))
+    largest = tl.maximum(maximum, tl.max(scores, 1))
+    # A query that has seen nothing yet has the maximum -inf, and -inf minus itself is not a number.
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    weights = tl.exp2(scores - shift[:, None])
+    shrink = tl.exp2(maximum - shift)
+    weight = weight * shrink + tl.sum(weights, 1)
+    result = tl.dot(weights.to(latents.dtype), latents, result * shrink[:, None], input_precision="ieee")
+    return largest, weight, result
+
+
+@partial(jit, unspecialized=("starts", "offsets", "bounds", "lengths", "tables", "sequences", "table_stride"))
+def latent_prompt_kernel(
+    latent,
+    q,
+    rows,
+    out,
+    starts,
+    offsets,
+    bounds,
+    lengths,
+    tables,
+    sequences,
+    scale,
+    nope,
+    latent_token,
+    latent_head,
+    q_token,
+    q_head,
+    table_stride,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Programs [blocks of heads, tokens // TILE_QUERIES + sequences]: neighbouring queries of one sequence.
+
+    Of sequence s the queries in rows [starts[s], offsets[s + 1]), the last of its tokens. BOUNDED: only sequences
+    [bounds[0], bounds[1]) have any. latent: the queries in the space of the latent; out, of its strides, the weighted
+    sums of latents. A query's sum goes over blocks that begin at multiples of BLOCK_N, so its bits depend on its
+    sequence alone.
+    """
+    # The tiles that see most come last in a sequence and start first.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    TILE_QUERIES: tl.constexpr = BLOCK_M // BLOCK_HEADS
+    # Sequence s starts with tile starts[s] // TILE_QUERIES + s, where both are counted from the first sequence on.
+    lowest_sequence = 0
+    beyond = sequences
+    skipped = 0
+    if BOUNDED:
+        lowest_sequence = tl.load(bounds)
+        beyond = tl.load(bounds + 1)
+        skipped = tl.load(starts + lowest_sequence)
+        if tile >= (tl.load(offsets + beyond) - skipped) // TILE_QUERIES + beyond - lowest_sequence:
+            return
+    sequence = lowest_sequence
+    while beyond - sequence > 1:
+        middle = (sequence + beyond) // 2
+        if (tl.load(starts + middle) - skipped) // TILE_QUERIES + middle - lowest_sequence <= tile:
+            sequence = middle
+        else:
+            beyond = middle
+    first = tl.load(starts + sequence)
+    new = tl.load(offsets + sequence + 1) - first
+    query_start = (tile - (first - skipped) // TILE_QUERIES - (sequence - lowest_sequence)) * TILE_QUERIES
+    if query_start >= new:
+        return
+    total = tl.load(lengths + sequence)
+
+    row = tl.arange(0, BLOCK_M)
+    query = query_start + row // BLOCK_HEADS
+    head = tl.program_id(0) * BLOCK_HEADS + row % BLOCK_HEADS
+    held = (query < new) & (head < HEADS)
+    token = (first + query).to(tl.int64)
+    front, back = _load_queries(
+        latent, q, token, head, held, latent_token, latent_head, q_token, q_head, nope, RANK, RANK_PAD, ROPE, ROPE_PAD
+    )
+    at = total - new + query
+    end = tl.minimum(total, total - new + query_start + TILE_QUERIES)
+    table = tables + sequence.to(tl.int64) * table_stride
+    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    weight = tl.zeros((BLOCK_M,), tl.float32)
+    result = tl.zeros((BLOCK_M, RANK_PAD), tl.float32)
+    for start in range(0, end, BLOCK_N):
+        maximum, weight, result = _attend(
+            front, back, at, maximum, weight, result, start, end, rows, table, scale,
+            RANK, RANK_PAD, ROPE, ROPE_PAD, PAGE_SIZE, BLOCK_N,
+        )  # fmt: skip
+    result = result / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    column = tl.arange(0, RANK_PAD)[None, :]
+    target = out + (token * latent_token + head * latent_head)[:, None] + column
+    tl.store(target, result.to(out.dtype.element_ty), mask=held[:, None] & (column < RANK))
+
+
+@jit
+def _division(length, splits, least_rows, BLOCK_N: tl.constexpr):
+    """Rows of a split, whole blocks, and how many splits a sequence has: at least `least_rows` each."""
+    size = tl.maximum(tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N, least_rows)
+    return size, tl.cdiv(length, size)
+
+
+@partial(jit, unspecialized=("lengths", "tables", "table_stride", "least_rows"))
+def latent_decode_kernel(
+    latent,
+    q,
+    rows,
+    results,
+    scales,
+    lengths,
+    tables,
+    scale,
+    nope,
+    latent_token,
+    latent_head,
+    q_token,
+    q_head,
+    table_stride,
+    least_rows,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Programs [blocks of heads, sequences, splits]: the query of a sequence, token of its number, over part of its
+    rows.
+
+    results [sequences, splits, HEADS, RANK], scales [sequences, splits, HEADS] float32: weighted means of latents and
+    the logarithms (to the base two) of their weights. least_rows: of a split, a multiple of BLOCK_N.
+    """
+    sequence = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    splits = tl.num_programs(2)
+    length = tl.load(lengths + sequence)
+    size, used = _division(length, splits, least_rows, BLOCK_N)
+    if split >= used:
+        return
+    head = tl.program_id(0) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    held = head < HEADS
+    front, back = _load_queries(
+        latent, q, sequence, head, held, latent_token, latent_head, q_token, q_head, nope,
+        RANK, RANK_PAD, ROPE, ROPE_PAD,
+    )  # fmt: skip
+    end = tl.minimum(length, (split + 1) * size)
+    at = tl.full((BLOCK_HEADS,), 0, tl.int32) + end
+    table = tables + sequence * table_stride
+    maximum = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
+    weight = tl.zeros((BLOCK_HEADS,), tl.float32)
+    result = tl.zeros((BLOCK_HEADS, RANK_PAD), tl.float32)
+    for start in range(split * size, end, BLOCK_N):
+        maximum, weight, result = _attend(
+            front, back, at, maximum, weight, result, start, end, rows, table, scale,
+            RANK, RANK_PAD, ROPE, ROPE_PAD, PAGE_SIZE, BLOCK_N,
+        )  # fmt: skip
+    part = (sequence * splits + split) * HEADS + head
+    column = tl.arange(0, RANK_PAD)[None, :]
+    tl.store(results + part[:, None] * RANK + column, result / weight[:, None], mask=held[:, None] & (column < RANK))
+    tl.store(scales + part, maximum + tl.log2(weight), mask=held)
+
+
+@partial(jit, unspecialized=("lengths", "splits", "least_rows"))
+def latent_join_kernel(
+    results,
+    scales,
+    out,
+    lengths,
+    splits,
+    least_rows,
+    out_token,
+    out_head,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Programs [HEADS, sequences]: the weighted mean of a sequence's splits, in their order; zeros if it has none."""
+    head = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    _, used = _division(tl.load(lengths + sequence), splits, least_rows, BLOCK_N)
+    column = tl.arange(0, RANK_PAD)
+    maximum = float("-inf")
+    weight = 0.0
+    result = tl.zeros((RANK_PAD,), tl.float32)
+    for split in range(0, used):
+        part = (sequence * splits + split) * HEADS + head
+        each = tl.load(scales + part)
+        largest = tl.maximum(maximum, each)
+        share = tl.exp2(each - largest)
+        shrink = tl.exp2(maximum - largest)
+        weight = weight * shrink + share
+        result = result * shrink + share * tl.load(results + part * RANK + column, mask=column < RANK, other=0.0)
+        maximum = largest
+    result = result / tl.where(weight == 0.0, 1.0, weight)
+    tl.store(out + sequence * out_token + head * out_head + column, result.to(out.dtype.element_ty), mask=column < RANK)
+
+
+def compile_cases() -> list[CompileCase]:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    found = [_prompt_case(bf16, 16), _prompt_case(bf16, 128, bounded=True), _prompt_case(fp32, 16)]
+    found += [_decode_case(bf16, 16, 64), _decode_case(bf16, 128, 64), _decode_case(fp32, 16, 64)]
+    signature = by_type(
+        {"*fp32:16": "results scales", "*bf16:16": "out", "*i32": "lengths", "i32": "splits least_rows"}
+    )
+    signature |= by_type({"i32:16": "out_token out_head"})
+    tile = decode_tile(16, 512, bf16, 64, 8192)
+    fixed = {"HEADS": 16, "RANK": 512, "RANK_PAD": 512, "BLOCK_N": tile.rows}
+    return [*found, CompileCase("latent join", latent_join_kernel, signature, fixed, 4, 2)]
+
+
+def _signature(kind: str) -> dict[str, str]:
+    return by_type(
+        {
+            f"*{kind}:16": "latent q rows",
+            "*i32": "lengths tables",
+            "i32:16": "nope latent_token latent_head q_token q_head",
+            "i32": "table_stride",
+            "fp32": "scale",
+        }
+    )
+
+
+def _kind(dtype: torch.dtype) -> tuple[str, tuple[str, ...]]:
+    return ("fp32", ()) if dtype == torch.float32 else ("bf16", ("mma",))
+
+
+def _prompt_case(dtype: torch.dtype, heads: int, bounded: bool = False) -> CompileCase:
+    kind, must = _kind(dtype)
+    tile = prompt_tile(heads, 512, dtype)
+    signature = _signature(kind) | {"out": f"*{kind}:16", "sequences": "i32"}
+    signature |= dict.fromkeys(("starts", "offsets", "bounds"), "*i32")
+    own = {**constants(heads, 512, 64, 16, tile), "BOUNDED": bounded, "BLOCK_M": tile.queries}
+    return _case(f"latent prompts {kind} {heads} heads", latent_prompt_kernel, signature, own, tile, must)
+
+
+def _decode_case(dtype: torch.dtype, heads: int, sequences: int) -> CompileCase:
+    kind, must = _kind(dtype)
+    tile = decode_tile(heads, 512, dtype, sequences, 8192)
+    signature = _signature(kind) | dict.fromkeys(("results", "scales"), "*fp32:16") | {"least_rows": "i32"}
+    own = constants(heads, 512, 64, 16, tile)
+    return _case(f"latent decode {kind} {heads} heads", latent_decode_kernel, signature, own, tile, must)
+
+
+def _case(
+    name: str, kernel: object, signature: dict[str, str], own: dict[str, int], tile: Tile, must: tuple[str, ...]
+) -> CompileCase:
+    return CompileCase(name, kernel, signature, own, tile.warps, tile.stages, must)

@@ -1,0 +1,66 @@
+"""How the kernels of latent attention divide their work. Chosen by what registers and shared memory of a Hopper hold:
+nothing here was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from strata.kernels.grid_sizes import ceil_div, next_power_of_2
+
+# A program needs most of a multiprocessor's memory, so more than two for each find no place.
+_PROGRAMS = 264
+_MOST_SPLITS = 64
+# Even where there are many sequences, one may be much longer than the others.
+_LEAST_SPLITS = 4
+_SPLIT_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Tile:
+    """heads: of a program; queries: rows of its tile, heads times tokens. rows: of a block of latents; warps, stages:
+    of a program and of its pipeline. split: the fewest rows that are worth a program. splits: the most of a sequence.
+    """
+
+    heads: int
+    queries: int
+    rows: int
+    warps: int
+    stages: int
+    split: int = 0
+    splits: int = 1
+
+
+def prompt_tile(heads: int, rank: int, dtype: torch.dtype) -> Tile:
+    """The same for any batch: the bits of a result depend on it."""
+    if dtype == torch.float32:
+        return Tile(min(16, next_power_of_2(heads)), 16, 16, 8, 1)
+    return Tile(min(64, next_power_of_2(heads)), 64, 32, 8, 2)
+
+
+def decode_tile(heads: int, rank: int, dtype: torch.dtype, sequences: int, most: int) -> Tile:
+    """For so many sequences of at most `most` rows. A matrix instruction has 16 rows at least."""
+    together = max(16, min(64, next_power_of_2(heads)))
+    if dtype == torch.float32:
+        together = 16
+    programs = max(1, sequences) * ceil_div(heads, together)
+    wanted = max(_LEAST_SPLITS, _PROGRAMS // programs)
+    splits = max(1, min(_MOST_SPLITS, wanted, ceil_div(most, _SPLIT_ROWS)))
+    if dtype == torch.float32:
+        return Tile(together, together, 16, 8, 1, _SPLIT_ROWS, splits)
+    return Tile(together, together, 32, 4 if together == 16 else 8, 2, _SPLIT_ROWS, splits)
+
+
+def constants(heads: int, rank: int, rope: int, page_size: int, tile: Tile) -> dict[str, int]:
+    """What the kernels of prompts and of decodes have in common."""
+    return {
+        "HEADS": heads,
+        "RANK": rank,
+        "RANK_PAD": max(16, next_power_of_2(rank)),
+        "ROPE": rope,
+        "ROPE_PAD": max(16, next_power_of_2(rope)),
+        "PAGE_SIZE": page_size,
+        "BLOCK_HEADS": tile.heads,
+        "BLOCK_N": tile.rows,
+    }

@@ -1,0 +1,84 @@
+"""The kernels of latent attention in Triton's interpreter, on a CPU; `test_latent_attention` runs this as a process."""
+
+from __future__ import annotations
+
+import torch
+
+from strata.kernels.latent import cuda, tiles
+from strata.kernels.latent.attention import latent_attention
+from strata.kernels.latent.forms import Dims
+from strata.kernels.rotary.rope import rope_angles
+from strata.kernels.rotary.tail_rope import tail_rope
+from strata.kernels.state.latent_write import latent_write
+
+from ..collective.interpreted import _counts
+from .cases import Call, make_call, with_parts
+
+DIMS = Dims(heads=5, nope=10, rope=6, rank=24, value=14)
+MANY = Dims(heads=19, nope=8, rope=4, rank=16, value=8)
+
+
+def check(call: Call) -> None:
+    """Float32 against the reference in float64; nothing that a launch leaves out may be a number by chance."""
+    q, row, weight, batch, spec = call
+    pages = batch.pages
+    assert pages is not None
+    wide = pages.__class__((pages.keys[0].double(),), (), pages.tables, pages.lengths, pages.slot_mapping)
+    exact = latent_attention.reference(q.double(), row.double(), weight.double(), batch._replace(pages=wide), spec)
+    for attend in (cuda.attend, cuda.attend_fixed):
+        assert (attend(*call) - exact).abs().max() < 2e-5
+
+
+def check_fixed_bits() -> None:
+    """A token's result is the same in a whole prompt, in a chunk of it, and decoded beside others."""
+    whole = make_call(DIMS, (19,), (19,))
+    q, row, weight, batch, spec = whole
+    pages = batch.pages
+    assert pages is not None
+    wanted = cuda.attend_fixed(*whole)
+    for first, last in ((0, 7), (7, 19), (18, 19)):
+        part = pages.__class__(pages.keys, (), pages.tables, torch.tensor([last], dtype=torch.int32), pages.slot_mapping)
+        offsets = torch.tensor([0, last - first], dtype=torch.int32)
+        step = batch._replace(offsets=offsets, longest=last - first, pages=part)
+        found = cuda.attend_fixed(q[first:last], row[first:last], weight, step, spec)
+        assert torch.equal(found, wanted[first:last])
+
+
+def check_rows() -> None:
+    """Both rotations and the write, against what runs on a CPU."""
+    implementations = {one.name: one.run for one in latent_write.implementations if one.device == "cuda"}
+    rotate = next(one.run for one in tail_rope.implementations if one.name == "triton")
+    angles = rope_angles.reference(torch.arange(7, dtype=torch.int32), torch.randn(9, 6))
+    for paired in (False, True):
+        x = torch.randn(7, 3, 16)
+        assert (rotate(x, *angles, paired) - tail_rope.reference(x, *angles, paired)).abs().max() < 1e-6
+        call = make_call(DIMS, (1, 6), (9, 6))
+        pages = call[3].pages
+        assert pages is not None
+        slots = pages.slot_mapping.clone()
+        slots[2] = -1
+        product, weight = torch.randn(7, 40)[:, 5:35], torch.randn(24)
+        found = []
+        for run in (implementations["triton"], latent_write.reference):
+            own = pages.__class__((pages.keys[0].clone(),), (), pages.tables, pages.lengths, slots)
+            found.append((run(product, weight, 1e-6, *angles, own, 0, paired), own.keys[0]))
+        for one, other in zip(*found, strict=True):
+            assert torch.allclose(one, other, rtol=0, atol=1e-6, equal_nan=True)
+
+
+def main() -> None:
+    _counts()
+    torch.manual_seed(3)
+    torch.use_deterministic_algorithms(True)  # new memory is filled with what is not a number
+    tiles._SPLIT_ROWS = 32  # so that short sequences are divided
+    check(make_call(DIMS, (1, 1), (1, 77)))
+    check(make_call(MANY, (1,), (37,)))
+    check(make_call(DIMS, (9, 1, 5), (20, 33, 5)))
+    check(with_parts(make_call(MANY, (1, 1, 3), (40, 9, 20)), 2, recorded=False))
+    check(with_parts(make_call(DIMS, (1, 1, 5), (40, 9, 20)), 2, recorded=True))
+    check_fixed_bits()
+    check_rows()
+
+
+if __name__ == "__main__":
+    main()
