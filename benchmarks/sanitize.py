@@ -35,6 +35,7 @@ from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
+from strata.kernels.latent.attention import latent_attention
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.silu_mul import linear_silu_mul
@@ -57,6 +58,7 @@ from strata.kernels.optimizer.muon import muon_momentum, muon_update
 from strata.kernels.quant.fp8 import quantize
 from strata.kernels.rotary import rope_grad  # noqa: F401  registers what is run
 from strata.kernels.rotary.rope import rope, rope_angles
+from strata.kernels.rotary.tail_rope import tail_rope
 from strata.kernels.sampling.bitmask import WORD, apply_bitmask
 from strata.kernels.sampling.filters import filter_bounds
 from strata.kernels.sampling.part_logprobs import exponential_sums
@@ -65,6 +67,7 @@ from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
 from strata.kernels.state.clear_page_ends import clear_page_ends
 from strata.kernels.state.gather_tables import gather_tables
 from strata.kernels.state.kv_write import kv_write
+from strata.kernels.state.latent_write import latent_write
 from strata.kernels.state.newest_tokens import newest_tokens
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
@@ -109,6 +112,7 @@ def calls() -> Iterator[Call]:
         yield from _heads(head_dim)
     for head_dim, window in ((128, None), (80, 50)):
         yield from _attention(head_dim, window)
+    yield from _latents()
     yield from _sampling(rows=3)
     yield from _products()
     for rows, width in ((5, 1000), (70, 2048)):
@@ -208,6 +212,24 @@ def _recorded(q: Tensor, k: Tensor, v: Tensor, held: PagedKV, spec: AttentionSpe
     offsets = torch.tensor((0, 1, 8, 28, len(q)), dtype=torch.int32)
     pages = replace(held, tables=tables, lengths=lengths, parts=parts)
     return attention_mixed.attend(q, k, v, Sequences(offsets, len(q), pages), spec)
+
+
+def _latents() -> Iterator[Call]:
+    heads, nope, dims, rank, value, tokens = 5, 20, 12, 40, 24, 27
+    product, cos_sin = randn(tokens, rank + dims), angles(tokens, dims)
+    held = full_pages(1, rank + dims, (300, 6, 20))
+    spec = AttentionSpec(0, 0.1)
+    written = replace(held, slot_mapping=held.slot_mapping[:tokens])
+    q, weight = randn(tokens, heads, nope + dims), randn(heads * (nope + value), rank)
+    for paired in (False, True):
+        yield own(tail_rope, q, *cos_sin, paired)
+        yield own(latent_write, product, randn(rank), EPS, *cos_sin, written, 0, paired)
+    for new in ((1, 1, 1), (1, 6, 20)):
+        offsets, rows = torch.tensor((0, *new), dtype=torch.int32).cumsum(0).int(), sum(new)
+        yield own(latent_attention, q[:rows], product[:rows], weight, Sequences(offsets, max(new), held), spec)
+    parts = BatchParts(held.lengths * (held.lengths > 20), offsets[:-1], torch.tensor((1, 3), dtype=torch.int32), 1)
+    step = Sequences(offsets, 20, replace(held, parts=parts))
+    yield own(latent_attention, q, product, weight, step, spec)
 
 
 def _sampling(rows: int) -> Iterator[Call]:

@@ -42,7 +42,13 @@ def test_a_kernel_that_nothing_launches_is_named() -> None:
             if "rope" not in name:
                 run()
     left = sanitize.missing(launched)
-    assert {"rope_kernel", "rope_angles_kernel", "qk_rope_kv_write_kernel", "rotate_heads_kernel"} == left
+    assert {
+        "rope_kernel",
+        "rope_angles_kernel",
+        "tail_rope_kernel",
+        "qk_rope_kv_write_kernel",
+        "rotate_heads_kernel",
+    } == left
 
 
 @pytest.mark.usefixtures("_no_device")

@@ -7,27 +7,40 @@ from dataclasses import dataclass
 
 import torch
 
+from strata.models.config import ModelConfig
+from strata.models.state import attention_rows
+
 
 @dataclass(frozen=True)
 class PoolShape:
-    """What decides the size of the pools. `page_size` in tokens."""
+    """What decides the size of the pools. `page_size` in tokens. tensors: 2 for keys and values, 1 if a row is both."""
 
     layers: int
     page_size: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    tensors: int = 2
+
+    @staticmethod
+    def of(config: ModelConfig, page_size: int, dtype: torch.dtype) -> PoolShape:
+        """Of all layers of a model, were they alike."""
+        rows = attention_rows(config)
+        heads, width = rows.shape
+        return PoolShape(config.num_layers, page_size, heads, width, rows.dtype or dtype, rows.tensors)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers, keys and values."""
-        return 2 * self.layers * self.page_size * self.kv_heads * self.head_dim * self.dtype.itemsize
+        """Bytes of one page over all layers, all tensors."""
+        row = self.kv_heads * self.head_dim * self.dtype.itemsize
+        return self.tensors * self.layers * self.page_size * row
 
 
 class KVPool:
     """Keys and values of each layer, [pages, page_size, kv_heads, head_dim], zeroed so that unused rows are finite.
 
-    all_keys, all_values: those of all layers, [layers, pages, ...]. keys, values: those of a layer, by its number.
+    all_keys, all_values: those of all layers, [layers, pages, ...]; the same where a row is both key and value. keys,
+    values: those of a layer, by its number.
     """
 
     def __init__(
@@ -37,7 +50,8 @@ class KVPool:
         self.shape = shape
         self.pages = pages
         size = (shape.layers, pages, shape.page_size, shape.kv_heads, shape.head_dim)
-        self.all_keys, self.all_values = (torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(2))
+        made = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.tensors)]
+        self.all_keys, self.all_values = made[0], made[-1]
         numbers, layers = held or (range(shape.layers), shape.layers)
         nothing = self.all_keys.new_zeros((0, shape.page_size, 0, 0))
         self.keys, self.values = (
@@ -49,5 +63,5 @@ class KVPool:
         """Copy whole pages (source, destination) in every layer, for copy-on-write."""
         pairs = torch.tensor(copies, pin_memory=self.all_keys.is_cuda)
         source, target = pairs.to(self.all_keys.device, non_blocking=True).unbind(1)
-        for pool in (*self.all_keys, *self.all_values):
+        for pool in (*self.all_keys, *(self.all_values if self.shape.tensors == 2 else ())):
             pool.index_copy_(0, target, pool.index_select(0, source))

@@ -273,7 +273,7 @@ class EngineSizes:
         filled = max(2048, 8192 // asked.pipeline_parallel_size) if limits is not None else 2048
         max_tokens = asked.max_num_batched_tokens or filled
         dtype = weights.resolve_dtype(asked.dtype, config, device)
-        pool = PoolShape(config.num_layers, asked.page_size, config.num_kv_heads, config.head_dim, dtype)
+        pool = PoolShape.of(config, asked.page_size, dtype)
         with torch.device("meta"):
             own = build(config, max_length) if shard is None else shard.build(max_length)
             weight_bytes = weights.weight_bytes(own, dtype)
@@ -331,6 +331,8 @@ def _apart(asked: EngineConfig) -> str | None:
 
 def library_limit(limits: DeviceLimits, config: ModelConfig, dtype: torch.dtype, page_size: int) -> str | None:
     """Why cuDNN cannot attend for prompts, in words; None if it should."""
+    if config.latent is not None:
+        return "attention is latent, its keys and values are one row"
     if None not in config.windows:
         return "all layers have windows"
     return why_no_plan(limits, dtype, config.head_dim, page_size)

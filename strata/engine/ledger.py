@@ -166,8 +166,11 @@ def activation_bytes(config: ModelConfig, tokens: int, rows: int, dtype: torch.d
     and after its sum over the ranks, and the norm of what follows. Sampling holds a row's logits in `dtype` and
     SAMPLING_BYTES more for each, if all that sampling can do is asked for.
     """
-    heads = 2 * config.num_heads + 2 * config.num_kv_heads
-    widest = 2 * config.hidden_size + max(3 * config.intermediate_size, heads * config.head_dim, 2 * config.hidden_size)
+    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    if config.latent is not None:
+        # Queries, and in the space of the latent; what they find there, and of it; or keys and values of each head.
+        heads = 2 * config.num_heads * (config.head_dim + config.latent.rank + config.latent.value)
+    widest = 2 * config.hidden_size + max(3 * config.intermediate_size, heads, 2 * config.hidden_size)
     return tokens * widest * dtype.itemsize + rows * config.vocab_size * (dtype.itemsize + SAMPLING_BYTES)
 
 

@@ -81,7 +81,7 @@ def token_division(
         found, known = step_times(graphs, shape, product, recorded), recognize(product)
         link = _link(known) if known is not None else None
         if found is not None and link is not None:
-            token = 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
+            token = shape.page_bytes // shape.page_size // shape.layers
             message, way = link.seconds(context.size - 1, 0) + MESSAGE_SECONDS, token / (link.bandwidth * LINK)
             times = DivisionTimes(found, shape.layers * message, shape.layers * way)
     return TokenDivision.on(kind, context.size, context.index, times)

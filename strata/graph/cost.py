@@ -185,6 +185,7 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
         if one.operation.reads_state:
             kind = of_one(_LONG)
             attentions[kind] += 1
+            weights["step"] += kind.weights
             examples.setdefault(kind, of_one)
             weights["step"] += of_one(_SHORT).weights  # of a convolution, and of a state space
             continue

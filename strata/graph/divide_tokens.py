@@ -15,7 +15,10 @@ from strata.graph.gather import ROWWISE
 from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.state.groups import of_group
 from strata.kernels.state.kv_write import kv_write
+from strata.kernels.state.latent_write import latent_write
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
+
+_WRITES = (kv_write, qk_rope_kv_write, latent_write)
 
 
 def divide_tokens(graph: fx.GraphModule, along: Along) -> fx.GraphModule:
@@ -49,6 +52,8 @@ def divide_tokens(graph: fx.GraphModule, along: Along) -> fx.GraphModule:
             _write_behind(node, along)
         elif operation_of(node) is kv_write:
             _write_gathered(node, along)
+        elif operation_of(node) is latent_write:
+            _write_rows_behind(node, along)
     graph.recompile()
     return graph
 
@@ -58,7 +63,7 @@ def _require_known(node: fx.Node) -> None:
     if operation is None:
         known = node.op in ("placeholder", "get_attr") or node.target in ROWWISE or node.target in (getattr, of_group)
     else:
-        known = operation.rowwise or reads_state(node) or operation in (kv_write, qk_rope_kv_write)
+        known = operation.rowwise or reads_state(node) or operation in _WRITES
     if not known:
         raise ValueError(f"{node.target} mixes tokens or is not known not to, so ranks cannot divide them")
 
@@ -72,6 +77,15 @@ def _write_behind(node: fx.Node, along: Along) -> None:
     # The later of both, of which each was put directly behind the node.
     keys, values, last = _gathered(k, v, node, k, along)
     _after(last, node, kv_write, keys, values, pages, heads.layer)
+
+
+def _write_rows_behind(node: fx.Node, along: Along) -> None:
+    """The same for rows that are key and value at once: both pools are one, which a `kv_write` writes so."""
+    *front, pages, layer, paired = node.args
+    node.args = (*front, None, layer, paired)
+    rows = _after(node, node, gather_tokens, node, along)
+    heads = _after(rows, node, "unflatten", rows, -1, (1, -1))
+    _after(heads, node, kv_write, heads, heads, pages, layer)
 
 
 def _write_gathered(node: fx.Node, along: Along) -> None:
@@ -97,6 +111,7 @@ def _gathered(k: fx.Node, v: fx.Node, of: fx.Node, place: fx.Node, along: Along)
 def _after(place: fx.Node, of: fx.Node, target: Any, *arguments: Any) -> fx.Node:
     """`target(*arguments)` behind `place`, which counts as part of what `of` is."""
     with place.graph.inserting_after(place):
-        made = place.graph.call_function(target, arguments)
+        make = place.graph.call_method if isinstance(target, str) else place.graph.call_function
+        made = make(target, arguments)
     made.meta = {"module": of.meta["module"], "layer": of.meta["layer"]}
     return made

@@ -13,6 +13,7 @@ from strata.graph.capture import capture, capture_head, must_stay, operation_of
 from strata.graph.deferred import DeferredGraph
 from strata.kernels.attention.spec import AttentionSpec
 from strata.kernels.state.kv_write import kv_write
+from strata.kernels.state.latent_write import latent_write
 
 
 def capture_stage(
@@ -144,6 +145,10 @@ def _renumber(node: fx.Node, first: int) -> None:
         keys, values, pages, layer = node.args
         assert isinstance(layer, int)
         node.args = (keys, values, pages, layer - first)
+    if operation_of(node) is latent_write:
+        *front, layer, paired = node.args
+        assert isinstance(layer, int)
+        node.args = (*front, layer - first, paired)
     node.args = tuple(
         given._replace(layer=given.layer - first) if isinstance(given, AttentionSpec) else given for given in node.args
     )

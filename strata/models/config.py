@@ -14,6 +14,7 @@ from strata.files.fields import Fields
 from strata.files.json_object import read_existing_object
 from strata.models import generation_fields
 from strata.models.expert_config import ExpertsConfig
+from strata.models.family.latent_config import LatentConfig, read_latent
 from strata.models.family_config import FAMILY_CONFIGS, FamilyConfig
 from strata.models.layer_config import read_rotated, read_windows
 from strata.models.recurrence_config import StateSpaceConfig
@@ -28,6 +29,8 @@ class ModelConfig:
     """One model. Sizes are counts of elements.
 
     windows: for each layer, how many of the latest tokens a query sees (itself included); None means all.
+    latent: of attention whose keys and values are made from one row a token; None in other families. `head_dim` is of
+        its queries and keys then, all dimensions of them.
     attention_bias, mlp_bias: the fields of that name; false in families without them.
     window_rope: of the layers with a window; None: they have the one of all.
     partial_rotary: which part of a head positions rotate, its first dimensions.
@@ -61,6 +64,7 @@ class ModelConfig:
     head_norms: bool = False
     query_scalar: int | None = None
     logit_softcap: float | None = None
+    latent: LatentConfig | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
     tied: bool = False
@@ -79,12 +83,15 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """How many dimensions of a head positions rotate."""
+        if self.latent is not None:
+            return self.latent.rope
         return int(self.head_dim * self.partial_rotary)
 
     @property
     def attention_scale(self) -> float:
         """What attention scores are multiplied by."""
-        return float((self.head_dim if self.query_scalar is None else self.query_scalar) ** -0.5)
+        scale = float((self.head_dim if self.query_scalar is None else self.query_scalar) ** -0.5)
+        return scale if self.latent is None else scale * self.rope.score_factor
 
     @property
     def attends(self) -> tuple[bool, ...]:
@@ -187,17 +194,23 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
     num_layers = fields.count("num_hidden_layers")
     hidden_size = fields.count("hidden_size")
     recurrence = None if family.recurrence is None else family.recurrence[0](fields, hidden_size, num_layers)
-    if family.attends:
-        num_heads, num_kv_heads, head_dim = _read_heads(fields, family, hidden_size)
-        intermediate_size = fields.count("intermediate_size")
-    else:
+    latent = None
+    if not family.attends:
         assert recurrence is not None
         num_heads = num_kv_heads = recurrence.heads
         head_dim, intermediate_size = recurrence.head_dim, recurrence.inner_size
+    else:
+        intermediate_size = fields.count("intermediate_size")
+        if family.latent is None:
+            num_heads, num_kv_heads, head_dim = _read_heads(fields, family, hidden_size)
+        else:
+            num_heads = num_kv_heads = fields.count("num_attention_heads")
+            latent = read_latent(fields, num_heads, family.latent == "paired or halves")
+            head_dim = latent.nope + latent.rope
     max_length = fields.count("max_position_embeddings", family.max_length)
     rotated = read_rotated(fields, family, num_layers)
     if family.attends:
-        ropes = read_ropes(fields, family, head_dim, max_length)
+        ropes = read_ropes(fields, family, head_dim if latent is None else latent.rope, max_length)
         windows = read_windows(fields, family, num_layers, rotated)
     else:
         ropes, windows = Ropes(RopeConfig(family.rope_theta), None, 1.0), (None,) * num_layers
@@ -218,6 +231,7 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
         head_norms=family.has_head_norms_field and fields.flag("use_qk_norm", False),
         query_scalar=_read_query_scalar(fields, family),
         logit_softcap=_read_softcap(fields, family),
+        latent=latent,
         windows=windows,
         rotated=rotated,
         attention_bias=_read_bias(fields, family, "attention_bias"),

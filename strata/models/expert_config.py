@@ -18,6 +18,7 @@ class ExpertsConfig:
     layers: for each layer whether it has experts instead of a plain MLP.
     balance_weight: router_aux_loss_coef, the weight of the balancing loss in training.
     choice: how experts are scored and chosen. biased: whether the choice adds a bias of the checkpoint.
+    wide_scores: whether logits are computed in float32.
     shared_size: width of the experts that every token goes to, together; 0: there are none.
     held: of a part of a model, the numbers of the experts that it holds, of which the router knows all; None: all.
     """
@@ -30,6 +31,7 @@ class ExpertsConfig:
     balance_weight: float
     choice: Choice = SOFTMAX
     biased: bool = False
+    wide_scores: bool = False
     shared_size: int = 0
     held: tuple[int, ...] | None = None
 
@@ -65,13 +67,8 @@ def read_glm4_moe(fields: Fields, num_layers: int, intermediate_size: int) -> Ex
     """GLM-4 MoE: experts in all layers but the first `first_k_dense_replace`, scored by sigmoids within groups."""
     key = "num_local_experts" if fields.has("num_local_experts") else "n_routed_experts"
     count, per_token = _read_counts(fields, key, 128, 8)
-    groups, kept = fields.count("n_group", 1), fields.count("topk_group", 1)
-    if count % groups or (groups > 1 and count // groups < 2):
-        raise fields.wrong("n_group", groups, f"a divisor of {key} = {count} that leaves groups of at least 2")
-    if kept > groups or kept * (count // groups) < per_token:
-        raise fields.wrong("topk_group", kept, f"at most n_group = {groups}, with {per_token} experts or more")
-    fields.count("num_nextn_predict_layers", 1, least=0)  # further layers, which are not read
-    fields.count("num_mtp_layers", 1, least=0)
+    groups, kept = _read_groups(fields, key, count, per_token, 1, 1, smallest=2)
+    _read_layers_behind(fields)
     dense = fields.count("first_k_dense_replace", 1, least=0)
     width = fields.count("moe_intermediate_size", 1408)
     return ExpertsConfig(
@@ -83,8 +80,107 @@ def read_glm4_moe(fields: Fields, num_layers: int, intermediate_size: int) -> Ex
         _read_balance_weight(fields),
         Choice("sigmoid", groups, kept, "top2", fields.number("routed_scaling_factor", 1.0)),
         biased=True,
+        wide_scores=True,
         shared_size=width * fields.count("n_shared_experts", 1),
     )
+
+
+def read_deepseek_v2(fields: Fields, num_layers: int, intermediate_size: int) -> ExpertsConfig:
+    """DeepSeek-V2: experts scored by a softmax, whose weights are never normalized (transformers ignores
+    `norm_topk_prob`); chosen from all, or from the best groups, as `topk_method` says."""
+    key = "num_experts" if fields.has("num_experts") else "n_routed_experts"
+    count, per_token = _read_counts(fields, key, 64, None)
+    method = fields.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
+    fields.flag("norm_topk_prob", False)
+    if method == "greedy":
+        for name in ("n_group", "topk_group"):
+            fields.count(name, 1)
+        groups = kept = 1
+    else:
+        groups, kept = _read_groups(fields, key, count, per_token, 1, 1, smallest=1)
+    choice = Choice("softmax", groups, kept, "max", fields.number("routed_scaling_factor", 1.0))
+    _read_deepseek_bookkeeping(fields, "softmax")
+    dense = fields.count("first_k_dense_replace", 0, least=0)
+    width = fields.count("moe_intermediate_size", 1407)
+    return ExpertsConfig(
+        count,
+        per_token,
+        width,
+        False,
+        tuple(layer >= dense for layer in range(num_layers)),
+        0.0,
+        choice,
+        wide_scores=True,
+        shared_size=width * fields.count("n_shared_experts", 2),
+    )
+
+
+def read_deepseek_v3(fields: Fields, num_layers: int, intermediate_size: int) -> ExpertsConfig:
+    """DeepSeek-V3: as GLM-4 MoE, with other numbers for absent fields."""
+    key = "num_local_experts" if fields.has("num_local_experts") else "n_routed_experts"
+    count, per_token = _read_counts(fields, key, 256, 8)
+    groups, kept = _read_groups(fields, key, count, per_token, 8, 4, smallest=2)
+    fields.only("topk_method", "noaux_tc", "experts are chosen by biased scores")
+    _read_deepseek_bookkeeping(fields, "sigmoid")
+    _read_layers_behind(fields)
+    dense = fields.count("first_k_dense_replace", 3, least=0)
+    width = fields.count("moe_intermediate_size", 2048)
+    return ExpertsConfig(
+        count,
+        per_token,
+        width,
+        fields.flag("norm_topk_prob", True),
+        tuple(layer >= dense for layer in range(num_layers)),
+        0.0,
+        Choice("sigmoid", groups, kept, "top2", fields.number("routed_scaling_factor", 2.5)),
+        biased=True,
+        wide_scores=True,
+        shared_size=width * fields.count("n_shared_experts", 1),
+    )
+
+
+def deepseek_v2_fields(experts: ExpertsConfig) -> dict[str, Any]:
+    """What `read_deepseek_v2` reads."""
+    method = "greedy" if experts.choice.groups == 1 else "group_limited_greedy"
+    return _deepseek_fields(experts) | {"topk_method": method}
+
+
+def deepseek_v3_fields(experts: ExpertsConfig) -> dict[str, Any]:
+    """What `read_deepseek_v3` reads."""
+    return _deepseek_fields(experts)
+
+
+def _deepseek_fields(experts: ExpertsConfig) -> dict[str, Any]:
+    values = glm4_moe_fields(experts)
+    del values["router_aux_loss_coef"]
+    return values
+
+
+def _read_deepseek_bookkeeping(fields: Fields, scoring: str) -> None:
+    """What the published configs hold besides, of training or implemented for one value alone."""
+    fields.only("scoring_func", scoring, "this family scores experts so")
+    fields.only("moe_layer_freq", 1, "all layers behind the dense ones have experts")
+    for key in ("auto_map", "aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits"):
+        fields.take(key, None)
+
+
+def _read_layers_behind(fields: Fields) -> None:
+    """Layers that predict further tokens, which are not read."""
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        fields.count(key, 1, least=0)
+
+
+def _read_groups(
+    fields: Fields, key: str, count: int, per_token: int, groups: int, kept: int, smallest: int
+) -> tuple[int, int]:
+    """How many groups experts stand in and how many are chosen from; smallest: experts of a group, if there are
+    several."""
+    groups, kept = fields.count("n_group", groups), fields.count("topk_group", kept)
+    if count % groups or (groups > 1 and count // groups < smallest):
+        raise fields.wrong("n_group", groups, f"a divisor of {key} = {count} that leaves groups of at least {smallest}")
+    if kept > groups or kept * (count // groups) < per_token:
+        raise fields.wrong("topk_group", kept, f"at most n_group = {groups}, with {per_token} experts or more")
+    return groups, kept
 
 
 def glm4_moe_fields(experts: ExpertsConfig) -> dict[str, Any]:
@@ -125,9 +221,11 @@ def qwen3_moe_fields(experts: ExpertsConfig) -> dict[str, Any]:
     }
 
 
-def _read_counts(fields: Fields, key: str, default: int, default_per_token: int) -> tuple[int, int]:
+def _read_counts(fields: Fields, key: str, default: int, default_per_token: int | None) -> tuple[int, int]:
+    """default_per_token: None: it has to be there."""
     count = fields.count(key, default)
-    per_token = fields.count("num_experts_per_tok", default_per_token)
+    name = "num_experts_per_tok"
+    per_token = fields.count(name) if default_per_token is None else fields.count(name, default_per_token)
     if per_token > count:
         raise fields.wrong("num_experts_per_tok", per_token, f"at most {key} = {count}")
     return count, per_token

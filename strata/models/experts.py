@@ -46,6 +46,7 @@ class Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.count, hidden_size))
         self.per_token, self.normalized, self.choice = config.per_token, config.normalized, config.choice
+        self.wide_scores = config.wide_scores
         if config.biased:
             bias = torch.empty(config.count, dtype=torch.float32)
             self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
@@ -56,8 +57,7 @@ class Router(nn.Module):
         bias: Tensor | None = self.selection_bias
         if bias is None:
             bias = getattr(self, "e_score_correction_bias", None)
-        by_itself = self.choice.scoring == "sigmoid"
-        logits = wide_linear(x, self.weight) if by_itself else linear(x, self.weight, None)
+        logits = wide_linear(x, self.weight) if self.wide_scores else linear(x, self.weight, None)
         weights, chosen = route(logits, bias, self.per_token, self.normalized, self.choice)
         if self.balance is not None:
             weights = self.balance(weights, chosen, logits)

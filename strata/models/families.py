@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from strata.models.config import ModelConfig
+from strata.models.family.deepseek import DeepseekV2, DeepseekV3
 from strata.models.family.gemma3 import Gemma3
 from strata.models.family.glm4_moe import Glm4Moe
 from strata.models.family.llama import Llama
@@ -32,6 +33,8 @@ FAMILIES: dict[str, type[CausalLM]] = {
     "Gemma3ForCausalLM": Gemma3,
     "Glm4MoeForCausalLM": Glm4Moe,
     "Mamba2ForCausalLM": Mamba2,
+    "DeepseekV2ForCausalLM": DeepseekV2,
+    "DeepseekV3ForCausalLM": DeepseekV3,
 }
 
 

@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from strata.files.fields import Fields
 from strata.models.expert_config import (
     ExpertsConfig,
+    deepseek_v2_fields,
+    deepseek_v3_fields,
     glm4_moe_fields,
     mixtral_fields,
     qwen3_moe_fields,
+    read_deepseek_v2,
+    read_deepseek_v3,
     read_glm4_moe,
     read_mixtral,
     read_qwen3_moe,
 )
+from strata.models.family.latent_config import latent_fields
 from strata.models.recurrence_config import StateSpaceConfig, mamba2_fields, read_mamba2
 
 if TYPE_CHECKING:
@@ -61,6 +66,8 @@ class FamilyConfig:
     query_scalar: int | None = None
     softcaps: bool = False
     has_head_norms_field: bool = False
+    # Latent attention, which rotates neighbours, or what `rope_interleave` says; None: other attention.
+    latent: Literal["paired", "paired or halves"] | None = None
     activation_key: str = "hidden_act"
     activations: tuple[str, ...] = ("silu", "swish")
     biases: tuple[str, ...] = ()
@@ -98,6 +105,8 @@ class FamilyConfig:
         if self.original_length is not None:
             original = getattr(config.rope, "original_max_position_embeddings", self.original_length)
             values["original_max_position_embeddings"] = original
+        if config.latent is not None:
+            values |= latent_fields(config.latent, self.latent == "paired or halves")
         if self.experts is not None and config.experts is not None:
             values |= self.experts[1](config.experts)
         if self.recurrence is not None and config.recurrence is not None:
@@ -213,5 +222,25 @@ FAMILY_CONFIGS = {
         norm_eps_key="layer_norm_epsilon",
         recurrence=(read_mamba2, mamba2_fields),
         attends=False,
+    ),
+    "DeepseekV2ForCausalLM": FamilyConfig(
+        "deepseek_v2",
+        2048,
+        bos_id=1,
+        eos_id=2,
+        rope_types=("default", "linear", "yarn"),
+        latent="paired",
+        biases=("attention_bias", "mlp_bias"),
+        experts=(read_deepseek_v2, deepseek_v2_fields),
+    ),
+    "DeepseekV3ForCausalLM": FamilyConfig(
+        "deepseek_v3",
+        4096,
+        bos_id=0,
+        eos_id=1,
+        rope_types=("default", "linear", "yarn"),
+        latent="paired or halves",
+        biases=("attention_bias",),
+        experts=(read_deepseek_v3, deepseek_v3_fields),
     ),
 }

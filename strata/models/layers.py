@@ -9,7 +9,7 @@ Parameters are created uninitialized: fill them with `strata.models.weights.load
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -135,10 +135,18 @@ class Attention(nn.Module):
         return self.o_proj(mixed.flatten(-2))
 
 
+class LayerAttention(Protocol):
+    """What a layer attends by: `Attention`, or another module that is called alike. spec: what it fixes."""
+
+    spec: AttentionSpec
+
+    def __call__(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor: ...
+
+
 class DecoderLayer(nn.Module):
     """Pre-norm residual block: attention, then the MLP."""
 
-    def __init__(self, config: ModelConfig, attention: Attention) -> None:
+    def __init__(self, config: ModelConfig, attention: LayerAttention) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = attention
@@ -246,12 +254,12 @@ class CausalLM(nn.Module):
         return cls.decoder_layer(config, cls.attention(config, layer))
 
     @staticmethod
-    def attention(config: ModelConfig, layer: int) -> Attention:
+    def attention(config: ModelConfig, layer: int) -> LayerAttention:
         """The attention of one layer, in families that do not say otherwise what a layer is."""
         raise NotImplementedError
 
     @staticmethod
-    def decoder_layer(config: ModelConfig, attention: Attention) -> DecoderLayer:
+    def decoder_layer(config: ModelConfig, attention: LayerAttention) -> DecoderLayer:
         """A layer around its attention."""
         return DecoderLayer(config, attention)
 

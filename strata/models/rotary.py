@@ -31,6 +31,11 @@ class RopeConfig:
         """What cosines and sines are multiplied by."""
         return 1.0
 
+    @property
+    def score_factor(self) -> float:
+        """What scores of latent attention are multiplied by, besides."""
+        return 1.0
+
     def inverse_frequencies(self, head_dim: int, trained_length: int, max_length: int) -> Tensor:
         """[head_dim / 2] float32, radians per position.
 
@@ -125,6 +130,11 @@ class YarnRope(RopeConfig):
         if self.mscale and self.mscale_all_dim:
             return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
         return self._temperature(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """DeepSeek-V2 warms whole scores, not rotated dimensions alone: `mscale_all_dim` squared."""
+        return self._temperature(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def longest(self, trained_length: int) -> int:
         """Qwen's recipe leaves max_position_embeddings as it was, others raise it to the new length."""

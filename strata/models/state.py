@@ -53,9 +53,16 @@ class StateGroup:
     layers: tuple[int, ...]
 
 
+def attention_rows(config: ModelConfig) -> PagedRows:
+    """What a layer that attends keeps of a token: a key and a value of each KV head, or one row for all heads."""
+    if config.latent is not None:
+        return PagedRows((1, config.latent.width), tensors=1)
+    return PagedRows((config.num_kv_heads, config.head_dim))
+
+
 def attention_states(config: ModelConfig) -> tuple[LayerState, ...]:
-    """Of each layer of a model whose layers all attend: keys and values, of all tokens or of `config.windows`."""
-    rows = PagedRows((config.num_kv_heads, config.head_dim))
+    """Of each layer of a model whose layers all attend: rows of all tokens or of `config.windows`."""
+    rows = attention_rows(config)
     return tuple(rows if window is None else WindowRows(rows, window) for window in config.windows)
 
 

@@ -50,6 +50,16 @@ _STATE_SPACES = (
     Rule(r"model\.norm\.weight|model\.layers\.\d+\.(norm\.weight|mixer\..*)", Placement.PER_TOKEN),
 )
 
+# Heads are divided; every rank has the latents of all tokens.
+_LATENT_ATTENTION = (
+    Rule(r"model\.layers\.\d+\.self_attn\.(q_b|kv_b)_proj\.weight", Placement.COLUMN),
+    Rule(r"model\.layers\.\d+\.self_attn\.(q_a_proj|kv_a_proj_with_mqa)\.(weight|bias)", Placement.PER_TOKEN),
+    Rule(r"model\.layers\.\d+\.self_attn\.(q_a|kv_a)_layernorm\.weight", Placement.PER_TOKEN),
+    Rule(r"model\.layers\.\d+\.mlp\.shared_experts\.(gate|up)_proj\.bias", Placement.COLUMN),
+    Rule(r"model\.layers\.\d+\.mlp\.shared_experts\.down_proj\.bias", Placement.PER_TOKEN),
+)
+_DEEPSEEK = _ATTENTION_AND_ENDS + _LATENT_ATTENTION + _MLP + _EXPERTS + _SHARED_EXPERTS
+
 TABLES: Mapping[str, Table] = {
     "LlamaForCausalLM": _ATTENTION_AND_ENDS + _MLP,
     "MistralForCausalLM": _ATTENTION_AND_ENDS + _MLP,
@@ -64,6 +74,8 @@ TABLES: Mapping[str, Table] = {
     "Gemma3ForCausalLM": _ATTENTION_AND_ENDS + _HEAD_NORMS + _BRANCH_NORMS + _MLP,
     "Glm4MoeForCausalLM": _ATTENTION_AND_ENDS + _HEAD_NORMS + _MLP + _EXPERTS + _SHARED_EXPERTS,
     "Mamba2ForCausalLM": _STATE_SPACES,
+    "DeepseekV2ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
 }
 
 

@@ -75,6 +75,11 @@ class Layout:
             )
         self._check_use()
         self._check_recurrence(config)
+        if config.latent is not None and not self.divides_documents_only:
+            raise ValueError(
+                f"{config.architecture} attends to latents, which is trained with all weights on every rank: "
+                "pp, cp, tp and ep must be 1 and zero at most 2"
+            )
         self._check_tensor(config)
         check_heads(config, self.cp, self.tp, self.context)
         self._check_pipeline(config)

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from strata.kernels.activation.scale import scale
+from strata.kernels.attention.spec import AttentionSpec
 from strata.models.batch import Batch
-from strata.models.layers import Attention, CausalLM, Decoder, layer_angles
+from strata.models.layers import CausalLM, Decoder, layer_angles
 
 Span = tuple[int, int]  # first layer, end
 
@@ -111,7 +112,7 @@ def balance(costs: Sequence[float], parts: int) -> list[Span]:
 def _layer_cost(layer: nn.Module, length: int) -> float:
     matrices = sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() > 1)
     attention = layer.get_submodule("self_attn")
-    assert isinstance(attention, Attention)
+    assert isinstance(attention.spec, AttentionSpec)
     window = attention.spec.window
     seen = length / 2 if window is None else min(length / 2, window)
-    return matrices + 2 * attention.q_proj.weight.shape[0] * seen
+    return matrices + 2 * attention.get_parameter("o_proj.weight").shape[1] * seen

@@ -102,13 +102,13 @@ class MetaModel:
 
     def _batch(self, workload: Workload, size: BufferShape | None) -> Batch:
         """What the graphs are called with in a step of that workload, one-token sequences first; size: recorded."""
-        config = self.config
+        shape = PoolShape.of(self.config, _PAGE_SIZE, self.dtype)
         pages = meta_pages(
             workload,
-            layers=config.num_layers,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=self.dtype,
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=shape.dtype,
             page_size=_PAGE_SIZE,
         )
         if max(workload.new) > 1 and workload.tokens < 1 << 31:  # as many as the device can count
@@ -230,9 +230,7 @@ class MetaModel:
 
     def step_costs(self) -> StepCosts:
         """The least that steps of this model cost."""
-        config = self.config
-        shape = PoolShape(config.num_layers, _PAGE_SIZE, config.num_kv_heads, config.head_dim, self.dtype)
-        return least_costs(self.graphs, shape)
+        return least_costs(self.graphs, PoolShape.of(self.config, _PAGE_SIZE, self.dtype))
 
 
 def meta_model(
@@ -265,7 +263,7 @@ def meta_model(
     library = not deterministic and library_limit(limits, config, dtype, _PAGE_SIZE) is None
     division = None
     if context is not None:
-        shape = PoolShape(config.num_layers, _PAGE_SIZE, config.num_kv_heads, config.head_dim, dtype)
+        shape = PoolShape.of(config, _PAGE_SIZE, dtype)
         recorded = min(MAX_TOKENS, max_mixed_tokens(parameters, library))
         division = token_division(graphs, shape, context, "cuda", limits.product, recorded)
     return MetaModel(config, dtype, limits, graphs, parameters, library, shard, division)

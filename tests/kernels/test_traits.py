@@ -47,6 +47,7 @@ ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "gated_rms_norm": ((X, X + 1), (FACTOR, 1e-5, 4, True)),
     "divided_rms_norm": ((X, some(ROWS, 4).square()), (2, FACTOR, 1e-5, 0.0)),
     "partial_rope": ((some(ROWS, 2, WIDTH), some(ROWS, 1, 8), some(ROWS, 1, 8)), ()),
+    "tail_rope": ((some(ROWS, 2, WIDTH), some(ROWS, 1, 8), some(ROWS, 1, 8)), (True,)),
     "gelu_mul": ((X, X + 1), ()),
     "scale": ((X,), (3.0,)),
     "softcap": ((X,), (2.0,)),

@@ -10,6 +10,7 @@ from torch import Tensor
 from strata.kernels.state.paged import PagedKV
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
+from strata.models.state import attention_rows
 
 
 def random_sequences(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
@@ -37,10 +38,13 @@ class HandPaged:
         self.lengths = [0] * sequences
         most = -(-longest // page_size)
         self.tables = torch.arange(most * sequences, dtype=torch.int32).flip(0).view(most, sequences).T.contiguous()
-        shape = (most * sequences, page_size, config.num_kv_heads, config.head_dim)
+        rows = attention_rows(config)
+        shape = (most * sequences, page_size, *rows.shape)
         # What was never written must never be read.
         self.keys = tuple(torch.full(shape, float("nan"), dtype=dtype) for _ in range(config.num_layers))
-        self.values = tuple(torch.full(shape, float("nan"), dtype=dtype) for _ in range(config.num_layers))
+        self.values = self.keys
+        if rows.tensors == 2:
+            self.values = tuple(torch.full(shape, float("nan"), dtype=dtype) for _ in range(config.num_layers))
 
     def next_batch(self, chunks: dict[int, Sequence[int]]) -> Batch:
         """The next tokens of some sequences, by their number."""

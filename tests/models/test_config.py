@@ -33,13 +33,20 @@ MODEL_TYPES = {
     "Olmo3ForCausalLM": "olmo3",
     "Gemma3ForCausalLM": "gemma3_text",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+}
+# What transformers has no usable default for: of V3 it says 128 KV heads, whatever the number of heads.
+NEEDED: Config = {
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+    "DeepseekV3ForCausalLM": {"num_attention_heads": 128},
 }
 
 
 def least(architecture: str, **own: Any) -> Config:
     """No more fields than must be there."""
     sizes = {"vocab_size": 50, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2}
-    return {"architectures": [architecture], **sizes, "num_attention_heads": 32} | own
+    return {"architectures": [architecture], **sizes, "num_attention_heads": 32} | NEEDED.get(architecture, {}) | own
 
 
 def oracle(values: Config) -> PreTrainedConfig:
@@ -57,7 +64,8 @@ def assert_agrees(values: Config) -> None:
     assert ours.num_layers == theirs.num_hidden_layers
     assert ours.num_heads == theirs.num_attention_heads
     assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == head_dim
+    assert ours.rotary_dim == int(head_dim * ours.partial_rotary)
+    assert ours.head_dim == getattr(theirs, "qk_head_dim", head_dim)
     assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.max_length == theirs.max_position_embeddings
     assert ours.tied == theirs.tie_word_embeddings

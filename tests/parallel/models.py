@@ -64,11 +64,36 @@ SERVED_CONFIGS: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "use_qk_norm": True,
     },
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_key_value_heads": None,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 10,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+    },
+}
+
+_V3 = SERVED_CONFIGS["deepseek-v3"]
+# Which are trained on one device alone.
+ONE_DEVICE_CONFIGS = {
+    "deepseek-v2": {
+        **{key: value for key, value in _V3.items() if key not in ("n_group", "topk_group")},
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "q_lora_rank": None,
+    },
 }
 
 
 def config_of(name: str, **changes: Any) -> ModelConfig:
-    return config_from_dict(SIZES | (CONFIGS | SERVED_CONFIGS)[name] | changes)
+    return config_from_dict(SIZES | (CONFIGS | SERVED_CONFIGS | ONE_DEVICE_CONFIGS)[name] | changes)
 
 
 def random_model(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> CausalLM:

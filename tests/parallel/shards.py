@@ -20,7 +20,7 @@ from .models import CONFIGS, SERVED_CONFIGS, config_of
 
 FAMILIES = (*CONFIGS, *SERVED_CONFIGS)
 # Whose norms stand before the branches, so that they take up the additions and messages behind the branches, one each.
-PRE_NORM = tuple(name for name in FAMILIES if not name.startswith(("olmo", "gemma", "glm4")))
+PRE_NORM = tuple(name for name in FAMILIES if not name.startswith(("olmo", "gemma", "glm4", "deepseek")))
 RANKS = (2, 4, 8)
 
 
@@ -29,6 +29,8 @@ def divisible_config(name: str, **changes: Any) -> ModelConfig:
     sizes: dict[str, Any] = {"intermediate_size": 40}
     if name == "qwen3-moe":
         sizes["moe_intermediate_size"] = 16
+    if name.startswith("deepseek"):
+        changes["num_key_value_heads"] = None  # every head has keys and values of its own
     return config_of(name, **(sizes | changes))
 
 

@@ -15,7 +15,10 @@ from strata.parallel.serving_shard import RankShard, rank_config
 from .models import config_of
 from .shards import FAMILIES, RANKS, divisible_config
 
-WHOLE = re.compile(r".*(norm\.weight|o_proj\.bias|down_proj\.bias|mlp\.gate\.(weight|e_score_correction_bias))")
+WHOLE = re.compile(
+    r".*(norm\.weight|o_proj\.bias|down_proj\.bias|mlp\.gate\.(weight|e_score_correction_bias)"
+    r"|_a_proj(_with_mqa)?\.weight)"
+)
 
 
 @pytest.mark.parametrize("size", RANKS)

@@ -15,6 +15,7 @@ from strata.kernels.linear.wide_linear import wide_linear
 from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
 from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.rotary.partial_rope import partial_rope
+from strata.kernels.rotary.tail_rope import tail_rope
 from strata.models.config import ModelConfig
 
 # Experts that a router scores, ranks that divide a norm's row, and the largest logit, as families have them.
@@ -62,9 +63,16 @@ def family_cases(config: ModelConfig) -> Iterator[Scalable]:
             wide_linear, f"{hidden}->{_EXPERTS}", rows, lambda: (randn(rows, hidden), randn(_EXPERTS, hidden))
         )
 
+    def ends(rows: int) -> Case:
+        def make() -> tuple[Any, ...]:
+            return randn(rows, heads, dim), *angles(rows, dim // 2), True
+
+        return case_of(tail_rope, f"{heads}x{dim // 2} of {dim}", rows, make)
+
     for both_ways in (norm, divided, scaling, capping):
         yield both_ways, 2 * hidden * BF16_BYTES
     yield squares, hidden * BF16_BYTES
     yield gating, 3 * inner * BF16_BYTES
+    yield ends, 2 * heads * dim * BF16_BYTES
     yield rotation, 2 * heads * dim * BF16_BYTES
     yield scores, hidden * BF16_BYTES + _EXPERTS * FP32_BYTES

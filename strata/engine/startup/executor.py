@@ -35,6 +35,7 @@ from strata.kernels import tuned
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
+from strata.kernels.latent import cuda as latent_cuda
 from strata.models import weights
 from strata.models.config import ModelConfig
 from strata.parallel.serving_shard import TENSOR_AXIS
@@ -297,6 +298,10 @@ def _message_bytes(asked: EngineConfig, sizes: EngineSizes, device: torch.device
 def _scratch_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, rows: int) -> int:
     """What attention needs beside its result in a step of so many decodes."""
     keys = -(-sizes.max_length // asked.page_size) * asked.page_size
+    if config.latent is not None:
+        if asked.deterministic:  # no sequence is divided
+            return 0
+        return latent_cuda.scratch_bytes(rows, keys, config.num_heads, config.latent.rank, sizes.pool.dtype)
     if asked.deterministic:
         return attention_fixed.scratch_bytes(rows, keys, config.num_heads, config.head_dim)
     return decode_attention_cuda.scratch_bytes(

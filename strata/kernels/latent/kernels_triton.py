@@ -133,7 +133,7 @@ def latent_prompt_kernel(
     )
     at = total - new + query
     end = tl.minimum(total, total - new + query_start + TILE_QUERIES)
-    table = tables + sequence.to(tl.int64) * table_stride
+    table = tables + sequence * table_stride
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_M,), tl.float32)
     result = tl.zeros((BLOCK_M, RANK_PAD), tl.float32)
@@ -240,7 +240,7 @@ def latent_join_kernel(
     maximum = float("-inf")
     weight = 0.0
     result = tl.zeros((RANK_PAD,), tl.float32)
-    for split in range(0, used):
+    for split in range(used):
         part = (sequence * splits + split) * HEADS + head
         each = tl.load(scales + part)
         largest = tl.maximum(maximum, each)

@@ -10,7 +10,7 @@ from torch import Tensor
 from strata.kernels.activation.gelu_mul import gelu_mul
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
-from strata.models.layers import MLP, Attention, CausalLM, DecoderLayer, WideRMSNorm
+from strata.models.layers import MLP, Attention, CausalLM, DecoderLayer, LayerAttention, WideRMSNorm
 
 
 class Gemma3MLP(MLP):
@@ -36,7 +36,7 @@ class Gemma3Attention(Attention):
 class Gemma3Layer(DecoderLayer):
     """Residual block whose branches are normalized before and behind."""
 
-    def __init__(self, config: ModelConfig, attention: Attention) -> None:
+    def __init__(self, config: ModelConfig, attention: LayerAttention) -> None:
         super().__init__(config, attention)
         self.mlp = Gemma3MLP(config)
         self.input_layernorm = WideRMSNorm(config.hidden_size, config.norm_eps, offset=1.0)
@@ -57,7 +57,7 @@ class Gemma3(CausalLM):
         return Gemma3Attention(config, layer)
 
     @staticmethod
-    def decoder_layer(config: ModelConfig, attention: Attention) -> DecoderLayer:
+    def decoder_layer(config: ModelConfig, attention: LayerAttention) -> DecoderLayer:
         return Gemma3Layer(config, attention)
 
     @staticmethod

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
-from strata.models.layers import Attention, CausalLM, DecoderLayer, WideRMSNorm
+from strata.models.layers import Attention, CausalLM, DecoderLayer, LayerAttention, WideRMSNorm
 
 
 class Olmo2Attention(Attention):
@@ -30,7 +30,7 @@ class Olmo2Attention(Attention):
 class Olmo2Layer(DecoderLayer):
     """Post-norm residual block: a branch reads the hidden states as they are, and is normalized before it is added."""
 
-    def __init__(self, config: ModelConfig, attention: Attention) -> None:
+    def __init__(self, config: ModelConfig, attention: LayerAttention) -> None:
         super().__init__(config, attention)
         del self.input_layernorm
         self.post_attention_layernorm = WideRMSNorm(config.hidden_size, config.norm_eps)
@@ -49,7 +49,7 @@ class Olmo2(CausalLM):
         return Olmo2Attention(config, layer)
 
     @staticmethod
-    def decoder_layer(config: ModelConfig, attention: Attention) -> DecoderLayer:
+    def decoder_layer(config: ModelConfig, attention: LayerAttention) -> DecoderLayer:
         return Olmo2Layer(config, attention)
 
     @staticmethod

@@ -37,7 +37,9 @@ def check_fixed_bits() -> None:
     assert pages is not None
     wanted = cuda.attend_fixed(*whole)
     for first, last in ((0, 7), (7, 19), (18, 19)):
-        part = pages.__class__(pages.keys, (), pages.tables, torch.tensor([last], dtype=torch.int32), pages.slot_mapping)
+        part = pages.__class__(
+            pages.keys, (), pages.tables, torch.tensor([last], dtype=torch.int32), pages.slot_mapping
+        )
         offsets = torch.tensor([0, last - first], dtype=torch.int32)
         step = batch._replace(offsets=offsets, longest=last - first, pages=part)
         found = cuda.attend_fixed(q[first:last], row[first:last], weight, step, spec)

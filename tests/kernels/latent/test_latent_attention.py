@@ -1,4 +1,4 @@
-"""Latent attention: the same by keys and values of each head and in the space of the latent, by every implementation."""
+"""Latent attention: the same by keys and values of each head and in the space of the latent, however it is run."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_steps_of_layouts_equal_one_process(world: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "mlp"])
-@pytest.mark.parametrize("family", ["llama", "qwen3-biases-tied", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-biases-tied", "mixtral", "deepseek-v2"])
 def test_steps_of_one_device_equal_plain_pytorch(family: str, recompute: str) -> None:
     errors = errors_of(ALONE, family, Layout(), recompute=recompute)
     assert max(errors.values()) < 1e-9, errors
