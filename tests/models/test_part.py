@@ -51,7 +51,7 @@ def expected_slice(shard: RankShard, stored: str, value: Tensor, shape: tuple[in
     """By the names in the checkpoint and what they mean, not by the boxes; zeros where the vocabulary ends."""
     size, index = shard.size, shard.index
     kv_heads = shard.whole.num_kv_heads
-    rows_divided = ("q_proj", "gate_proj", "up_proj", ".w1.", ".w3.")
+    rows_divided = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", ".w1.", ".w3.")
     columns_divided = ("o_proj.weight", "down_proj.weight", ".w2.")
     divided_norms = ("q_norm", "k_norm") if shard.whole.architecture.startswith("Olmo") else ()
     if any(part in stored for part in (*rows_divided, *divided_norms[:1])):

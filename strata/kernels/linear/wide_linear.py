@@ -8,7 +8,8 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.linear import fixed
-from strata.kernels.op import CUBLAS, operation
+from strata.kernels.op import ATEN, CUBLAS, operation
+from strata.kernels.triton_import import HAS_TRITON
 
 
 def _cost(x: Tensor, weight: Tensor, *, workload: Workload) -> Cost:
@@ -40,3 +41,13 @@ def _fixed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 wide_linear.implement("cublas", "cuda", differentiable=True, kernels=(CUBLAS,))(wide_linear.reference)
+
+
+def _triton(x: Tensor, weight: Tensor) -> Tensor:
+    return fixed.triton_linear(x.to(torch.float32), weight.to(torch.float32))
+
+
+if HAS_TRITON:
+    wide_linear.implement(
+        "triton", "cuda", invariant=True, supports=fixed.fits, kernels=(ATEN, ATEN, fixed.linear_kernel)
+    )(_triton)
