@@ -12,6 +12,7 @@ from strata.train.config import TrainConfig
 from strata.train.layout import with_micro_batches
 from strata.train.predict.estimate import Estimate, choose_recompute, estimate, step_shape
 from strata.train.start import fresh_config, start_folder
+from strata.train.trainable import check_trainable
 
 GIB = 2**30
 
@@ -22,6 +23,7 @@ def estimate_text(run: TrainConfig, device_name: str, ranks: int) -> str:
     """
     device = specs.device(device_name)
     config, room = model_config(run), int(device.ceiling("memory").value)
+    check_trainable(config)
     layout, reason = run.parallel, "as the config says"
     if layout is None:
         layout, reason = auto_layout(config, ranks, room)

@@ -12,6 +12,7 @@ from strata.train.data.loader import Loader
 from strata.train.data.mixture import Mixture
 from strata.train.layout import chosen_layout
 from strata.train.start import open_data, resumed, starting_point
+from strata.train.trainable import check_trainable
 
 
 def check_run(config: TrainConfig, ranks: int, *, resume: bool) -> None:
@@ -23,6 +24,7 @@ def check_run(config: TrainConfig, ranks: int, *, resume: bool) -> None:
     data = config.data
     datasets = open_data(data, _ignored, checksums=False)
     start = starting_point(config, datasets)
+    check_trainable(start.config)
     ways = ranks
     if config.parallel is not None:  # otherwise chosen by the memory of the devices
         layout = chosen_layout(config, start.config, World(0, 0, ranks, torch.device("cpu"), None), _ignored)

@@ -26,6 +26,7 @@ from strata.train.steps.make import fresh, make_step, stored
 from strata.train.steps.objective import NextToken, Objective
 from strata.train.steps.parallel_step import ParallelStep
 from strata.train.steps.tune_step import TuneStep
+from strata.train.trainable import check_trainable
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def make_stepper(setting: Setting) -> ParallelStep | TuneStep:
     """All weights of any layout, or with [lora] and [dpo] what those train. A collective call."""
     config = setting.config
     _check_device(config.run.precision, setting.mesh.world.device)
+    check_trainable(setting.start.config)
     check_balance(setting.start.config, config.balance)
     if config.lora is not None or config.dpo is not None:
         return _tune_step(setting)

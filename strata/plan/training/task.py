@@ -9,6 +9,7 @@ from strata.hardware.figures import Device
 from strata.hardware.links import LINKS, Link, link_of
 from strata.models.config import ModelConfig
 from strata.train.config import PRECISIONS
+from strata.train.trainable import check_trainable
 
 # A message from machine to machine: NCCL's own table says 2.7 to 9.6 us for InfiniBand (src/graph/tuning.cc, 2026).
 _NETWORK_LATENCY = 5e-6
@@ -33,6 +34,7 @@ class Task:
 
     def __post_init__(self) -> None:
         """Raises ValueError, saying what is accepted, for a task that no layout can fulfil."""
+        check_trainable(self.config)
         for name in ("gpus", "batch_tokens", "sequence", "per_host"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name.replace('_', ' ')} = {getattr(self, name)} must be at least 1")

@@ -35,6 +35,7 @@ from strata.train.steps.balance import NoBalancing, make_balancing
 from strata.train.steps.one_device import OneDeviceGradients
 from strata.train.steps.parallel_step import ParallelStep
 from strata.train.steps.passes import GraphPasses, ModulePasses, Passes, PipelinePasses
+from strata.train.trainable import check_trainable
 
 # Names and values of the wanted parameters of a model, which is whole and on the meta device, one after another.
 Values = Callable[[CausalLM, Container[str]], Iterable[tuple[str, Tensor]]]
@@ -85,16 +86,7 @@ def make_step(
     Raises ValueError for what does not go together.
     """
     layout.check(config, mesh.world.size)
-    if config.logit_softcap is not None:
-        raise ValueError(
-            f"final_logit_softcapping = {config.logit_softcap} is not supported in training, whose loss takes "
-            "the head's products as they are; accepted is null"
-        )
-    if config.experts is not None and config.experts.biased:
-        raise ValueError(
-            f"{config.architecture} is not trained yet: the biases of its routers are no parameters that an optimizer "
-            "moves; use Qwen3-MoE or Mixtral"
-        )
+    check_trainable(config)
     _check(layout, precision, recompute)
     narrow = mesh.world.device.type == "cuda" and dtype == torch.float32
     with torch.device("meta"):
