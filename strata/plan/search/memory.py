@@ -36,14 +36,15 @@ _BUDGET = 8192
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of the rank of an engine that needs the most. lacking: beyond what it may use, with one sequence; 0 if it
-    fits. tokens: that the KV pages of an engine have room for, of each rank where ranks have sequences of their own.
+    """Bytes of the rank of an engine that needs the most. windows: the pools of layers with windows, beside
+    pages of all tokens. tokens: that the latter have room for, of each rank where ranks have sequences of their own.
     """
 
     total: int
     budget: int
     weights: int
     workspace: int
+    windows: int
     tokens: int
     page_bytes: int
     page_size: int
@@ -64,8 +65,13 @@ class Held:
 
     def lacking(self, tokens: int) -> int:
         """Bytes that are missing for so many tokens; 0 if there are enough."""
-        need = self.weights + self.workspace + math.ceil(tokens / self.page_size) * self.page_bytes
-        return max(0, need - self.budget)
+        pages = math.ceil(tokens / self.page_size) * self.page_bytes
+        return max(0, self.weights + self.workspace + self.windows + pages - self.budget)
+
+    @property
+    def room(self) -> int:
+        """Pages of all tokens."""
+        return max(0, self.kv - self.windows) // self.page_bytes
 
 
 class Memory:
@@ -98,13 +104,13 @@ class Memory:
         if key not in self._found:
             asked = self.asked(layout, sequences, budget)
             every = [self._held(asked, *self._ranks(layout, rank)) for rank in self._fullest(layout)]
-            self._found[key] = max(every, key=lambda one: (one.lacking(self._length), -(one.kv // one.page_bytes)))
+            self._found[key] = max(every, key=lambda one: (one.lacking(self._length), -one.room))
         held = self._found[key]
         layers = held.weights * (1 - self._outside)
         weights = held.weights - int(layers * (1 - precision.weights))
-        page_bytes = max(1, int(held.page_bytes * precision.cached))
-        held = replace(held, weights=weights, page_bytes=page_bytes)
-        return replace(held, tokens=held.kv // page_bytes * held.page_size)
+        page_bytes, windows = max(1, int(held.page_bytes * precision.cached)), int(held.windows * precision.cached)
+        held = replace(held, weights=weights, windows=windows, page_bytes=page_bytes)
+        return replace(held, tokens=held.room * held.page_size)
 
     @property
     def _outside(self) -> float:
@@ -148,8 +154,12 @@ class Memory:
         ledger = planned_memory(replace(asked, num_pages=1), config, sizes, _DEVICE, asked.ranks, ample)
         workspace = ledger.activations + ledger.sequences + ledger.graphs + ledger.messages
         usable = int(self._memory.total * asked.gpu_memory_utilization) - _CONTEXT
+        windows = 0
+        for group in sizes.groups[1:]:
+            pages = group.most_useful(asked.max_num_seqs, budget, self._length)
+            windows += (pages or 0) * group.shape.page_bytes
         return Held(
-            self._memory.total, usable, ledger.weights, workspace, 0, ledger.page_bytes, ledger.page_size
+            self._memory.total, usable, ledger.weights, workspace, windows, 0, ledger.page_bytes, ledger.page_size
         )  # fmt: skip
 
 

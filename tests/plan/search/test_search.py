@@ -15,7 +15,12 @@ from typer.testing import CliRunner
 from strata.cli import plan_training as cli_plan_training
 from strata.cli import serve as serve_cli
 from strata.cli.main import app
+from strata.engine.engine_config import EngineConfig, EngineSizes
+from strata.engine.ledger import DeviceMemory, Ledger
+from strata.engine.startup.executor import planned_memory
 from strata.hardware.specs import device
+from strata.kernels.device_limits import DeviceLimits
+from strata.models.config import ModelConfig
 from strata.plan.meta_model import find_config
 from strata.plan.search import search as search_module
 from strata.plan.search import step_table
@@ -80,6 +85,25 @@ def test_pages_of_stages_are_those_of_the_stage_with_the_least_room(machine: Mac
     held = Memory(find_config("8B"), machine, TRAFFIC, "8B").held(Layout(stages=4), 64, 8192, AS_CHECKPOINT)
     assert held.page_bytes == 16 * 9 * 2 * 8 * 128 * 2
     assert held.weights == 2 * 9 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336 + 2 * 4096) + 4 * 1200 * 128
+
+
+@pytest.mark.parametrize("sequences", [1, 64])
+def test_windows_have_the_room_that_the_engine_gives_them(machine: Machine, sequences: int) -> None:
+    """Against the ledger of an engine that starts with so much memory: three layers of four see 512 tokens."""
+    config = replace(find_config("1B"), windows=(512, 512, 512, None) * 4)
+    traffic = Traffic.of(3000, 1000)
+    held = Memory(config, machine, traffic, "1B").held(Layout(), sequences, 8192, AS_CHECKPOINT)
+    asked = EngineConfig("1B", max_model_len=4000, max_num_seqs=sequences, max_num_batched_tokens=8192)
+    engine = predicted_ledger(asked, config)
+    assert held.tokens == pytest.approx(engine.tokens, rel=0.002)
+    assert 0 < held.windows == pytest.approx(engine.windows[0].pages * engine.windows[0].page_bytes, rel=0.002)
+
+
+def predicted_ledger(asked: EngineConfig, config: ModelConfig) -> Ledger:
+    """Of an H200."""
+    sizes = EngineSizes.of(asked, config, torch.device("cuda"), DeviceLimits.listed(device("h200")))
+    memory = DeviceMemory("NVIDIA H200", int(141e9) - (1 << 29), int(141e9))
+    return planned_memory(asked, config, sizes, torch.device("cuda"), 1, memory)
 
 
 def test_tokens_that_sequences_hold() -> None:
