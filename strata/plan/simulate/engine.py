@@ -58,8 +58,6 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits, shard)
     if sizes.states is not None:
         raise ValueError("layers with a state of fixed size are not simulated; all others are")
-    if len(sizes.groups) > 1:
-        raise ValueError("layers with windows keep pages of their own, which are not simulated; all others are")
     total = int(device.ceiling("memory").value)
     memory = DeviceMemory(device.product, total - _CONTEXT, total)
     whole = replace(own, vocab_size=config.vocab_size)
@@ -74,5 +72,7 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
             target = StepTarget(asked.step_target_ms / 1e3, found, tuple(recorded))
     scheduler = SchedulerConfig(asked.max_num_seqs, sizes.max_tokens, sizes.max_length, asked.seed or 0, target)
     shape = EngineShape(scheduler, ledger.pages, asked.page_size, asked.enable_prefix_caching)
+    if any(group.window is not None for group in sizes.groups):
+        shape = replace(shape, groups=sizes.groups, group_pages=ledger.group_pages)
     kv_bytes = sizes.pool.page_bytes // sizes.pool.page_size * ranks
     return PredictedEngine(shape, PredictedPrices(times), ledger, kv_bytes, times.sources)

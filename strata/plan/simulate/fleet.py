@@ -63,6 +63,8 @@ class FleetConfig:
                 f"{self.handover.prefill} of {self.replicas} engines compute prompts alone: at least one has to, and "
                 "at least one other to decode"
             )
+        if self.handover is not None and self.shape.groups:
+            raise ValueError("engines that hand sequences on are simulated without layers that have windows")
         if self.handover is not None and self.failures:
             raise ValueError("engines that hand sequences on are simulated without failures")
 

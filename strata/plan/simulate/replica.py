@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from strata.cache.groups import Books, PageGroup, books
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.engine.loop import EngineLoop
@@ -23,7 +24,9 @@ from strata.plan.simulate.runner import BLANK, SimulatedRunner, SimulatedStep
 @dataclass(frozen=True)
 class EngineShape:
     """What an engine has: pages of so many tokens, a prefix tree if it `caches`. run_ahead, is_late: as a server's
-    engine on a GPU launches its steps; without the first, each is waited for."""
+    engine on a GPU launches its steps; without the first, each is waited for. groups, group_pages: of all layers, where
+    some keep the rows of windows alone, and the pages of each; none where no layer does.
+    """
 
     scheduler: SchedulerConfig
     num_pages: int
@@ -31,6 +34,14 @@ class EngineShape:
     caches: bool
     run_ahead: bool = True
     is_late: bool = True
+    groups: tuple[PageGroup, ...] = ()
+    group_pages: tuple[int, ...] = ()
+
+    def books(self) -> Books:
+        """Of an engine that begins."""
+        if not self.groups:
+            return Books(PageAllocator(self.num_pages, self.page_size), (), only_windows=False)
+        return books(self.groups, self.group_pages, self.scheduler.max_sequences, self.scheduler.max_length)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,8 +91,10 @@ class Replica:
         *,
         in_runs: bool = True,
     ) -> None:
-        self.pages = PageAllocator(shape.num_pages, shape.page_size)
-        self.scheduler = Scheduler(shape.scheduler, self.pages, PrefixTree(self.pages) if shape.caches else None)
+        held = shape.books()
+        self.pages = held.filled
+        tree = PrefixTree(held.pages, held.windows) if shape.caches else None
+        self.scheduler = Scheduler(shape.scheduler, held.pages, tree, held.windows)
         self.runner = SimulatedRunner(prices, host)
         ledger: Any = None  # no memory is used
         self.loop = EngineLoop(self.scheduler, self.runner, shape.run_ahead, ledger, clock=lambda: self.runner.now)

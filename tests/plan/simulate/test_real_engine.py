@@ -9,8 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
 from strata import LLM
+from strata.cache.groups import PageGroup
+from strata.cache.pool import PoolShape
+from strata.engine.engine_config import EngineConfig, groups_of
 from strata.engine.loop import EngineLoop
 from strata.engine.plan import StepPlan
 from strata.engine.request import Request
@@ -20,7 +24,10 @@ from strata.plan.simulate.host import NO_HOST
 from strata.plan.simulate.prices import Line
 from strata.plan.simulate.replica import EngineShape, Job, Replica
 from strata.plan.simulate.request import Intervals
+from tests.models.checkpoints import FAMILY_CONFIGS, make_checkpoint
 
+# All layers with one window; and one with a window behind one without.
+WINDOWS = ("mistral-window", "qwen3-biases-window")
 PAGES, PAGE_SIZE = 40, 4
 OPTIONS: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "page_size": PAGE_SIZE, "num_pages": PAGES}
 
@@ -30,6 +37,8 @@ class Played:
     """What the real engine did. ids: of each sequence, prompt and outputs. ends: when each got its last."""
 
     loop: EngineLoop
+    groups: tuple[PageGroup, ...]
+    group_pages: tuple[int, ...]
     requests: list[Request] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -38,17 +47,15 @@ class Played:
     ends: dict[str, float] = field(default_factory=dict)
 
 
-def some_requests(eos: frozenset[int], step: float) -> list[Request]:
+def some_requests(eos: frozenset[int], ids: range, step: float) -> list[Request]:
     """Prompts that begin alike, several samples, priorities, answers that end by themselves; bursts and pauses of a few
     steps of so many seconds."""
     source = random.Random(3)
-    common = [source.choices(range(1, 300), k=24) for _ in range(3)]
+    common = [source.choices(ids, k=24) for _ in range(3)]
     arrival, found = 0.0, []
     for number in range(45):
         arrival += source.choice([0.0, 0.0, 3.0, 30.0]) * step * source.random()
-        prompt = source.choice(common)[: source.choice([0, 9, 24])] + source.choices(
-            range(1, 300), k=source.randint(1, 20)
-        )
+        prompt = source.choice(common)[: source.choice([0, 9, 24])] + source.choices(ids, k=source.randint(1, 20))
         params = SamplingParams(
             n=source.choice([1, 1, 1, 3]),
             temperature=0.9,
@@ -60,12 +67,21 @@ def some_requests(eos: frozenset[int], step: float) -> list[Request]:
     return found
 
 
-@pytest.fixture(scope="module")
-def real() -> Played:
+@pytest.fixture(scope="module", params=["builtin", *WINDOWS])
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Played:
     """A clock that measured steps move on; while nothing runs, it moves to the next request."""
-    llm = LLM(device="cpu", verbose=False, seed=5, **OPTIONS)
+    model = request.param
+    if model in WINDOWS:
+        config = dict(FAMILY_CONFIGS)[model] | {"sliding_window": 11, "max_position_embeddings": 128}
+        model = str(make_checkpoint(tmp_path_factory.mktemp("windows") / model, config))
+    more = {} if model == "builtin" else {"dtype": "float32", "skip_tokenizer_init": True}
+    llm = LLM(model, device="cpu", verbose=False, seed=5, **OPTIONS, **more)
     loop = llm.engine.loop
-    played = Played(loop)
+    engine, length = llm.engine, loop.scheduler.config.max_length
+    heads, width = engine.config.num_kv_heads, engine.config.head_dim
+    pool = PoolShape(engine.config.num_layers, PAGE_SIZE, heads, width, torch.float32)
+    groups = groups_of(EngineConfig(model), engine.config, pool, length) if model != "builtin" else ()
+    played = Played(loop, groups, engine.ledger.group_pages if groups else ())
     runner: Any = loop._runner
     launch = runner.launch
 
@@ -82,7 +98,8 @@ def real() -> Played:
     loop.scheduler.reset()
     loop.scheduler._next_id, loop.scheduler.statistics = 0, Statistics()
     played.plans.clear()
-    played.requests = some_requests(llm.engine.eos_ids, step)
+    ids = range(1, min(300, engine.config.vocab_size))
+    played.requests = some_requests(engine.eos_ids or frozenset({7, 8}), ids, step)
     coming, now = list(played.requests), 0.0
     while coming or not loop.idle:
         if loop.idle:
@@ -119,8 +136,15 @@ def simulate(real: Played, seconds: Callable[[int], float]) -> tuple[Replica, li
     """The same requests on a simulated engine, whose steps take so long by their number; its plans, and when each
     request got its last id."""
     shape = EngineShape(
-        real.loop.scheduler.config, PAGES, PAGE_SIZE, caches=True, run_ahead=False, is_late=False
-    )  # fmt: skip
+        real.loop.scheduler.config,
+        PAGES,
+        PAGE_SIZE,
+        caches=True,
+        run_ahead=False,
+        is_late=False,
+        groups=real.groups,
+        group_pages=real.group_pages,
+    )
     prices, ends = Measured(seconds), {}
 
     def told(job: Job, heard: float, is_last: bool) -> None:
@@ -141,6 +165,7 @@ def simulate(real: Played, seconds: Callable[[int], float]) -> tuple[Replica, li
 def test_every_decision_is_the_real_engines(real: Played) -> None:
     replica, plans, ends = simulate(real, lambda number: real.seconds[number])
     assert len(real.plans) > 100
+    assert bool(real.groups) == any(plan.windows for plan in real.plans)
     for number, (ours, theirs) in enumerate(zip(plans, real.plans, strict=True)):
         assert ours == theirs, f"step {number}"
     assert ends == pytest.approx(real.ends, abs=1e-9)
