@@ -10,7 +10,6 @@ from typing import Any
 
 from strata.cache.groups import Books, PageGroup, books
 from strata.cache.pages import PageAllocator
-from strata.cache.prefix import PrefixTree
 from strata.engine.loop import EngineLoop
 from strata.engine.request import Request, Sequence
 from strata.engine.scheduling.config import SchedulerConfig
@@ -93,7 +92,7 @@ class Replica:
     ) -> None:
         held = shape.books()
         self.pages = held.filled
-        tree = PrefixTree(held.pages, held.windows) if shape.caches else None
+        tree = held.tree() if shape.caches else None
         self.scheduler = Scheduler(shape.scheduler, held.pages, tree, held.windows)
         self.runner = SimulatedRunner(prices, host)
         ledger: Any = None  # no memory is used
