@@ -17,7 +17,8 @@ from strata.models.expert_config import ExpertsConfig
 from strata.models.family.latent_config import LatentConfig, read_latent
 from strata.models.family_config import FAMILY_CONFIGS, FamilyConfig
 from strata.models.layer_config import read_rotated, read_windows
-from strata.models.recurrence_config import StateSpaceConfig
+from strata.models.recurrence.granite_config import Multipliers, read_multipliers
+from strata.models.recurrence.state_space_config import StateSpaceConfig
 from strata.models.rope_config import Ropes, read_ropes, write_ropes
 from strata.models.rotary import RopeConfig
 
@@ -42,6 +43,7 @@ class ModelConfig:
     experts: None in families without them.
     recurrence: of layers that have one instead of attention; None in families without them. In a model without
         attention the heads are the recurrence's, and intermediate_size is all of them together.
+    multipliers: None in families without them.
     max_length: max_position_embeddings, to which the rotary embedding relates; `longest` is what a sequence may have.
     dtype: of the checkpoint; None when config.json does not say.
     """
@@ -74,6 +76,7 @@ class ModelConfig:
     pad_id: int | None = None
     experts: ExpertsConfig | None = None
     recurrence: StateSpaceConfig | None = None
+    multipliers: Multipliers | None = None
 
     @property
     def longest(self) -> int:
@@ -90,6 +93,8 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """What attention scores are multiplied by."""
+        if self.multipliers is not None:
+            return self.multipliers.attention
         scale = float((self.head_dim if self.query_scalar is None else self.query_scalar) ** -0.5)
         return scale if self.latent is None else scale * self.rope.score_factor
 
@@ -149,7 +154,7 @@ class ModelConfig:
             values["torch_dtype"] = str(self.dtype).removeprefix("torch.")
         if family.attends:
             values |= {
-                "intermediate_size": self.intermediate_size,
+                family.intermediate_key: self.intermediate_size,
                 "num_attention_heads": self.num_heads,
                 "num_key_value_heads": self.num_kv_heads,
                 "head_dim": self.head_dim,
@@ -200,7 +205,7 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
         num_heads = num_kv_heads = recurrence.heads
         head_dim, intermediate_size = recurrence.head_dim, recurrence.inner_size
     else:
-        intermediate_size = fields.count("intermediate_size")
+        intermediate_size = fields.count(family.intermediate_key)
         if family.latent is None:
             num_heads, num_kv_heads, head_dim = _read_heads(fields, family, hidden_size)
         else:
@@ -243,6 +248,7 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
         pad_id=_read_id(fields, "pad_token_id", family.pad_id),
         experts=None if family.experts is None else family.experts[0](fields, num_layers, intermediate_size),
         recurrence=recurrence,
+        multipliers=read_multipliers(fields) if family.has_multipliers else None,
     )
     fields.choice(family.activation_key, family.activations, family.activations[0])
     _refuse_changed_mathematics(fields)

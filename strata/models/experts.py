@@ -148,8 +148,8 @@ def stored_views(model: nn.Module, name: str, value: Tensor) -> Iterator[tuple[s
 def stored_name(model: nn.Module, name: str) -> str:
     """What a checkpoint calls the parameter `name`, or what it would call it."""
     renamed = model.renamed if isinstance(model, CausalLM) else {}
-    own = next((own for own in renamed if name.startswith(own)), "")
-    return renamed[own] + name.removeprefix(own) if own else name
+    own = next((own for own in renamed if own in name), "")
+    return name.replace(own, renamed[own], 1) if own else name
 
 
 def _stored(name: str, parameter: Tensor, names: ExpertNames, held: Sequence[int]) -> Iterator[tuple[str, Tensor]]:

@@ -21,7 +21,8 @@ from strata.models.expert_config import (
     read_qwen3_moe,
 )
 from strata.models.family.latent_config import latent_fields
-from strata.models.recurrence_config import StateSpaceConfig, mamba2_fields, read_mamba2
+from strata.models.recurrence.granite_config import granite_hybrid_fields, read_granite_hybrid
+from strata.models.recurrence.state_space_config import StateSpaceConfig, mamba2_fields, read_mamba2
 
 if TYPE_CHECKING:
     from strata.models.config import ModelConfig
@@ -31,7 +32,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _ReadExperts = Callable[[Fields, int, int], ExpertsConfig]
 _WriteExperts = Callable[[ExpertsConfig], dict[str, Any]]
 _ReadRecurrence = Callable[[Fields, int, int], StateSpaceConfig]
-_WriteRecurrence = Callable[[StateSpaceConfig, int], dict[str, Any]]
+_WriteRecurrence = Callable[..., dict[str, Any]]  # from the ModelConfig
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,15 @@ class FamilyConfig:
     sliding: Literal["none", "all", "switched", "some", "unrotated", "interval"] = "none"
     # Reads the fields of experts from layers and intermediate_size, and writes them.
     experts: tuple[_ReadExperts, _WriteExperts] | None = None
-    # Reads the fields of recurrent layers from hidden_size and layers, and writes them beside hidden_size.
+    # Reads the fields of recurrent layers from hidden_size and layers, and writes them.
     recurrence: tuple[_ReadRecurrence, _WriteRecurrence] | None = None
     # Whether there are layers with attention, and so the fields of heads, rope and MLPs.
     attends: bool = True
+    # The field for the width of the MLP.
+    intermediate_key: str = "intermediate_size"
+    has_multipliers: bool = False
+    # Whether `position_embedding_type` says if positions rotate queries and keys.
+    has_position_type: bool = False
 
     def own_fields(self, config: ModelConfig) -> dict[str, Any]:
         values: dict[str, Any] = {key: getattr(config, key) for key in self.biases}
@@ -109,8 +115,10 @@ class FamilyConfig:
             values |= latent_fields(config.latent, self.latent == "paired or halves")
         if self.experts is not None and config.experts is not None:
             values |= self.experts[1](config.experts)
+        if self.has_position_type:
+            values["position_embedding_type"] = "rope" if all(config.rotated) else None
         if self.recurrence is not None and config.recurrence is not None:
-            values |= self.recurrence[1](config.recurrence, config.hidden_size)
+            values |= self.recurrence[1](config)
         return values
 
 
@@ -242,5 +250,16 @@ FAMILY_CONFIGS = {
         latent="paired or halves",
         biases=("attention_bias",),
         experts=(read_deepseek_v3, deepseek_v3_fields),
+    ),
+    "GraniteMoeHybridForCausalLM": FamilyConfig(
+        "granitemoehybrid",
+        2048,
+        bos_id=1,
+        eos_id=2,
+        biases=("attention_bias",),
+        recurrence=(read_granite_hybrid, granite_hybrid_fields),
+        intermediate_key="shared_intermediate_size",
+        has_multipliers=True,
+        has_position_type=True,
     ),
 }

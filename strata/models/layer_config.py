@@ -10,6 +10,9 @@ def read_rotated(fields: Fields, family: FamilyConfig, num_layers: int) -> tuple
     """For each layer whether it is rotated, from `no_rope_layers`, in which 1 means that it is (as in transformers);
     empty in families that rotate all.
     """
+    if family.has_position_type:
+        kind = fields.choice("position_embedding_type", ("rope", "nope", None), None)
+        return (kind == "rope",) * num_layers
     if family.sliding != "unrotated":
         return ()
     given = fields.take("no_rope_layers", None)

@@ -230,8 +230,8 @@ class CausalLM(nn.Module):
     head: hidden states [rows, hidden] to logits [rows, vocab]; apart, so that only wanted rows are projected.
     joined: by their names in a layer, the matrices that checkpoints of the family hold one above the other in one, and
     what these parts are called (`strata.models.joined`). has_layers_behind: whether checkpoints may hold layers after
-    the last, which predict further tokens and are not read. renamed: what names of parameters begin with, and what
-    stands there in checkpoints of the family; the first that fits counts.
+    the last, which predict further tokens and are not read. renamed: parts of names of parameters, and what stands
+    there in checkpoints of the family; the first that a name has counts.
     """
 
     joined: ClassVar[Mapping[str, tuple[str, ...]]] = {}

@@ -47,7 +47,7 @@ _SHARED_EXPERTS = (
 # Ranks do not divide a recurrence yet: each holds it whole.
 _STATE_SPACES = (
     Rule(r"(model\.embed_tokens|lm_head)\.weight", Placement.VOCABULARY),
-    Rule(r"model\.norm\.weight|model\.layers\.\d+\.(norm\.weight|mixer\..*)", Placement.PER_TOKEN),
+    Rule(r"model\.(norm\.weight|layers\..*)", Placement.PER_TOKEN),
 )
 
 # Heads are divided; every rank has the latents of all tokens.
@@ -76,6 +76,7 @@ TABLES: Mapping[str, Table] = {
     "Mamba2ForCausalLM": _STATE_SPACES,
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "GraniteMoeHybridForCausalLM": _STATE_SPACES,
 }
 
 

@@ -51,6 +51,7 @@ ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "gelu_mul": ((X, X + 1), ()),
     "scale": ((X,), (3.0,)),
     "softcap": ((X,), (2.0,)),
+    "times": ((X,), (0.22,)),
     "wide_linear": ((X,), (WEIGHT,)),
     "route": ((some(ROWS, 4),), (None, 2, True)),
     "experts": ((X, some(ROWS, 2), CHOSEN), (some(4, 8, WIDTH), some(4, WIDTH, 4))),

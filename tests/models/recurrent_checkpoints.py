@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.families import FAMILIES
 from strata.models.state import FixedState
+
+from .batches import HandPaged
 
 Config = dict[str, Any]
 
@@ -47,11 +50,71 @@ RECURRENT_CONFIGS: dict[str, Config] = {
 }
 
 
+def _granite(vocab: int, hidden: int, types: list[str], **own: Any) -> Config:
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": len(types), "layer_types": types}
+    named = {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"}
+    return named | {"intermediate_size": 7, "num_local_experts": 0, "num_experts_per_tok": 0} | sizes | own
+
+
+RECURRENT_CONFIGS |= {
+    "granite-hybrid": _granite(
+        97,
+        24,
+        ["mamba", "attention", "mamba"],
+        shared_intermediate_size=41,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        mamba_n_heads=6,
+        mamba_d_state=10,
+        mamba_n_groups=2,
+        mamba_chunk_size=64,
+        position_embedding_type="nope",
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.3,
+        logits_scaling=3.0,
+        max_position_embeddings=4096,
+    ),
+    "granite-hybrid-rope-tied": _granite(
+        61,
+        30,
+        ["full_attention", "linear_attention"],
+        shared_intermediate_size=20,
+        num_attention_heads=3,
+        mamba_n_heads=4,
+        mamba_d_head=15,
+        mamba_d_state=6,
+        mamba_d_conv=3,
+        mamba_proj_bias=True,
+        attention_bias=True,
+        position_embedding_type="rope",
+        rope_theta=500000.0,
+        residual_multiplier=0.7,
+        time_step_limit=[0.01, 3.0],
+        tie_word_embeddings=True,
+        max_position_embeddings=2048,
+    ),
+    "granite-hybrid-recurrent-only": _granite(
+        53,
+        16,
+        ["mamba"],
+        shared_intermediate_size=24,
+        num_attention_heads=4,
+        mamba_n_heads=2,
+        mamba_d_state=8,
+        mamba_conv_bias=False,
+        logits_scaling=8.0,
+        max_position_embeddings=2048,
+    ),
+}
+
+
 class HandStates:
-    """Fixed states of a few sequences, in rows that go backwards and that nobody has filled."""
+    """Fixed states of a few sequences, in rows that go backwards and that nobody has filled, and pages of layers that
+    attend."""
 
     def __init__(self, config: ModelConfig, sequences: int, dtype: torch.dtype = torch.float32) -> None:
-        self.lengths = [0] * sequences
+        self.paged, self.attends = HandPaged(config, sequences, longest=131, dtype=dtype), any(config.attends)
         self.tensors = tuple(
             tuple(
                 torch.full((sequences + 1, *shape), torch.nan, dtype=one or dtype)
@@ -64,13 +127,6 @@ class HandStates:
 
     def next_batch(self, chunks: dict[int, Sequence[int]]) -> Batch:
         """The next tokens of some sequences, by their number."""
-        tokens, positions, offsets = [], [], [0]
-        for row, chunk in chunks.items():
-            tokens += chunk
-            positions += range(self.lengths[row], self.lengths[row] + len(chunk))
-            offsets.append(len(tokens))
-            self.lengths[row] += len(chunk)
-        slots = torch.tensor([len(self.lengths) - row for row in chunks], dtype=torch.int32)
-        ids, at, starts = (torch.tensor(values, dtype=torch.int32) for values in (tokens, positions, offsets))
-        longest = max(map(len, chunks.values()))
-        return Batch(ids, at, starts, longest, states=FixedStates(self.tensors, slots))
+        slots = torch.tensor([len(self.paged.lengths) - row for row in chunks], dtype=torch.int32)
+        batch = self.paged.next_batch(chunks)
+        return replace(batch, pages=batch.pages if self.attends else None, states=FixedStates(self.tensors, slots))

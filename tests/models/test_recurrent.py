@@ -18,10 +18,13 @@ from strata.graph.capture import capture
 from strata.graph.cost import meta_indices, node_costs
 from strata.graph.gather import gather_after_attention
 from strata.hardware.roofline import Workload
+from strata.kernels.state.fixed import FixedStates
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict
+from strata.models.experts import stored_views
 from strata.models.families import build
 from strata.models.initialize import initialize
+from strata.models.joined import join_parameters
 from strata.models.layers import CausalLM
 from strata.models.save import save
 from strata.models.weights import load
@@ -53,7 +56,7 @@ def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def oracle_logits(oracle: PreTrainedModel, sequences: list[list[int]]) -> Tensor:
-    return torch.cat([oracle(torch.tensor([sequence])).logits[0] for sequence in sequences])
+    return torch.cat([oracle(torch.tensor([sequence]), use_cache=False).logits[0] for sequence in sequences])
 
 
 @torch.no_grad()
@@ -92,9 +95,8 @@ def test_gradients_equal_transformers(opened: Opened) -> None:
     loss = (opened.model.head(opened.model(packed(sequences))) * weights).sum()
     found = torch.autograd.grad(loss, list(ours.values()))
     wanted = torch.autograd.grad((oracle_logits(opened.oracle, sequences) * weights).sum(), list(theirs.values()))
-    # Both have their parameters in the order of the mathematics, under other names at the ends.
-    renamed = [name.replace("model.", "backbone.", 1).replace("embed_tokens", "embeddings") for name in ours]
-    grads = dict(zip([name.replace("backbone.norm.", "backbone.norm_f.") for name in renamed], found, strict=True))
+    stored = [one for name, grad in zip(ours, found, strict=True) for one in stored_views(opened.model, name, grad)]
+    grads = join_parameters(opened.model, dict(stored))
     assert grads.keys() == theirs.keys()
     for name, other in zip(theirs, wanted, strict=True):
         assert (grads[name] - other).abs().max() <= TOLERANCE * max(1.0, other.abs().max().item()), name
@@ -119,7 +121,9 @@ def test_both_forms_and_our_own_read_alike(values: dict) -> None:
     assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
     written = json.loads(AutoConfig.for_model(**values).to_json_string()) | {"architectures": values["architectures"]}
     assert config_from_dict(written) == config
-    assert config_from_dict(written | {"time_step_limit": [0.5, math.inf]}).recurrence.most_step == math.inf  # type: ignore[union-attr]
+    infinite = config_from_dict(written | {"time_step_limit": [0.5, math.inf]}).recurrence
+    assert infinite is not None
+    assert infinite.most_step == math.inf
 
 
 @pytest.mark.parametrize(
@@ -133,11 +137,20 @@ def test_both_forms_and_our_own_read_alike(values: dict) -> None:
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_theta": 1e6}, "rope_theta"),
         ({"rms_norm": False}, "rms_norm"),
+        ({"num_local_experts": 4}, "num_local_experts = .*with experts are not there yet"),
+        ({"num_local_experts": None}, "num_local_experts = .*with experts are not there yet"),
+        ({"layer_types": ["mamba", "window", "mamba"]}, "layer_types"),
+        ({"layer_types": ["mamba"]}, "a list of 3 of"),
+        ({"mamba_n_heads": 5}, "mamba_n_heads = 5"),
+        ({"mamba_d_head": 16}, "mamba_d_head = 16"),
+        ({"mamba_n_groups": 4}, "mamba_n_groups = 4"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
     ],
 )
 def test_what_is_not_there_is_named(fields: dict, words: str) -> None:
+    of_granite = any(one.startswith(("mamba", "layer", "num_local", "position")) for one in fields)
     with pytest.raises(ValueError, match=words):
-        config_from_dict(RECURRENT_CONFIGS["mamba2"] | fields)
+        config_from_dict(RECURRENT_CONFIGS["granite-hybrid" if of_granite else "mamba2"] | fields)
 
 
 @torch.no_grad()
@@ -174,7 +187,8 @@ def test_graphs_cost_what_layers_do() -> None:
     with torch.device("meta"):
         model = build(config)
         states = HandStates(config, 2)
-    batch = Batch(meta_indices(2), meta_indices(2), meta_indices(3), 1, states=states.next_batch({0: [1]}).states)
+    kept = FixedStates(states.tensors, meta_indices(2))
+    batch = Batch(meta_indices(2), meta_indices(2), meta_indices(3), 1, states=kept)
     nodes = node_costs(capture(model), batch, Workload((1, 1), (8, 9)))
     state = [node.cost.cached for node in nodes if node.operation == "state_space"]
     tail = [node.cost.cached for node in nodes if node.operation == "short_convolution"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from strata.bench.kernels.case import BF16_BYTES, EPS, FP32_BYTES, Case, Scalable, angles, case_of, randn
 from strata.kernels.activation.gelu_mul import gelu_mul
-from strata.kernels.activation.scale import scale, softcap
+from strata.kernels.activation.scale import scale, softcap, times
 from strata.kernels.linear.wide_linear import wide_linear
 from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
 from strata.kernels.norm.wide_norm import wide_rms_norm
@@ -23,8 +23,8 @@ _EXPERTS, _RANKS, _CAP = 128, 2, 30.0
 
 
 def family_cases(config: ModelConfig) -> Iterator[Scalable]:
-    """Gemma's and OLMo's norms, Gemma's gating, embedding and logits, Phi's and GLM's rotation, GLM's router, and what
-    ranks do of OLMo's norm of whole queries."""
+    """Gemma's and OLMo's norms, Gemma's gating, embedding and logits, Granite's residuals, Phi's and GLM's rotation,
+    GLM's router, and what ranks do of OLMo's norm of whole queries."""
     hidden, inner, heads, dim = config.hidden_size, config.intermediate_size, config.num_heads, config.head_dim
 
     def norm(rows: int) -> Case:
@@ -49,6 +49,9 @@ def family_cases(config: ModelConfig) -> Iterator[Scalable]:
     def scaling(rows: int) -> Case:
         return case_of(scale, f"{hidden}", rows, lambda: (randn(rows, hidden), hidden**0.5))
 
+    def multiplying(rows: int) -> Case:
+        return case_of(times, f"{hidden}", rows, lambda: (randn(rows, hidden), 0.22))
+
     def capping(rows: int) -> Case:
         return case_of(softcap, f"{hidden}", rows, lambda: (randn(rows, hidden), _CAP))
 
@@ -69,7 +72,7 @@ def family_cases(config: ModelConfig) -> Iterator[Scalable]:
 
         return case_of(tail_rope, f"{heads}x{dim // 2} of {dim}", rows, make)
 
-    for both_ways in (norm, divided, scaling, capping):
+    for both_ways in (norm, divided, scaling, multiplying, capping):
         yield both_ways, 2 * hidden * BF16_BYTES
     yield squares, hidden * BF16_BYTES
     yield gating, 3 * inner * BF16_BYTES

@@ -23,6 +23,12 @@ def scale(x: Tensor, factor: float) -> Tensor:
     return x * torch.tensor(factor, dtype=x.dtype).item()
 
 
+@operation(_scale_cost, rowwise=True)
+def times(x: Tensor, factor: float) -> Tensor:
+    """`x * factor`, computed in float32 and rounded once, as torch multiplies by a Python number. x of any shape."""
+    return x * factor
+
+
 def _softcap_cost(x: Tensor, cap: float, *, workload: Workload) -> Cost:
     # A division, an exponential with what makes it a tanh, a product.
     return Cost(flops=6 * x.numel(), read=x.nbytes, written=x.nbytes)
@@ -40,6 +46,7 @@ def _whole_tanh(x: Tensor, cap: float) -> Tensor:
 
 for _device in ("cpu", "cuda"):
     scale.implement("torch", _device, invariant=True, differentiable=True)(scale.reference)
+    times.implement("torch", _device, invariant=True, differentiable=True)(times.reference)
 softcap.implement("torch", "cpu", differentiable=True)(softcap.reference)
 softcap.implement("blocks", "cpu", invariant=True)(_whole_tanh)
 softcap.implement("torch", "cuda", invariant=True, differentiable=True)(softcap.reference)

@@ -18,7 +18,7 @@ from strata.kernels.recurrent.state_space import StateSpaceSpec, state_space
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM, Linear, RMSNorm
-from strata.models.recurrence_config import StateSpaceConfig
+from strata.models.recurrence.state_space_config import StateSpaceConfig
 from strata.models.state import FixedState, LayerState
 
 # Time steps in the beginning lie between these (Gu and Dao 2023, section 3.6).
@@ -87,6 +87,13 @@ class StateSpace(nn.Module):
         return self.out_proj(self.norm(mixed.flatten(-2), gate))
 
 
+def kept_by(config: StateSpaceConfig | None) -> FixedState:
+    """What a layer's convolution and its state space keep of a sequence."""
+    assert config is not None
+    tail, state = (config.conv_size, config.width - 1), (config.heads, config.head_dim, config.state_size)
+    return FixedState((tail, state), (None, torch.float32))
+
+
 class NarrowingNorm(RMSNorm):
     """A norm of residuals that may be float32 where its weights are not; the result has the weights' dtype."""
 
@@ -130,8 +137,4 @@ class Mamba2(CausalLM):
 
     @staticmethod
     def states(config: ModelConfig) -> tuple[LayerState, ...]:
-        space = config.recurrence
-        assert space is not None
-        tail = (space.conv_size, space.width - 1)
-        state = (space.heads, space.head_dim, space.state_size)
-        return (FixedState((tail, state), (None, torch.float32)),) * config.num_layers
+        return (kept_by(config.recurrence),) * config.num_layers

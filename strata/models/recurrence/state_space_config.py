@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strata.files.fields import Fields
 from strata.kernels.recurrent.short_convolution import WIDTHS
+
+if TYPE_CHECKING:
+    from strata.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def read_mamba2(fields: Fields, hidden_size: int, num_layers: int) -> StateSpace
     groups = fields.count("n_groups", 8)
     if heads % groups:
         raise fields.wrong("n_groups", groups, f"a divisor of num_heads = {heads}")
-    least, most = _read_limits(fields)
+    least, most = read_limits(fields)
     for key in _WITHOUT_EFFECT:
         fields.take(key, None)
     fields.only("rms_norm", True, "its gated norm is always there")
@@ -74,7 +77,7 @@ def read_mamba2(fields: Fields, hidden_size: int, num_layers: int) -> StateSpace
         head_dim=head_dim,
         state_size=fields.count("state_size", 128),
         groups=groups,
-        width=_read_width(fields, "conv_kernel"),
+        width=read_width(fields, "conv_kernel"),
         bias=fields.flag("use_bias", False),
         conv_bias=fields.flag("use_conv_bias", True),
         least_step=least,
@@ -83,14 +86,14 @@ def read_mamba2(fields: Fields, hidden_size: int, num_layers: int) -> StateSpace
     )
 
 
-def _read_width(fields: Fields, key: str) -> int:
+def read_width(fields: Fields, key: str) -> int:
     width = fields.count(key, 4)
     if width not in WIDTHS:
         raise fields.wrong(key, width, "one of " + ", ".join(map(str, WIDTHS)))
     return width
 
 
-def _read_limits(fields: Fields) -> tuple[float, float]:
+def read_limits(fields: Fields) -> tuple[float, float]:
     """Infinity is the number of that name, or transformers 5's object that names it."""
     given = fields.take("time_step_limit", None)
     if given is None:
@@ -103,23 +106,27 @@ def _read_limits(fields: Fields) -> tuple[float, float]:
     return float(found[0]), float(found[1])
 
 
-def mamba2_fields(config: StateSpaceConfig, hidden_size: int) -> dict[str, Any]:
+def mamba2_fields(config: ModelConfig) -> dict[str, Any]:
     """What `read_mamba2` reads."""
-    values: dict[str, Any] = {
-        "expand": config.inner_size // hidden_size,
-        "num_heads": config.heads,
-        "head_dim": config.head_dim,
-        "n_groups": config.groups,
-        "state_size": config.state_size,
-        "conv_kernel": config.width,
-        "use_bias": config.bias,
-        "use_conv_bias": config.conv_bias,
-        "residual_in_fp32": config.wide_residual,
+    space = config.recurrence
+    assert space is not None
+    return {
+        "expand": space.inner_size // config.hidden_size,
+        "num_heads": space.heads,
+        "head_dim": space.head_dim,
+        "n_groups": space.groups,
+        "state_size": space.state_size,
+        "conv_kernel": space.width,
+        "use_bias": space.bias,
+        "use_conv_bias": space.conv_bias,
+        "residual_in_fp32": space.wide_residual,
+        **write_limits(space),
     }
-    limits = (config.least_step, config.most_step)
-    if limits != (0.0, math.inf):
-        values["time_step_limit"] = ["Infinity" if one == math.inf else one for one in limits]
-        values["time_step_limit"] = [
-            {"__float__": one} if one == "Infinity" else one for one in values["time_step_limit"]
-        ]
-    return values
+
+
+def write_limits(config: StateSpaceConfig) -> dict[str, Any]:
+    """The field that `read_limits` reads; nothing without limits."""
+    if (config.least_step, config.most_step) == (0.0, math.inf):
+        return {}
+    most = {"__float__": "Infinity"} if config.most_step == math.inf else config.most_step
+    return {"time_step_limit": [config.least_step, most]}

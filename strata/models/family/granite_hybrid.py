@@ -1,0 +1,87 @@
+"""Granite 4's hybrids (IBM 2025): layers with a state space of Mamba-2, a few with attention, and an MLP in each."""
+
+# A call of a module is untyped in torch.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from strata.kernels.activation.scale import times
+from strata.models.batch import Batch
+from strata.models.config import ModelConfig
+from strata.models.family.mamba2 import StateSpace, kept_by
+from strata.models.family.smollm3 import SmolLM3
+from strata.models.layers import MLP, CausalLM, RMSNorm
+from strata.models.state import LayerState, PagedRows
+
+
+class GraniteLayer(nn.Module):
+    """Pre-norm residual block: attention or a state space, then the MLP; what each adds is multiplied first."""
+
+    has_window = False
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        space = config.recurrence
+        assert space is not None
+        assert config.multipliers is not None
+        self.residual = config.multipliers.residual
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = self.mamba = None
+        if space.layers[layer]:
+            self.mamba = StateSpace(config.hidden_size, space, config.norm_eps, layer)
+        else:
+            self.self_attn = SmolLM3.attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
+        normed = self.input_layernorm(x)
+        if self.mamba is not None:
+            mixed = self.mamba(normed, batch)
+        else:
+            assert self.self_attn is not None
+            mixed = self.self_attn(normed, batch, cos, sin)
+        x = x + times(mixed, self.residual)
+        return x + times(self.mlp(self.post_attention_layernorm(x)), self.residual)
+
+
+class MultipliedNorm(RMSNorm):
+    """A norm whose result is multiplied: logits follow, so that a loss need not know of it."""
+
+    def __init__(self, size: int, eps: float, factor: float) -> None:
+        super().__init__(size, eps)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return times(super().forward(x), self.factor)
+
+
+class GraniteHybrid(CausalLM):
+    """Without experts. `config.rotated` says whether positions rotate queries and keys."""
+
+    joined: ClassVar[Mapping[str, tuple[str, ...]]] = {"shared_mlp.input_linear": ("gate_proj", "up_proj")}
+    renamed: ClassVar[Mapping[str, str]] = {".mlp.down_proj.": ".shared_mlp.output_linear.", ".mlp.": ".shared_mlp."}
+
+    @classmethod
+    def layer(cls, config: ModelConfig, layer: int) -> nn.Module:
+        return GraniteLayer(config, layer)
+
+    @staticmethod
+    def last_norm(config: ModelConfig) -> RMSNorm:
+        assert config.multipliers is not None
+        return MultipliedNorm(config.hidden_size, config.norm_eps, config.multipliers.head)
+
+    @staticmethod
+    def embedding_scale(config: ModelConfig) -> float | None:
+        assert config.multipliers is not None
+        return config.multipliers.embedding
+
+    @staticmethod
+    def states(config: ModelConfig) -> tuple[LayerState, ...]:
+        rows, state = PagedRows((config.num_kv_heads, config.head_dim)), kept_by(config.recurrence)
+        return tuple(rows if attends else state for attends in config.attends)

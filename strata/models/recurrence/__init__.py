@@ -1,0 +1,1 @@
+"""What config.json says of layers that keep a state of fixed size."""

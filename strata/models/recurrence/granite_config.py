@@ -1,0 +1,94 @@
+"""What config.json says of Granite 4's hybrids: which layers attend, their state spaces, and numbers that multiply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from strata.files.fields import Fields
+from strata.models.recurrence.state_space_config import StateSpaceConfig, read_limits, read_width, write_limits
+
+if TYPE_CHECKING:
+    from strata.models.config import ModelConfig
+
+# As transformers 5 calls layers, and as checkpoints do.
+_KINDS = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Numbers that embeddings, what each branch adds, attention scores (instead of the root of head_dim), and hidden
+    states in front of the head are multiplied by."""
+
+    embedding: float
+    residual: float
+    attention: float
+    head: float
+
+
+def read_multipliers(fields: Fields) -> Multipliers:
+    return Multipliers(
+        fields.number("embedding_multiplier", 1.0),
+        fields.number("residual_multiplier", 1.0),
+        fields.number("attention_multiplier", 1.0),
+        1.0 / fields.number("logits_scaling", 1.0),
+    )
+
+
+def read_granite_hybrid(fields: Fields, hidden_size: int, num_layers: int) -> StateSpaceConfig:
+    """The fields of transformers' GraniteMoeHybridConfig; those without experts."""
+    kinds = [fields.take(key, None) for key in ("layer_types", "layers_block_type")]
+    types = next((kind for kind in kinds if kind is not None), ["linear_attention"] * num_layers)
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in list(_KINDS) for kind in types):
+        raise fields.wrong("layer_types", types, f"a list of {num_layers} of " + ", ".join(map(repr, _KINDS)))
+    if fields.count("num_local_experts", 8, least=0):
+        raise fields.wrong("num_local_experts", "8 or more", "0: Granite's hybrids with experts are not there yet")
+    for key in ("num_experts_per_tok", "router_aux_loss_coef", "output_router_logits", "intermediate_size"):
+        fields.take(key, None)  # of experts
+    fields.take("mamba_chunk_size", None)  # how transformers computes
+    fields.only("normalization_function", "rmsnorm", "its norms are RMS norms")
+    heads, inner = fields.count("mamba_n_heads", 128), fields.count("mamba_expand", 2) * hidden_size
+    if inner % heads:
+        raise fields.wrong("mamba_n_heads", heads, f"a divisor of mamba_expand * hidden_size = {inner}")
+    if (given := fields.take("mamba_d_head", "auto")) not in ("auto", None, inner // heads):
+        raise fields.wrong("mamba_d_head", given, f"{inner // heads} or 'auto' with {heads} heads")
+    groups = fields.count("mamba_n_groups", 1)
+    if heads % groups:
+        raise fields.wrong("mamba_n_groups", groups, f"a divisor of mamba_n_heads = {heads}")
+    least, most = read_limits(fields)
+    return StateSpaceConfig(
+        layers=tuple(_KINDS[kind] for kind in types),
+        heads=heads,
+        head_dim=inner // heads,
+        state_size=fields.count("mamba_d_state", 256),
+        groups=groups,
+        width=read_width(fields, "mamba_d_conv"),
+        bias=fields.flag("mamba_proj_bias", False),
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        least_step=least,
+        most_step=most,
+    )
+
+
+def granite_hybrid_fields(config: ModelConfig) -> dict[str, Any]:
+    """What `read_granite_hybrid` reads, and `read_multipliers`."""
+    space, by = config.recurrence, config.multipliers
+    assert space is not None
+    assert by is not None
+    return {
+        "layer_types": ["linear_attention" if recurrent else "full_attention" for recurrent in space.layers],
+        "num_local_experts": 0,
+        "mamba_n_heads": space.heads,
+        "mamba_expand": space.inner_size // config.hidden_size,
+        "mamba_d_head": space.head_dim,
+        "mamba_n_groups": space.groups,
+        "mamba_d_state": space.state_size,
+        "mamba_d_conv": space.width,
+        "mamba_proj_bias": space.bias,
+        "mamba_conv_bias": space.conv_bias,
+        "embedding_multiplier": by.embedding,
+        "residual_multiplier": by.residual,
+        "attention_multiplier": by.attention,
+        "logits_scaling": 1.0 / by.head,
+        **write_limits(space),
+    }
