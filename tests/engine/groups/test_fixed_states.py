@@ -134,8 +134,9 @@ def test_ranks_that_divide_layers_or_prompts_are_refused_before_weights_are_read
             engine(folder, **asked)
 
 
-def test_mamba2(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "mamba2", RECURRENT_CONFIGS["mamba2"])
+@pytest.mark.parametrize("name", ["mamba2", "granite-hybrid"])
+def test_families(name: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / name, RECURRENT_CONFIGS[name])
     llm = engine(folder, load_format="auto", max_model_len=256, num_pages=24)
     check(llm, prompts(), n=2)
     check(llm, prompts(), outputs=4)
