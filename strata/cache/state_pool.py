@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from strata.kernels.state.fixed import FixedStates
 from strata.models.state import FixedState, LayerState, StateGroup, state_groups
 
 
@@ -37,6 +38,14 @@ class StateShape:
             assert isinstance(group.state, FixedState)
             for shape, dtype in zip(group.state.shapes, group.state.dtypes, strict=True):
                 yield group.layers, shape, self.dtype if dtype is None else dtype
+
+
+def meta_states(shape: StateShape | None, sequences: int) -> FixedStates | None:
+    """Of so many sequences, on the meta device."""
+    if shape is None:
+        return None
+    device = torch.device("meta")
+    return FixedStates(StatePool(shape, 1, device).tensors, torch.empty(sequences, dtype=torch.int32, device=device))
 
 
 class StatePool:

@@ -192,8 +192,9 @@ def _step_shares(executor: Executor, device: torch.device) -> StepShares:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     times = None
     if executor.own_kernels:
-        times = step_times(executor.graphs, executor.pool_shape, name, max(executor.mixed_tokens, default=0))
-    return step_shares(executor.graphs, executor.pool_shape, name, times)
+        recorded = max(executor.mixed_tokens, default=0)
+        times = step_times(executor.graphs, executor.pool_shape, name, recorded, executor.states)
+    return step_shares(executor.graphs, executor.pool_shape, name, times, executor.states)
 
 
 def _step_target(asked: EngineConfig, executor: Executor, times: StepTimes | None) -> StepTarget | None:

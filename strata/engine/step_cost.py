@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from strata.cache.pool import PoolShape
+from strata.cache.state_pool import StateShape, meta_states
 from strata.comm.mesh import Axis
 from strata.engine.ranks.token_division import DivisionTimes, TokenDivision
 from strata.engine.scheduling.step_times import LINK, MESSAGE_SECONDS, StepTimes
@@ -19,10 +20,12 @@ from strata.hardware.specs import recognize
 from strata.models.batch import Batch
 
 
-def step_times(graphs: StepGraphs, shape: PoolShape, product: str, recorded: int) -> StepTimes | None:
+def step_times(
+    graphs: StepGraphs, shape: PoolShape, product: str, recorded: int, states: StateShape | None = None
+) -> StepTimes | None:
     """How long steps take on a device by the name that its driver reports; None where its peaks are not known.
 
-    recorded: tokens of the largest step with prompts that a CUDA graph holds.
+    recorded: tokens of the largest step with prompts that a CUDA graph holds. states: of layers with fixed ones.
 
     Nothing is computed: the graphs are looked at with shapes alone.
     """
@@ -30,7 +33,7 @@ def step_times(graphs: StepGraphs, shape: PoolShape, product: str, recorded: int
     if device is None:
         return None
     dtype = str(shape.dtype).removeprefix("torch.")
-    costs = least_costs(graphs, shape)
+    costs = least_costs(graphs, shape, states)
     try:
         overlapped = graphs.overlap_tokens if graphs.has_copies else 0
         return StepTimes.of(costs, device, dtype, recorded, _link(device) if costs.messages else None, overlapped)
@@ -38,13 +41,15 @@ def step_times(graphs: StepGraphs, shape: PoolShape, product: str, recorded: int
         return None
 
 
-def step_shares(graphs: StepGraphs, shape: PoolShape, product: str, times: StepTimes | None) -> StepShares:
+def step_shares(
+    graphs: StepGraphs, shape: PoolShape, product: str, times: StepTimes | None, states: StateShape | None
+) -> StepShares:
     """The floors of steps on a device: by what a probe of this machine found, else by the database. times: how long its
     steps take, if that is known."""
     device = known_here(product)
     if device is None:
         return StepShares(times)
-    costs = least_costs(graphs, shape)
+    costs = least_costs(graphs, shape, states)
     dtype = str(shape.dtype).removeprefix("torch.")
     try:
         return StepShares(times, StepFloor.of(costs, device, dtype, _link(device) if costs.messages else None))
@@ -87,12 +92,13 @@ def token_division(
     return TokenDivision.on(kind, context.size, context.index, times)
 
 
-def least_costs(graphs: StepGraphs, shape: PoolShape) -> StepCosts:
-    """The least that steps of a model cost whose keys and values lie in such pages."""
-    return step_costs(graphs.logits, lambda tokens, rows: (_one_token_each(shape, tokens), meta_indices(rows)))
+def least_costs(graphs: StepGraphs, shape: PoolShape, states: StateShape | None) -> StepCosts:
+    """The least that steps of a model cost whose keys and values lie in such pages. states: of layers with fixed
+    ones."""
+    return step_costs(graphs.logits, lambda tokens, rows: (_one_token_each(shape, states, tokens), meta_indices(rows)))
 
 
-def _one_token_each(shape: PoolShape, sequences: int) -> Batch:
+def _one_token_each(shape: PoolShape, states: StateShape | None, sequences: int) -> Batch:
     pages = meta_pages(
         Workload((1,) * sequences, (1,) * sequences),
         layers=shape.layers,
@@ -102,4 +108,4 @@ def _one_token_each(shape: PoolShape, sequences: int) -> Batch:
         page_size=shape.page_size,
     )
     tokens = meta_indices(sequences)
-    return Batch(tokens, tokens, meta_indices(sequences + 1), 1, pages)
+    return Batch(tokens, tokens, meta_indices(sequences + 1), 1, pages, states=meta_states(states, sequences))

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from strata.cache.pool import PoolShape
+from strata.cache.state_pool import StateShape, meta_states
 from strata.cache.tables import BufferShape
 from strata.comm.mesh import Axis
 from strata.engine.engine_config import EngineConfig, library_limit
@@ -37,7 +38,7 @@ from strata.kernels.attention.virtual_sequences import MAX_TOKENS, Rows, Virtual
 from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict, read_config
-from strata.models.families import build
+from strata.models.families import FAMILIES, build
 from strata.models.shapes import SHAPES
 from strata.models.weights import weight_bytes
 from strata.parallel.serving_shard import RankShard
@@ -118,7 +119,14 @@ class MetaModel:
             parts = BatchParts(pages.lengths, pages.lengths, meta_indices(2), decodes, virtual)
             pages = replace(pages, parts=parts)
         tokens = meta_indices(workload.tokens)
-        return Batch(tokens, tokens, meta_indices(len(workload.new) + 1), max(workload.new), pages)
+        sequences = len(workload.new)
+        states = meta_states(self._states, sequences)
+        return Batch(tokens, tokens, meta_indices(sequences + 1), max(workload.new), pages, states=states)
+
+    @cached_property
+    def _states(self) -> StateShape | None:
+        """Of layers that keep fixed ones."""
+        return StateShape.of(FAMILIES[self.config.architecture].states(self.config), self.dtype)
 
     def step(self, workload: Workload) -> StepNodes:
         """A step that samples a row of each sequence: with filters if one rank recorded it, else without, as most are.
@@ -230,7 +238,7 @@ class MetaModel:
 
     def step_costs(self) -> StepCosts:
         """The least that steps of this model cost."""
-        return least_costs(self.graphs, PoolShape.of(self.config, _PAGE_SIZE, self.dtype))
+        return least_costs(self.graphs, PoolShape.of(self.config, _PAGE_SIZE, self.dtype), self._states)
 
 
 def meta_model(

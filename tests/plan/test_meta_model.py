@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from strata.engine.watch.step_floor import StepFloor
 from strata.graph.cost import StepCosts, total
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
+from strata.models.config import config_from_dict
 from strata.plan.meta_model import find_config, meta_model
+from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 
 HIDDEN, LAYERS, EXPERTS, PER_TOKEN = 2048, 48, 128, 8
 EXPERT_BYTES = 2 * 3 * 768 * HIDDEN
@@ -66,3 +70,18 @@ def test_a_recorded_step_is_timed_at_the_size_to_which_it_is_padded() -> None:
     rows = {node.cost.flops // (2 * node.weight[0] * node.weight[1]) for node in prompt.timed if node.weight}
     assert 640 in rows
     assert 600 not in rows
+
+
+def test_decodes_read_and_write_their_fixed_states_however_long_they_are() -> None:
+    config = config_from_dict(RECURRENT_CONFIGS["mamba2"])
+    model = meta_model(config, device("h200"), torch.bfloat16)
+    row = 2 * (120 * 3 * 2 + 6 * 8 * 12 * 4)  # layers; tail of the convolution, state
+    for length in (8, 800):
+        step = model.step(Workload((1,) * 5, (length,) * 5))
+        assert sum(node.cost.cached for node in step.model) == 5 * 2 * row
+    one, more = (
+        StepFloor.of(model.step_costs(), device("h200"), "bfloat16").of_step(count, count, keys, keys)
+        for count, keys in ((1, 9), (8, 9000))
+    )
+    bandwidth = device("h200").ceiling("bandwidth").value
+    assert more.memory - one.memory == pytest.approx(7 * (2 * row + model.step_costs().token_weights) / bandwidth)

@@ -11,7 +11,7 @@ import torch
 
 from strata.cache.groups import PageGroup, pools
 from strata.cache.pool import PoolShape
-from strata.cache.state_pool import StatePool
+from strata.cache.state_pool import StatePool, StateShape
 from strata.comm.mesh import Axis
 from strata.comm.peer_copies import with_peer_copies
 from strata.engine.embeddings.pooling import Pooler
@@ -48,9 +48,10 @@ _MESSAGE_BYTES = 1 << 30
 class Executor:
     """What runs plans, and what it was made of.
 
-    pool_shape: of the KV pages of all layers, which `groups` divides. recorded: steps that replay CUDA graphs, and
-    counts of those that do not; None if none is to. own_kernels: the device runs them. kernels_are_ready: all variants
-    of them have been compiled. experts: of this rank, where those of a mixture may move between ranks.
+    pool_shape: of the KV pages of all layers, which `groups` divides. states: of layers that keep fixed ones.
+    recorded: steps that replay CUDA graphs, and counts of those that do not; None if none is to. own_kernels: the
+    device runs them. kernels_are_ready: all variants of them have been compiled. experts: of this rank, where those of
+    a mixture may move between ranks.
     """
 
     model: torch.nn.Module
@@ -61,6 +62,7 @@ class Executor:
     ledger: Ledger
     pool_shape: PoolShape
     groups: tuple[PageGroup, ...]
+    states: StateShape | None
     max_tokens: int
     max_length: int
     own_kernels: bool
@@ -192,6 +194,7 @@ def build_executor(
         ledger=ledger,
         pool_shape=pool_shape,
         groups=sizes.groups,
+        states=sizes.states,
         max_tokens=sizes.max_tokens,
         max_length=max_length,
         own_kernels=own_kernels,

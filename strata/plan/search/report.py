@@ -206,6 +206,11 @@ def serving_plan(
     a device without figures, requests that are longer than the model's, no room, objectives that nothing meets.
     """
     config = find_config(model_file)
+    if config.recurrence is not None:
+        raise ValueError(
+            f"layers of {model} keep a state of fixed size, for which no layout is searched; strata serve runs it on "
+            "one device"
+        )
     if traffic.longest > config.longest and not config.rope.grows:
         raise ValueError(
             f"prompt and answer have up to {traffic.longest:,} tokens, and {model} is made for {config.longest:,}: "

@@ -31,6 +31,7 @@ from strata.plan.search.memory import Memory, needed_tokens
 from strata.plan.search.precision import AS_CHECKPOINT, PRECISIONS
 from strata.plan.search.search import Question, Search, rank
 from strata.plan.search.traffic import Objectives, Traffic
+from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 
 RUNNER = CliRunner()
 TRAFFIC = Traffic.of(1000, 200)
@@ -218,3 +219,15 @@ def test_a_path_that_cannot_be_written_is_said_before_the_search(
     for words, option in ((lengths, "--svg"), (lengths, "--html"), (training, "--out")):
         result = plan(*words, option, str(tmp_path / "nowhere" / "plan"))
         assert isinstance(result.exception, FileNotFoundError), result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [(["plan", "--isl", "20", "--osl", "9"], "no layout is searched"), (["simulate"], "are not simulated")],
+)
+def test_models_with_fixed_states_are_refused(command: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(RECURRENT_CONFIGS["mamba2"]))
+    result = RUNNER.invoke(app, [*command, str(tmp_path)])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, ValueError)
+    assert said in str(result.exception)
