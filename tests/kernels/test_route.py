@@ -12,7 +12,9 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.linear.wide_linear import wide_linear
-from strata.kernels.moe.route import Choice, route
+from strata.kernels.moe.route import SOFTMAX, Choice, route
+
+from .test_invariance import ROWS, assert_rows_stand_alone
 
 
 def test_sigmoids_of_the_best_two_groups_by_hand() -> None:
@@ -60,6 +62,18 @@ def test_groups_of_softmaxes_are_routed_as_transformers_does() -> None:
     torch.nn.init.normal_(router.weight)
     logits, weights, chosen = router(torch.randn(40, 16))
     assert_alike(route(logits, None, 3, False, Choice("softmax", 4, 2, "max", 16.0)), (weights, chosen), 12)
+
+
+@pytest.mark.parametrize("choice", [SOFTMAX, Choice("sigmoid", 4, 2, "top2", 2.5)])
+def test_a_token_goes_the_same_way_in_any_company(choice: Choice) -> None:
+    logits, bias = torch.randn(ROWS, 12), torch.randn(12)
+    run = route.bind("cpu", deterministic=True)
+
+    def routed(rows: torch.Tensor) -> torch.Tensor:
+        weights, chosen = run(logits[rows], bias, 3, True, choice)
+        return torch.cat((weights, chosen.float()), -1)
+
+    assert_rows_stand_alone(routed)
 
 
 def assert_alike(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...], count: int) -> None:

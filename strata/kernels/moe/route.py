@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.activation.blocks import in_whole_vectors
 from strata.kernels.op import operation
 
 _INDEX_BYTES = 8
@@ -80,6 +81,13 @@ def route(
     wide = torch.promote_types(logits.dtype, torch.float32)
     by_itself = choice.scoring == "sigmoid"
     scores = logits.to(wide).sigmoid() if by_itself else logits.softmax(-1, dtype=wide)
+    return _choose(scores, bias, per_token, normalized, choice)
+
+
+def _choose(
+    scores: Tensor, bias: Tensor | None, per_token: int, normalized: bool, choice: Choice
+) -> tuple[Tensor, Tensor]:
+    """`route` from scores on."""
     if bias is None and choice.groups == 1:
         weights, chosen = scores.topk(per_token, dim=-1)
     else:
@@ -89,7 +97,7 @@ def route(
     if normalized:
         # Column by column: the order of the sum does not depend on the number of tokens. Sigmoids may all be 0.
         total = reduce(add, weights.unbind(-1))[:, None]
-        weights = weights / (total + 1e-20 if by_itself else total)
+        weights = weights / (total + 1e-20 if choice.scoring == "sigmoid" else total)
     return weights if choice.scale == 1 else weights * choice.scale, chosen
 
 
@@ -104,5 +112,15 @@ def _within_groups(scores: Tensor, choice: Choice) -> Tensor:
     return within
 
 
-for _device in ("cpu", "cuda"):
-    route.implement("torch", _device, invariant=True, differentiable=True)(route.reference)
+route.implement("torch", "cpu", differentiable=True)(route.reference)
+route.implement("torch", "cuda", invariant=True, differentiable=True)(route.reference)
+
+
+@route.implement("whole vectors", "cpu", invariant=True)
+def _whole_vectors(
+    logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool, choice: Choice = SOFTMAX
+) -> tuple[Tensor, Tensor]:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    by_itself = choice.scoring == "sigmoid"
+    scores = in_whole_vectors(wide, Tensor.sigmoid_) if by_itself else wide.softmax(-1)
+    return _choose(scores, bias, per_token, normalized, choice)
