@@ -91,6 +91,11 @@ class ModelConfig:
         return int(self.head_dim * self.partial_rotary)
 
     @property
+    def value_dim(self) -> int:
+        """Dimensions of a head's values."""
+        return self.head_dim if self.latent is None else self.latent.value
+
+    @property
     def attention_scale(self) -> float:
         """What attention scores are multiplied by."""
         if self.multipliers is not None:

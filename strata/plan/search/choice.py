@@ -13,6 +13,7 @@ from strata.plan.search.layout import Layout
 from strata.plan.search.memory import Held
 from strata.plan.search.precision import Precision
 from strata.plan.search.traffic import Traffic
+from strata.train.predict.flops import active_elements
 
 
 @dataclass(frozen=True)
@@ -126,14 +127,8 @@ def command(choice: Choice, model: str, is_shape: bool, length: int, per_host: i
 def request_flops(config: ModelConfig, traffic: Traffic) -> float:
     """FLOPs of a mean request, a multiply-add as two: every matrix that a token meets, the head for tokens of the
     answer, and scores and values of the keys that each query sees (all of them, as if there were no windows)."""
-    size, width = config.hidden_size, config.head_dim
-    matrices = 2 * (config.num_heads + config.num_kv_heads) * width * size * config.num_layers
-    experts = config.experts
-    sparse = 0 if experts is None else sum(experts.layers)
-    matrices += (config.num_layers - sparse) * 3 * config.intermediate_size * size
-    if experts is not None:
-        matrices += sparse * size * (3 * experts.per_token * experts.intermediate_size + experts.count)
+    matrices = sum(active_elements(config, layer) for layer in range(config.num_layers))
     tokens = traffic.computed + traffic.output - 1
     pairs = traffic.computed * (traffic.cached + traffic.computed / 2) + (traffic.output - 1) * traffic.context
-    attention = 4 * config.num_layers * config.num_heads * width * pairs
-    return 2 * matrices * tokens + 2 * config.vocab_size * size * traffic.output + attention
+    attention = 2 * config.num_layers * config.num_heads * (config.head_dim + config.value_dim) * pairs
+    return 2 * matrices * tokens + 2 * config.vocab_size * config.hidden_size * traffic.output + attention

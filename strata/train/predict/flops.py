@@ -46,8 +46,9 @@ def document_flops(
     """Forward and backward of documents of these lengths: what the mathematics calls for, however the work is done.
 
     Products and head: 2 operations an element and token, in three passes (the result, the gradient of the input and
-    that of the weight); of experts those a token goes to, and the router. Attention: 4 * heads * head_dim a pair, in
-    three passes. What is computed twice to save memory, and whatever is no matrix product, does not count.
+    that of the weight); of experts those a token goes to, and the router. Attention: 2 * heads * (dimensions of a query
+    and of a value) a pair, in three passes. What is computed twice to save memory, and whatever is no matrix product,
+    does not count.
 
     counted: the tokens whose successor the loss counts, which alone reach the head. weights_are_frozen: only adapters
     learn (LoRA), so there is no gradient of the matrices; the adapters' own products are left out.
@@ -58,7 +59,7 @@ def document_flops(
     pairs = sum(layers * visible_pairs(lengths, window) for window, layers in windows.items())
     return StepFlops(
         products=2 * passes * elements * int(np.sum(lengths, dtype=np.int64)),
-        attention=12 * config.num_heads * config.head_dim * pairs,
+        attention=6 * config.num_heads * (config.head_dim + config.value_dim) * pairs,
         head=2 * passes * config.vocab_size * config.hidden_size * counted,
     )
 
@@ -68,12 +69,22 @@ def active_elements(config: ModelConfig, layer: int) -> int:
     space = config.recurrence
     if space is not None and space.layers[layer]:
         return config.hidden_size * (space.product_size + space.inner_size)
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention = config.hidden_size * (2 * queries + 2 * keys)
+    attention = _attention_elements(config)
     experts = config.experts
     if experts is None or not experts.layers[layer]:
         return attention + 3 * config.hidden_size * config.intermediate_size
-    return attention + config.hidden_size * (experts.count + 3 * experts.per_token * experts.intermediate_size)
+    width = experts.per_token * experts.intermediate_size + experts.shared_size
+    return attention + config.hidden_size * (experts.count + 3 * width)
+
+
+def _attention_elements(config: ModelConfig) -> int:
+    """Of the projections of a layer; latents are expanded to keys and values of each head."""
+    hidden, queries, latent = config.hidden_size, config.num_heads * config.head_dim, config.latent
+    if latent is None:
+        return hidden * (2 * queries + 2 * config.num_kv_heads * config.head_dim)
+    made = hidden * queries if latent.query_rank is None else latent.query_rank * (hidden + queries)
+    each = latent.rank * (latent.nope + latent.value) + latent.value * hidden
+    return made + hidden * latent.width + config.num_heads * each
 
 
 def visible_pairs(lengths: Sequence[int] | NDArray[np.int32], window: int | None) -> int:

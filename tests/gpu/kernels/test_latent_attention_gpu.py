@@ -1,0 +1,66 @@
+"""Latent attention over pages: both implementations against float64, and the bits of the one of deterministic mode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from strata.kernels.attention.spec import Sequences
+from strata.kernels.latent.attention import latent_attention
+from strata.kernels.latent.forms import Dims
+from tests.kernels.latent.cases import Call, make_call, with_parts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-5}
+LITE = Dims(heads=16, nope=128, rope=64, rank=512, value=128)
+MANY = Dims(heads=80, nope=24, rope=8, rank=72, value=40)
+
+
+def on_gpu(call: Call) -> Call:
+    q, row, weight, batch, spec = call
+    pages = batch.pages
+    assert pages is not None
+    names = ("tables", "lengths", "slot_mapping")
+    moved = replace(pages, keys=(pages.keys[0].cuda(),), values=(), **{n: getattr(pages, n).cuda() for n in names})
+    if pages.parts is not None:
+        names = ("decode_lengths", "starts", "bounds")
+        moved = replace(moved, parts=replace(pages.parts, **{n: getattr(pages.parts, n).cuda() for n in names}))
+    return q.cuda(), row.cuda(), weight.cuda(), Sequences(batch.offsets.cuda(), batch.longest, moved), spec
+
+
+@pytest.mark.parametrize("dims", [LITE, MANY])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("new", "total", "decodes"),
+    [((1,), (5000,), None), ((1,) * 70, (*range(1, 71),), None), ((1, 1, 90, 33), (700, 3, 400, 33), 2)],
+)
+def test_results_are_near_float64(
+    dims: Dims, dtype: torch.dtype, new: tuple, total: tuple, decodes: int | None
+) -> None:
+    call = make_call(dims, new, total, dtype)
+    q, row, weight, batch, spec = call
+    pages = batch.pages
+    assert pages is not None
+    wide = replace(pages, keys=(pages.keys[0].double(),))
+    exact = latent_attention.reference(q.double(), row.double(), weight.double(), batch._replace(pages=wide), spec)
+    calls = [call] if decodes is None else [with_parts(call, decodes, recorded=recorded) for recorded in (False, True)]
+    for given in calls:
+        for deterministic in (False, True):
+            found = latent_attention.bind("cuda", deterministic=deterministic)(*on_gpu(given)).cpu()
+            assert (found - exact).abs().max() <= TOLERANCE[dtype] * exact.abs().max()
+
+
+def test_bits_depend_on_the_sequence_alone() -> None:
+    attend = latent_attention.bind("cuda", deterministic=True)
+    call = on_gpu(make_call(LITE, (300, 9), (300, 140), torch.bfloat16))
+    q, row, weight, batch, spec = call
+    pages = batch.pages
+    assert pages is not None
+    wanted = attend(*call)
+    for first, last in ((0, 7), (7, 300), (299, 300)):
+        lengths, offsets = (torch.tensor(x, dtype=torch.int32).cuda() for x in ([last], [0, last - first]))
+        step = Sequences(offsets, last - first, replace(pages, tables=pages.tables[:1], lengths=lengths))
+        assert torch.equal(attend(q[first:last], row[first:last], weight, step, spec), wanted[first:last])
