@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from torch import Tensor
+
+# Ranks are forks of a process that has imported what most of them need: that is two to four seconds of each.
+_STARTER = multiprocessing.get_context("forkserver")
+_STARTER.set_forkserver_preload(
+    ["strata.comm.launch", "strata.train.launch", "tests.parallel.steps", "tests.train.train_ranks"]
+)
 
 
 def run_ranks(
@@ -41,44 +47,43 @@ def run_ranks(
         "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
     job = {"module": function.__module__, "function": function.__name__, "folder": str(tmp_path), "args": args}
-    job["collective_seconds"] = collective_seconds
-    command = [sys.executable, "-m", "tests.parallel.ranks", json.dumps(job)]
-    outputs = [(tmp_path / f"rank-{rank}.txt").open("w+") for rank in range(world)]
+    told = json.dumps(job | {"collective_seconds": collective_seconds})
     processes = []
     try:
-        for rank, output in enumerate(outputs):
-            place = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(
-                subprocess.Popen(command, env=place, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-            )
-        _wait(processes, outputs, timeout)
+        for rank in range(world):
+            environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(_STARTER.Process(target=_rank, args=(told, environment), daemon=True))
+            processes[-1].start()
+        _wait(processes, tmp_path, timeout)
     finally:
         for process in processes:
             process.kill()
-            process.wait()
-        for output in outputs:
-            output.close()
+            process.join()
     return [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(world)]
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], outputs: list[TextIO], timeout: float) -> None:
+def _wait(processes: list[ForkServerProcess], folder: Path, timeout: float) -> None:
     """Until all have ended well. The first that fails would leave the others waiting for it."""
     deadline = time.monotonic() + timeout
-    while any(process.poll() is None for process in processes):
-        if time.monotonic() > deadline or any(process.poll() not in (None, 0) for process in processes):
+    while any(process.exitcode is None for process in processes):
+        if time.monotonic() > deadline or any(process.exitcode not in (None, 0) for process in processes):
             break
         time.sleep(0.02)
-    codes = [process.poll() for process in processes]
+    codes = [process.exitcode for process in processes]
     if any(codes) or None in codes:
         said = []
-        for rank, (code, output) in enumerate(zip(codes, outputs, strict=True)):
-            output.seek(0)
-            said.append(f"rank {rank} ({'still running' if code is None else code}): {output.read()[-4000:]}")
+        for rank, code in enumerate(codes):
+            output = _output(folder, rank)
+            words = output.read_text()[-4000:] if output.exists() else ""
+            said.append(f"rank {rank} ({'still running' if code is None else code}): {words}")
         raise AssertionError(f"ranks failed or took longer than {timeout} s\n" + "\n".join(said))
+
+
+def _output(folder: Path, rank: str | int) -> Path:
+    return folder / f"rank-{rank}.txt"
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
@@ -86,23 +91,24 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-300))
 
 
-def main() -> None:
-    """One rank."""
+def _rank(told: str, environment: dict[str, str]) -> None:
+    """One rank, in a process of its own. told: the job as JSON. environment: its variables, all of them."""
     import torch
 
     from strata.comm.launch import join_world
     from strata.train.launch import ended_at_once
 
-    job = json.loads(sys.argv[1])
+    job = json.loads(told)
+    folder = Path(job["folder"])
+    os.environ.clear()
+    os.environ |= environment
+    with _output(folder, environment["RANK"]).open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
     torch.set_num_threads(1)
     function = getattr(importlib.import_module(job["module"]), job["function"])
-    folder = Path(job["folder"])
     # An orderly end would wait for messages that others have yet to answer, and they for this rank.
     timeout = job["collective_seconds"]
     with ended_at_once(lambda error: None), join_world("cpu", timeout_seconds=timeout) as world:
         result = function(world, folder, **job["args"])
         (folder / f"rank-{world.rank}.json").write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
