@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Sequence
 from typing import Any
+
+import pytest
 
 from strata.engine.ahead import derive
 from strata.engine.ahead.derive import as_if_launched, note_variants
@@ -29,10 +32,11 @@ def hopper() -> DeviceLimits:
 
 def derived(model: str, options: dict[str, Any], whole: bool = False) -> list[str]:
     """The variants, as JSON. whole: from all layers of the model."""
-    if whole:
-        derive.shortened = lambda config: config
     found: list[Variant] = []
-    derive.note_variants(EngineConfig.from_options(model, options), hopper(), found.append)
+    with pytest.MonkeyPatch.context() as patch:
+        if whole:
+            patch.setattr(derive, "shortened", lambda config: config)
+        note_variants(EngineConfig.from_options(model, options), hopper(), found.append)
     return [variant.text for variant in found]
 
 
@@ -40,25 +44,27 @@ def noted_before(module: str, model: str, options: dict[str, Any]) -> list[tuple
     """Of each variant in turn the kernel, and whether it was noted before the module was imported."""
     found: list[tuple[str, bool]] = []
     asked = EngineConfig.from_options(model, options)
-    derive.note_variants(asked, hopper(), lambda variant: found.append((variant.kernel, module not in sys.modules)))
+    note_variants(asked, hopper(), lambda variant: found.append((variant.kernel, module not in sys.modules)))
     return found
 
 
-def served_beyond(model: str, options: dict[str, Any], longest: int, seed: int) -> list[str]:
-    """Which variants requests of all kinds launch that were not derived."""
+def served_beyond(model: str, options: dict[str, Any], longest: int, seeds: Sequence[int]) -> list[str]:
+    """Which variants requests of all kinds, 150 for each seed, launch that were not derived."""
     ready: list[Variant] = []
     engine = note_variants(EngineConfig.from_options(model, options), hopper(), ready.append)
-    rng = random.Random(seed)
     met: list[Variant] = []
     with as_if_launched(hopper(), met.append):
-        for number in range(150):
-            length = rng.choice([1, 7, 40, 200, rng.randint(1, longest)])
-            params = SamplingParams(ignore_eos=True, max_tokens=rng.randint(3, 30), **rng.choice(WAYS))
-            engine.loop.add(Request(str(number), tuple(rng.randint(0, 300) for _ in range(length)), params))
-            if rng.random() < 0.5:
-                engine.loop.step()
-        for _ in engine.loop.outputs():
-            pass
+        for seed in seeds:
+            rng = random.Random(seed)
+            for number in range(150):
+                length = rng.choice([1, 7, 40, 200, rng.randint(1, longest)])
+                params = SamplingParams(ignore_eos=True, max_tokens=rng.randint(3, 30), **rng.choice(WAYS))
+                prompt = tuple(rng.randint(0, 300) for _ in range(length))
+                engine.loop.add(Request(f"{seed} {number}", prompt, params))
+                if rng.random() < 0.5:
+                    engine.loop.step()
+            for _ in engine.loop.outputs():
+                pass
     known = {variant.text for variant in ready}
     assert len(met) > 5
     return [json.dumps(variant.text) for variant in met if variant.text not in known]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -43,18 +45,57 @@ def compiled(asked: EngineConfig, log: Callable[[str], None] = print) -> Progres
         return shown(process.progress(), log, show=False)
 
 
+def keep_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder / "cache"))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    disk_cache._spare_folder.cache_clear()
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    disk_cache._spare_folder.cache_clear()
+    keep_in(tmp_path, monkeypatch)
     return tmp_path / "cache"
 
 
-def test_what_is_compiled_is_found_by_the_next(folder: Path) -> None:
+@dataclass(frozen=True)
+class FirstStart:
+    """What the first start of `small()` left and said. held: each variant that it brought to the device, and how many
+    there were when the third came."""
+
+    cache: Path
+    progress: Progress
+    held: list[str]
+    held_early: int
+
+
+@pytest.fixture(scope="module")
+def first_start(tmp_path_factory: pytest.TempPathFactory) -> FirstStart:
+    folder = tmp_path_factory.mktemp("first")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        keep_in(folder, monkeypatch)
+        with compiling(small(), hopper()) as process:
+            start = Unstarted(process, lambda _: None)
+            told: list[Progress] = []
+            while (one := start._told.get()) is not None:
+                told.append(one)
+                if len(told) == 3:
+                    held_early = len(start.held)
+            start._told.put(None)
+            assert start.finish(show=False) is True
+    return FirstStart(folder / "cache", told[-1], start.held, held_early)
+
+
+@pytest.fixture
+def filled(folder: Path, first_start: FirstStart) -> Path:
+    """A cache as the first start left it."""
+    shutil.copytree(first_start.cache, folder)
+    return folder
+
+
+def test_what_is_compiled_is_found_by_the_next(filled: Path, first_start: FirstStart) -> None:
     """Then after one file is damaged, and where the folder can no longer be written."""
-    first = compiled(small())
+    folder, first = filled, first_start.progress
     assert first == Progress(first.noted, first.noted, 0, (), True)
     assert first.noted > 10
     again = compiled(small())
@@ -77,9 +118,8 @@ def test_what_is_compiled_is_found_by_the_next(folder: Path) -> None:
 
 
 @pytest.fixture
-def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def holder(filled: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that holds the lock for kernels, as one that compiles does."""
-    folder.mkdir()
     code = (
         "import sys, time; from strata.engine.ahead.worker import _alone\n"
         "with _alone(0, print): print('held', flush=True); time.sleep(60)"
@@ -91,7 +131,7 @@ def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_a_start_waits_for_who_compiles_already(folder: Path, holder: subprocess.Popen[str]) -> None:
+def test_a_start_waits_for_who_compiles_already(holder: subprocess.Popen[str]) -> None:
     said: list[str] = []
 
     def log(line: str) -> None:
@@ -121,16 +161,14 @@ def test_warm_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "kernels: waiting for process 17, which compiles already, for 120 s at most" in result.output
 
 
-def test_a_start_waits_for_nobody_for_long(
-    folder: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_waits_for_nobody_for_long(holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "_LONGEST_WAIT", 0.3)
     said: list[str] = []
     with compiling(small(max_num_seqs=1), hopper()) as process:
         Unstarted(process, said.append).finish(show=False)
     assert holder.poll() is None
     assert said[0].startswith(f"kernels: waiting for process {holder.pid}")
-    assert said[1].endswith(" compiled, 0 found on the disk")
+    assert said[1].endswith(" found on the disk")
 
 
 def test_a_full_disk_fails_no_process_that_compiles(folder: Path) -> None:
@@ -144,11 +182,20 @@ def test_a_full_disk_fails_no_process_that_compiles(folder: Path) -> None:
     assert (ended.stdout, ended.stderr, ended.returncode) == ("compiled\n", "", 0)
 
 
-def test_a_folder_that_cannot_be_made_is_bypassed(folder: Path) -> None:
-    folder.write_text("a file")
-    first = compiled(small(max_num_seqs=1))
-    assert first.faults == ()
-    assert compiled(small(max_num_seqs=1)).found == first.noted
+def test_a_folder_that_cannot_be_made_is_bypassed(filled: Path) -> None:
+    spare = disk_cache._spare_folder()
+    assert spare is not None
+    for entry in filled.iterdir():
+        entry.rename(spare / entry.name)
+    filled.rmdir()
+    filled.write_text("a file")
+    some = sorted(spare.rglob("*.cubin"))[:3]
+    for kernel in some:
+        kernel.unlink()
+    first = compiled(small())
+    assert first == Progress(first.noted, first.noted, first.noted - 3, (), True)
+    assert all(kernel.exists() for kernel in some)
+    assert compiled(small()).found == first.noted
 
 
 def test_other_kinds_of_starts_have_other_manifests(folder: Path) -> None:
@@ -181,20 +228,12 @@ class Unstarted(KernelsAhead):
         return True
 
 
-def test_each_comes_to_the_device_when_it_is_ready(folder: Path) -> None:
+def test_each_comes_to_the_device_when_it_is_ready(filled: Path, first_start: FirstStart) -> None:
     """Once, and the first long before the last is compiled."""
-    with compiling(small(), hopper()) as process:
-        start = Unstarted(process, lambda _: None)
-        told = [start._told.get()]
-        while told[-1] is not None:
-            told.append(start._told.get())
-            if len(told) == 3:
-                assert 1 <= len(start.held) < 10
-        start._told.put(None)
-        assert start.finish(show=False) is True
+    assert 1 <= first_start.held_early < 10
     found = manifest.read(manifest.key_of(small(), hopper()))
     assert found is not None
-    assert sorted(start.held) == sorted(variant.text for variant in found.variants)
+    assert sorted(first_start.held) == sorted(variant.text for variant in found.variants)
 
 
 def test_a_process_that_dies_fails_nothing(folder: Path) -> None:
@@ -231,7 +270,7 @@ def test_variants_that_cannot_be_held_fail_nothing(folder: Path, monkeypatch: py
 
 
 def test_modules_of_the_current_folder_stay_out_of_it(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever starts an engine may have files of common names beside them."""
     (tmp_path / "triton.py").write_text("raise ValueError('not the library')")
@@ -315,16 +354,20 @@ def test_warm_says_what_cannot_be_done(arguments: list[str], message: str) -> No
     assert message in str(result.exception)
 
 
-def test_warm_compiles_for_a_device_that_is_not_here(folder: Path) -> None:
+def test_warm_compiles_for_a_device_that_is_not_here(filled: Path) -> None:
+    key = manifest.key_of(small(), hopper())
+    before = manifest.read(key)
+    assert before is not None
+    for entry in (key, *before.entries[:3]):
+        shutil.rmtree(filled / entry)
     command = ["warm", "builtin", "--device", "h200", "--max-num-seqs", "2", "--max-num-batched-tokens", "64"]
     command += ["--max-model-len", "64"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0
-    assert "0 found on the disk" in result.output
+    assert " 3 compiled" in result.output
     again = CliRunner().invoke(app, command)
     assert " 0 compiled" in again.output
-    found = manifest.read(manifest.key_of(small(), hopper()))
-    assert found is not None
+    assert manifest.read(key) == before
 
 
 def test_warm_does_not_compile_for_a_folder_that_takes_nothing(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,25 @@ from tests.engine.ahead.dry import derived, noted_before, served_beyond
 DUMMY = {"load_format": "dummy", "skip_tokenizer_init": True}
 
 
-@pytest.fixture
-def elsewhere() -> Iterator[Callable[..., Any]]:
-    """Calls a function in a process of its own."""
+@contextmanager
+def process() -> Iterator[Callable[..., Any]]:
+    """Calls functions in another process, one after the other."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as one:
         yield lambda function, *given: one.submit(function, *given).result()
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[Callable[..., Any]]:
+    """In the process that tests share."""
+    with process() as call:
+        yield call
+
+
+@pytest.fixture
+def alone() -> Iterator[Callable[..., Any]]:
+    """In a process of the test's own."""
+    with process() as call:
+        yield call
 
 
 def kernel_names(variants: list[str]) -> set[str]:
@@ -66,9 +81,9 @@ def test_kernels_of_ranks_are_derived_with_their_messages(elsewhere: Callable[..
     } <= found
 
 
-def test_what_takes_long_to_compile_is_noted_first(elsewhere: Callable[..., Any]) -> None:
+def test_what_takes_long_to_compile_is_noted_first(alone: Callable[..., Any]) -> None:
     """Before imports of PyTorch that take half a second."""
-    noted = elsewhere(noted_before, "torch._dynamo", "0.6B", DUMMY)
+    noted = alone(noted_before, "torch._dynamo", "0.6B", DUMMY)
     kernels = [kernel for kernel, _ in noted]
     assert kernels.index("filter_bounds_kernel") == 0
     assert set(kernels) >= SLOW
@@ -87,8 +102,7 @@ def test_what_takes_long_to_compile_is_noted_first(elsewhere: Callable[..., Any]
 def test_requests_of_all_kinds_launch_nothing_else(
     elsewhere: Callable[..., Any], model: str, options: dict[str, Any], longest: int
 ) -> None:
-    for seed in (1, 2):
-        assert elsewhere(served_beyond, model, options, longest, seed) == []
+    assert elsewhere(served_beyond, model, options, longest, (1, 2)) == []
 
 
 @pytest.mark.parametrize("layers", [1, 2, 7])
@@ -121,7 +135,7 @@ def test_experts_that_move_between_ranks(elsewhere: Callable[..., Any], tmp_path
     move = kernel_names(elsewhere(derived, str(tmp_path), options))
     assert {"held_order_kernel", "grouped_kernel", "combine_kernel"} <= stay
     assert move == stay | {"count_choices_kernel"}
-    assert elsewhere(served_beyond, str(tmp_path), options, 900, 1) == []
+    assert elsewhere(served_beyond, str(tmp_path), options, 900, (1,)) == []
 
 
 def test_ranks_with_sequences_of_their_own(elsewhere: Callable[..., Any], tmp_path: Path) -> None:
