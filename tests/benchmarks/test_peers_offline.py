@@ -169,9 +169,9 @@ def test_a_process_that_does_not_end_is_stopped(
 
 
 def test_a_python_without_the_engine_is_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["offline", "--engine", "vllm", "--save", "results.jsonl"])
+    monkeypatch.setattr(sys, "argv", ["offline", "--engine", "vllm", "--save", str(tmp_path / "results.jsonl")])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as ended:
         offline.main()
