@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from strata.cli.graph import graph
 from strata.hardware.probe.report import file_of, keep
+from strata.plan.meta_model import MetaModel, meta_model
 from tests.hardware.probe.test_device import REPORT
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCABULARY = 16384, 126, 128, 8, 128, 53248, 128256
@@ -43,6 +45,22 @@ app.command()(graph)
 def no_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What somebody has probed on this machine changes no test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _graphs_are_made_once() -> Iterator[None]:
+    """Of a model, a device and ranks, for all tests: of 126 layers it takes seconds."""
+    made: dict[str, MetaModel] = {}
+
+    def once(*of: Any, **ranks: Any) -> MetaModel:
+        key = repr((of, ranks))
+        if key not in made:
+            made[key] = meta_model(*of, **ranks)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("strata.plan.meta_model.meta_model", once)
+        yield
 
 
 @pytest.fixture(scope="module")
