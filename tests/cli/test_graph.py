@@ -189,12 +189,14 @@ def test_a_rank_of_8_of_405b(config: Path) -> None:
     assert re.search(r"messages\s+254, ", drawn)
 
 
-def test_stages_of_405b(config: Path) -> None:
+def test_stages_of_layers_as_those_of_405b(tmp_path: Path) -> None:
     """Each has its layers, and one message of hidden states leaves the first; only the last has a head and draws."""
+    config, layers = tmp_path / "config.json", 14
+    config.write_text(json.dumps(LLAMA_405B | {"num_hidden_layers": layers}))
     rows, options = 32, ("--context", 1000, "--sequences", 32, "--pipeline-parallel-size", 2, "--json")
     first, last = (run(config, *options, "--stage", stage) for stage in range(2))
-    norms = HIDDEN * (2 * LAYERS + 1)
-    assert first["parameters"] + last["parameters"] == LAYERS * LAYER_WEIGHTS + 2 * VOCABULARY * HIDDEN + norms
+    norms = HIDDEN * (2 * layers + 1)
+    assert first["parameters"] + last["parameters"] == layers * LAYER_WEIGHTS + 2 * VOCABULARY * HIDDEN + norms
     assert (first["messages"], last["messages"]) == (1, 0)
     assert first["sent_bytes"] == rows * HIDDEN * 2
     parts = [{row["part"] for row in shown["parts"]} for shown in (first, last)]
