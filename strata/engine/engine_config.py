@@ -335,6 +335,8 @@ def library_limit(limits: DeviceLimits, config: ModelConfig, dtype: torch.dtype,
         return "attention is latent, its keys and values are one row"
     if None not in config.windows:
         return "all layers have windows"
+    if config.has_sinks:
+        return "its attention has sinks"
     return why_no_plan(limits, dtype, config.head_dim, page_size)
 
 

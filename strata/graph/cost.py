@@ -17,6 +17,7 @@ from strata.graph.capture import operation_of
 from strata.graph.overlap import row_part
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.device_limits import DeviceLimits, as_if_on
+from strata.kernels.moe.biased_experts import biased_experts, expert_bytes
 from strata.kernels.moe.experts import expected_experts, experts
 from strata.kernels.moe.held import held_experts
 from strata.kernels.op import ATEN, Operation
@@ -196,11 +197,12 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
         traffic += moved_of_two - moved
         messages += cost.messages
         sent.update(token=grown.sent - cost.sent, row=2 * cost.sent - grown.sent)
-        if one.operation in (experts, held_experts):
+        if one.operation in (experts, held_experts, biased_experts):
             (_, _, chosen, gate_up, down, *others), rows = one.args, len(two.args[2])
             count = others[1] if one.operation is held_experts else len(down)
             sources = len(chosen)  # ranks that bring tokens, of which each has one here
-            size = gate_up[0].nbytes + down[0].nbytes
+            biases = others[:2] if one.operation is biased_experts else ()
+            size = expert_bytes(gate_up, down, *biases)
             mixtures[chosen.shape[1], count, len(down), size, sources, rows == sources] += 1
         else:
             weights.update(token=grown.weights - cost.weights, step=2 * cost.weights - grown.weights)

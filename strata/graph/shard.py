@@ -14,6 +14,7 @@ from strata.comm.placement import ExpertSlots, Placement
 from strata.graph.capture import operation_of
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.vocabulary_embedding import vocabulary_embedding
+from strata.kernels.moe.biased_experts import biased_experts
 from strata.kernels.moe.held import held_experts
 from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
 from strata.kernels.norm.wide_norm import wide_rms_norm
@@ -90,6 +91,10 @@ def _shard_node(
     if Placement.ROW in read:
         _require(operation.product and node.args[1] is read[Placement.ROW], node, read[Placement.ROW])
         _sum_product(node, ranks)
+    elif Placement.EXPERT in read and operation is biased_experts:
+        _require(ranks.slots is None, node, read[Placement.EXPERT])
+        node.args = (*node.args, ranks.rank == 0)  # the bias of the last products is added once
+        _follow(node, all_reduce, ranks.along)
     elif Placement.EXPERT in read:
         if ranks.slots is not None:
             turns = () if ranks.turns is None else (_table(graph, node, ranks.turns),)

@@ -14,15 +14,31 @@ import torch
 from strata.files.weight_index import INDEX, SINGLE, read_index
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# What packed weights are called, beside their own names: bytes.
+_PACKED = ("_blocks", "_scales")
 # The format's own limit, so that a corrupt length does not make us read gigabytes.
 _LONGEST_HEADER = 100_000_000
+
+
+@dataclass(frozen=True)
+class ExpertPlace:
+    """Where a matrix [outputs, inputs] of one expert lies in a tensor of all experts (`strata.models.joined_experts`).
+
+    number: of the expert. first, step: of the tensor's outputs it has those from `first` on, every `step`-th. scales:
+    of a packed tensor; None: it holds floats, [experts, inputs, outputs].
+    """
+
+    number: int
+    first: int
+    step: int
+    scales: StoredTensor | None
 
 
 @dataclass(frozen=True)
 class StoredTensor:
     """One tensor of a checkpoint. `start` is the byte where it begins, counted from the end of the header.
 
-    first_row: of what stands here as a tensor of `shape` and is a part of the one in the file.
+    first_row, expert: of what stands here as a tensor of `shape` and is a part of the one in the file.
     """
 
     name: str
@@ -31,6 +47,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     first_row: int = 0
+    expert: ExpertPlace | None = None
 
 
 def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
@@ -110,9 +127,10 @@ def _read_entry(file: Path, name: str, entry: Any) -> tuple[StoredTensor, int]:
         raise _corrupt(file, f"the header's entry of {name} lacks dtype, shape or data_offsets") from None
     if any(type(value) is not int or value < 0 for value in (*shape, start, end)):
         raise _corrupt(file, f"the header's entry of {name} has a size or offset that is not a count")
-    if kind not in list(_DTYPES):
+    dtypes = _DTYPES | ({"U8": torch.uint8} if name.endswith(_PACKED) else {})
+    if kind not in list(dtypes):
         raise ValueError(f"{file}: {name} has dtype {kind}; supported are {', '.join(_DTYPES)} (no quantized weights)")
-    tensor = StoredTensor(name, file, _DTYPES[kind], shape, start)
+    tensor = StoredTensor(name, file, dtypes[kind], shape, start)
     if end - start != math.prod(shape) * tensor.dtype.itemsize:
         raise _corrupt(file, f"{name} of shape {list(shape)} and dtype {kind} does not take {end - start} bytes")
     return tensor, end

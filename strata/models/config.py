@@ -111,6 +111,11 @@ class ModelConfig:
         return tuple(not recurrent for recurrent in self.recurrence.layers)
 
     @property
+    def has_sinks(self) -> bool:
+        """Whether each head has a learned score in the softmax of all its queries."""
+        return FAMILY_CONFIGS[self.architecture].has_sinks
+
+    @property
     def num_experts(self) -> int:
         """Of a layer that has some; 0 in families without them."""
         return 0 if self.experts is None else self.experts.count
@@ -256,6 +261,7 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
         multipliers=read_multipliers(fields) if family.has_multipliers else None,
     )
     fields.choice(family.activation_key, family.activations, family.activations[0])
+    _read_packing(fields, family)
     _refuse_changed_mathematics(fields)
     _refuse_misspelt(fields, values, config.to_dict())
     fields.finish(_WITHOUT_EFFECT)
@@ -304,7 +310,7 @@ def _read_heads(fields: Fields, family: FamilyConfig, hidden_size: int) -> tuple
 
 def _read_bias(fields: Fields, family: FamilyConfig, key: str) -> bool:
     if key in family.biases:
-        return fields.flag(key, False)
+        return fields.flag(key, family.biased)
     fields.only(key, False, f"the biases of {family.model_type} are fixed")
     return False
 
@@ -322,6 +328,20 @@ def _read_softcap(fields: Fields, family: FamilyConfig) -> float | None:
         fields.take(key, None)
         return None
     return fields.number(key)
+
+
+def _read_packing(fields: Fields, family: FamilyConfig) -> None:
+    """Weights that are packed as the family knows are told by the checkpoint's tensors; here others are refused."""
+    if family.packed is None or not fields.has("quantization_config"):
+        fields.only("quantization_config", None, "only float weights are implemented")
+        return
+    values = fields.take("quantization_config")
+    if not isinstance(values, dict):
+        raise fields.wrong("quantization_config", values, "an object or null")
+    packing = Fields(values, f"{fields.where}, quantization_config")
+    packing.only("quant_method", family.packed, f"weights of this family are floats or {family.packed}")
+    packing.take("modules_to_not_convert", None)  # the tensors' names tell it
+    packing.finish(frozenset())
 
 
 def _read_dtype(fields: Fields) -> torch.dtype | None:
@@ -352,5 +372,4 @@ def _refuse_changed_mathematics(fields: Fields) -> None:
     fields.only("use_bidirectional_attention", False, "a token sees itself and what is before it")
     fields.only("use_mrope", False, "positions have one dimension")
     fields.only("is_encoder_decoder", False, "these families are decoders")
-    fields.only("quantization_config", None, "only float weights are implemented")
     fields.only("per_layer_config", None, "all layers have one shape")

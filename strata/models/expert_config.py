@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strata.files.fields import Fields
+from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.moe.route import SOFTMAX, Choice
 
 
@@ -20,6 +21,7 @@ class ExpertsConfig:
     choice: how experts are scored and chosen. biased: whether the choice adds a bias of the checkpoint.
     wide_scores: whether logits are computed in float32.
     shared_size: width of the experts that every token goes to, together; 0: there are none.
+    clamp: of gated products within bounds; router and experts have biases then. None: gpt-oss alone has them.
     held: of a part of a model, the numbers of the experts that it holds, of which the router knows all; None: all.
     """
 
@@ -33,6 +35,7 @@ class ExpertsConfig:
     biased: bool = False
     wide_scores: bool = False
     shared_size: int = 0
+    clamp: Clamp | None = None
     held: tuple[int, ...] | None = None
 
     @property
@@ -197,6 +200,25 @@ def glm4_moe_fields(experts: ExpertsConfig) -> dict[str, Any]:
         "routed_scaling_factor": experts.choice.scale,
         "router_aux_loss_coef": experts.balance_weight,
     }
+
+
+def read_gpt_oss(fields: Fields, num_layers: int, intermediate_size: int) -> ExpertsConfig:
+    """gpt-oss: experts in every layer, as wide as `intermediate_size`. Its softmax over the logits of a token's experts
+    is that over all experts, divided by their sum.
+    """
+    count, per_token = _read_counts(fields, "num_local_experts", 128, 4)
+    fields.only("experts_per_token", per_token, f"num_experts_per_tok is {per_token}")
+    fields.count("initial_context_length", 4096)  # what rope_scaling says again
+    clamp = Clamp(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0))
+    balance = _read_balance_weight(fields)
+    return ExpertsConfig(count, per_token, intermediate_size, True, (True,) * num_layers, balance, clamp=clamp)
+
+
+def gpt_oss_fields(experts: ExpertsConfig) -> dict[str, Any]:
+    """What `read_gpt_oss` reads."""
+    assert experts.clamp is not None
+    own = {"swiglu_alpha": experts.clamp.alpha, "swiglu_limit": experts.clamp.limit}
+    return mixtral_fields(experts) | own
 
 
 def mixtral_fields(experts: ExpertsConfig) -> dict[str, Any]:

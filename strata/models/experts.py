@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.wide_linear import wide_linear
+from strata.kernels.moe.biased_experts import biased_experts
 from strata.kernels.moe.experts import experts
 from strata.kernels.moe.route import route
 from strata.models.config import ModelConfig
@@ -22,12 +23,16 @@ from strata.models.layers import MLP, CausalLM
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What checkpoints call the block of router and experts, and an expert's three matrices."""
+    """What checkpoints call the block of router and experts, and an expert's three matrices.
+
+    joined: whether they hold those of all experts in one tensor (`strata.models.joined_experts`).
+    """
 
     block: str
     gate: str
     up: str
     down: str
+    joined: bool = False
 
 
 class Router(nn.Module):
@@ -50,6 +55,7 @@ class Router(nn.Module):
         if config.biased:
             bias = torch.empty(config.count, dtype=torch.float32)
             self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(config.count)) if config.clamp is not None else None
         self.register_buffer("selection_bias", None)
         self.register_module("balance", None)
 
@@ -57,7 +63,7 @@ class Router(nn.Module):
         bias: Tensor | None = self.selection_bias
         if bias is None:
             bias = getattr(self, "e_score_correction_bias", None)
-        logits = wide_linear(x, self.weight) if self.wide_scores else linear(x, self.weight, None)
+        logits = wide_linear(x, self.weight) if self.wide_scores else linear(x, self.weight, self.bias)
         weights, chosen = route(logits, bias, self.per_token, self.normalized, self.choice)
         if self.balance is not None:
             weights = self.balance(weights, chosen, logits)
@@ -90,6 +96,26 @@ class Experts(nn.Module):
         return experts(x, weights, chosen, self.gate_up_proj, self.down_proj)
 
 
+class BiasedExperts(nn.Module):
+    """`Experts` within bounds and with biases: gate_up_proj_bias [experts, 2 * intermediate], down_proj_bias [experts,
+    hidden].
+    """
+
+    def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
+        super().__init__()
+        width, count = config.intermediate_size, config.count
+        assert config.clamp is not None
+        self.clamp = config.clamp
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * width, hidden_size))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * width))
+        self.down_proj = nn.Parameter(torch.empty(count, hidden_size, width))
+        self.down_proj_bias = nn.Parameter(torch.empty(count, hidden_size))
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        biases = self.gate_up_proj_bias, self.down_proj_bias
+        return biased_experts(x, weights, chosen, self.gate_up_proj, self.down_proj, *biases, self.clamp)
+
+
 class SparseMLP(nn.Module):
     """The weighted sum of what a token's experts make of it: [tokens, hidden] to the same.
 
@@ -119,13 +145,16 @@ class SparseCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, max_length: int) -> None:
         super().__init__(config, max_length)
         assert config.experts is not None
-        self.held_experts = config.experts.held
+        self.held_experts, self.expert_count = config.experts.held, config.experts.count
         for layer, sparse in zip(self.model.layers, config.experts.layers, strict=True):
             if sparse:
-                shared = None
-                if config.experts.shared_size:
-                    shared = MLP(replace(config, intermediate_size=config.experts.shared_size))
-                layer.mlp = SparseMLP(config.hidden_size, config.experts, shared)
+                layer.mlp = self.sparse_mlp(config, config.experts)
+
+    @staticmethod
+    def sparse_mlp(config: ModelConfig, experts: ExpertsConfig) -> nn.Module:
+        """The router and the experts of a layer."""
+        shared = MLP(replace(config, intermediate_size=experts.shared_size)) if experts.shared_size else None
+        return SparseMLP(config.hidden_size, experts, shared)
 
 
 def stored_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -161,6 +190,13 @@ def _stored(name: str, parameter: Tensor, names: ExpertNames, held: Sequence[int
         for number, both in zip(held, parameter, strict=True):
             for own, matrix in zip((names.gate, names.up), both.chunk(2), strict=True):
                 yield f"{layer}.{names.block}.experts.{number}.{own}.weight", matrix
+    elif rest == "experts.down_proj_bias":
+        for number, bias in zip(held, parameter, strict=True):
+            yield f"{layer}.{names.block}.experts.{number}.{names.down}.bias", bias
+    elif rest == "experts.gate_up_proj_bias":
+        for number, both in zip(held, parameter, strict=True):
+            for own, bias in zip((names.gate, names.up), both.chunk(2), strict=True):
+                yield f"{layer}.{names.block}.experts.{number}.{own}.bias", bias
     elif rest == "gate.weight":
         yield f"{layer}.{names.block}.{rest}", parameter
     else:

@@ -6,6 +6,7 @@ from strata.models.config import ModelConfig
 from strata.models.family.deepseek import DeepseekV2, DeepseekV3
 from strata.models.family.gemma3 import Gemma3
 from strata.models.family.glm4_moe import Glm4Moe
+from strata.models.family.gpt_oss import GptOss
 from strata.models.family.granite_hybrid import GraniteHybrid
 from strata.models.family.llama import Llama
 from strata.models.family.mamba2 import Mamba2
@@ -37,6 +38,7 @@ FAMILIES: dict[str, type[CausalLM]] = {
     "DeepseekV2ForCausalLM": DeepseekV2,
     "DeepseekV3ForCausalLM": DeepseekV3,
     "GraniteMoeHybridForCausalLM": GraniteHybrid,
+    "GptOssForCausalLM": GptOss,
 }
 
 

@@ -12,11 +12,13 @@ from strata.models.expert_config import (
     deepseek_v2_fields,
     deepseek_v3_fields,
     glm4_moe_fields,
+    gpt_oss_fields,
     mixtral_fields,
     qwen3_moe_fields,
     read_deepseek_v2,
     read_deepseek_v3,
     read_glm4_moe,
+    read_gpt_oss,
     read_mixtral,
     read_qwen3_moe,
 )
@@ -71,7 +73,15 @@ class FamilyConfig:
     latent: Literal["paired", "paired or halves"] | None = None
     activation_key: str = "hidden_act"
     activations: tuple[str, ...] = ("silu", "swish")
+    # Fields of biases, and what they are where absent.
     biases: tuple[str, ...] = ()
+    biased: bool = False
+    # Whether attention has sinks.
+    has_sinks: bool = False
+    # The rope's own object where there is none; None: the plain one.
+    rope: dict[str, Any] | None = None
+    # `quantization_config` that names this method describes weights that are read as floats.
+    packed: str | None = None
     # Which layers have a sliding window: none, all, all if `use_sliding_window` says so ("switched"), those that
     # `layer_types` or `max_window_layers` name ("some"), those that `no_rope_layers` leaves unrotated, or those that
     # `layer_types` or `full_interval` name ("interval").
@@ -113,6 +123,8 @@ class FamilyConfig:
             values["original_max_position_embeddings"] = original
         if config.latent is not None:
             values |= latent_fields(config.latent, self.latent == "paired or halves")
+        if self.rope is not None and config.rope.rope_type == "default":
+            values["rope_parameters"] = {"rope_theta": config.rope.theta, **config.rope.to_dict()}
         if self.experts is not None and config.experts is not None:
             values |= self.experts[1](config.experts)
         if self.has_position_type:
@@ -261,5 +273,22 @@ FAMILY_CONFIGS = {
         intermediate_key="shared_intermediate_size",
         has_multipliers=True,
         has_position_type=True,
+    ),
+    "GptOssForCausalLM": FamilyConfig(
+        "gpt_oss",
+        131072,
+        num_kv_heads=8,
+        head_dim=64,
+        norm_eps=1e-5,
+        rope_theta=150000.0,
+        rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+        window=128,
+        full_interval=2,
+        biases=("attention_bias",),
+        biased=True,
+        has_sinks=True,
+        packed="mxfp4",
+        sliding="interval",
+        experts=(read_gpt_oss, gpt_oss_fields),
     ),
 }

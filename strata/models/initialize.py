@@ -22,8 +22,8 @@ def initialize(model: CausalLM, seed: int) -> None:
 
 
 def initial_values(model: CausalLM, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Values to train from, parameter by parameter: matrices normal with deviation 0.02, biases 0, norms 1 (0 where
-    they add 1 to their weights); other vectors, and the deviation of convolutions, as their modules say.
+    """Values to train from, parameter by parameter: matrices normal with deviation 0.02, biases and sinks 0, norms 1 (0
+    where they add 1 to their weights); other vectors, and the deviation of convolutions, as their modules say.
 
     The projections that end a residual branch are scaled by 1 / sqrt(2 * layers) (GPT-2, Radford et al. 2019). The
     numbers are drawn on the CPU in float32, so a seed means the same model on every device. The model, whole, may be on
@@ -33,7 +33,7 @@ def initial_values(model: CausalLM, seed: int) -> Iterator[tuple[str, Tensor]]:
     residual = _STD / (2 * len(model.model.layers)) ** 0.5
     for name, parameter in model.named_parameters():
         value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-        if parameter.dim() == 1:
+        if parameter.dim() == 1 or name.endswith("_bias"):
             _fill_vector(model, name, value)
         else:
             ends = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj"))
@@ -66,7 +66,7 @@ def dummy_values(
 
 
 def _fill_dummy(model: CausalLM, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-    if parameter.dim() == 1:
+    if parameter.dim() == 1 or name.endswith("_bias"):
         _fill_vector(model, name, parameter)
     else:
         parameter.normal_(0, _STD, generator=generator)
@@ -82,4 +82,4 @@ def _fill_vector(model: CausalLM, name: str, vector: Tensor) -> None:
     if isinstance(owner, StateSpace):
         vector.copy_(owner.first_values(name.rpartition(".")[2]))
         return
-    vector.fill_(0.0 if name.endswith("bias") else 1.0 - getattr(owner, "offset", 0.0))
+    vector.fill_(0.0 if name.endswith(("bias", "sinks")) else 1.0 - getattr(owner, "offset", 0.0))

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from strata.models.checkpoint import StoredTensor
+from strata.models.experts import SparseCausalLM, stored_parameters
+from strata.models.joined_experts import joined_experts
 from strata.models.layers import CausalLM
 
 
@@ -42,8 +44,17 @@ def split_tensors(
     return tensors
 
 
+def checkpoint_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The values of a whole model's parameters under the names of its checkpoints."""
+    if isinstance(model, SparseCausalLM) and model.expert_names.joined:
+        return join_parameters(model, {name: one.detach() for name, one in model.named_parameters()})
+    return join_parameters(model, stored_parameters(model))
+
+
 def join_parameters(model: nn.Module, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of a whole model as its checkpoints have them."""
+    """What there is of each of a whole model's parameters, by name, as its checkpoints have it."""
+    if isinstance(model, SparseCausalLM) and model.expert_names.joined:
+        return {name: joined_experts(name, one) for name, one in parameters.items()}
     homes = {part: (name, parts) for name, parts in _joined(model, parameters) for part in parts}
     found: dict[str, Tensor] = {}
     for key, parameter in parameters.items():

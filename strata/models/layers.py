@@ -131,8 +131,11 @@ class Attention(nn.Module):
         q = self.rotate(q, cos, sin)
         k = self.rotate(k, cos, sin)
         k, v = kv_write(k, v, batch.pages, self.spec.layer)
-        mixed = attention(q, k, v, batch, self.spec)
-        return self.o_proj(mixed.flatten(-2))
+        return self.o_proj(self.mix(q, k, v, batch).flatten(-2))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """Rotated queries and keys, and values, to what each head finds: [tokens, heads, head_dim]."""
+        return attention(q, k, v, batch, self.spec)
 
 
 class LayerAttention(Protocol):

@@ -29,7 +29,7 @@ def read_ropes(fields: Fields, family: FamilyConfig, head_dim: int, max_length: 
     scaling, parameters = fields.take("rope_scaling", None), fields.take("rope_parameters", None)
     if scaling and parameters:
         raise fields.wrong("rope_parameters", parameters, "null beside rope_scaling")
-    values = scaling or parameters or {}
+    values = scaling or parameters or family.rope or {}
     if not isinstance(values, dict):
         raise fields.wrong(key, values, "an object or null")
     values = _same_for_all_layers(fields, key, values)

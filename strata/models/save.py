@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from strata.files.weight_index import INDEX, SINGLE
 from strata.models.config import ModelConfig
-from strata.models.experts import stored_parameters
-from strata.models.joined import join_parameters
+from strata.models.joined import checkpoint_parameters
 
 # What a checkpoint folder holds for the tokenizer, and the defaults of generation that go with it.
 _TOKENIZER_FILES = (
@@ -59,7 +58,7 @@ def save(
         if tokenizer is not None:
             source = tokenizer if isinstance(tokenizer, str | Path) else tokenizer.folder
             _copy_tokenizer(Path(source), written)
-        parameters = join_parameters(model, stored_parameters(model))
+        parameters = checkpoint_parameters(model)
         _write_weights(parameters, written, max_shard_bytes)
         dtype = next(iter(parameters.values())).dtype
         _write_json(written / "config.json", dataclasses.replace(config, dtype=dtype).to_dict())

@@ -21,6 +21,7 @@ from strata.models.experts import stored_name, stored_parameters, stored_views
 from strata.models.families import build
 from strata.models.initialize import randomize
 from strata.models.joined import split_tensors
+from strata.models.joined_experts import read_expert, split_experts
 from strata.models.layers import CausalLM
 from strata.models.memory import require_memory
 from strata.models.part import Box, ModelPart, boxes, held, randomize_part, whole
@@ -48,7 +49,8 @@ def resolve(model: str | Path, load_format: str = "auto") -> tuple[ModelConfig, 
         config = read_config(folder)
         if config.dtype is None and load_format == "auto":
             stored = (tensor.dtype for tensor in read_checkpoint(folder).values())
-            config = dataclasses.replace(config, dtype=next(stored, None))
+            floats = (dtype for dtype in stored if dtype.is_floating_point)  # others are packed
+            config = dataclasses.replace(config, dtype=next(floats, None))
         return config, folder
     if str(model) not in SHAPES:
         names = ", ".join(map(repr, SHAPES))
@@ -142,7 +144,7 @@ def match_tensors(model: nn.Module, tensors: dict[str, StoredTensor], folder: Pa
     the tensors if some are missing, unexpected, or of another shape than config.json says.
     """
     wanted = stored_parameters(model)
-    tensors = split_tensors(model, wanted, tensors, folder)
+    tensors = split_experts(model, wanted, split_tensors(model, wanted, tensors, folder), folder)
     tied, embedding = _HEAD not in wanted, stored_name(model, _EMBEDDING)
     names = {name: name for name in wanted}
     if tied and embedding not in tensors and _HEAD in tensors:
@@ -201,6 +203,10 @@ def _pieces(reader: Any, stored: StoredTensor, box: Box) -> Iterator[tuple[slice
     (first, end), *others = box
     row_bytes = math.prod(last - start for start, last in others) * stored.dtype.itemsize
     step = max(1, _PIECE_BYTES // max(1, row_bytes))
+    if stored.expert is not None:
+        if end > first:
+            yield slice(0, end - first), read_expert(reader, stored, box)
+        return
     tensor = reader.get_slice(stored.name)
     columns = [slice(*bounds) for bounds in others]
     for start in range(first, end, step):

@@ -80,7 +80,10 @@ def divide_batch(batch: Batch, lengths: Sequence[int], axis: Axis, method: Metho
 
 
 def check_heads(config: ModelConfig, cp: int, tp: int, method: Method) -> None:
-    """Raise ValueError if Ulysses cannot share out the heads that tensor parallelism leaves on a rank."""
+    """Raise ValueError if Ulysses cannot share out the heads that tensor parallelism leaves on a rank, or if attention
+    has sinks."""
+    if cp > 1 and config.has_sinks:
+        raise ValueError(f"cp = {cp} is not there for attention with sinks, as {config.architecture} has; leave cp out")
     if method == "ring":
         return
     heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp

@@ -59,6 +59,11 @@ _LATENT_ATTENTION = (
     Rule(r"model\.layers\.\d+\.mlp\.shared_experts\.down_proj\.bias", Placement.PER_TOKEN),
 )
 _DEEPSEEK = _ATTENTION_AND_ENDS + _LATENT_ATTENTION + _MLP + _EXPERTS + _SHARED_EXPERTS
+_SINKS = (Rule(r"model\.layers\.\d+\.self_attn\.sinks", Placement.COLUMN),)
+_BIASED_EXPERTS = (
+    Rule(r"model\.layers\.\d+\.mlp\.router\.(weight|bias)", Placement.PER_TOKEN),
+    Rule(r"model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj(_bias)?", Placement.EXPERT),
+)
 
 TABLES: Mapping[str, Table] = {
     "LlamaForCausalLM": _ATTENTION_AND_ENDS + _MLP,
@@ -77,6 +82,7 @@ TABLES: Mapping[str, Table] = {
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "GraniteMoeHybridForCausalLM": _STATE_SPACES,
+    "GptOssForCausalLM": _ATTENTION_AND_ENDS + _SINKS + _BIASED_EXPERTS,
 }
 
 

@@ -137,6 +137,10 @@ class Layout:
         experts = config.num_experts
         if self.ep > 1 and not experts:
             raise ValueError(f"ep = {self.ep}, and {config.architecture} has no experts; leave ep out")
+        if self.ep > 1 and config.experts is not None and config.experts.clamp is not None:
+            raise ValueError(
+                f"ep = {self.ep} is not there for experts with biases, as {config.architecture} has; leave ep out"
+            )
         if experts % self.ep:
             raise ValueError(f"ep = {self.ep} does not divide the {experts} experts; choose ep among their divisors")
         if self.shard * self.cp % self.ep:
@@ -184,7 +188,8 @@ def _candidates(config: ModelConfig, world_size: int) -> list[Layout]:
     near = _NODE if world_size % _NODE == 0 else world_size
     found = []
     for zero, shard in ((1, near), (2, near), (3, near), (3, world_size)):
-        ep = math.gcd(shard, config.num_experts) if config.num_experts else 1
+        whole = config.experts is None or config.experts.clamp is not None
+        ep = 1 if whole else math.gcd(shard, config.num_experts)
         found.append(Layout(dp=world_size // shard, shard=shard, ep=ep, zero=zero))  # type: ignore[arg-type]
     return found
 

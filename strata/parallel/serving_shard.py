@@ -28,7 +28,7 @@ TENSOR_AXIS = "tp"
 PIPELINE_AXIS = "pp"
 
 # Of an expert's own matrices [outputs, inputs], by the parameter in which all experts are stacked: what is divided.
-_EXPERT_DIMS = {"gate_up_proj": 0, "down_proj": 1}
+_EXPERT_DIMS = {"gate_up_proj": 0, "gate_up_proj_bias": 0, "down_proj": 1}
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "k_norm")
 
 
@@ -129,7 +129,7 @@ class RankShard:
     def _divided_dim(self, name: str) -> int | None:
         placement = self.placements[name]
         if placement is Placement.EXPERT:
-            return None if self.slots is not None else _EXPERT_DIMS[name.rpartition(".")[2]]
+            return None if self.slots is not None else _EXPERT_DIMS.get(name.rpartition(".")[2])
         return placement.divided_dim
 
     def _range(self, name: str, rows: int) -> tuple[int, int]:
@@ -179,6 +179,11 @@ def rank_config(
     if expert_parallel and config.experts is None:
         raise ValueError(
             "enable_expert_parallel=True needs a mixture of experts, and this model has none; leave it out"
+        )
+    if expert_parallel and config.experts is not None and config.experts.clamp is not None:
+        raise ValueError(
+            f"enable_expert_parallel=True is not there for experts with biases, as {config.architecture} has them; "
+            "leave it out: tensor_parallel_size divides the width of each expert"
         )
     if fault := _fault(config, size, expert_parallel, own_tokens):
         sizes = range(1, 1 + (config.experts.count if own_tokens and config.experts else config.num_heads))

@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma3TextConfig
+from transformers import Gemma3TextConfig, GptOssConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
 from strata.kernels.activation.gelu_mul import gelu_mul
 from strata.kernels.activation.scale import scale, softcap
+from strata.kernels.moe.biased_experts import biased_experts, by_library
 from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
 from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.op import Operation
@@ -51,6 +54,38 @@ def test_gelu_mul_rounds_like_transformers(dtype: torch.dtype) -> None:
     assert torch.equal(gelu_mul(gate, up), mlp.act_fn(gate) * up)
 
 
+CLAMP = Clamp(1.702, 0.7)
+
+
+def test_experts_within_bounds_are_those_of_transformers() -> None:
+    """On every path, and each rank's part of their width: together they make the whole, the last biases added once."""
+    theirs = GptOssExperts(GptOssConfig(hidden_size=24, intermediate_size=12, num_local_experts=5, swiglu_limit=0.7))
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.5)
+    x, weights, chosen = torch.randn(9, 24), torch.rand(9, 2), torch.rand(9, 5).topk(2).indices
+    chosen[:, 0].masked_fill_(chosen[:, 0] == 3, 4)  # an expert without rows, perhaps
+    with torch.no_grad():
+        wanted = GptOssExperts.forward.__wrapped__(theirs, x, chosen, weights)
+        # Gate rows before those of up, outputs before inputs.
+        gate_up = torch.cat((theirs.gate_up_proj[..., ::2], theirs.gate_up_proj[..., 1::2]), -1).transpose(1, 2)
+        bias = torch.cat((theirs.gate_up_proj_bias[:, ::2], theirs.gate_up_proj_bias[:, 1::2]), 1)
+        down, last = theirs.down_proj.transpose(1, 2).contiguous(), theirs.down_proj_bias
+        given = x, weights, chosen, gate_up.contiguous(), down, bias, last, CLAMP
+        for name in ("cpu", "fixed", "library"):
+            if name == "library":
+                found = by_library(*given)
+            else:
+                found = biased_experts.bind("cpu", deterministic=name == "fixed")(*given)
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, msg=name)
+        halves = []
+        for rank in range(2):
+            own = slice(6 * rank, 6 * rank + 6)
+            rows = torch.cat((torch.arange(12)[own], 12 + torch.arange(12)[own]))
+            part = gate_up[:, rows], down[..., own], bias[:, rows], last
+            halves.append(biased_experts(x, weights, chosen, *part, CLAMP, rank == 0))
+        torch.testing.assert_close(halves[0] + halves[1], wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_the_scale_of_embeddings_is_rounded_first() -> None:
     embedding = Gemma3TextScaledWordEmbedding(11, 3072, 0, embed_scale=3072**0.5).to(torch.bfloat16)
     tokens = torch.arange(11)
@@ -80,6 +115,8 @@ def test_rows_have_the_same_bits_in_any_company(width: int, dtype: torch.dtype) 
     assert_rows_stand_alone(lambda rows: squares(x[rows]))
     assert_rows_stand_alone(lambda rows: gated(x[rows], up[rows]))
     assert_rows_stand_alone(lambda rows: capped(x[rows], 3.0))
+    bounded = clamped_swiglu.bind("cpu", deterministic=True)
+    assert_rows_stand_alone(lambda rows: bounded(x[rows], up[rows], CLAMP))
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
@@ -92,6 +129,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
         lambda x, w: divided_rms_norm(x, mean_square(x), 1, w, 1e-5, 1.0), (some(3, 5), some(5))
     )
     assert torch.autograd.gradcheck(gelu_mul, (some(3, 5), some(3, 5)))
+    assert torch.autograd.gradcheck(lambda gate, up: clamped_swiglu(gate, up, CLAMP), (some(3, 5), some(3, 5)))
     assert torch.autograd.gradcheck(lambda x: softcap(scale(x, 3.0), 2.0), (some(3, 5),))
     assert torch.autograd.gradcheck(lambda x: partial_rope(x, *angles), (some(3, 2, 6),))
 
@@ -106,6 +144,27 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         (wide_rms_norm, (meta(7, 64), meta(64), 1e-5, 1.0), Cost(7 * 64 * 4, 7 * 128 + 128, 7 * 128, 128)),
         (mean_square, (meta(7, 64),), Cost(2 * 7 * 64, 7 * 128, 7 * 16)),
         (gelu_mul, (meta(7, 64), meta(7, 64)), Cost(7 * 64 * 9, 2 * 896, 896)),
+        (clamped_swiglu, (meta(7, 64), meta(7, 64), CLAMP), Cost(7 * 64 * 11, 2 * 896, 896)),
+        (
+            biased_experts,
+            # Seven tokens with one expert of one: three products of 14 rows, biases, activation, weighted sum.
+            (
+                meta(7, 64),
+                meta(7, 1, dtype=torch.float32),
+                meta(7, 1, dtype=torch.int64),
+                meta(1, 32, 64),
+                meta(1, 64, 16),
+                meta(1, 32),
+                meta(1, 64),
+                CLAMP,
+            ),
+            Cost(
+                7 * (3 * 2 * 64 * 16 + 32 + 64 + 11 * 16 + 2 * 64),
+                7 * 128 + 7 * 4 + 7 * 8 + 2 * (32 * 64 + 64 * 16 + 32 + 64),
+                7 * 128,
+                2 * (32 * 64 + 64 * 16 + 32 + 64),
+            ),
+        ),
         (scale, (meta(7, 64), 8.0), Cost(7 * 64, 896, 896)),
         # Eight of 16 dimensions are rotated, by eight angles a token.
         (

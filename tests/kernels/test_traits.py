@@ -14,6 +14,7 @@ import strata.comm.pairwise_sums
 import strata.comm.reduced_norm
 import strata.models.families  # noqa: F401  (every operation of a model)
 from strata.graph import fuse_attention, fuse_products  # noqa: F401  (and of its passes)
+from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.linear import fp8, sliced, vocabulary_embedding  # noqa: F401
 from strata.kernels.moe import count, held  # noqa: F401
 from strata.kernels.norm import divided_norm  # noqa: F401
@@ -55,6 +56,11 @@ ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "wide_linear": ((X,), (WEIGHT,)),
     "route": ((some(ROWS, 4),), (None, 2, True)),
     "experts": ((X, some(ROWS, 2), CHOSEN), (some(4, 8, WIDTH), some(4, WIDTH, 4))),
+    "clamped_swiglu": ((X, X + 1), (Clamp(1.7, 0.5),)),
+    "biased_experts": (
+        (X, some(ROWS, 2), CHOSEN),
+        (some(4, 8, WIDTH), some(4, WIDTH, 4), some(4, 8), some(4, WIDTH), Clamp(1.7, 0.5)),
+    ),
     "count_choices": ((CHOSEN, torch.arange(ROWS).int()), (torch.zeros(1, 4, dtype=torch.int64), 0)),
     "held_experts": ((X, some(ROWS, 2), CHOSEN), (some(2, 8, WIDTH), some(2, WIDTH, 4), 1, 4)),
 }

@@ -40,6 +40,7 @@ MODEL_TYPES = {
 NEEDED: Config = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "DeepseekV3ForCausalLM": {"num_attention_heads": 128},
+    "GptOssForCausalLM": "gpt_oss",
 }
 
 

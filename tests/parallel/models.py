@@ -51,6 +51,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
     "phi3": {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5},
     "gemma3": {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 5, "sliding_window_pattern": 2},
+    "gpt-oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "intermediate_size": 16,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 5,
+    },
 }
 
 # Which are served and not trained.

@@ -20,7 +20,7 @@ from .models import CONFIGS, SERVED_CONFIGS, config_of
 
 FAMILIES = (*CONFIGS, *SERVED_CONFIGS)
 # Whose norms stand before the branches, so that they take up the additions and messages behind the branches, one each.
-PRE_NORM = tuple(name for name in FAMILIES if not name.startswith(("olmo", "gemma", "glm4", "deepseek")))
+PRE_NORM = tuple(name for name in FAMILIES if not name.startswith(("olmo", "gemma", "glm4", "deepseek", "gpt")))
 RANKS = (2, 4, 8)
 
 

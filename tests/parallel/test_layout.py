@@ -136,8 +136,12 @@ def test_every_parameter_of_every_family_has_one_rule(values: dict[str, object])
         divided = placed[name].divided_dim
         assert divided is None or divided < parameter.dim(), name
         is_whole = placed[name] in (Placement.PER_TOKEN, Placement.PER_HEAD, Placement.DIVIDED_NORM)
-        of_all_heads = name.endswith(("mlp.gate.weight", "q_a_proj.weight", "kv_a_proj_with_mqa.weight"))
-        assert "bias" in name or is_whole == (parameter.dim() == 1 or of_all_heads), name
+        of_all_heads = name.endswith(
+            ("mlp.gate.weight", "mlp.router.weight", "q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+        )
+        is_of_heads = name.endswith("self_attn.sinks")
+        assert not is_of_heads or placed[name] is Placement.COLUMN
+        assert "bias" in name or is_of_heads or is_whole == (parameter.dim() == 1 or of_all_heads), name
 
 
 def test_families_and_tables_are_the_same() -> None:

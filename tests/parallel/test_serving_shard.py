@@ -16,7 +16,7 @@ from .models import config_of
 from .shards import FAMILIES, RANKS, divisible_config
 
 WHOLE = re.compile(
-    r".*(norm\.weight|o_proj\.bias|down_proj\.bias|mlp\.gate\.(weight|e_score_correction_bias)"
+    r".*(norm\.weight|o_proj\.bias|down_proj[._]bias|mlp\.(gate|router)\.(weight|bias|e_score_correction_bias)"
     r"|_a_proj(_with_mqa)?\.weight)"
 )
 

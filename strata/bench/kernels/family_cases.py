@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from strata.bench.kernels.case import BF16_BYTES, EPS, FP32_BYTES, Case, Scalable, angles, case_of, randn
+from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
 from strata.kernels.activation.gelu_mul import gelu_mul
 from strata.kernels.activation.scale import scale, softcap, times
 from strata.kernels.linear.wide_linear import wide_linear
+from strata.kernels.moe.biased_experts import biased_experts
 from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
 from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.rotary.partial_rope import partial_rope
@@ -20,11 +23,13 @@ from strata.models.config import ModelConfig
 
 # Experts that a router scores, ranks that divide a norm's row, and the largest logit, as families have them.
 _EXPERTS, _RANKS, _CAP = 128, 2, 30.0
+# gpt-oss: its bounds, and the experts of a layer and of a token in its smaller model, and how wide they are at most.
+_CLAMP, _BIASED_EXPERTS, _PER_TOKEN, _EXPERT_WIDTH = Clamp(1.702, 7.0), 32, 4, 2880
 
 
 def family_cases(config: ModelConfig) -> Iterator[Scalable]:
-    """Gemma's and OLMo's norms, Gemma's gating, embedding and logits, Granite's residuals, Phi's and GLM's rotation,
-    GLM's router, and what ranks do of OLMo's norm of whole queries."""
+    """gpt-oss's experts and their activation, Gemma's and OLMo's norms, Gemma's gating, embedding and logits, Granite's
+    residuals, Phi's and GLM's rotation, GLM's router, and what ranks do of OLMo's norm of whole queries."""
     hidden, inner, heads, dim = config.hidden_size, config.intermediate_size, config.num_heads, config.head_dim
 
     def norm(rows: int) -> Case:
@@ -45,6 +50,20 @@ def family_cases(config: ModelConfig) -> Iterator[Scalable]:
             return F.gelu(gate, approximate="tanh") * up
 
         return case_of(gelu_mul, f"{inner}", rows, lambda: tuple(randn(rows, 2 * inner).chunk(2, -1)), library)
+
+    def bounded(rows: int) -> Case:
+        return case_of(clamped_swiglu, f"{inner}", rows, lambda: (*randn(rows, 2 * inner).chunk(2, -1), _CLAMP))
+
+    def mixture(rows: int) -> Case:
+        width = min(inner, _EXPERT_WIDTH)
+
+        def make() -> tuple[Any, ...]:
+            chosen = torch.rand(rows, _BIASED_EXPERTS).topk(_PER_TOKEN).indices
+            matrices = randn(_BIASED_EXPERTS, 2 * width, hidden), randn(_BIASED_EXPERTS, hidden, width)
+            biases = randn(_BIASED_EXPERTS, 2 * width), randn(_BIASED_EXPERTS, hidden)
+            return randn(rows, hidden), torch.rand(rows, _PER_TOKEN), chosen, *matrices, *biases, _CLAMP
+
+        return case_of(biased_experts, f"{_PER_TOKEN} of {_BIASED_EXPERTS} {hidden}x{width}", rows, make)
 
     def scaling(rows: int) -> Case:
         return case_of(scale, f"{hidden}", rows, lambda: (randn(rows, hidden), hidden**0.5))
@@ -77,5 +96,7 @@ def family_cases(config: ModelConfig) -> Iterator[Scalable]:
     yield squares, hidden * BF16_BYTES
     yield gating, 3 * inner * BF16_BYTES
     yield ends, 2 * heads * dim * BF16_BYTES
+    yield bounded, 3 * inner * BF16_BYTES
+    yield mixture, 2 * hidden * BF16_BYTES
     yield rotation, 2 * heads * dim * BF16_BYTES
     yield scores, hidden * BF16_BYTES + _EXPERTS * FP32_BYTES

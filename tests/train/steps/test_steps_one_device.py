@@ -80,7 +80,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(make, "_Setting", lambda *args: replace(setting(*args), compute_dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3-biases-tied"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-biases-tied", "gpt-oss"])
 def test_loss_and_gradients_are_those_of_one_document_at_a_time_however_they_are_packed(family: str) -> None:
     """A twin without packing, row selection or a loss in chunks."""
     model, losses = random_model(config_of(family)), []

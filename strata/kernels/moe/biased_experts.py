@@ -1,0 +1,178 @@
+"""Expert MLPs whose products have biases and whose activation is bounded, as those of gpt-oss (OpenAI 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
+from strata.kernels.linear.linear import linear
+from strata.kernels.moe.combine import combine_kernel
+from strata.kernels.moe.experts import Order, expected_experts, give_back, take_rows
+from strata.kernels.moe.grouped import grouped_kernel, grouped_product
+from strata.kernels.op import ATEN, operation
+from strata.kernels.triton_import import HAS_TRITON
+
+
+def _cost(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor,
+    down_bias: Tensor,
+    clamp: Clamp,
+    adds_down_bias: bool = True,
+    *,
+    workload: Workload,
+) -> Cost:
+    count, hidden, width = down.shape
+    rows = chosen.numel()
+    # Three products with their biases, the activation's eleven operations, and the weighted sum.
+    biases = 2 * width + adds_down_bias * hidden
+    flops = rows * (6 * width * hidden + biases + 11 * width + 2 * hidden)
+    expert = expert_bytes(gate_up, down, gate_up_bias, *[down_bias] * adds_down_bias)
+    used = round(expected_experts(len(chosen), rows, count) * expert)
+    return Cost(flops, x.nbytes + weights.nbytes + chosen.nbytes + used, x.nbytes, used)
+
+
+def expert_bytes(*stacked: Tensor) -> int:
+    """Of one expert, in tensors of all."""
+    return sum(one[0].nbytes for one in stacked)
+
+
+@operation(_cost, rowwise=True)
+def biased_experts(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor,
+    down_bias: Tensor,
+    clamp: Clamp,
+    adds_down_bias: bool = True,
+) -> Tensor:
+    """For each token the sum over its experts e of `weight * (down[e](clamped_swiglu(gate[e](x), up[e](x))))`.
+
+    x, weights, chosen, gate_up, down: as for `experts`. gate_up_bias: [experts, 2 * width], down_bias: [experts,
+    hidden], of x's dtype, are added to the products. adds_down_bias: false on the ranks that share experts' widths
+    and leave that to another. Returns [tokens, hidden] in x's dtype; the sum is of the dtype of the weights.
+    """
+    biases = gate_up_bias, down_bias if adds_down_bias else None
+    return _by_expert(x, weights, chosen, gate_up, down, *biases, clamp, F.linear, clamped_swiglu.reference)
+
+
+def _by_expert(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor,
+    down_bias: Tensor | None,
+    clamp: Clamp,
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    activation: Callable[[Tensor, Tensor, Clamp], Tensor],
+) -> Tensor:
+    """One product after another. Waits for the device, which has to tell how many rows each expert has."""
+    order = Order.of(chosen, len(down))
+    ends = order.ends.tolist()
+    rows = take_rows(x, order).split([end - start for start, end in zip([0, *ends], ends, strict=False)])
+    last_biases = [None] * len(down) if down_bias is None else down_bias
+    parts = []
+    for own, into, bias, out_of, last_bias in zip(rows, gate_up, gate_up_bias, down, last_biases, strict=True):
+        gate, up = product(own, into, bias).chunk(2, -1)
+        parts.append(product(activation(gate, up, clamp), out_of, last_bias))
+    return give_back(torch.cat(parts), order, weights)
+
+
+biased_experts.implement("an expert at a time", "cpu", differentiable=True)(biased_experts.reference)
+
+
+@biased_experts.implement("fixed tiles", "cpu", invariant=True)
+def _fixed(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor,
+    down_bias: Tensor,
+    clamp: Clamp,
+    adds_down_bias: bool = True,
+) -> Tensor:
+    product = linear.bind("cpu", deterministic=True)
+    activation = clamped_swiglu.bind("cpu", deterministic=True)
+    biases = gate_up_bias, down_bias if adds_down_bias else None
+    return _by_expert(x, weights, chosen, gate_up, down, *biases, clamp, product, activation)
+
+
+def _grouped(
+    product: Callable[[Tensor, Tensor, Tensor], Tensor],
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor,
+    down_bias: Tensor,
+    clamp: Clamp,
+    adds_down_bias: bool = True,
+) -> Tensor:
+    """One product over all experts; how many rows each has stays on the device. product: of rows, weights and ends."""
+    order = Order.of(chosen, len(down))
+    expert = chosen.flatten().index_select(0, order.source)
+    both = product(take_rows(x, order), gate_up, order.ends) + gate_up_bias.index_select(0, expert)
+    gate, up = both.chunk(2, -1)
+    rows = product(clamped_swiglu(gate, up, clamp), down, order.ends)
+    if adds_down_bias:
+        rows = rows + down_bias.index_select(0, expert)
+    return give_back(rows, order, weights)
+
+
+def _library_supports(
+    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: object
+) -> bool:
+    """What the library takes without asking the device: bfloat16, rows that begin at multiples of 16 bytes, Hopper."""
+    aligned = x.shape[-1] % 8 == 0 and down.shape[-1] % 8 == 0
+    capable = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return x.dtype == torch.bfloat16 and aligned and capable and gate_up.is_contiguous() and down.is_contiguous()
+
+
+@biased_experts.implement(
+    "grouped", "cuda", differentiable=True, supports=_library_supports, kernels=(ATEN, combine_kernel)
+)
+def by_library(x: Tensor, weights: Tensor, chosen: Tensor, *experts: Any) -> Tensor:
+    """The library's grouped product."""
+
+    def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        return torch._grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
+
+    return _grouped(product, x, weights, chosen, *experts)
+
+
+def _tiles_support(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: object) -> bool:
+    kinds = {x.dtype, gate_up.dtype, down.dtype}
+    known = len(kinds) == 1 and kinds <= {torch.bfloat16, torch.float16, torch.float32}
+    return known and gate_up.is_contiguous() and down.is_contiguous()
+
+
+def by_tiles(x: Tensor, weights: Tensor, chosen: Tensor, *experts: Any) -> Tensor:
+    """Products of our own."""
+    return _grouped(grouped_product, x, weights, chosen, *experts)
+
+
+if HAS_TRITON:
+    biased_experts.implement(
+        "triton",
+        "cuda",
+        supports=_tiles_support,
+        kernels=(ATEN, grouped_kernel, ATEN, grouped_kernel, ATEN, combine_kernel),
+    )(by_tiles)
