@@ -33,6 +33,7 @@ MODEL_TYPES = {
     "Olmo3ForCausalLM": "olmo3",
     "Gemma3ForCausalLM": "gemma3_text",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "GptOssForCausalLM": "gpt_oss",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
@@ -40,7 +41,6 @@ MODEL_TYPES = {
 NEEDED: Config = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "DeepseekV3ForCausalLM": {"num_attention_heads": 128},
-    "GptOssForCausalLM": "gpt_oss",
 }
 
 
