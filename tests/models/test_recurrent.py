@@ -13,16 +13,20 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
+from strata.cache.pool import PoolShape
+from strata.cache.state_pool import StateShape
+from strata.engine.step_cost import least_costs
 from strata.graph.bind import bind
 from strata.graph.capture import capture
 from strata.graph.cost import meta_indices, node_costs
 from strata.graph.gather import gather_after_attention
 from strata.hardware.roofline import Workload
+from strata.hardware.specs import device
 from strata.kernels.state.fixed import FixedStates
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.experts import stored_views
-from strata.models.families import build
+from strata.models.families import FAMILIES, build
 from strata.models.initialize import initialize
 from strata.models.joined import join_parameters
 from strata.models.layers import CausalLM
@@ -30,6 +34,8 @@ from strata.models.save import save
 from strata.models.weights import load
 from strata.parallel.layout import Layout
 from strata.parallel.serving_shard import RankShard
+from strata.plan.meta_model import meta_model
+from strata.plan.search.report import serving_plan
 from strata.train.predict.flops import document_flops
 
 from .batches import packed, random_sequences
@@ -199,6 +205,20 @@ def test_graphs_cost_what_layers_do() -> None:
     flops = document_flops(config, [7], 0)
     assert flops.products == 3 * 7 * products / 2
     assert flops.attention == 0
+
+
+def test_steps_are_priced_with_the_states_that_they_move(opened: Opened) -> None:
+    """Three sequences, of which one begins and two read theirs; keys are counted where layers attend."""
+    model = meta_model(opened.config, device("h200"))
+    workload = Workload((1, 1, 9), (5, 8, 9))
+    nodes = [node for node in model.step(workload).model if node.operation in ("state_space", "short_convolution")]
+    states = StateShape.of(FAMILIES[opened.config.architecture].states(opened.config), torch.float32)
+    assert states is not None
+    assert sum(node.cost.cached for node in nodes) == (3 + 2) * states.row_bytes
+    keys = least_costs(model.graphs, PoolShape.of(opened.config, 16, torch.float32), None).step(workload, 3)
+    assert model.step_costs().step(workload, 3).cached - keys.cached == (3 + 2) * states.row_bytes
+    with pytest.raises(ValueError, match="keep a state of fixed size, for which no layout is searched"):
+        serving_plan("a model", str(opened.folder), device("h200"), 1, *[None] * 5)  # type: ignore[arg-type]
 
 
 def test_ranks_say_what_they_cannot_do(opened: Opened) -> None:
