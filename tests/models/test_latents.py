@@ -17,6 +17,7 @@ from strata.models.shapes import SHAPES
 from strata.models.weights import load
 from strata.parallel.layout import Layout
 from strata.train.predict.flops import active_elements
+from strata.train.predict.layer_costs import layer_costs
 
 from .checkpoints import FAMILY_CONFIGS, make_checkpoint
 
@@ -89,6 +90,15 @@ def test_work_follows_from_the_matrices_that_a_token_meets() -> None:
         wanted = sum(p.numel() for name, p in layer.named_parameters() if p.dim() > 1 and "mlp.experts" not in name)
         routed = sum(p[0].numel() for name, p in layer.named_parameters() if "mlp.experts" in name)
         assert active_elements(config, number) == wanted + config.experts.per_token * routed
+
+
+def test_training_counts_what_documents_call_for() -> None:
+    """Of a dense layer: its matrices, keys and values expanded, and scores and sums of the pairs that are seen."""
+    config, length = config_from_dict(CONFIGS["deepseek-v2-lite-yarn"]), 200
+    layer = layer_costs(config, length)[0]
+    dense = 2 * active_elements(config, 0) * length + 2 * 7 * (16 + 14) * (length * (length + 1) // 2)
+    assert layer.forward.dense * length + layer.forward.attention == dense
+    assert layer.backward.dense * length + layer.backward.attention == 2 * dense
 
 
 def test_layouts_that_divide_weights_are_refused() -> None:

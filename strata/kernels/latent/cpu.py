@@ -17,6 +17,9 @@ from strata.kernels.latent.forms import Dims, alike, by_head, expanded
 from strata.kernels.linear.fixed import buffered_linear
 from strata.kernels.state.paged import PagedKV
 
+# Keys and values of some heads of one sequence that are made at a time.
+EXPANDED_BYTES = 64 << 20
+
 
 def supports(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
     return batch.pages is not None and batch.pages.keys[spec.layer].dtype == q.dtype
@@ -41,8 +44,18 @@ def paged(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: Atte
     for s in long:
         rows = slice(bounds[s], bounds[s + 1])
         own = row[rows] if new[s] == totals[s] else _rows(pages, spec.layer, s, totals[s])
-        _expanded(out[rows], q[rows], *expanded(own, weight, dims), spec.scale)
+        for heads in _blocks_of_heads(dims, totals[s], q.element_size()):
+            some = weight.view(dims.heads, -1, dims.rank)[heads].flatten(0, 1)
+            made = expanded(own, some, dims._replace(heads=heads.stop - heads.start))
+            _expanded(out[rows, heads], q[rows, heads], *made, spec.scale)
     return out
+
+
+def _blocks_of_heads(dims: Dims, total: int, itemsize: int) -> list[slice]:
+    """Heads that are expanded together, so that keys and values of long sequences find room."""
+    each = total * (dims.nope + dims.rope + dims.value) * itemsize
+    count = max(1, min(dims.heads, EXPANDED_BYTES // each))
+    return [slice(first, min(first + count, dims.heads)) for first in range(0, dims.heads, count)]
 
 
 def _some(batch: PackedBatch, pages: PagedKV, sequences: list[int], new: list[int]) -> Sequences:

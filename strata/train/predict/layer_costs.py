@@ -22,6 +22,8 @@ from strata.models.families import build
 _TOKENS = 1024
 # What attention launches before and behind its own kernels in the backward pass (cuDNN).
 _AROUND_ATTENTION = 3
+# That of latents has the product that expands them in it.
+_ATTENTIONS = ("attention", "latent_attention")
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def _unlike_costs(config: ModelConfig, length: int, fused: bool) -> tuple[LayerC
     if fused:
         graph = fuse(merge(graph))
     found = [[PassCost(), PassCost()] for _ in range(config.num_layers)]
-    attentions = {node.name: node for node in _nodes(graph, length) if node.operation == "attention"}
+    attentions = {node.name: node for node in _nodes(graph, length) if node.operation in _ATTENTIONS}
     for node in _nodes(graph, _TOKENS):
         if node.layer is None:
             continue
@@ -83,7 +85,7 @@ def _unlike_costs(config: ModelConfig, length: int, fused: bool) -> tuple[LayerC
 
 
 def _pass_cost(config: ModelConfig, node: NodeCost, cost: Cost, *, backward: bool) -> PassCost:
-    if node.operation == "attention":
+    if node.operation in _ATTENTIONS:
         return PassCost(attention=cost.flops, kernels=1 + backward * _AROUND_ATTENTION)
     if node.operation == "experts":
         # Beside products they activate and add up. A token is multiplied by as many elements as it reads of one alone.

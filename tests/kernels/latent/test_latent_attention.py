@@ -13,6 +13,7 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.spec import Sequences
+from strata.kernels.latent import cpu as latent_cpu
 from strata.kernels.latent.attention import latent_attention
 from strata.kernels.latent.forms import Dims, expanded
 from strata.kernels.rotary.rope import rope_angles
@@ -55,6 +56,12 @@ def test_every_implementation_over_pages_gives_what_the_latents_say(dims: Dims) 
     for deterministic in (False, True):
         bound = latent_attention.bind("cpu", deterministic=deterministic)
         assert (bound(*call) - exact).abs().max() < 1e-5
+
+
+def test_heads_of_long_sequences_are_expanded_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make_call(DIMS, *STEP)
+    monkeypatch.setattr(latent_cpu, "EXPANDED_BYTES", 2 * 40 * (10 + 6 + 14) * 4)  # of the longest two heads
+    assert (latent_attention.bind("cpu")(*call) - in_space_of_latent(call)).abs().max() < 1e-5
 
 
 def test_in_bfloat16_it_is_near() -> None:
