@@ -56,6 +56,10 @@ from strata.kernels.op import Operation
 from strata.kernels.optimizer.adamw import Constants, adamw
 from strata.kernels.optimizer.muon import muon_momentum, muon_update
 from strata.kernels.quant.fp8 import quantize
+from strata.kernels.recurrent.gated_delta import gated_delta
+from strata.kernels.recurrent.gated_norm import gated_rms_norm
+from strata.kernels.recurrent.short_convolution import short_convolution
+from strata.kernels.recurrent.state_space import StateSpaceSpec, state_space
 from strata.kernels.rotary import rope_grad  # noqa: F401  registers what is run
 from strata.kernels.rotary.rope import rope, rope_angles
 from strata.kernels.rotary.tail_rope import tail_rope
@@ -65,12 +69,14 @@ from strata.kernels.sampling.part_logprobs import exponential_sums
 from strata.kernels.sampling.parts import best_in_part, best_of_parts
 from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
 from strata.kernels.state.clear_page_ends import clear_page_ends
+from strata.kernels.state.fixed import FixedStates
 from strata.kernels.state.gather_tables import gather_tables
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.latent_write import latent_write
 from strata.kernels.state.newest_tokens import newest_tokens
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
+from strata.models.batch import Batch
 
 Call = tuple[str, Callable[[], object]]
 
@@ -113,6 +119,7 @@ def calls() -> Iterator[Call]:
     for head_dim, window in ((128, None), (80, 50)):
         yield from _attention(head_dim, window)
     yield from _latents()
+    yield from _recurrences()
     yield from _sampling(rows=3)
     yield from _products()
     for rows, width in ((5, 1000), (70, 2048)):
@@ -230,6 +237,35 @@ def _latents() -> Iterator[Call]:
     parts = BatchParts(held.lengths * (held.lengths > 20), offsets[:-1], torch.tensor((1, 3), dtype=torch.int32), 1)
     step = Sequences(offsets, 20, replace(held, parts=parts))
     yield own(latent_attention, q, product, weight, step, spec)
+
+
+def _recurrences() -> Iterator[Call]:
+    """Of sequences that begin, go on and stand still, with rows of a pool, and of whole ones without."""
+    counts, starts, heads, groups, dim, size, channels = (70, 1, 0, 19), (0, 300, 5, 7), 4, 2, 40, 24, 200
+    tokens = sum(counts)
+    positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
+    offsets, ids = torch.tensor((0, *counts), dtype=torch.int32).cumsum(0).int(), positions.int()
+    slots = torch.tensor((4, 1, 3, 0), dtype=torch.int32)
+    tail = randn(6, channels, 3)
+    bounded = StateSpaceSpec(0, 0.01, 1.0)
+
+    def per_head() -> tuple[Tensor, Tensor]:
+        return torch.randn(heads), torch.randn(heads)
+
+    for state in (torch.randn(6, heads, dim, size), torch.randn(6, heads, size, dim), None):
+        states = None if state is None else FixedStates(((tail, state),), slots)
+        batch = Batch(ids, ids, offsets, max(counts), states=states)
+        mixed, keys = (randn(tokens, groups, size) for _ in range(2))
+        values, steps = randn(tokens, heads, dim), randn(tokens, heads)
+        if state is None or state.shape[2] == dim:
+            yield own(
+                short_convolution, randn(tokens, channels), randn(channels, 1, 4), randn(channels), batch, 0, True
+            )
+            yield own(state_space, values, steps, mixed, keys, *per_head(), torch.randn(heads), batch, bounded)
+        if state is None or state.shape[2] == size:
+            yield own(gated_delta, mixed, keys, values, steps, randn(tokens, heads), *per_head(), batch, 0)
+    for gate_first in (False, True):
+        yield own(gated_rms_norm, randn(7, 480), randn(7, 480), randn(480), EPS, 120, gate_first)
 
 
 def _sampling(rows: int) -> Iterator[Call]:
