@@ -50,7 +50,9 @@ def kernel_names(variants: list[str]) -> set[str]:
     return {json.loads(text)["name"].rpartition(".")[2] for text in variants}
 
 
-@pytest.mark.parametrize(("model", "deterministic"), [("0.6B", False), ("30B-A3B", False), ("8B", True)])
+@pytest.mark.parametrize(
+    ("model", "deterministic"), [("0.6B", False), ("30B-A3B", False), ("V2-Lite", False), ("8B", True)]
+)
 def test_kernels_that_steps_are_costed_by_are_derived(
     elsewhere: Callable[..., Any], model: str, deterministic: bool
 ) -> None:
