@@ -53,6 +53,11 @@ def test_dequantized_values_have_the_bits_of_transformers() -> None:
 
 
 @pytest.fixture(scope="module")
+def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("floats"), DIVISIBLE)
+
+
+@pytest.fixture(scope="module")
 def packed_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
     """A checkpoint with experts in mxfp4, scales in another file than blocks, and what transformers makes of it."""
     folder = tmp_path_factory.mktemp("mxfp4")
@@ -93,10 +98,9 @@ def test_mxfp4_is_read_as_transformers_dequantizes_it(
     assert (model.head(model(packed(sequences))) - wanted).abs().max() < 2e-5 * wanted.abs().max()
 
 
-def test_a_rank_reads_its_slices(packed_folder: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+def test_a_rank_reads_its_slices(packed_folder: tuple[Path, dict[str, Tensor]], plain_folder: Path) -> None:
     """Of mxfp4 too, where the part of a rank ends within a group: 24 inputs of 32."""
-    floats = make_checkpoint(tmp_path, DIVISIBLE)
-    for folder in (floats, packed_folder[0]):
+    for folder in (plain_folder, packed_folder[0]):
         whole, config = load(folder)
         complete = stored_parameters(whole)
         for index in (0, 3):
@@ -133,14 +137,14 @@ def cut(name: str) -> Callable[[dict[str, Tensor]], None]:
     ],
 )
 def test_experts_that_do_not_fit_are_named(
-    change: Callable[[dict[str, Tensor]], None], message: str, tmp_path: Path
+    change: Callable[[dict[str, Tensor]], None], message: str, plain_folder: Path, tmp_path: Path
 ) -> None:
-    folder = make_checkpoint(tmp_path, VALUES)
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load_file(plain_folder / "model.safetensors")
     change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(DIVISIBLE))
     with pytest.raises(ValueError, match=message):
-        load(folder)
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(
