@@ -47,7 +47,7 @@ def read_mixtral(fields: Fields, num_layers: int, intermediate_size: int) -> Exp
     """Mixtral: experts in every layer, as wide as `intermediate_size`; weights are always normalized."""
     count, per_token = _read_counts(fields, "num_local_experts", 8, 2)
     fields.only("router_jitter_noise", 0.0, "routing has no noise")
-    return ExpertsConfig(count, per_token, intermediate_size, True, (True,) * num_layers, _read_balance_weight(fields))
+    return ExpertsConfig(count, per_token, intermediate_size, True, (True,) * num_layers, read_balance_weight(fields))
 
 
 def read_qwen3_moe(fields: Fields, num_layers: int, intermediate_size: int) -> ExpertsConfig:
@@ -62,7 +62,7 @@ def read_qwen3_moe(fields: Fields, num_layers: int, intermediate_size: int) -> E
         fields.count("moe_intermediate_size", 768),
         fields.flag("norm_topk_prob", False),
         tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers)),
-        _read_balance_weight(fields),
+        read_balance_weight(fields),
     )
 
 
@@ -80,7 +80,7 @@ def read_glm4_moe(fields: Fields, num_layers: int, intermediate_size: int) -> Ex
         width,
         fields.flag("norm_topk_prob", True),
         tuple(layer >= dense for layer in range(num_layers)),
-        _read_balance_weight(fields),
+        read_balance_weight(fields),
         Choice("sigmoid", groups, kept, "top2", fields.number("routed_scaling_factor", 1.0)),
         biased=True,
         wide_scores=True,
@@ -210,7 +210,7 @@ def read_gpt_oss(fields: Fields, num_layers: int, intermediate_size: int) -> Exp
     fields.only("experts_per_token", per_token, f"num_experts_per_tok is {per_token}")
     fields.count("initial_context_length", 4096)  # what rope_scaling says again
     clamp = Clamp(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0))
-    balance = _read_balance_weight(fields)
+    balance = read_balance_weight(fields)
     return ExpertsConfig(count, per_token, intermediate_size, True, (True,) * num_layers, balance, clamp=clamp)
 
 
@@ -261,6 +261,6 @@ def _read_dense_layers(fields: Fields, num_layers: int) -> list[int]:
     return layers
 
 
-def _read_balance_weight(fields: Fields) -> float:
+def read_balance_weight(fields: Fields) -> float:
     fields.flag("output_router_logits", False)  # adds the balancing loss to the loss; the logits stay
     return fields.number("router_aux_loss_coef", 0.001, positive=False)

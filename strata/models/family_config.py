@@ -23,7 +23,12 @@ from strata.models.expert_config import (
     read_qwen3_moe,
 )
 from strata.models.family.latent_config import latent_fields
-from strata.models.recurrence.granite_config import granite_hybrid_fields, read_granite_hybrid
+from strata.models.recurrence.granite_config import (
+    granite_experts_fields,
+    granite_hybrid_fields,
+    read_granite_experts,
+    read_granite_hybrid,
+)
 from strata.models.recurrence.state_space_config import StateSpaceConfig, mamba2_fields, read_mamba2
 
 if TYPE_CHECKING:
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-_ReadExperts = Callable[[Fields, int, int], ExpertsConfig]
+_ReadExperts = Callable[[Fields, int, int], ExpertsConfig | None]
 _WriteExperts = Callable[[ExpertsConfig], dict[str, Any]]
 _ReadRecurrence = Callable[[Fields, int, int], StateSpaceConfig]
 _WriteRecurrence = Callable[..., dict[str, Any]]  # from the ModelConfig
@@ -269,6 +274,7 @@ FAMILY_CONFIGS = {
         bos_id=1,
         eos_id=2,
         biases=("attention_bias",),
+        experts=(read_granite_experts, granite_experts_fields),
         recurrence=(read_granite_hybrid, granite_hybrid_fields),
         intermediate_key="shared_intermediate_size",
         has_multipliers=True,

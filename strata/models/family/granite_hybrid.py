@@ -1,4 +1,4 @@
-"""Granite 4's hybrids (IBM 2025): layers with a state space of Mamba-2, a few with attention, and an MLP in each."""
+"""Granite 4's hybrids (IBM 2025): layers with a state space of Mamba-2, a few with attention; MLPs, experts too."""
 
 # A call of a module is untyped in torch.
 # mypy: disable-error-code="no-any-return"
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from strata.kernels.activation.scale import times
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
+from strata.models.experts import SparseMLP
 from strata.models.family.mamba2 import StateSpace, kept_by
 from strata.models.family.smollm3 import SmolLM3
 from strata.models.layers import MLP, CausalLM, RMSNorm
@@ -20,7 +21,7 @@ from strata.models.state import LayerState, PagedRows
 
 
 class GraniteLayer(nn.Module):
-    """Pre-norm residual block: attention or a state space, then the MLP; what each adds is multiplied first."""
+    """Pre-norm residual block: attention or a state space, then MLP and experts; what each adds is multiplied first."""
 
     has_window = False
 
@@ -37,7 +38,8 @@ class GraniteLayer(nn.Module):
         else:
             self.self_attn = SmolLM3.attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config)
+        experts = config.experts
+        self.mlp = MLP(config) if experts is None else SparseMLP(config.hidden_size, experts, MLP(config))
 
     def forward(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
         normed = self.input_layernorm(x)
@@ -62,10 +64,19 @@ class MultipliedNorm(RMSNorm):
 
 
 class GraniteHybrid(CausalLM):
-    """Without experts. `config.rotated` says whether positions rotate queries and keys."""
+    """`config.rotated` says whether positions rotate queries and keys. Checkpoints have all experts of a layer in one
+    tensor, as the model has."""
 
     joined: ClassVar[Mapping[str, tuple[str, ...]]] = {"shared_mlp.input_linear": ("gate_proj", "up_proj")}
-    renamed: ClassVar[Mapping[str, str]] = {".mlp.down_proj.": ".shared_mlp.output_linear.", ".mlp.": ".shared_mlp."}
+    renamed: ClassVar[Mapping[str, str]] = {
+        ".mlp.gate.weight": ".block_sparse_moe.router.layer.weight",
+        ".mlp.experts.gate_up_proj": ".block_sparse_moe.input_linear.weight",
+        ".mlp.experts.down_proj": ".block_sparse_moe.output_linear.weight",
+        ".mlp.shared_experts.down_proj.": ".shared_mlp.output_linear.",
+        ".mlp.shared_experts.": ".shared_mlp.",
+        ".mlp.down_proj.": ".shared_mlp.output_linear.",
+        ".mlp.": ".shared_mlp.",
+    }
 
     @classmethod
     def layer(cls, config: ModelConfig, layer: int) -> nn.Module:

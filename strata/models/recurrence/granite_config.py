@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from strata.files.fields import Fields
+from strata.models.expert_config import ExpertsConfig, read_balance_weight
 from strata.models.recurrence.state_space_config import StateSpaceConfig, read_limits, read_width, write_limits
 
 if TYPE_CHECKING:
@@ -36,15 +37,11 @@ def read_multipliers(fields: Fields) -> Multipliers:
 
 
 def read_granite_hybrid(fields: Fields, hidden_size: int, num_layers: int) -> StateSpaceConfig:
-    """The fields of transformers' GraniteMoeHybridConfig; those without experts."""
+    """The fields of transformers' GraniteMoeHybridConfig but those of experts."""
     kinds = [fields.take(key, None) for key in ("layer_types", "layers_block_type")]
     types = next((kind for kind in kinds if kind is not None), ["linear_attention"] * num_layers)
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in list(_KINDS) for kind in types):
         raise fields.wrong("layer_types", types, f"a list of {num_layers} of " + ", ".join(map(repr, _KINDS)))
-    if fields.count("num_local_experts", 8, least=0):
-        raise fields.wrong("num_local_experts", "8 or more", "0: Granite's hybrids with experts are not there yet")
-    for key in ("num_experts_per_tok", "router_aux_loss_coef", "output_router_logits", "intermediate_size"):
-        fields.take(key, None)  # of experts
     fields.take("mamba_chunk_size", None)  # how transformers computes
     fields.only("normalization_function", "rmsnorm", "its norms are RMS norms")
     heads, inner = fields.count("mamba_n_heads", 128), fields.count("mamba_expand", 2) * hidden_size
@@ -67,7 +64,31 @@ def read_granite_hybrid(fields: Fields, hidden_size: int, num_layers: int) -> St
         conv_bias=fields.flag("mamba_conv_bias", True),
         least_step=least,
         most_step=most,
+        has_mlps=True,
     )
+
+
+def read_granite_experts(fields: Fields, num_layers: int, shared_size: int) -> ExpertsConfig | None:
+    """None where there are none. shared_size: of the MLP, which every token goes to; experts are as wide as
+    `intermediate_size`."""
+    count, width = fields.count("num_local_experts", 8, least=0), fields.count("intermediate_size", 11008)
+    per_token, balance = fields.count("num_experts_per_tok", 2, least=0), read_balance_weight(fields)
+    if not count:
+        return None
+    if not 0 < per_token <= count:
+        raise fields.wrong("num_experts_per_tok", per_token, f"1 to num_local_experts = {count}")
+    # The softmax of the best logits is that of all, divided by the sum of the best.
+    return ExpertsConfig(count, per_token, width, True, (True,) * num_layers, balance, shared_size=shared_size)
+
+
+def granite_experts_fields(experts: ExpertsConfig) -> dict[str, Any]:
+    """What `read_granite_experts` reads of a model with some."""
+    return {
+        "num_local_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "intermediate_size": experts.intermediate_size,
+        "router_aux_loss_coef": experts.balance_weight,
+    }
 
 
 def granite_hybrid_fields(config: ModelConfig) -> dict[str, Any]:
@@ -77,7 +98,7 @@ def granite_hybrid_fields(config: ModelConfig) -> dict[str, Any]:
     assert by is not None
     return {
         "layer_types": ["linear_attention" if recurrent else "full_attention" for recurrent in space.layers],
-        "num_local_experts": 0,
+        **({"num_local_experts": 0} if config.experts is None else {}),
         "mamba_n_heads": space.heads,
         "mamba_expand": space.inner_size // config.hidden_size,
         "mamba_d_head": space.head_dim,

@@ -20,7 +20,7 @@ class StateSpaceConfig:
     heads, head_dim, state_size, groups: of its heads, whose states are [head_dim, state_size] each, and of the groups
     that share the inputs and outputs of states. width: tokens that the short convolution sees. bias, conv_bias: of the
     products around it, and of the convolution. least_step, most_step: bounds of a time step. wide_residual: whether
-    what layers add up is float32 whatever the weights are.
+    what layers add up is float32 whatever the weights are. has_mlps: whether these layers have MLPs besides.
     """
 
     layers: tuple[bool, ...]
@@ -34,6 +34,7 @@ class StateSpaceConfig:
     least_step: float = 0.0
     most_step: float = math.inf
     wide_residual: bool = False
+    has_mlps: bool = False
 
     @property
     def inner_size(self) -> int:

@@ -67,9 +67,11 @@ def document_flops(
 def active_elements(config: ModelConfig, layer: int) -> int:
     """Of the matrices of a layer, how many elements a token is multiplied by."""
     space = config.recurrence
-    if space is not None and space.layers[layer]:
-        return config.hidden_size * (space.product_size + space.inner_size)
     attention = _attention_elements(config)
+    if space is not None and space.layers[layer]:
+        attention = config.hidden_size * (space.product_size + space.inner_size)
+        if not space.has_mlps:
+            return attention
     experts = config.experts
     if experts is None or not experts.layers[layer]:
         return attention + 3 * config.hidden_size * config.intermediate_size
