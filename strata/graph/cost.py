@@ -186,9 +186,8 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
         if one.operation.reads_state:
             kind = of_one(_LONG)
             attentions[kind] += 1
-            weights["step"] += kind.weights
+            weights["step"] += kind.weights  # of a convolution, a state space, sinks, and of what makes keys of latents
             examples.setdefault(kind, of_one)
-            weights["step"] += of_one(_SHORT).weights  # of a convolution, and of a state space
             continue
         # With twice the tokens and as many rows: what has grown goes by tokens.
         cost, grown = of_one(_SHORT), of_two(_SHORT)

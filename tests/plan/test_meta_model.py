@@ -9,8 +9,9 @@ from strata.engine.watch.step_floor import StepFloor
 from strata.graph.cost import StepCosts, total
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
-from strata.models.config import config_from_dict
+from strata.models.config import ModelConfig, config_from_dict
 from strata.plan.meta_model import find_config, meta_model
+from tests.models.gpt_oss_checkpoints import GPT_OSS_CONFIGS
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 
 HIDDEN, LAYERS, EXPERTS, PER_TOKEN = 2048, 48, 128, 8
@@ -85,3 +86,18 @@ def test_decodes_read_and_write_their_fixed_states_however_long_they_are() -> No
     )
     bandwidth = device("h200").ceiling("bandwidth").value
     assert more.memory - one.memory == pytest.approx(7 * (2 * row + model.step_costs().token_weights) / bandwidth)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        find_config("V2-Lite").with_layers([0, 1]),
+        config_from_dict(dict(GPT_OSS_CONFIGS)["gpt-oss-yarn"]),
+        config_from_dict(RECURRENT_CONFIGS["mamba2"]),
+    ],
+    ids=lambda config: config.architecture,
+)
+def test_parameters_that_attentions_and_recurrences_read_count_once(config: ModelConfig) -> None:
+    model = meta_model(config, device("h200"), torch.bfloat16)
+    workload = Workload((1, 1), (30, 40))
+    assert total(model.step(workload).model).weights == model.step_costs().step(workload, 2).weights
