@@ -90,10 +90,19 @@ class Adapters(nn.Module):
 
 
 def add_lora(model: CausalLM, config: LoraConfig, seed: int) -> Adapters:
-    """Freeze the model and put adapters beside its projections. At first the model computes what it did."""
+    """Freeze the model and put adapters beside its projections. At first the model computes what it did.
+
+    Raises ValueError if it has none of those that the config names.
+    """
+    found = list(_projections(model, config.projections))
+    if not found:
+        named = ", ".join(config.projections)
+        raise ValueError(
+            f"lora.projections: {type(model).__name__} has none of {named}; train it whole, without [lora]"
+        )
     model.requires_grad_(False)
     generator = torch.Generator("cpu").manual_seed(seed)
-    for parent, name, child in list(_projections(model, config.projections)):
+    for parent, name, child in found:
         setattr(parent, name, LoraLinear(child, config, generator))
     return Adapters(model)
 

@@ -36,6 +36,7 @@ from strata.parallel.layout import Layout
 from strata.parallel.serving_shard import RankShard
 from strata.plan.meta_model import meta_model
 from strata.plan.search.report import serving_plan
+from strata.train.lora import LoraConfig, add_lora
 from strata.train.predict.flops import document_flops
 
 from .batches import packed, random_sequences
@@ -182,6 +183,11 @@ def test_sixteen_bits_keep_wide_residuals(tmp_path: Path) -> None:
     assert ours.square().mean().sqrt() < 1.2 * theirs.square().mean().sqrt()
     graph, rows = gather_after_attention(capture(model)), torch.arange(130, dtype=torch.int32)
     assert torch.equal(graph(packed(sequences), rows), model(packed(sequences)))
+
+
+def test_adapters_need_projections_that_are_there() -> None:
+    with pytest.raises(ValueError, match="Mamba2 has none of q_proj"):
+        add_lora(build(config_from_dict(RECURRENT_CONFIGS["mamba2"])), LoraConfig(rank=2, alpha=4.0), seed=0)
 
 
 def test_training_begins_with_time_steps_of_all_sizes() -> None:
