@@ -108,6 +108,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 100000,
         "eos_token_id": 100001,
     },
+    # gpt-oss-20b; windows in every other layer and YaRN by 32 are its family's defaults
+    "gpt-oss-20b": _BOTH
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "router_aux_loss_coef": 0.9,
+        "pad_token_id": 199999,
+        "eos_token_id": 200002,
+    },
     # Qwen3-30B-A3B
     "30B-A3B": _QWEN_3
     | {

@@ -16,6 +16,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from strata.kernels.quant.mxfp4 import dequantize
 from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.models.experts import stored_parameters
+from strata.models.families import build
+from strata.models.shapes import SHAPES
 from strata.models.weights import load
 from strata.parallel.layout import Layout
 from strata.parallel.serving_shard import RankShard, rank_config
@@ -168,6 +170,14 @@ def test_the_config_of_the_published_checkpoint_is_read() -> None:
     assert config.windows == (128, None) * 12
     assert (config.attention_bias, config.has_sinks, config.num_experts, config.longest) == (True, True, 32, 131072)
     assert config_from_dict(config.to_dict()) == config
+    assert config_from_dict(SHAPES["gpt-oss-20b"]) == dataclasses.replace(config, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        held = sum(parameter.numel() for parameter in build(config).parameters())
+    hidden, queries, keys = 2880, 64 * 64, 8 * 64
+    attention = (hidden + 1) * (queries + 2 * keys) + (queries + 1) * hidden + 64
+    experts = 32 * ((hidden + 1) * 2 * hidden + (hidden + 1) * hidden + hidden + 1)  # and their rows of the router
+    assert held == 24 * (attention + experts + 2 * hidden) + hidden + 2 * 201088 * hidden
+    assert round(held / 1e9, 1) == 20.9
 
 
 def divided(config: ModelConfig, **layout: int) -> None:
