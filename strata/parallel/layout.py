@@ -187,8 +187,9 @@ def _candidates(config: ModelConfig, world_size: int) -> list[Layout]:
     """From the least divided on. Ranks of one machine divide, machines repeat, unless only all together suffice."""
     near = _NODE if world_size % _NODE == 0 else world_size
     found = []
-    for zero, shard in ((1, near), (2, near), (3, near), (3, world_size)):
-        whole = config.experts is None or config.experts.clamp is not None
+    most = 2 if config.latent is not None else 3  # as `check` says
+    whole = config.experts is None or config.experts.clamp is not None or config.latent is not None
+    for zero, shard in ((1, near), (2, near), (most, near), (most, world_size)):
         ep = 1 if whole else math.gcd(shard, config.num_experts)
         found.append(Layout(dp=world_size // shard, shard=shard, ep=ep, zero=zero))  # type: ignore[arg-type]
     return found

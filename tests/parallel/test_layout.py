@@ -98,6 +98,16 @@ def test_the_automatic_layout_divides_no_more_than_needed(
     assert world == 1 or f"ZeRO-{layout.zero}" in reason
 
 
+def test_latents_are_laid_out_with_all_weights_on_every_rank() -> None:
+    config = config_from_dict(SHAPES["V2-Lite"])
+    for world, gib in ((8, 141), (16, 141)):
+        layout, _ = auto_layout(config, world, gib * GIB)
+        layout.check(config, world)
+        assert (layout.ep, layout.zero) == (1, 2)
+    with pytest.raises(ValueError, match="more than two thirds of 80 GiB; use more ranks"):
+        auto_layout(config, 8, 80 * GIB)
+
+
 def test_the_reason_names_the_bytes(llama: ModelConfig) -> None:
     assert auto_layout(llama, 8, 141 * GIB)[1] == (
         "ZeRO-2 with shard 8: the least divided layout whose weights, gradients and optimizer state "

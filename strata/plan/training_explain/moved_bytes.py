@@ -12,6 +12,7 @@ from strata.hardware.roofline import Workload
 from strata.models.batch import Batch
 from strata.models.families import build
 from strata.plan.training_explain.recorded_run import RecordedRun
+from strata.train.predict.layer_costs import ATTENTIONS, MIXTURES
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ def moved_bytes(run: RecordedRun) -> MovedBytes:
     batch = Batch(ids, ids, meta_indices(sequences + 1), length, None)
     found = {"products": 0, "attention": 0}
     for node in node_costs(graph, batch, Workload(lengths, lengths), gradients=True):
-        kind = "products" if node.weight is not None or node.operation == "experts" else node.operation
-        if kind in found:
-            found[kind] += node.cost.bytes + node.backward.bytes
+        if node.operation in ATTENTIONS:
+            found["attention"] += node.cost.bytes + node.backward.bytes
+        elif node.weight is not None or node.operation in MIXTURES:
+            found["products"] += node.cost.bytes + node.backward.bytes
     vocabulary, hidden = what.model.vocab_size, what.model.hidden_size
     rows = run.flops.head // (6 * vocabulary * hidden)
     head = 3 * dtype.itemsize * (packs * vocabulary * hidden + rows * (hidden + vocabulary))

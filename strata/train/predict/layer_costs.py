@@ -23,7 +23,8 @@ _TOKENS = 1024
 # What attention launches before and behind its own kernels in the backward pass (cuDNN).
 _AROUND_ATTENTION = 3
 # That of latents has the product that expands them in it.
-_ATTENTIONS = ("attention", "latent_attention")
+ATTENTIONS = ("attention", "latent_attention")
+MIXTURES = ("experts", "biased_experts")
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def _unlike_costs(config: ModelConfig, length: int, fused: bool) -> tuple[LayerC
     if fused:
         graph = fuse(merge(graph))
     found = [[PassCost(), PassCost()] for _ in range(config.num_layers)]
-    attentions = {node.name: node for node in _nodes(graph, length) if node.operation in _ATTENTIONS}
+    attentions = {node.name: node for node in _nodes(graph, length) if node.operation in ATTENTIONS}
     for node in _nodes(graph, _TOKENS):
         if node.layer is None:
             continue
@@ -85,9 +86,9 @@ def _unlike_costs(config: ModelConfig, length: int, fused: bool) -> tuple[LayerC
 
 
 def _pass_cost(config: ModelConfig, node: NodeCost, cost: Cost, *, backward: bool) -> PassCost:
-    if node.operation in _ATTENTIONS:
+    if node.operation in ATTENTIONS:
         return PassCost(attention=cost.flops, kernels=1 + backward * _AROUND_ATTENTION)
-    if node.operation == "experts":
+    if node.operation in MIXTURES:
         # Beside products they activate and add up. A token is multiplied by as many elements as it reads of one alone.
         mixture = config.experts
         assert mixture is not None

@@ -14,6 +14,7 @@ from strata.models.families import build
 from strata.models.shapes import SHAPES
 from strata.train.predict.flops import active_elements, visible_pairs
 from strata.train.predict.layer_costs import layer_costs
+from tests.models.gpt_oss_checkpoints import GPT_OSS_CONFIGS
 
 
 @pytest.mark.parametrize(("shape", "window"), [("0.6B", None), ("1B", None), ("1B", 100), ("30B-A3B", None)])
@@ -38,6 +39,14 @@ def test_router_and_experts_are_told_from_what_every_token_meets() -> None:
     cost = layer_costs(config_from_dict(SHAPES["30B-A3B"], "30B-A3B"), 10)[0].forward
     assert cost.routed == 2 * 2048 * (128 + 8 * 3 * 768)
     assert cost.dense == 2 * 2048 * 128 * (2 * 32 + 2 * 4)
+
+
+def test_experts_with_biases_count_their_products() -> None:
+    """gpt-oss without biases of attention; the router's is added up."""
+    config = config_from_dict(dict(GPT_OSS_CONFIGS)["gpt-oss-no-biases-tied"])
+    cost = layer_costs(config, 10)[0]
+    assert cost.forward.dense + cost.forward.routed == 2 * active_elements(config, 0) + config.num_experts
+    assert cost.backward.dense + cost.backward.routed == pytest.approx(4 * active_elements(config, 0), rel=1e-3)
 
 
 def test_traffic_of_a_layer_by_hand() -> None:
