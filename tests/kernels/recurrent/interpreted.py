@@ -137,14 +137,12 @@ def main() -> None:
     state_space_triton._CHUNK = 16  # so that few tokens are two chunks
     found = {
         "convolution 4": convolution(4, True, True),
-        "convolution 3": convolution(3, False, False),
-        "convolution 2": convolution(2, False, True),
+        "convolution 2": convolution(2, False, False),
         "recurrence": scan(2, 5, 2, 7, False),
         "recurrence of wide heads": scan(1, 20, 1, 128, False),
         "chunks": scan(4, 5, 2, 7, True),
         "chunks of wide heads": scan(1, 40, 1, 128, True),
         "delta": delta(1, 2, 7, 5, False),
-        "delta in chunks": delta(1, 2, 7, 5, True),
         "delta in chunks of wide heads": delta(1, 1, 100, 40, True),
         "norm behind the gate": norm(True, False),
         "norm before the gate": norm(False, False),
