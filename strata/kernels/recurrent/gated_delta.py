@@ -25,6 +25,7 @@ from strata.kernels.recurrent.sequences import (
     chunk_rows,
     first_states,
     keep_states,
+    of_chunk,
     spans,
     state_cost,
 )
@@ -145,18 +146,11 @@ def _chunks(
     parts = []
     for first in range(0, batch.longest, count):
         rows, exists = chunk_rows(batch, first, count)
-        flat = rows.flatten()
-
-        def of_chunk(one: Tensor) -> Tensor:
-            """[sequences, heads, count, ...]"""
-            found: Tensor = one.index_select(0, flat).unflatten(0, rows.shape)  # noqa: B023
-            return found.transpose(1, 2)
-
-        queries, keys, values = of_chunk(q), of_chunk(k), of_chunk(wide)
+        queries, keys, values = (of_chunk(one, rows, exists) for one in (q, k, wide))
         # What is no token neither decays nor puts anything into the state.
-        strength = (of_chunk(strengths) * exists[:, None])[..., None]
+        strength = of_chunk(strengths, rows, exists)[..., None]
         # Differences of sums: in float64 they are as exact as sums of a few.
-        decay = (of_chunk(decays) * exists[:, None]).double().cumsum(-1)
+        decay = of_chunk(decays, rows, exists).double().cumsum(-1)
         between = (decay[..., :, None] - decay[..., None, :]).masked_fill(future, -torch.inf).to(precision).exp()
         before = decay.to(precision).exp()[..., None]
         system = (own + (strength * (keys @ keys.transpose(-1, -2)) * between)).tril()

@@ -77,6 +77,14 @@ def chunk_rows(batch: RecurrentBatch, first: int, count: int) -> tuple[Tensor, T
     return torch.where(exists, rows, 0), exists
 
 
+def of_chunk(x: Tensor, rows: Tensor, exists: Tensor) -> Tensor:
+    """What `x` [tokens, heads, ...] has in a chunk, [sequences, heads, count, ...]. Zeros where there is no token: row
+    0 is another sequence's and may hold NaN."""
+    found = x.index_select(0, rows.flatten()).unflatten(0, rows.shape)
+    there = exists.view(*exists.shape, *(1,) * (found.dim() - 2))
+    return torch.where(there, found, found.new_zeros(())).transpose(1, 2)
+
+
 def chunk_places(batch: RecurrentBatch, count: int) -> Tensor:
     """[tokens] where each token of the batch stands among the rows of all chunks of `count`, one after another, each
     with [sequences, count] rows."""

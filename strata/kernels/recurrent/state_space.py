@@ -24,6 +24,7 @@ from strata.kernels.recurrent.sequences import (
     chunk_rows,
     first_states,
     keep_states,
+    of_chunk,
     spans,
     state_cost,
 )
@@ -139,15 +140,7 @@ def _chunks(
     parts = []
     for first in range(0, batch.longest, count):
         rows, exists = chunk_rows(batch, first, count)
-        flat = rows.flatten()
-
-        def of_chunk(one: Tensor) -> Tensor:
-            """[sequences, heads or groups, count, ...]"""
-            found: Tensor = one.index_select(0, flat).unflatten(0, rows.shape)  # noqa: B023
-            return found.transpose(1, 2)
-
-        step = of_chunk(steps) * exists[:, None]
-        values, keys, queries = of_chunk(wide), of_chunk(b), of_chunk(c)
+        step, values, keys, queries = (of_chunk(one, rows, exists) for one in (steps, wide, b, c))
         # Differences of sums: in float64 they are as exact as sums of a few.
         decay = (step.double() * rates.double()[:, None]).cumsum(-1)
         between = (decay[..., :, None] - decay[..., None, :]).to(precision)

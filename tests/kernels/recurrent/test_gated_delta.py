@@ -130,3 +130,14 @@ def test_costs_are_the_hand_counts() -> None:
     workload = Workload((6, 1), (6, 4))
     kept = gated_delta.cost(*rows, meta(6), meta(6), step([6, 1], None, states), 0, workload=workload)
     assert kept == Cost(flops, read + 840, 420 + 2 * 840, 24, 3 * 840)
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_a_sequence_with_nan_fails_alone(run: Any) -> None:
+    rows, weights = inputs(20)
+    wanted = run(*(one[12:] for one in rows), *weights, step([8]), 0)
+    for one in rows:
+        one[:12] = torch.nan
+    found = run(*rows, *weights, step([12, 8]), 0)
+    assert found[:12].isnan().all()
+    assert torch.allclose(found[12:], wanted, atol=1e-5)

@@ -101,6 +101,17 @@ def test_sixteen_bits_are_rounded_once() -> None:
         assert ((found - wanted).abs() <= wanted.abs() / 200 + 1e-3).all()
 
 
+@pytest.mark.parametrize("run", [FAST, EXACT], ids=["chunks", "recurrence"])
+def test_a_sequence_with_nan_fails_alone(run: Operation) -> None:
+    rows, weights = inputs(20)
+    wanted = run(*(one[12:] for one in rows), *weights, step([8]), SPEC)
+    for one in rows:
+        one[:12] = math.nan
+    found = run(*rows, *weights, step([12, 8]), SPEC)
+    assert found[:12].isnan().all()
+    assert torch.allclose(found[12:], wanted, atol=1e-5)
+
+
 def test_padding_sequences_may_share_a_row() -> None:
     """They begin anew each time, so that nothing grows or spreads there."""
     rows, weights = inputs(4)
