@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from strata.cli import options
 from strata.cli.generate import given, sampling_params
-from strata.engine.llm import LLM
 from strata.engine.sampling_params import SamplingParams
 from strata.models.folder import model_folder
+
+if TYPE_CHECKING:
+    from strata.engine.llm import LLM
 
 HELP = """\
 /help    these lines
@@ -48,6 +50,8 @@ def chat(
 
     Example: strata chat --temperature 0.7
     """
+    from strata.engine.llm import LLM
+
     asked = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     folder = model_folder(model)
     console, waiting = Console(highlight=False), Console(stderr=True)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from strata.cli import options
-from strata.engine.llm import LLM
 from strata.engine.sampling_params import SamplingParams
 from strata.models.folder import model_folder
+
+if TYPE_CHECKING:
+    from strata.engine.llm import LLM
 
 
 def generate(
@@ -39,6 +41,8 @@ def generate(
 
     Example: strata generate "What is 47 + 38?" "Reverse the word planet."
     """
+    from strata.engine.llm import LLM
+
     asked = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     llm = LLM(
         model_folder(model),

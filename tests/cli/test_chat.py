@@ -43,9 +43,7 @@ class Echo:
 @pytest.fixture
 def talk(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that types lines into a chat, and gives what is shown and the conversations that the model got."""
-    import strata.cli.chat
-
-    monkeypatch.setattr(strata.cli.chat, "LLM", Echo)
+    monkeypatch.setattr("strata.engine.llm.LLM", Echo)
 
     def typed(*lines: str) -> tuple[str, list[Conversation]]:
         result = CliRunner().invoke(app, ["chat"], input="".join(f"{line}\n" for line in lines))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -104,3 +106,15 @@ def test_a_step_takes_no_less_than_no_time() -> None:
     result = RUNNER.invoke(app, ["serve", "--step-target-ms", "-1"])
     assert result.exit_code == 2
     assert "greater than or equal to 0" in re.sub(r"[\s│]+", " ", result.stderr)
+
+
+def test_the_listing_comes_without_torch() -> None:
+    """Which takes two seconds to load, and whoever asks what there is runs nothing."""
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from strata.cli.main import app\n"
+        "assert 'simulate' in CliRunner().invoke(app, ['--help']).output\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
