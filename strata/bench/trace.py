@@ -50,6 +50,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "fmha",
         ),
     ),
+    ("recurrence", ("short_convolution", "tail_kernel", "state_space", "gated_delta")),
     ("product", ("gemv", "dot_kernel", "head_product", "linear", "gemm", "nvjet", "cutlass", "splitk")),
     ("norm", ("norm",)),
     ("rotation and KV write", ("rope", "kv_write", "latent_write", "rotate_heads")),
