@@ -105,8 +105,7 @@ def test_help_has_an_example(command: str) -> None:
 def test_an_option_of_sampling_is_refused_before_a_model_is_loaded(
     command: list[str], option: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("generate", "chat"):
-        monkeypatch.setattr(f"strata.cli.{module}.LLM", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr("strata.engine.llm.LLM", lambda *_, **__: pytest.fail("it was loaded"))
     result = RUNNER.invoke(app, [*command, option, value])
     assert isinstance(result.exception, ValueError)
     assert str(result.exception).startswith(f"{option[2:].replace('-', '_')} must be ")
