@@ -145,6 +145,12 @@ def test_both_forms_and_our_own_read_alike(values: dict) -> None:
     assert infinite.most_step == math.inf
 
 
+def test_fields_of_published_granites_without_effect_are_read() -> None:
+    values = RECURRENT_CONFIGS["granite-hybrid"]
+    more = {"init_method": "mup", "initializer_range": 0.1, "normalization_function": "rmsnorm", "rope_scaling": None}
+    assert config_from_dict(values | more) == config_from_dict(values)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
