@@ -27,6 +27,8 @@ PROMPT_LOGPROB_ROWS = 256
 # Snapshots of fixed states: at most so many for each sequence that can run, and this share of what is left for pages.
 _SNAPSHOTS_KEPT = 2
 _SNAPSHOT_SHARE = 0.25
+# Pages that are numbers alone. The prefix tree fills them all with the ids of what has run, at some 850 bytes each.
+_NUMBERED_PAGES = 1 << 21
 
 
 class WindowPool(NamedTuple):
@@ -170,6 +172,11 @@ def activation_bytes(config: ModelConfig, tokens: int, rows: int, dtype: torch.d
     if config.latent is not None:
         # Queries, and in the space of the latent; what they find there, and of it; or keys and values of each head.
         heads = 2 * config.num_heads * (config.head_dim + config.latent.rank + config.latent.value)
+    if config.recurrence is not None:
+        # All inputs of a state space at once, what the convolution makes of some, and the result; a wide residual.
+        space = config.recurrence
+        held = space.product_size + space.conv_size + space.inner_size
+        heads = max(heads, held + config.hidden_size * space.wide_residual)
     widest = 2 * config.hidden_size + max(3 * config.intermediate_size, heads, 2 * config.hidden_size)
     return tokens * widest * dtype.itemsize + rows * config.vocab_size * (dtype.itemsize + SAMPLING_BYTES)
 
@@ -247,7 +254,8 @@ def plan_memory(
         room = min(room, max_sequences * per_sequence * sum(group.shape.page_bytes for group in groups))
     useful = [group.most_useful(max_sequences, max_tokens, max_length) for group in groups]
     if num_pages is None and not groups[0].layers:
-        counts: tuple[int, ...] = (_SNAPSHOTS_KEPT * max_sequences * per_sequence,)  # numbers, without memory
+        useful_pages = _SNAPSHOTS_KEPT * max_sequences * per_sequence
+        counts: tuple[int, ...] = (max(per_sequence, min(useful_pages, _NUMBERED_PAGES)),)
     elif num_pages is None:
         counts = divide_pages(groups, max(0, room), useful)
     else:

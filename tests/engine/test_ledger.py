@@ -203,6 +203,28 @@ def test_activations_cover_what_a_layer_holds() -> None:
     assert activation_bytes(CONFIG, tokens, 0, torch.bfloat16) == 2 * tokens * (residual_and_norm + gate_up_and_product)
 
 
+def test_activations_cover_what_a_state_space_holds() -> None:
+    """Gate, channels and time steps; the channels after the convolution, of which some are the states'; and the result;
+    beside residuals in float32 and their norm."""
+    sizes = {"num_heads": 80, "head_dim": 64, "state_size": 128, "n_groups": 2, "hidden_size": 2560, "vocab_size": 100}
+    named = {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "num_hidden_layers": 3}
+    held = (5120 + (5120 + 2 * 2 * 128) + 80) + (5120 + 2 * 2 * 128) + 5120
+    assert activation_bytes(config_from_dict(named | sizes), 10, 0, torch.bfloat16) == 2 * 10 * (3 * 2560 + held)
+
+
+def test_pages_that_are_numbers_alone_are_not_without_bound() -> None:
+    """Of all of them the host would hold the ids, once enough has run."""
+    states = [FixedState(((4, 4),), (None,))] * 28
+    own = ASKED | {"states": StateShape.of(states, torch.bfloat16), "groups": page_groups(states, POOL, 1 << 20)}
+    few, many = (
+        plan_memory(CONFIG, POOL, torch.device("cpu"), **own | {"max_length": length, "max_sequences": sequences})
+        for length, sequences in ((128, 4), (1 << 20, 64))
+    )
+    assert (few.pages, few.kv) == (2 * 4 * 128 // 16, 0)
+    assert (1 << 20) // 16 <= many.pages <= 1 << 21
+    assert many.kv == 0
+
+
 def test_activations_of_a_rank_cover_sums_over_ranks() -> None:
     """Narrow products of eight ranks; the residual, a part, the sum of parts and the norm are as wide as ever."""
     heads, hidden = 1, CONFIG.hidden_size
