@@ -159,7 +159,8 @@ def _prompts(
     if tokens == 0:
         return
     tile = prompt_tile(dims.heads, dims.rank, q.dtype)
-    latent_prompt_kernel[(-(-dims.heads // tile.heads), tokens // (tile.queries // tile.heads) + sequences)](
+    tiles = tokens // (tile.queries // tile.heads) + sequences
+    latent_prompt_kernel[(-(-dims.heads // tile.heads) * tiles,)](
         latent,
         q,
         pages.keys[spec.layer],

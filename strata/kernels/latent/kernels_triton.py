@@ -89,7 +89,8 @@ def latent_prompt_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Programs [blocks of heads, tokens // TILE_QUERIES + sequences]: neighbouring queries of one sequence.
+    """Programs [blocks of heads * (tokens // TILE_QUERIES + sequences)], those of a tile side by side: neighbouring
+    queries of one sequence. In one dimension, because others have 65,535 at most.
 
     Of sequence s the queries in rows [starts[s], offsets[s + 1]), the last of its tokens. BOUNDED: only sequences
     [bounds[0], bounds[1]) have any. latent: the queries in the space of the latent; out, of its strides, the weighted
@@ -97,7 +98,8 @@ def latent_prompt_kernel(
     sequence alone.
     """
     # The tiles that see most come last in a sequence and start first.
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // HEAD_BLOCKS
     TILE_QUERIES: tl.constexpr = BLOCK_M // BLOCK_HEADS
     # Sequence s starts with tile starts[s] // TILE_QUERIES + s, where both are counted from the first sequence on.
     lowest_sequence = 0
@@ -125,7 +127,7 @@ def latent_prompt_kernel(
 
     row = tl.arange(0, BLOCK_M)
     query = query_start + row // BLOCK_HEADS
-    head = tl.program_id(0) * BLOCK_HEADS + row % BLOCK_HEADS
+    head = tl.program_id(0) % HEAD_BLOCKS * BLOCK_HEADS + row % BLOCK_HEADS
     held = (query < new) & (head < HEADS)
     token = (first + query).to(tl.int64)
     front, back = _load_queries(
