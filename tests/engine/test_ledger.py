@@ -25,6 +25,7 @@ from strata.engine.sampling_params import SamplingParams
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.models.state import FixedState, PagedRows
+from tests.models.gpt_oss_checkpoints import GPT_OSS_CONFIGS
 
 CONFIG = config_from_dict(SHAPES["0.6B"], "0.6B")
 POOL = PoolShape(CONFIG.num_layers, 16, CONFIG.num_kv_heads, CONFIG.head_dim, torch.bfloat16)
@@ -223,6 +224,13 @@ def test_pages_that_are_numbers_alone_are_not_without_bound() -> None:
     assert (few.pages, few.kv) == (2 * 4 * 128 // 16, 0)
     assert (1 << 20) // 16 <= many.pages <= 1 << 21
     assert many.kv == 0
+
+
+def test_activations_cover_the_rows_of_all_experts_of_a_token() -> None:
+    """gpt-oss: two experts of 32; their gated products are computed in float32."""
+    config = config_from_dict(dict(GPT_OSS_CONFIGS)["gpt-oss-yarn"])
+    both, temporaries = 2 * 32 * 2, 4 * 32 * 4
+    assert activation_bytes(config, 10, 0, torch.bfloat16) == 10 * (2 * 64 * 2 + 2 * (both + temporaries))
 
 
 def test_activations_of_a_rank_cover_sums_over_ranks() -> None:
