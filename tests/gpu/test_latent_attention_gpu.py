@@ -64,3 +64,20 @@ def test_bits_depend_on_the_sequence_alone() -> None:
         lengths, offsets = (torch.tensor(x, dtype=torch.int32).cuda() for x in ([last], [0, last - first]))
         step = Sequences(offsets, last - first, replace(pages, tables=pages.tables[:1], lengths=lengths))
         assert torch.equal(attend(q[first:last], row[first:last], weight, step, spec), wanted[first:last])
+
+
+def test_a_step_of_many_tokens_is_as_its_halves() -> None:
+    """More tiles than a second dimension of programs has, and more elements than 32 bits count."""
+    dims, new = Dims(heads=64, nope=8, rope=8, rank=512, value=8), (64,) * 1041
+    q, row, weight, batch, spec = on_gpu(make_call(dims, new, new, torch.bfloat16))
+    pages = batch.pages
+    assert pages is not None
+    assert (dims.heads - 1) * len(q) * dims.rank > 1 << 31
+    attend = latent_attention.bind("cuda")
+    found = attend(q, row, weight, batch, spec)
+    for first, last in ((0, 520), (520, 1041)):
+        tokens = slice(64 * first, 64 * last)
+        offsets = batch.offsets[first : last + 1] - 64 * first
+        kept = replace(pages, tables=pages.tables[first:last], lengths=pages.lengths[first:last])
+        half = attend(q[tokens], row[tokens], weight, Sequences(offsets, 64, kept), spec)
+        assert (found[tokens] - half).abs().max() <= TOLERANCE[torch.bfloat16] * half.abs().max()

@@ -127,7 +127,8 @@ def latent_prompt_kernel(
 
     row = tl.arange(0, BLOCK_M)
     query = query_start + row // BLOCK_HEADS
-    head = tl.program_id(0) % HEAD_BLOCKS * BLOCK_HEADS + row % BLOCK_HEADS
+    # In a long step 32 bits do not count the elements in front of the last head.
+    head = (tl.program_id(0) % HEAD_BLOCKS * BLOCK_HEADS + row % BLOCK_HEADS).to(tl.int64)
     held = (query < new) & (head < HEADS)
     token = (first + query).to(tl.int64)
     front, back = _load_queries(
@@ -196,7 +197,7 @@ def latent_decode_kernel(
     size, used = _division(length, splits, least_rows, BLOCK_N)
     if split >= used:
         return
-    head = tl.program_id(0) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    head = (tl.program_id(0) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
     held = head < HEADS
     front, back = _load_queries(
         latent, q, sequence, head, held, latent_token, latent_head, q_token, q_head, nope,
@@ -235,7 +236,7 @@ def latent_join_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Programs [HEADS, sequences]: the weighted mean of a sequence's splits, in their order; zeros if it has none."""
-    head = tl.program_id(0)
+    head = tl.program_id(0).to(tl.int64)
     sequence = tl.program_id(1).to(tl.int64)
     _, used = _division(tl.load(lengths + sequence), splits, least_rows, BLOCK_N)
     column = tl.arange(0, RANK_PAD)

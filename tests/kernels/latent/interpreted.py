@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import torch
 
 from strata.kernels.latent import cuda, tiles
@@ -16,6 +18,7 @@ from .cases import Call, make_call, with_parts
 
 DIMS = Dims(heads=5, nope=10, rope=6, rank=24, value=14)
 MANY = Dims(heads=19, nope=8, rope=4, rank=16, value=8)
+MAP_NORESERVE = 0x4000  # of Linux
 
 
 def check(call: Call) -> None:
@@ -68,8 +71,28 @@ def check_rows() -> None:
             assert torch.allclose(one, other, rtol=0, atol=1e-6, equal_nan=True)
 
 
+def check_far_heads() -> None:
+    """Heads of a long step are so far apart that 32 bits do not count the elements between them. The memory between
+    them is never touched."""
+    dims = Dims(heads=3, nope=4, rope=2, rank=16, value=4)
+    q, _, _, batch, spec = make_call(dims, (1, 3), (5, 7), torch.float16)
+    pages = batch.pages
+    assert pages is not None
+    far, near = 1 << 30, torch.randn(4, dims.heads, dims.rank).half()
+    reserved = mmap.mmap(-1, 2 * (2 * far + 128), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    space = torch.frombuffer(reserved, dtype=torch.float16)
+    latent, out = (space.as_strided(near.shape, (dims.rank, far, 1), first) for first in (0, 64))
+    latent.copy_(near)
+    expected = torch.empty_like(near)
+    for given, found in ((near, expected), (latent, out)):
+        cuda._prompts(found, given, q, batch, pages, spec, dims, batch.offsets, None)
+        cuda._decode(found, given, q, pages, pages.lengths[:1], spec, dims)
+    assert torch.equal(out, expected)
+
+
 def main() -> None:
     _counts()
+    check_far_heads()
     torch.manual_seed(3)
     torch.use_deterministic_algorithms(True)  # new memory is filled with what is not a number
     tiles._SPLIT_ROWS = 32  # so that short sequences are divided
