@@ -168,12 +168,13 @@ def activation_bytes(config: ModelConfig, tokens: int, rows: int, dtype: torch.d
     and after its sum over the ranks, and the norm of what follows. Sampling holds a row's logits in `dtype` and
     SAMPLING_BYTES more for each, if all that sampling can do is asked for.
     """
-    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    # Gates stand in the product of the queries; their sigmoids, and what these let through, are made behind the result.
+    heads = ((2 + 3 * config.has_query_gates) * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     if config.latent is not None:
         # Queries, and in the space of the latent; what they find there, and of it; or keys and values of each head.
         heads = 2 * config.num_heads * (config.head_dim + config.latent.rank + config.latent.value)
     if config.recurrence is not None:
-        # All inputs of a state space at once, what the convolution makes of some, and the result; a wide residual.
+        # All inputs of a recurrence at once, what the convolution makes of some, and the result; a wide residual.
         space = config.recurrence
         held = space.product_size + space.conv_size + space.inner_size
         heads = max(heads, held + config.hidden_size * space.wide_residual)

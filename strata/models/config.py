@@ -15,7 +15,7 @@ from strata.files.json_object import read_existing_object
 from strata.models import generation_fields
 from strata.models.expert_config import ExpertsConfig
 from strata.models.family.latent_config import LatentConfig, read_latent
-from strata.models.family_config import FAMILY_CONFIGS, FamilyConfig
+from strata.models.family_config import FAMILY_CONFIGS, FamilyConfig, RecurrenceConfig
 from strata.models.layer_config import read_rotated, read_windows
 from strata.models.recurrence.granite_config import Multipliers, read_multipliers
 from strata.models.recurrence.state_space_config import StateSpaceConfig
@@ -75,7 +75,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
     experts: ExpertsConfig | None = None
-    recurrence: StateSpaceConfig | None = None
+    recurrence: RecurrenceConfig | None = None
     multipliers: Multipliers | None = None
 
     @property
@@ -114,6 +114,11 @@ class ModelConfig:
     def has_sinks(self) -> bool:
         """Whether each head has a learned score in the softmax of all its queries."""
         return FAMILY_CONFIGS[self.architecture].has_sinks
+
+    @property
+    def has_query_gates(self) -> bool:
+        """Whether a gate of each query lets its result through, made by the same product."""
+        return FAMILY_CONFIGS[self.architecture].has_query_gates
 
     @property
     def num_experts(self) -> int:
@@ -211,7 +216,7 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
     recurrence = None if family.recurrence is None else family.recurrence[0](fields, hidden_size, num_layers)
     latent = None
     if not family.attends:
-        assert recurrence is not None
+        assert isinstance(recurrence, StateSpaceConfig)
         num_heads = num_kv_heads = recurrence.heads
         head_dim, intermediate_size = recurrence.head_dim, recurrence.inner_size
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from strata.files.fields import Fields
@@ -52,15 +52,26 @@ def read_mixtral(fields: Fields, num_layers: int, intermediate_size: int) -> Exp
 
 def read_qwen3_moe(fields: Fields, num_layers: int, intermediate_size: int) -> ExpertsConfig:
     """Qwen3-MoE: experts in every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name."""
+    return _read_qwen3(fields, num_layers, (128, 8, 768, False))
+
+
+def read_qwen3_next(fields: Fields, num_layers: int, intermediate_size: int) -> ExpertsConfig:
+    """Qwen3-Next: as Qwen3-MoE, with an expert that every token goes to and other numbers for absent fields."""
+    shared = fields.count("shared_expert_intermediate_size", 512)
+    return replace(_read_qwen3(fields, num_layers, (512, 10, 512, True)), shared_size=shared)
+
+
+def _read_qwen3(fields: Fields, num_layers: int, absent: tuple[int, int, int, bool]) -> ExpertsConfig:
+    """absent: experts, those of a token, their width, and whether weights are normalized, where no field tells."""
     key = "num_local_experts" if fields.has("num_local_experts") else "num_experts"
-    count, per_token = _read_counts(fields, key, 128, 8)
+    count, per_token = _read_counts(fields, key, *absent[:2])
     step = fields.count("decoder_sparse_step", 1)
     dense = _read_dense_layers(fields, num_layers)
     return ExpertsConfig(
         count,
         per_token,
-        fields.count("moe_intermediate_size", 768),
-        fields.flag("norm_topk_prob", False),
+        fields.count("moe_intermediate_size", absent[2]),
+        fields.flag("norm_topk_prob", absent[3]),
         tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers)),
         read_balance_weight(fields),
     )
@@ -241,6 +252,11 @@ def qwen3_moe_fields(experts: ExpertsConfig) -> dict[str, Any]:
         "mlp_only_layers": [layer for layer, sparse in enumerate(experts.layers) if not sparse],
         "router_aux_loss_coef": experts.balance_weight,
     }
+
+
+def qwen3_next_fields(experts: ExpertsConfig) -> dict[str, Any]:
+    """What `read_qwen3_next` reads."""
+    return qwen3_moe_fields(experts) | {"shared_expert_intermediate_size": experts.shared_size}
 
 
 def _read_counts(fields: Fields, key: str, default: int, default_per_token: int | None) -> tuple[int, int]:

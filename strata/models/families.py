@@ -18,6 +18,7 @@ from strata.models.family.phi3 import Phi3
 from strata.models.family.qwen2 import Qwen2
 from strata.models.family.qwen3 import Qwen3
 from strata.models.family.qwen3_moe import Qwen3MoE
+from strata.models.family.qwen3_next import Qwen3Next
 from strata.models.family.smollm3 import SmolLM3
 from strata.models.layers import CausalLM
 
@@ -39,6 +40,7 @@ FAMILIES: dict[str, type[CausalLM]] = {
     "DeepseekV3ForCausalLM": DeepseekV3,
     "GraniteMoeHybridForCausalLM": GraniteHybrid,
     "GptOssForCausalLM": GptOss,
+    "Qwen3NextForCausalLM": Qwen3Next,
 }
 
 

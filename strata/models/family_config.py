@@ -15,14 +15,17 @@ from strata.models.expert_config import (
     gpt_oss_fields,
     mixtral_fields,
     qwen3_moe_fields,
+    qwen3_next_fields,
     read_deepseek_v2,
     read_deepseek_v3,
     read_glm4_moe,
     read_gpt_oss,
     read_mixtral,
     read_qwen3_moe,
+    read_qwen3_next,
 )
 from strata.models.family.latent_config import latent_fields
+from strata.models.recurrence.gated_delta_config import GatedDeltaConfig, gated_delta_fields, read_gated_delta
 from strata.models.recurrence.granite_config import (
     granite_experts_fields,
     granite_hybrid_fields,
@@ -38,7 +41,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 _ReadExperts = Callable[[Fields, int, int], ExpertsConfig | None]
 _WriteExperts = Callable[[ExpertsConfig], dict[str, Any]]
-_ReadRecurrence = Callable[[Fields, int, int], StateSpaceConfig]
+RecurrenceConfig = StateSpaceConfig | GatedDeltaConfig
+_ReadRecurrence = Callable[[Fields, int, int], RecurrenceConfig]
 _WriteRecurrence = Callable[..., dict[str, Any]]  # from the ModelConfig
 
 
@@ -81,8 +85,9 @@ class FamilyConfig:
     # Fields of biases, and what they are where absent.
     biases: tuple[str, ...] = ()
     biased: bool = False
-    # Whether attention has sinks.
+    # Whether attention has sinks, and whether its products hold a gate beside each query.
     has_sinks: bool = False
+    has_query_gates: bool = False
     # The rope's own object where there is none; None: the plain one.
     rope: dict[str, Any] | None = None
     # `quantization_config` that names this method describes weights that are read as floats.
@@ -279,6 +284,17 @@ FAMILY_CONFIGS = {
         intermediate_key="shared_intermediate_size",
         has_multipliers=True,
         has_position_type=True,
+    ),
+    "Qwen3NextForCausalLM": FamilyConfig(
+        "qwen3_next",
+        32768,
+        num_kv_heads=2,
+        head_dim=256,
+        partial_rotary=0.25,
+        biases=("attention_bias",),
+        has_query_gates=True,
+        experts=(read_qwen3_next, qwen3_next_fields),
+        recurrence=(read_gated_delta, gated_delta_fields),
     ),
     "GptOssForCausalLM": FamilyConfig(
         "gpt_oss",

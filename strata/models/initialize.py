@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from strata.models.family.mamba2 import StateSpace
+from strata.models.family.qwen3_next import GatedDeltaNet
 from strata.models.layers import CausalLM
 
 _STD = 0.02
@@ -79,7 +80,7 @@ def _owner(model: CausalLM, name: str) -> nn.Module:
 def _fill_vector(model: CausalLM, name: str, vector: Tensor) -> None:
     """A norm multiplies by 1 in the beginning, whatever it adds to its weights."""
     owner = _owner(model, name)
-    if isinstance(owner, StateSpace):
+    if isinstance(owner, StateSpace | GatedDeltaNet):
         vector.copy_(owner.first_values(name.rpartition(".")[2]))
         return
     vector.fill_(0.0 if name.endswith(("bias", "sinks")) else 1.0 - getattr(owner, "offset", 0.0))

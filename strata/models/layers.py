@@ -233,12 +233,14 @@ class CausalLM(nn.Module):
     head: hidden states [rows, hidden] to logits [rows, vocab]; apart, so that only wanted rows are projected.
     joined: by their names in a layer, the matrices that checkpoints of the family hold one above the other in one, and
     what these parts are called (`strata.models.joined`). has_layers_behind: whether checkpoints may hold layers after
-    the last, which predict further tokens and are not read. renamed: parts of names of parameters, and what stands
+    the last, which predict further tokens and are not read. passed_over: how names of other tensors begin that
+    checkpoints may hold and that are not read. renamed: parts of names of parameters, and what stands
     there in checkpoints of the family; the first that a name has counts.
     """
 
     joined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     has_layers_behind: ClassVar[bool] = False
+    passed_over: ClassVar[tuple[str, ...]] = ()
     renamed: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, config: ModelConfig, max_length: int) -> None:

@@ -156,6 +156,8 @@ def match_tensors(model: nn.Module, tensors: dict[str, StoredTensor], folder: Pa
     if isinstance(model, CausalLM) and model.has_layers_behind:
         last = len(model.model.layers) - 1
         unexpected = [name for name in unexpected if not ((at := _LAYER.match(name)) and int(at[1]) > last)]
+    if isinstance(model, CausalLM):
+        unexpected = [name for name in unexpected if not name.startswith(model.passed_over)]
     if unexpected:
         raise ValueError(f"{folder} has tensors that its config.json does not call for: {shorten(unexpected)}")
     misshapen = [

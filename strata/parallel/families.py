@@ -49,6 +49,12 @@ _STATE_SPACES = (
     Rule(r"(model\.embed_tokens|lm_head)\.weight", Placement.VOCABULARY),
     Rule(r"model\.(norm\.weight|layers\..*)", Placement.PER_TOKEN),
 )
+_DELTA_NETS = (
+    Rule(r"model\.layers\.\d+\.linear_attn\..*", Placement.PER_TOKEN),
+    Rule(r"model\.layers\.\d+\.mlp\.shared_expert\.(gate|up)_proj\.weight", Placement.COLUMN),
+    Rule(r"model\.layers\.\d+\.mlp\.shared_expert\.down_proj\.weight", Placement.ROW),
+    Rule(r"model\.layers\.\d+\.mlp\.shared_expert_gate\.weight", Placement.PER_TOKEN),
+)
 
 # Heads are divided; every rank has the latents of all tokens.
 _LATENT_ATTENTION = (
@@ -82,6 +88,7 @@ TABLES: Mapping[str, Table] = {
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "GraniteMoeHybridForCausalLM": _STATE_SPACES,
+    "Qwen3NextForCausalLM": _ATTENTION_AND_ENDS + _HEAD_NORMS + _DELTA_NETS + _MLP + _EXPERTS,
     "GptOssForCausalLM": _ATTENTION_AND_ENDS + _SINKS + _BIASED_EXPERTS,
 }
 

@@ -213,6 +213,19 @@ def test_activations_cover_what_a_state_space_holds() -> None:
     assert activation_bytes(config_from_dict(named | sizes), 10, 0, torch.bfloat16) == 2 * 10 * (3 * 2560 + held)
 
 
+def test_activations_cover_what_a_gated_delta_net_and_gated_attention_hold() -> None:
+    """Of the published Qwen3-Next: queries, keys, values, gates, strengths and decays, the channels after the
+    convolution, and the result. With few heads there, attention: queries and gates, keys, values and what is found,
+    the gates' sigmoids and what they let through."""
+    config = config_from_dict(SHAPES["80B-A3B"])
+    assert config.recurrence is not None
+    held = (2 * 2048 + 2 * 4096 + 64) + (2 * 2048 + 4096) + 4096
+    assert activation_bytes(config, 10, 0, torch.bfloat16) == 2 * 10 * (2 * 2048 + held)
+    few = replace(config, recurrence=replace(config.recurrence, heads=16))
+    held = 16 * 256 * (2 + 1 + 1 + 1) + 2 * 2 * 256
+    assert activation_bytes(few, 10, 0, torch.bfloat16) == 2 * 10 * (2 * 2048 + held)
+
+
 def test_pages_that_are_numbers_alone_are_not_without_bound() -> None:
     """Of all of them the host would hold the ids, once enough has run."""
     states = [FixedState(((4, 4),), (None,))] * 28

@@ -5,20 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma3TextConfig, GptOssConfig
+from transformers import Gemma3TextConfig, GptOssConfig, Qwen3NextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
 from strata.kernels.activation.gelu_mul import gelu_mul
 from strata.kernels.activation.scale import scale, softcap
+from strata.kernels.activation.sigmoid_gate import sigmoid_gate
 from strata.kernels.moe.biased_experts import biased_experts, by_library
 from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
 from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.op import Operation
+from strata.kernels.recurrent.deinterleave import deinterleave
 from strata.kernels.rotary.partial_rope import partial_rope
 from strata.kernels.rotary.rope import rope_angles
 
@@ -104,6 +107,30 @@ def test_partial_rope_rotates_like_transformers() -> None:
         assert torch.equal(found[..., 6:], x[..., 6:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+@pytest.mark.parametrize("width", [1, 65])
+def test_sigmoid_gates_let_through_what_a_wide_sigmoid_does(width: int, dtype: torch.dtype) -> None:
+    """A gate of each column, as a part of a wider product has it, or one for all; within a rounding of either step."""
+    x, gate = torch.randn(9, 65).to(dtype), torch.randn(9, 3 * width).to(dtype)[:, width : 2 * width]
+    wanted = x.double() / (1 + (-gate.double()).exp())
+    for found in (sigmoid_gate(x, gate), sigmoid_gate.bind("cpu", deterministic=True)(x, gate)):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), wanted, rtol=3 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("heads", [3, 6])
+def test_columns_are_brought_together_as_transformers_does(heads: int) -> None:
+    sizes = {"linear_num_key_heads": 3, "linear_num_value_heads": heads, "linear_key_head_dim": 5}
+    theirs = Qwen3NextGatedDeltaNet(Qwen3NextConfig(hidden_size=8, linear_value_head_dim=7, **sizes), 0)
+    products, gates = torch.randn(2, 4, 2 * 15 + 2 * 7 * heads), torch.randn(2, 4, 2 * heads)
+    q, k, v, z, b, a = theirs.fix_query_key_value_ordering(products, gates)
+    served = heads // 3
+    parts = deinterleave(products.flatten(0, 1).unflatten(-1, (3, -1)), (5, 5, 7 * served, 7 * served))
+    assert torch.equal(parts, torch.cat([one.flatten(2) for one in (q, k, v, z)], -1).flatten(0, 1))
+    parts = deinterleave(gates.flatten(0, 1).unflatten(-1, (3, -1)), (served, served))
+    assert torch.equal(parts, torch.cat((b, a), -1).flatten(0, 1))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [16, 255, 1003])
 def test_rows_have_the_same_bits_in_any_company(width: int, dtype: torch.dtype) -> None:
@@ -117,6 +144,9 @@ def test_rows_have_the_same_bits_in_any_company(width: int, dtype: torch.dtype) 
     assert_rows_stand_alone(lambda rows: capped(x[rows], 3.0))
     bounded = clamped_swiglu.bind("cpu", deterministic=True)
     assert_rows_stand_alone(lambda rows: bounded(x[rows], up[rows], CLAMP))
+    opened = sigmoid_gate.bind("cpu", deterministic=True)
+    assert_rows_stand_alone(lambda rows: opened(x[rows], up[rows]))
+    assert_rows_stand_alone(lambda rows: opened(x[rows], up[rows, :1]))
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
@@ -130,6 +160,9 @@ def test_gradients_are_those_of_finite_differences() -> None:
     )
     assert torch.autograd.gradcheck(gelu_mul, (some(3, 5), some(3, 5)))
     assert torch.autograd.gradcheck(lambda gate, up: clamped_swiglu(gate, up, CLAMP), (some(3, 5), some(3, 5)))
+    assert torch.autograd.gradcheck(sigmoid_gate, (some(3, 5), some(3, 5)))
+    assert torch.autograd.gradcheck(sigmoid_gate, (some(3, 5), some(3, 1)))
+    assert torch.autograd.gradcheck(lambda x: deinterleave(x, (1, 3)), (some(3, 2, 4),))
     assert torch.autograd.gradcheck(lambda x: softcap(scale(x, 3.0), 2.0), (some(3, 5),))
     assert torch.autograd.gradcheck(lambda x: partial_rope(x, *angles), (some(3, 2, 6),))
 
@@ -166,6 +199,9 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             ),
         ),
         (scale, (meta(7, 64), 8.0), Cost(7 * 64, 896, 896)),
+        (sigmoid_gate, (meta(7, 4, 16), meta(7, 4, 16)), Cost(7 * 64 * 5, 2 * 896, 896)),
+        (sigmoid_gate, (meta(7, 64), meta(7, 1)), Cost(7 * 64 + 7 * 4, 896 + 14, 896)),
+        (deinterleave, (meta(7, 4, 16), (5, 11)), Cost(0, 896, 896)),
         # Eight of 16 dimensions are rotated, by eight angles a token.
         (
             partial_rope,

@@ -53,6 +53,8 @@ ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "scale": ((X,), (3.0,)),
     "softcap": ((X,), (2.0,)),
     "times": ((X,), (0.22,)),
+    "sigmoid_gate": ((X, X[:, :1] + 1), ()),
+    "deinterleave": ((some(ROWS, 3, WIDTH),), ((5, 4, 7),)),
     "wide_linear": ((X,), (WEIGHT,)),
     "route": ((some(ROWS, 4),), (None, 2, True)),
     "experts": ((X, some(ROWS, 2), CHOSEN), (some(4, 8, WIDTH), some(4, WIDTH, 4))),

@@ -125,6 +125,76 @@ RECURRENT_CONFIGS |= {
 }
 
 
+def _qwen3_next(vocab: int, hidden: int, layers: int, **own: Any) -> Config:
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": layers}
+    named = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
+    return named | {"num_experts_per_tok": 2, "max_position_embeddings": 4096} | sizes | own
+
+
+RECURRENT_CONFIGS |= {
+    "qwen3-next": _qwen3_next(
+        97,
+        24,
+        2,
+        full_attention_interval=2,
+        intermediate_size=31,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_key_head_dim=10,
+        linear_num_value_heads=4,
+        linear_value_head_dim=8,
+        linear_conv_kernel_dim=4,
+        num_experts=6,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=20,
+        rope_theta=10000000.0,
+    ),
+    "qwen3-next-dense-layers-tied": _qwen3_next(
+        61,
+        28,
+        3,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        decoder_sparse_step=2,
+        mlp_only_layers=[2],
+        intermediate_size=23,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=20,
+        linear_num_key_heads=1,
+        linear_key_head_dim=6,
+        linear_num_value_heads=3,
+        linear_value_head_dim=14,
+        linear_conv_kernel_dim=3,
+        num_experts=5,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=7,
+        norm_topk_prob=False,
+        attention_bias=True,
+        rms_norm_eps=1e-4,
+        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+        tie_word_embeddings=True,
+    ),
+    "qwen3-next-recurrent-only": _qwen3_next(
+        53,
+        20,
+        1,
+        intermediate_size=24,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        linear_num_key_heads=3,
+        linear_key_head_dim=5,
+        linear_num_value_heads=3,
+        linear_value_head_dim=9,
+        linear_conv_kernel_dim=2,
+        num_experts=4,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=4,
+    ),
+}
+
+
 class HandStates:
     """Fixed states of a few sequences, in rows that go backwards and that nobody has filled, and pages of layers that
     attend."""

@@ -36,6 +36,7 @@ MODEL_TYPES = {
     "GptOssForCausalLM": "gpt_oss",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Qwen3NextForCausalLM": "qwen3_next",
 }
 # What transformers has no usable default for: of V3 it says 128 KV heads, whatever the number of heads.
 NEEDED: Config = {

@@ -13,6 +13,7 @@ from strata.bench.kernels.case import BF16_BYTES, EPS, FP32_BYTES, Case, Scalabl
 from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
 from strata.kernels.activation.gelu_mul import gelu_mul
 from strata.kernels.activation.scale import scale, softcap, times
+from strata.kernels.activation.sigmoid_gate import sigmoid_gate
 from strata.kernels.linear.wide_linear import wide_linear
 from strata.kernels.moe.biased_experts import biased_experts
 from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
@@ -29,7 +30,8 @@ _CLAMP, _BIASED_EXPERTS, _PER_TOKEN, _EXPERT_WIDTH = Clamp(1.702, 7.0), 32, 4, 2
 
 def family_cases(config: ModelConfig) -> Iterator[Scalable]:
     """gpt-oss's experts and their activation, Gemma's and OLMo's norms, Gemma's gating, embedding and logits, Granite's
-    residuals, Phi's and GLM's rotation, GLM's router, and what ranks do of OLMo's norm of whole queries."""
+    residuals, Qwen3-Next's gates, Phi's and GLM's rotation, GLM's router, and what ranks do of OLMo's norm of whole
+    queries."""
     hidden, inner, heads, dim = config.hidden_size, config.intermediate_size, config.num_heads, config.head_dim
 
     def norm(rows: int) -> Case:
@@ -71,6 +73,9 @@ def family_cases(config: ModelConfig) -> Iterator[Scalable]:
     def multiplying(rows: int) -> Case:
         return case_of(times, f"{hidden}", rows, lambda: (randn(rows, hidden), 0.22))
 
+    def opening(rows: int) -> Case:
+        return case_of(sigmoid_gate, f"{hidden}", rows, lambda: (randn(rows, hidden), randn(rows, hidden)))
+
     def capping(rows: int) -> Case:
         return case_of(softcap, f"{hidden}", rows, lambda: (randn(rows, hidden), _CAP))
 
@@ -93,6 +98,7 @@ def family_cases(config: ModelConfig) -> Iterator[Scalable]:
 
     for both_ways in (norm, divided, scaling, multiplying, capping):
         yield both_ways, 2 * hidden * BF16_BYTES
+    yield opening, 3 * hidden * BF16_BYTES
     yield squares, hidden * BF16_BYTES
     yield gating, 3 * inner * BF16_BYTES
     yield ends, 2 * heads * dim * BF16_BYTES

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from strata.bench.kernels.case import EPS, Case, randn
 from strata.hardware.roofline import Workload
+from strata.kernels.recurrent.deinterleave import deinterleave
 from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.recurrent.gated_norm import gated_rms_norm
 from strata.kernels.recurrent.short_convolution import short_convolution
@@ -56,6 +57,9 @@ def _layer(inner: int, heads: int, channels: int, new: tuple[int, ...], total: t
         gates = randn(rows, 2 * pairs), randn(rows, 2 * pairs), randn(2 * pairs), randn(2 * pairs)
         return *given, *gates, batch, 0
 
+    def columns() -> tuple[Any, ...]:
+        return randn(rows, pairs, 6 * _STATE), (_STATE, _STATE, 2 * _STATE, 2 * _STATE)
+
     def norm() -> tuple[Any, ...]:
         return randn(rows, inner), randn(rows, inner), randn(inner), EPS, inner, True
 
@@ -63,6 +67,7 @@ def _layer(inner: int, heads: int, channels: int, new: tuple[int, ...], total: t
     yield Case(short_convolution, f"{kind} {channels} by {_WIDTH}", rows, convolution, workload)
     yield Case(state_space, f"{kind} {heads}x{_HEAD} by {_STATE}", rows, scan, workload)
     yield Case(gated_delta, f"{kind} {pairs}/{2 * pairs}x{_STATE}x{_STATE}", rows, delta, workload)
+    yield Case(deinterleave, f"{pairs}x{6 * _STATE}", rows, columns, workload)
     yield Case(gated_rms_norm, f"{inner}", rows, norm, workload)
 
 

@@ -17,6 +17,7 @@ from strata.models.experts import SparseMLP
 from strata.models.family.mamba2 import StateSpace, kept_by
 from strata.models.family.smollm3 import SmolLM3
 from strata.models.layers import MLP, CausalLM, RMSNorm
+from strata.models.recurrence.state_space_config import StateSpaceConfig
 from strata.models.state import LayerState, PagedRows
 
 
@@ -28,7 +29,7 @@ class GraniteLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         space = config.recurrence
-        assert space is not None
+        assert isinstance(space, StateSpaceConfig)
         assert config.multipliers is not None
         self.residual = config.multipliers.residual
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)

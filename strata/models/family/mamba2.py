@@ -17,6 +17,7 @@ from strata.kernels.recurrent.short_convolution import short_convolution
 from strata.kernels.recurrent.state_space import StateSpaceSpec, state_space
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
+from strata.models.family_config import RecurrenceConfig
 from strata.models.layers import CausalLM, Linear, RMSNorm
 from strata.models.recurrence.state_space_config import StateSpaceConfig
 from strata.models.state import FixedState, LayerState
@@ -41,14 +42,15 @@ class ShortConvolution(nn.Module):
 
 
 class GatedRMSNorm(RMSNorm):
-    """Of what a gate has let through, over groups of `group_size` columns."""
+    """Of what a gate has let through (gate_first), or what a gate lets through of it, over groups of `group_size`
+    columns."""
 
-    def __init__(self, size: int, eps: float, group_size: int) -> None:
+    def __init__(self, size: int, eps: float, group_size: int, *, gate_first: bool = True) -> None:
         super().__init__(size, eps)
-        self.group_size = group_size
+        self.group_size, self.gate_first = group_size, gate_first
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        return gated_rms_norm(x, gate, self.weight, self.eps, self.group_size, True)
+        return gated_rms_norm(x, gate, self.weight, self.eps, self.group_size, self.gate_first)
 
 
 class StateSpace(nn.Module):
@@ -87,9 +89,9 @@ class StateSpace(nn.Module):
         return self.out_proj(self.norm(mixed.flatten(-2), gate))
 
 
-def kept_by(config: StateSpaceConfig | None) -> FixedState:
+def kept_by(config: RecurrenceConfig | None) -> FixedState:
     """What a layer's convolution and its state space keep of a sequence."""
-    assert config is not None
+    assert isinstance(config, StateSpaceConfig)
     tail, state = (config.conv_size, config.width - 1), (config.heads, config.head_dim, config.state_size)
     return FixedState((tail, state), (None, torch.float32))
 
@@ -108,7 +110,7 @@ class Mamba2Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        assert config.recurrence is not None
+        assert isinstance(config.recurrence, StateSpaceConfig)
         # Sums stay wide once they are.
         self.widens = config.recurrence.wide_residual and layer == 0
         self.norm = NarrowingNorm(config.hidden_size, config.norm_eps)

@@ -95,7 +95,7 @@ def granite_experts_fields(experts: ExpertsConfig) -> dict[str, Any]:
 def granite_hybrid_fields(config: ModelConfig) -> dict[str, Any]:
     """What `read_granite_hybrid` reads, and `read_multipliers`."""
     space, by = config.recurrence, config.multipliers
-    assert space is not None
+    assert isinstance(space, StateSpaceConfig)
     assert by is not None
     return {
         "layer_types": ["linear_attention" if recurrent else "full_attention" for recurrent in space.layers],

@@ -110,7 +110,7 @@ def read_limits(fields: Fields) -> tuple[float, float]:
 def mamba2_fields(config: ModelConfig) -> dict[str, Any]:
     """What `read_mamba2` reads."""
     space = config.recurrence
-    assert space is not None
+    assert isinstance(space, StateSpaceConfig)
     return {
         "expand": space.inner_size // config.hidden_size,
         "num_heads": space.heads,

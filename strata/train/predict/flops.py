@@ -83,7 +83,7 @@ def _attention_elements(config: ModelConfig) -> int:
     """Of the projections of a layer; latents are expanded to keys and values of each head."""
     hidden, queries, latent = config.hidden_size, config.num_heads * config.head_dim, config.latent
     if latent is None:
-        return hidden * (2 * queries + 2 * config.num_kv_heads * config.head_dim)
+        return hidden * ((2 + config.has_query_gates) * queries + 2 * config.num_kv_heads * config.head_dim)
     made = hidden * queries if latent.query_rank is None else latent.query_rank * (hidden + queries)
     each = latent.rank * (latent.nope + latent.value) + latent.value * hidden
     return made + hidden * latent.width + config.num_heads * each

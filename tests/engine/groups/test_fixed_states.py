@@ -134,7 +134,7 @@ def test_ranks_that_divide_layers_or_prompts_are_refused_before_weights_are_read
             engine(folder, **asked)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "granite-hybrid", "granite-hybrid-experts"])
+@pytest.mark.parametrize("name", ["mamba2", "granite-hybrid", "granite-hybrid-experts", "qwen3-next"])
 def test_families(name: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / name, RECURRENT_CONFIGS[name])
     llm = engine(folder, load_format="auto", max_model_len=256, num_pages=24)

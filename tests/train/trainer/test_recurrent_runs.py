@@ -21,7 +21,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return write_files(tmp_path_factory.mktemp("files"))
 
 
-@pytest.mark.parametrize("name", ["mamba2", "granite-hybrid-experts"])
+@pytest.mark.parametrize("name", ["mamba2", "granite-hybrid-experts", "qwen3-next"])
 def test_losses_fall(name: str, files: Files, tmp_path: Path) -> None:
     table = files.table(tmp_path / "out", run={"steps": 8, "checkpoint_every": 8})
     table["model"] = {key: value for key, value in RECURRENT_CONFIGS[name].items() if key != "vocab_size"}
