@@ -31,9 +31,7 @@ _MAX_TOKENS, _MAX_SEQUENCES = 10**8, 10**5
 def graph(
     model: Annotated[
         str,
-        typer.Argument(
-            help="Checkpoint folder, org/model, config.json, builtin, or a shape (0.6B, 1B, 8B, 70B, 30B-A3B)."
-        ),
+        typer.Argument(help=f"Checkpoint folder, org/model, config.json, builtin, or a shape ({options.SHAPE_NAMES})."),
     ],
     tokens: Annotated[int, typer.Option(min=1, max=_MAX_TOKENS, help="New tokens of each sequence in this step.")] = 1,
     context: Annotated[

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from strata.models.shapes import SHAPES
+
+SHAPE_NAMES = ", ".join(SHAPES)
 # Under a heading of their own in `--help`.
 engine_option = partial(typer.Option, rich_help_panel="Engine")
 sampling_option = partial(typer.Option, rich_help_panel="Sampling")

@@ -28,9 +28,7 @@ _FAILURE = re.compile(r"(\d+)@(\d+(?:\.\d+)?)(?::(\d+(?:\.\d+)?))?", re.ASCII)
 def simulate(
     model: Annotated[
         str,
-        typer.Argument(
-            help="Checkpoint folder, org/model, config.json, builtin, or a shape (0.6B, 1B, 8B, 70B, 30B-A3B)."
-        ),
+        typer.Argument(help=f"Checkpoint folder, org/model, config.json, builtin, or a shape ({options.SHAPE_NAMES})."),
     ],
     dataset: Annotated[
         str,

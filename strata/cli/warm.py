@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def warm(
     model: Annotated[
-        str, typer.Argument(help="Checkpoint folder, org/model, builtin, or a shape: 0.6B, 1B, 8B, 70B, 30B-A3B.")
+        str, typer.Argument(help=f"Checkpoint folder, org/model, builtin, or a shape: {options.SHAPE_NAMES}.")
     ],
     on: Annotated[
         str, typer.Option("--device", help="Whose kernels: auto, cuda:N, or a name (h200), which need not be here.")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StateShape
@@ -32,6 +32,7 @@ from strata.models.joined import join_parameters
 from strata.models.layers import CausalLM
 from strata.models.recurrence.state_space_config import StateSpaceConfig
 from strata.models.save import save
+from strata.models.shapes import SHAPES
 from strata.models.weights import load
 from strata.parallel.layout import Layout
 from strata.parallel.serving_shard import RankShard
@@ -154,6 +155,19 @@ def test_fields_of_published_granites_without_effect_are_read() -> None:
     values = RECURRENT_CONFIGS["granite-hybrid"]
     more = {"init_method": "mup", "initializer_range": 0.1, "normalization_function": "rmsnorm", "rope_scaling": None}
     assert config_from_dict(values | more) == config_from_dict(values)
+
+
+def test_the_shape_of_a_published_granite() -> None:
+    """7B in all, as https://huggingface.co/ibm-granite/granite-4.0-h-tiny says (2025-10)."""
+    experts, shared, router = 64 * 3 * 1536 * 512, 3 * 1536 * 1024, 64 * 1536
+    space = 1536 * (2 * 3072 + 2 * 128 + 48) + 3072 * 1536 + (3072 + 2 * 128) * (4 + 1) + 3 * 48 + 3072
+    attention = 1536 * (2 * 12 + 2 * 4) * 128
+    by_hand = 40 * (experts + shared + router + 2 * 1536) + 36 * space + 4 * attention + 100352 * 1536 + 1536
+    with torch.device("meta"):
+        model = build(config_from_dict(SHAPES["granite-4.0-h-tiny"]), 64)
+        oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES["granite-4.0-h-tiny"]))
+    assert by_hand == sum(p.numel() for p in model.parameters()) == oracle.num_parameters()
+    assert by_hand == pytest.approx(6.94e9, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from strata.cli import options
 Model = Annotated[
     str,
     typer.Option(
-        help="A shape (0.6B, 1B, 8B, 70B, 30B-A3B) with random weights, a checkpoint folder, org/model of the Hugging "
+        help=f"A shape ({options.SHAPE_NAMES}) with random weights, a checkpoint folder, org/model of the Hugging "
         "Face cache, or builtin."
     ),
 ]

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from strata.bench.result import report, writable
+from strata.cli import options
 from strata.cli.bench.options import AsJson, Save
 from strata.cli.ending import explanation
 from strata.models.folder import folder_shape_or_file
@@ -19,7 +20,7 @@ def train(
     shape: Annotated[
         str,
         typer.Option(
-            "--shape", "--model", help="A shape (0.6B, 1B, 8B, 70B, 30B-A3B) or a config.json; the weights are random."
+            "--shape", "--model", help=f"A shape ({options.SHAPE_NAMES}) or a config.json; the weights are random."
         ),
     ] = "1B",
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a pack.")] = 2,
