@@ -48,6 +48,7 @@ from strata.kernels.moe.combine import combine
 from strata.kernels.moe.count import count_choices
 from strata.kernels.moe.grouped import grouped_product
 from strata.kernels.moe.held_order import held_order
+from strata.kernels.moe.route import SOFTMAX, Choice, route
 from strata.kernels.norm import norm_grad  # noqa: F401  registers what is run
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.norm.received import received_rms_norm
@@ -316,6 +317,8 @@ def _products() -> Iterator[Call]:
     for dtype, taken in ((torch.float16, 128), (torch.float32, 100)):
         operands = randn(70, taken).to(dtype), randn(len(ends), 96, taken).to(dtype), ends
         yield f"grouped_product {_shapes(operands)}", partial(grouped_product, *operands)
+    for choice in (SOFTMAX, Choice("sigmoid", 5, 2, "top2")):
+        yield own(route, randn(70, 15), randn(15).float(), 4, True, choice)
     chosen, turns = torch.randint(6, (70, 2)), torch.randint(8, (6, 4), dtype=torch.int32)
     yield own(count_choices, chosen, torch.arange(70, dtype=torch.int32) - 1, torch.zeros(2, 6, dtype=torch.int64), 1)
     for placement in (None, turns):

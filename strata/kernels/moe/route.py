@@ -13,7 +13,10 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
+from strata.kernels.grid_sizes import next_power_of_2
+from strata.kernels.moe.route_triton import MOST_EXPERTS, MOST_PER_TOKEN, route_kernel, routed
 from strata.kernels.op import operation
+from strata.kernels.triton_import import HAS_TRITON
 
 _INDEX_BYTES = 8
 
@@ -112,7 +115,43 @@ def _within_groups(scores: Tensor, choice: Choice) -> Tensor:
     return within
 
 
+def _fits(logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool, choice: Choice = SOFTMAX) -> bool:
+    count = logits.shape[1]
+    groups = choice.groups
+    # Powers of two hold the groups and the experts of one; two are added up only where there are two.
+    lanes = next_power_of_2(groups) * next_power_of_2(count // groups)
+    is_divided = groups == 1 or (count % groups == 0 and count // groups >= (2 if choice.group_score == "top2" else 1))
+    return (
+        logits.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and logits.stride(1) == 1
+        and (bias is None or (bias.dtype == torch.float32 and bias.is_contiguous()))
+        and 1 <= per_token <= min(count, MOST_PER_TOKEN)
+        and lanes <= MOST_EXPERTS
+        and is_divided
+        and choice.kept <= groups
+    )
+
+
+def in_one_launch(
+    logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool, choice: Choice = SOFTMAX
+) -> tuple[Tensor, Tensor]:
+    """By a kernel of our own; of equal scores the expert of the lower number comes first."""
+    return routed(
+        logits,
+        bias,
+        per_token,
+        normalized,
+        sigmoid=choice.scoring == "sigmoid",
+        groups=choice.groups,
+        kept=choice.kept,
+        top2=choice.group_score == "top2",
+        scale=choice.scale,
+    )
+
+
 route.implement("torch", "cpu", differentiable=True)(route.reference)
+if HAS_TRITON:
+    route.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(route_kernel,))(in_one_launch)
 route.implement("torch", "cuda", invariant=True, differentiable=True)(route.reference)
 
 

@@ -1,0 +1,18 @@
+"""The Triton kernels of routing compute what their references do, in Triton's interpreter, which needs no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def test_kernels_equal_their_references() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.kernels.moe.interpreted"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "equal\n"
