@@ -35,10 +35,13 @@ def _direction(x, eps, factor, AXIS: tl.constexpr):
     return wide * (tl.rsqrt(tl.sum(wide * wide, AXIS, keep_dims=True) + eps) * factor)
 
 
-_UNSPECIALIZED = ("slots", "offsets", "positions")
+# The recurrence is one binary for all batches, with states or without, of rows at any address: another one could lay
+# the state out in another way among threads and add up in another order.
+_UNSPECIALIZED = ("slots", "offsets", "positions", "keeps")
+_ROWS = ("q", "k", "v", "a", "b", "q_stride", "k_stride", "v_stride", "a_stride", "b_stride")
 
 
-@partial(jit, unspecialized=_UNSPECIALIZED)
+@partial(jit, unspecialized=(*_UNSPECIALIZED, *_ROWS))
 def gated_delta_kernel(
     q,
     k,
@@ -63,7 +66,7 @@ def gated_delta_kernel(
     b_stride,
     eps,
     factor,
-    KEEPS: tl.constexpr,
+    keeps,
     KEY_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -77,14 +80,11 @@ def gated_delta_kernel(
         place = tl.arange(0, KEY_DIM)
         held, inside = column < value_dim, place < key_dim
         both = inside[:, None] & held[None, :]
-        state = tl.zeros([KEY_DIM, COLUMNS], tl.float32)
-        kept = states
-        if KEEPS:
-            slot = tl.load(slots + sequence).to(tl.int64)
-            kept = states + (slot * heads + head) * key_dim * value_dim
-            kept += place[:, None] * value_dim + column[None, :]
-            is_old = tl.load(positions + start) != 0
-            state = tl.load(kept, mask=both & is_old, other=0.0)
+        slot = tl.load(slots + sequence).to(tl.int64)
+        kept = states + (slot * heads + head) * key_dim * value_dim
+        kept += place[:, None] * value_dim + column[None, :]
+        is_old = (keeps != 0) & (tl.load(positions + start) != 0)
+        state = tl.load(kept, mask=both & is_old, other=0.0)
         rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
         bias = tl.load(dt_bias + head).to(tl.float32)
         group = head // shared * key_dim
@@ -101,8 +101,7 @@ def gated_delta_kernel(
             found = tl.sum(state * query[:, None], 0)
             target = result + (token * heads + head) * value_dim + column
             tl.store(target, found.to(result.dtype.element_ty), mask=held)
-        if KEEPS:
-            tl.store(kept, state, mask=both)
+        tl.store(kept, state, mask=both & (keeps != 0))
 
 
 @partial(jit, unspecialized=_UNSPECIALIZED)
@@ -130,7 +129,7 @@ def gated_delta_chunks_kernel(
     b_stride,
     eps,
     factor,
-    KEEPS: tl.constexpr,
+    keeps,
     KEY_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -146,14 +145,11 @@ def gated_delta_chunks_kernel(
         place = tl.arange(0, KEY_DIM)
         held, inside = column < value_dim, place < key_dim
         both = inside[:, None] & held[None, :]
-        state = tl.zeros([KEY_DIM, COLUMNS], tl.float32)
-        kept = states
-        if KEEPS:
-            slot = tl.load(slots + sequence).to(tl.int64)
-            kept = states + (slot * heads + head) * key_dim * value_dim
-            kept += place[:, None] * value_dim + column[None, :]
-            is_old = tl.load(positions + start) != 0
-            state = tl.load(kept, mask=both & is_old, other=0.0)
+        slot = tl.load(slots + sequence).to(tl.int64)
+        kept = states + (slot * heads + head) * key_dim * value_dim
+        kept += place[:, None] * value_dim + column[None, :]
+        is_old = (keeps != 0) & (tl.load(positions + start) != 0)
+        state = tl.load(kept, mask=both & is_old, other=0.0)
         rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
         bias = tl.load(dt_bias + head).to(tl.float32)
         group = head // shared * key_dim
@@ -195,8 +191,7 @@ def gated_delta_chunks_kernel(
             tl.store(target, found.to(result.dtype.element_ty), mask=exists[:, None] & held[None, :])
             left = keys * tl.exp(whole - decay)[:, None]
             state = tl.dot(tl.trans(left), put, state * tl.exp(whole), input_precision=PRECISION)
-        if KEEPS:
-            tl.store(kept, state, mask=both)
+        tl.store(kept, state, mask=both & (keeps != 0))
 
 
 # Fewer new tokens than this of the longest sequence go through the recurrence.
@@ -252,8 +247,10 @@ def launch(
     result = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not result.numel():
         return result
-    keeps = batch.states is not None
-    kept, slots = (batch.states.tensors[layer][STATE], batch.states.slots) if batch.states is not None else (v, v)
+    states = batch.states
+    kept, slots = v.new_empty(0, dtype=torch.float32), batch.offsets  # no row is touched where nothing is kept
+    if states is not None:
+        kept, slots = states.tensors[layer][STATE], states.slots
     tile: dict[str, Any] = _tile(key_dim, value_dim, chunks)
     grid = (batch.offsets.shape[0] - 1, heads, ceil_div(value_dim, tile["COLUMNS"]))
     if chunks:
@@ -282,7 +279,7 @@ def launch(
         b.stride(0),
         LENGTH_EPS,
         key_dim**-0.5,
-        KEEPS=keeps,
+        int(states is not None),
         **tile,
         num_warps=4,
     )
@@ -297,13 +294,14 @@ def compile_cases() -> list[CompileCase]:
             "*fp32:16": "states",
             "*i32": "slots offsets positions",
             "i32:16": "heads key_dim value_dim q_stride k_stride v_stride a_stride b_stride",
-            "i32": "shared",
+            "i32": "shared keeps",
             "fp32": "eps factor",
         }
     )
-    steps = {"KEEPS": True, **_tile(128, 128, False)}
-    chunks = {"KEEPS": True, **_tile(128, 128, True), "CHUNK": _CHUNK, "PRECISION": "tf32"}
+    any_rows = signature | by_type({"*bf16": "q k v a b", "i32": "q_stride k_stride v_stride a_stride b_stride"})
+    steps = _tile(128, 128, False)
+    chunks = {**_tile(128, 128, True), "CHUNK": _CHUNK, "PRECISION": "tf32"}
     return [
-        CompileCase("gated_delta", gated_delta_kernel, signature, steps, 4, 2),
+        CompileCase("gated_delta", gated_delta_kernel, any_rows, steps, 4, 2),
         CompileCase("gated_delta in chunks", gated_delta_chunks_kernel, signature, chunks, 4, 2, ("mma",)),
     ]

@@ -30,10 +30,13 @@ def _time_step(dt, bias, least, most):
     return tl.minimum(tl.maximum(soft, least), most)
 
 
-_UNSPECIALIZED = ("slots", "offsets", "positions")
+# The recurrence is one binary for all batches, with states or without, of rows at any address: another one could lay
+# the state out in another way among threads and add up in another order.
+_UNSPECIALIZED = ("slots", "offsets", "positions", "keeps")
+_ROWS = ("x", "dt", "b", "c", "x_stride", "dt_stride", "b_stride", "c_stride")
 
 
-@partial(jit, unspecialized=_UNSPECIALIZED)
+@partial(jit, unspecialized=(*_UNSPECIALIZED, *_ROWS))
 def state_space_kernel(
     x,
     dt,
@@ -57,7 +60,7 @@ def state_space_kernel(
     c_stride,
     least,
     most,
-    KEEPS: tl.constexpr,
+    keeps,
     COLUMNS: tl.constexpr,
     STATE_SIZE: tl.constexpr,
 ):
@@ -71,14 +74,11 @@ def state_space_kernel(
         place = tl.arange(0, STATE_SIZE)
         held, inside = column < head_dim, place < state_size
         both = held[:, None] & inside[None, :]
-        state = tl.zeros([COLUMNS, STATE_SIZE], tl.float32)
-        kept = states
-        if KEEPS:
-            slot = tl.load(slots + sequence).to(tl.int64)
-            kept = states + (slot * heads + head) * head_dim * state_size
-            kept += column[:, None] * state_size + place[None, :]
-            is_old = tl.load(positions + start) != 0
-            state = tl.load(kept, mask=both & is_old, other=0.0)
+        slot = tl.load(slots + sequence).to(tl.int64)
+        kept = states + (slot * heads + head) * head_dim * state_size
+        kept += column[:, None] * state_size + place[None, :]
+        is_old = (keeps != 0) & (tl.load(positions + start) != 0)
+        state = tl.load(kept, mask=both & is_old, other=0.0)
         rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
         bias = tl.load(dt_bias + head).to(tl.float32)
         factor = tl.load(skip + head).to(tl.float32)
@@ -92,8 +92,7 @@ def state_space_kernel(
             found = tl.sum(state * query[None, :], 1) + factor * value
             target = result + (token * heads + head) * head_dim + column
             tl.store(target, found.to(result.dtype.element_ty), mask=held)
-        if KEEPS:
-            tl.store(kept, state, mask=both)
+        tl.store(kept, state, mask=both & (keeps != 0))
 
 
 @partial(jit, unspecialized=_UNSPECIALIZED)
@@ -120,7 +119,7 @@ def state_space_chunks_kernel(
     c_stride,
     least,
     most,
-    KEEPS: tl.constexpr,
+    keeps,
     COLUMNS: tl.constexpr,
     STATE_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -136,14 +135,11 @@ def state_space_chunks_kernel(
         place = tl.arange(0, STATE_SIZE)
         held, inside = column < head_dim, place < state_size
         both = held[:, None] & inside[None, :]
-        state = tl.zeros([COLUMNS, STATE_SIZE], tl.float32)
-        kept = states
-        if KEEPS:
-            slot = tl.load(slots + sequence).to(tl.int64)
-            kept = states + (slot * heads + head) * head_dim * state_size
-            kept += column[:, None] * state_size + place[None, :]
-            is_old = tl.load(positions + start) != 0
-            state = tl.load(kept, mask=both & is_old, other=0.0)
+        slot = tl.load(slots + sequence).to(tl.int64)
+        kept = states + (slot * heads + head) * head_dim * state_size
+        kept += column[:, None] * state_size + place[None, :]
+        is_old = (keeps != 0) & (tl.load(positions + start) != 0)
+        state = tl.load(kept, mask=both & is_old, other=0.0)
         rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
         bias = tl.load(dt_bias + head).to(tl.float32)
         factor = tl.load(skip + head).to(tl.float32)
@@ -178,8 +174,7 @@ def state_space_chunks_kernel(
             left = wide * (tl.exp(whole - decay) * step)[:, None]
             state = state * tl.exp(whole)
             state = tl.dot(tl.trans(left), keys.to(tl.float32), state, input_precision=PRECISION)
-        if KEEPS:
-            tl.store(kept, state, mask=both)
+        tl.store(kept, state, mask=both & (keeps != 0))
 
 
 # Fewer new tokens than this of the longest sequence go through the recurrence.
@@ -235,8 +230,10 @@ def launch(
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not tokens:
         return result
-    keeps = batch.states is not None
-    kept, slots = (batch.states.tensors[spec.layer][STATE], batch.states.slots) if batch.states is not None else (x, x)
+    states = batch.states
+    kept, slots = x.new_empty(0, dtype=torch.float32), batch.offsets  # no row is touched where nothing is kept
+    if states is not None:
+        kept, slots = states.tensors[spec.layer][STATE], states.slots
     tile: dict[str, Any] = _tile(head_dim, state_size, chunks)
     grid = (batch.offsets.shape[0] - 1, heads, ceil_div(head_dim, tile["COLUMNS"]))
     if chunks:
@@ -264,7 +261,7 @@ def launch(
         c.stride(0),
         spec.least,
         spec.most,
-        KEEPS=keeps,
+        int(states is not None),
         **tile,
         num_warps=4,
     )
@@ -279,12 +276,14 @@ def compile_cases() -> list[CompileCase]:
             "*fp32:16": "states",
             "*i32": "slots offsets positions",
             "i32:16": "heads head_dim state_size shared x_stride dt_stride b_stride c_stride",
+            "i32": "keeps",
             "fp32": "least most",
         }
     )
-    steps = {"KEEPS": True, **_tile(64, 128, False)}
-    chunks = {"KEEPS": True, **_tile(64, 128, True), "CHUNK": _CHUNK, "PRECISION": "tf32"}
+    any_rows = signature | by_type({"*bf16": "x dt b c", "i32": "x_stride dt_stride b_stride c_stride"})
+    steps = _tile(64, 128, False)
+    chunks = {**_tile(64, 128, True), "CHUNK": _CHUNK, "PRECISION": "tf32"}
     return [
-        CompileCase("state_space", state_space_kernel, signature, steps, 4, 2),
+        CompileCase("state_space", state_space_kernel, any_rows, steps, 4, 2),
         CompileCase("state_space in chunks", state_space_chunks_kernel, signature, chunks, 4, 2, ("mma",)),
     ]
