@@ -59,6 +59,7 @@ def graph(
     Example, a decode step: strata graph 8B --context 1000 --sequences 32
     """
     from strata.comm.symmetric import imagined
+    from strata.engine.engine_config import EngineConfig, check_states
     from strata.engine.ranks.token_division import CONTEXT_AXIS
     from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
     from strata.plan.meta_model import find_config, meta_model
@@ -74,6 +75,7 @@ def graph(
         raise ValueError(f"--prefill-context-parallel-size does not go together with {other}; leave out one of them")
     if stage >= stages:
         raise ValueError(f"--stage {stage} of --pipeline-parallel-size {stages}: stages count from 0 to {stages - 1}")
+    check_states(EngineConfig(model, pipeline_parallel_size=stages, prefill_context_parallel_size=parts), config)
     if size * stages > 1:
         axis = imagined(TENSOR_AXIS, size) if size > 1 else None
         by = {"expert_parallel": enable_expert_parallel, "own_tokens": enable_dp_attention}

@@ -239,6 +239,9 @@ def test_ranks_that_cannot_share_a_model_or_have_no_link() -> None:
         run("8B", "--prefill-context-parallel-size", 2, "--pipeline-parallel-size", 2)
     with pytest.raises(ValueError, match="make that 2 or more"):
         run("30B-A3B", "--enable-expert-parallel")
+    for option in ("--prefill-context-parallel-size", "--pipeline-parallel-size"):
+        with pytest.raises(ValueError, match="layers keep a state of fixed size: leave it out"):
+            run("80B-A3B", option, 2)
 
 
 def test_ranks_with_sequences_of_their_own() -> None:
