@@ -146,7 +146,16 @@ class LayerAttention(Protocol):
     def __call__(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor: ...
 
 
-class DecoderLayer(nn.Module):
+class Layer(nn.Module):
+    """What `Decoder.forward` calls one after another: hidden states, batch and angles to hidden states."""
+
+    @property
+    def has_window(self) -> bool:
+        """Whether its angles are those of layers with a window."""
+        return False
+
+
+class DecoderLayer(Layer):
     """Pre-norm residual block: attention, then the MLP."""
 
     def __init__(self, config: ModelConfig, attention: LayerAttention) -> None:
@@ -191,7 +200,7 @@ class Decoder(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        layers: list[nn.Module],
+        layers: list[Layer],
         norm: RMSNorm,
         embedding_scale: float | None,
         max_length: int,
@@ -254,8 +263,8 @@ class CausalLM(nn.Module):
         self.lm_head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @classmethod
-    def layer(cls, config: ModelConfig, layer: int) -> nn.Module:
-        """One layer: a module that `Decoder.forward` calls, with a `has_window`."""
+    def layer(cls, config: ModelConfig, layer: int) -> Layer:
+        """One layer, by its number."""
         return cls.decoder_layer(config, cls.attention(config, layer))
 
     @staticmethod

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from strata.comm.mesh import Axis, Mesh
 from strata.comm.placement import Placement
-from strata.models.layers import DecoderLayer
+from strata.models.layers import Layer
 from strata.parallel.data_parallel import GradientAxes, ParameterShard, global_norm
 from strata.parallel.tensor import TensorSharding
 
@@ -115,7 +115,7 @@ def _units(
     if sharding.experts is not None:
         owners = {name.rpartition(".")[0]: axes[name].reduce_scatter for name in axes if _is_expert(sharding, name)}
         yield from ((model.get_submodule(owner), shard) for owner, shard in owners.items())
-    yield from ((module, dense) for module in model.modules() if isinstance(module, DecoderLayer))
+    yield from ((module, dense) for module in model.modules() if isinstance(module, Layer))
     yield model, dense
 
 

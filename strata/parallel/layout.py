@@ -141,6 +141,10 @@ class Layout:
             raise ValueError(
                 f"ep = {self.ep} is not there for experts with biases, as {config.architecture} has; leave ep out"
             )
+        if self.ep > 1 and not _has_divided_experts(config):
+            raise ValueError(
+                f"ep = {self.ep}: ranks do not divide the experts of {config.architecture} yet; leave ep out"
+            )
         if experts % self.ep:
             raise ValueError(f"ep = {self.ep} does not divide the {experts} experts; choose ep among their divisors")
         if self.shard * self.cp % self.ep:
@@ -188,11 +192,18 @@ def _candidates(config: ModelConfig, world_size: int) -> list[Layout]:
     near = _NODE if world_size % _NODE == 0 else world_size
     found = []
     most = 2 if config.latent is not None else 3  # as `check` says
-    whole = config.experts is None or config.experts.clamp is not None or config.latent is not None
+    whole = not _has_divided_experts(config) or config.latent is not None
+    whole = whole or (config.experts is not None and config.experts.clamp is not None)
     for zero, shard in ((1, near), (2, near), (most, near), (most, world_size)):
         ep = 1 if whole else math.gcd(shard, config.num_experts)
         found.append(Layout(dp=world_size // shard, shard=shard, ep=ep, zero=zero))  # type: ignore[arg-type]
     return found
+
+
+def _has_divided_experts(config: ModelConfig) -> bool:
+    """Whether the table of the family says how ranks divide experts, and the model has some."""
+    placed = (rule.placement for rule in TABLES[config.architecture])
+    return config.experts is not None and Placement.EXPERT in placed
 
 
 def _state_bytes(layout: Layout, dense: int, experts: int) -> float:

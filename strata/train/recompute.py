@@ -20,7 +20,7 @@ from strata.kernels.linear.fp8 import linear_silu_mul_fp8
 from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.moe.experts import experts
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
-from strata.models.layers import DecoderLayer
+from strata.models.layers import Layer
 
 # What is kept of a layer under "operations": results of products and of attention. The rest is memory traffic.
 _KEPT = {
@@ -83,11 +83,11 @@ def recompute_layers(
 
 
 def _end_layers_with_sums(graph: fx.GraphModule) -> list[fx.Node]:
-    """Take additions out of the norms that follow them in another layer, in place; returns the additions.
+    """Take additions out of the norms that follow them in another layer, in place; returns the additions that end
+    layers, those in front of other norms too.
 
     So a layer gives the next one their sum, and not two tensors, both of which would be kept.
     """
-    sums = []
     for fused in graph.graph.find_nodes(op="call_function", target=add_rms_norm):
         x, residual, weight, eps = fused.args
         layer = max(given.meta["layer"] for given in (x, residual) if given.meta["layer"] is not None)
@@ -101,22 +101,29 @@ def _end_layers_with_sums(graph: fx.GraphModule) -> list[fx.Node]:
             item.replace_all_uses_with((total, normed)[item.args[1]])
             graph.graph.erase_node(item)
         graph.graph.erase_node(fused)
-        sums.append(total)
     graph.recompile()
-    return sums
+    return [node for node in graph.graph.find_nodes(op="call_function", target=operator.add) if _ends_layer(node)]
+
+
+def _ends_layer(node: fx.Node) -> bool:
+    layer = node.meta.get("layer")
+    return layer is not None and all(user.meta.get("layer") != layer for user in node.users)
 
 
 def recompute_modules(model: nn.Module, recompute: str) -> None:
-    """Let decoder layers of a model that is no graph, in place, be computed again in the backward pass.
+    """Let layers of a model that is no graph, in place, be computed again in the backward pass.
 
-    recompute: one of `RECOMPUTE_OF_MODULES`; "mlp" is a layer's MLP, with its experts, from what enters it.
+    recompute: one of `RECOMPUTE_OF_MODULES`; "mlp" is a layer's MLP, with its experts, from what enters it; nothing of
+    layers without one.
     """
     if recompute == "none":
         return
     for layer in model.modules():
-        if isinstance(layer, DecoderLayer):
-            again = layer.mlp if recompute == "mlp" else layer
-            again.forward = partial(checkpoint, again.forward, use_reentrant=False, preserve_rng_state=False)  # type: ignore[method-assign]
+        if not isinstance(layer, Layer):
+            continue
+        again = getattr(layer, "mlp", None) if recompute == "mlp" else layer
+        if again is not None:
+            again.forward = partial(checkpoint, again.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def _last_products(graph: fx.GraphModule, sums: Sequence[fx.Node]) -> frozenset[Sizes]:

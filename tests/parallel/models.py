@@ -89,8 +89,21 @@ SERVED_CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 _V3 = SERVED_CONFIGS["deepseek-v3"]
-# Which are trained on one device alone.
-ONE_DEVICE_CONFIGS = {
+# Which are trained with whole matrices on every rank.
+WHOLE_CONFIGS = {
+    "qwen3-next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "layer_types": ["linear_attention", "full_attention"],
+        "partial_rotary_factor": 0.5,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 6,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 10,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 14,
+        "shared_expert_intermediate_size": 9,
+    },
     "deepseek-v2": {
         **{key: value for key, value in _V3.items() if key not in ("n_group", "topk_group")},
         "architectures": ["DeepseekV2ForCausalLM"],
@@ -100,7 +113,7 @@ ONE_DEVICE_CONFIGS = {
 
 
 def config_of(name: str, **changes: Any) -> ModelConfig:
-    return config_from_dict(SIZES | (CONFIGS | SERVED_CONFIGS | ONE_DEVICE_CONFIGS)[name] | changes)
+    return config_from_dict(SIZES | (CONFIGS | SERVED_CONFIGS | WHOLE_CONFIGS)[name] | changes)
 
 
 def random_model(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> CausalLM:

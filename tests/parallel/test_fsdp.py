@@ -22,6 +22,7 @@ LAYOUTS = {
     2: [
         ("llama", Layout(shard=2, zero=3)),
         ("qwen3-biases-tied", Layout(shard=2, zero=3)),
+        ("qwen3-next", Layout(shard=2, ep=2, zero=3)),
     ],
     4: [
         ("llama-biases-tied", Layout(shard=4, zero=3)),

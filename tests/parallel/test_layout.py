@@ -14,6 +14,7 @@ from strata.models.shapes import SHAPES
 from strata.parallel.families import TABLES, Rule, placements, span
 from strata.parallel.layout import Layout, auto_layout
 from tests.models.checkpoints import FAMILY_CONFIGS
+from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 from tests.parallel.models import config_of
 
 GIB = 2**30
@@ -129,6 +130,14 @@ def test_experts_are_shared_out() -> None:
     moe = config_of("qwen3-moe")
     assert auto_layout(moe, 4, GIB)[0] == Layout(shard=4, ep=4, zero=1)
     assert auto_layout(moe, 6, GIB)[0] == Layout(shard=6, ep=2, zero=1)
+    assert auto_layout(config_of("qwen3-next"), 4, GIB)[0] == Layout(shard=4, ep=4, zero=1)
+
+
+def test_experts_that_no_table_divides_stay_whole() -> None:
+    granite = config_from_dict(RECURRENT_CONFIGS["granite-hybrid-experts"] | {"num_local_experts": 4})
+    assert auto_layout(granite, 4, GIB)[0] == Layout(shard=4, zero=1)
+    with pytest.raises(ValueError, match="ep = 2: ranks do not divide the experts of GraniteMoeHybridForCausalLM yet"):
+        Layout(shard=2, zero=1, ep=2).check(granite, 2)
 
 
 def test_a_tied_embedding_on_two_stages_is_no_matter_for_fsdp() -> None:

@@ -30,6 +30,7 @@ LAYOUTS = {
         ("llama", Layout(dp=2)),
         ("llama-biases-tied", Layout(shard=2, zero=1)),
         ("qwen3-biases-tied", Layout(shard=2, zero=2)),
+        ("qwen3-next", Layout(shard=2, zero=2)),
     ],
     4: [
         ("qwen3-biases-tied", Layout(dp=4)),

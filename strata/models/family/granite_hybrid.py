@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from strata.kernels.activation.scale import times
 from strata.models.batch import Batch
@@ -16,15 +16,13 @@ from strata.models.config import ModelConfig
 from strata.models.experts import SparseMLP
 from strata.models.family.mamba2 import StateSpace, kept_by
 from strata.models.family.smollm3 import SmolLM3
-from strata.models.layers import MLP, CausalLM, RMSNorm
+from strata.models.layers import MLP, CausalLM, Layer, RMSNorm
 from strata.models.recurrence.state_space_config import StateSpaceConfig
 from strata.models.state import LayerState, PagedRows
 
 
-class GraniteLayer(nn.Module):
+class GraniteLayer(Layer):
     """Pre-norm residual block: attention or a state space, then MLP and experts; what each adds is multiplied first."""
-
-    has_window = False
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -80,7 +78,7 @@ class GraniteHybrid(CausalLM):
     }
 
     @classmethod
-    def layer(cls, config: ModelConfig, layer: int) -> nn.Module:
+    def layer(cls, config: ModelConfig, layer: int) -> Layer:
         return GraniteLayer(config, layer)
 
     @staticmethod

@@ -18,7 +18,7 @@ from strata.kernels.recurrent.state_space import StateSpaceSpec, state_space
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.family_config import RecurrenceConfig
-from strata.models.layers import CausalLM, Linear, RMSNorm
+from strata.models.layers import CausalLM, Layer, Linear, RMSNorm
 from strata.models.recurrence.state_space_config import StateSpaceConfig
 from strata.models.state import FixedState, LayerState
 
@@ -103,10 +103,8 @@ class NarrowingNorm(RMSNorm):
         return super().forward(x if self.weight.dtype == torch.float32 else x.to(self.weight.dtype))
 
 
-class Mamba2Layer(nn.Module):
+class Mamba2Layer(Layer):
     """Pre-norm residual block. It knows no positions but those that the state has come to."""
-
-    has_window = False
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -130,7 +128,7 @@ class Mamba2(CausalLM):
     }
 
     @classmethod
-    def layer(cls, config: ModelConfig, layer: int) -> nn.Module:
+    def layer(cls, config: ModelConfig, layer: int) -> Layer:
         return Mamba2Layer(config, layer)
 
     @staticmethod

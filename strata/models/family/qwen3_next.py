@@ -20,7 +20,7 @@ from strata.models.config import ModelConfig
 from strata.models.expert_config import ExpertsConfig
 from strata.models.experts import ExpertNames, SparseCausalLM, SparseMLP
 from strata.models.family.mamba2 import GatedRMSNorm, ShortConvolution
-from strata.models.layers import MLP, Attention, Linear, RMSNorm, WideRMSNorm
+from strata.models.layers import MLP, Attention, Layer, Linear, RMSNorm, WideRMSNorm
 from strata.models.recurrence.gated_delta_config import GatedDeltaConfig
 from strata.models.state import FixedState, LayerState, attention_rows
 
@@ -104,10 +104,8 @@ class GatedSharedMLP(SparseMLP):
         return super().forward(x) + sigmoid_gate(self.shared_expert(x), self.shared_expert_gate(x))
 
 
-class Qwen3NextLayer(nn.Module):
+class Qwen3NextLayer(Layer):
     """Pre-norm residual block: attention or a gated delta network, then the MLP or experts."""
-
-    has_window = False
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -139,7 +137,7 @@ class Qwen3Next(SparseCausalLM):
     passed_over: ClassVar[tuple[str, ...]] = ("mtp.",)
 
     @classmethod
-    def layer(cls, config: ModelConfig, layer: int) -> nn.Module:
+    def layer(cls, config: ModelConfig, layer: int) -> Layer:
         return Qwen3NextLayer(config, layer)
 
     @staticmethod

@@ -27,6 +27,7 @@ FAMILIES = ("llama", "llama-biases-tied", "qwen3-biases-tied", "mixtral", "qwen3
 # Sizes that 8-bit products and the grouped products of a GPU take.
 EVEN = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
 DENSE = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+AGAIN = ("operations", "mlp", "layers")
 GROUPED = torch.ops.aten._grouped_mm.default
 
 
@@ -126,6 +127,15 @@ def test_recomputed_gradients_are_the_same_bits_from_fewer_kept_bytes(family: st
     assert_same_gradients(ways)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "qwen3-next"])
+def test_layers_that_end_in_sums_which_no_norm_takes_up_are_computed_again(family: str) -> None:
+    config = config_of(family)
+    ways = {way: Trained(random_model(config, torch.float32), config, recompute=way) for way in ("none", *AGAIN)}
+    kept = [one.kept for one in ways.values()]
+    assert kept[0] > kept[1] >= kept[2] > kept[3]
+    assert_same_gradients(ways)
+
+
 def test_a_product_of_the_sizes_of_a_last_one_is_kept() -> None:
     config = config_of("llama", **EVEN | {"intermediate_size": 32})
     none, operations = (
@@ -194,9 +204,12 @@ def test_experts_multiply_again_only_what_is_not_kept(monkeypatch: pytest.Monkey
         ("llama", {"mlp": 2, "layers": 6}),
         # The router's, and of four experts, whose results the weights' gradient needs.
         ("mixtral", {"mlp": 1 + 4 * 2, "layers": 4 + 1 + 4 * 2}),
+        # And the shared expert's three and its gate, read where it multiplies; of one layer two products of the delta
+        # net and its end, of the other four, which is 3.5 for each.
+        ("qwen3-next", {"mlp": 1 + 4 * 2 + 4, "layers": 3.5 + 1 + 4 * 2 + 4}),
     ],
 )
-def test_modules_multiply_again_up_to_the_last_result_that_is_needed(family: str, again: dict[str, int]) -> None:
+def test_modules_multiply_again_up_to_the_last_result_that_is_needed(family: str, again: dict[str, float]) -> None:
     config = config_of(family, **EVEN)
     found: dict[str, tuple[int, int, dict[str, Tensor]]] = {}
     for recompute in RECOMPUTE_OF_MODULES:
