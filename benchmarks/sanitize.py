@@ -46,6 +46,7 @@ from strata.kernels.linear.vocabulary_embedding import vocabulary_embedding
 from strata.kernels.loss.loss_grad import cross_entropy_gradients
 from strata.kernels.moe.combine import combine
 from strata.kernels.moe.count import count_choices
+from strata.kernels.moe.counting_order import counting_order
 from strata.kernels.moe.grouped import grouped_product
 from strata.kernels.moe.held_order import held_order
 from strata.kernels.moe.route import SOFTMAX, Choice, route
@@ -323,6 +324,7 @@ def _products() -> Iterator[Call]:
     yield own(count_choices, chosen, torch.arange(70, dtype=torch.int32) - 1, torch.zeros(2, 6, dtype=torch.int64), 1)
     for placement in (None, turns):
         yield f"held_order {_shapes((chosen, placement))}", partial(held_order, chosen, 2, 3, placement)
+        yield f"counting_order {_shapes((chosen, placement))}", partial(counting_order, chosen, 2, 3, placement, None)
 
 
 def _training(rows: int, width: int) -> Iterator[Call]:

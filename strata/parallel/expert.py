@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from strata.comm.collectives import all_to_all, start_all_to_all
 from strata.comm.mesh import Axis
 from strata.kernels.moe.combine import summed
-from strata.kernels.moe.experts import Order, experts, take_rows
+from strata.kernels.moe.experts import experts, take_rows
+from strata.kernels.moe.held_order import held_order
 from strata.models.experts import Experts
 
 
@@ -41,7 +42,7 @@ class DispatchedExperts(nn.Module):
         # [ranks, 2]: rows that go to each rank, and products of a row and an expert that it is to make of them.
         counts = torch.stack([goes.sum(0), lies.sum((0, 1))], 1)
         pending = start_all_to_all(counts, self.axis)
-        order = Order.of(torch.where(goes, ranks, -1), self.axis.size, empty=True)
+        order = held_order(torch.where(goes, ranks, -1), 0, self.axis.size)
         sent, received, products = torch.cat([counts[:, :1], pending.wait()], 1).t().tolist()
         order = order.with_rows(sum(sent))
 

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.moe import combine as moe_combine
+from strata.kernels.moe import counting_order, held, held_order
 from strata.kernels.moe import grouped as moe_grouped
-from strata.kernels.moe import held, held_order
 from strata.kernels.moe.experts import experts
 from strata.kernels.moe.held import grouped_held, held_by_tiles, held_experts
 from strata.kernels.moe.held_order import MOST_CHOICES, held_numbers
@@ -155,6 +155,7 @@ def test_cuda_asks_the_host_for_nothing(
     assert run.name == ("grouped" if is_long and dtype == torch.bfloat16 else "triton")
     launched = run.launches(*given)
     assert ("held_order_kernel" in launched) != is_long
+    assert ("held_order_sums_kernel" in launched) == is_long
 
     class Launched:
         """Stands for a kernel, which writes into what it was given."""
@@ -163,8 +164,15 @@ def test_cuda_asks_the_host_for_nothing(
             assert all(type(size) is int for size in grid)
             return lambda *args, **constants: None
 
-    for module, kernel in ((held_order, "held_order_kernel"), (moe_grouped, "grouped_kernel")):
+    for module, kernel in (
+        (held_order, "held_order_kernel"),
+        (counting_order, "held_order_counts_kernel"),
+        (counting_order, "held_order_sums_kernel"),
+        (counting_order, "held_order_places_kernel"),
+        (moe_grouped, "grouped_kernel"),
+    ):
         monkeypatch.setattr(module, kernel, Launched())
+    monkeypatch.setattr(held_order, "implementations_for", lambda device: "cuda")
     monkeypatch.setattr(moe_combine, "combine_kernel", Launched())
     monkeypatch.setattr(held, "silu_mul", torch.mul)
     with FakeTensorMode() as mode, torch.inference_mode():

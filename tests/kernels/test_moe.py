@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.moe import experts as moe_experts
 from strata.kernels.moe.combine import combine, summed
-from strata.kernels.moe.experts import Order, experts, give_back, grouped, take_rows
+from strata.kernels.moe.experts import experts, give_back, grouped, take_rows
+from strata.kernels.moe.order import Order
 from strata.kernels.moe.route import route
 
 WAYS = [{}, {"deterministic": True}, {"differentiable": True}]

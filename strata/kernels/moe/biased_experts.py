@@ -13,8 +13,10 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
 from strata.kernels.linear.linear import linear
 from strata.kernels.moe.combine import combine_kernel
-from strata.kernels.moe.experts import Order, expected_experts, give_back, take_rows
+from strata.kernels.moe.experts import expected_experts, give_back, take_rows
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
+from strata.kernels.moe.held_order import held_order, order_kernels
+from strata.kernels.moe.order import Order
 from strata.kernels.op import ATEN, operation
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -127,7 +129,7 @@ def _grouped(
     adds_down_bias: bool = True,
 ) -> Tensor:
     """One product over all experts; how many rows each has stays on the device. product: of rows, weights and ends."""
-    order = Order.of(chosen, len(down))
+    order = held_order(chosen, 0, len(down))
     expert = chosen.flatten().index_select(0, order.source)
     both = product(take_rows(x, order), gate_up, order.ends) + gate_up_bias.index_select(0, expert)
     gate, up = both.chunk(2, -1)
@@ -146,9 +148,15 @@ def _library_supports(
     return x.dtype == torch.bfloat16 and aligned and capable and gate_up.is_contiguous() and down.is_contiguous()
 
 
-@biased_experts.implement(
-    "grouped", "cuda", differentiable=True, supports=_library_supports, kernels=(ATEN, combine_kernel)
-)
+def _library_kernels(x: Tensor, weights: Tensor, chosen: Tensor, *others: object) -> tuple[Any, ...]:
+    return *order_kernels(chosen), ATEN, combine_kernel
+
+
+def _tile_kernels(x: Tensor, weights: Tensor, chosen: Tensor, *others: object) -> tuple[Any, ...]:
+    return *order_kernels(chosen), ATEN, grouped_kernel, ATEN, grouped_kernel, ATEN, combine_kernel
+
+
+@biased_experts.implement("grouped", "cuda", differentiable=True, supports=_library_supports, kernels=_library_kernels)
 def by_library(x: Tensor, weights: Tensor, chosen: Tensor, *experts: Any) -> Tensor:
     """The library's grouped product."""
 
@@ -174,5 +182,5 @@ if HAS_TRITON:
         "triton",
         "cuda",
         supports=_tiles_support,
-        kernels=(ATEN, grouped_kernel, ATEN, grouped_kernel, ATEN, combine_kernel),
+        kernels=_tile_kernels,
     )(by_tiles)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from strata.kernels.activation.silu_mul import silu_mul, silu_mul_kernel
 from strata.kernels.linear.linear import linear
 from strata.kernels.moe.combine import combine, combine_kernel, permuted
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
+from strata.kernels.moe.held_order import held_order, order_kernels
+from strata.kernels.moe.order import Order
 from strata.kernels.op import ATEN, operation
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -67,42 +68,6 @@ def experts(
     return _by_expert(x, weights, chosen, gate_up, down, filled, F.linear, silu_mul.reference)
 
 
-@dataclass(frozen=True)
-class Order:
-    """Rows, one for each token and expert of it, sorted by expert; some of a token's slots may have no row.
-
-    source: [rows] which slot, counted token by token, each row is of. inverse: [tokens, per_token], which row a
-    slot has, -1 for none. ends: [experts] int32, where the rows of each expert end.
-    """
-
-    source: Tensor
-    inverse: Tensor
-    ends: Tensor
-
-    @staticmethod
-    def of(chosen: Tensor, count: int, *, empty: bool = False) -> Order:
-        """chosen: [tokens, per_token] below `count`. empty: whether it may be -1, for a slot without a row; the order
-        then has to be told the number of rows (`with_rows`). Nothing waits for the device.
-        """
-        numbers = chosen.flatten()
-        # Slots without a row come last.
-        expert, source = (numbers.where(numbers >= 0, count) if empty else numbers).sort(stable=True)
-        inverse = torch.empty_like(source).scatter_(0, source, torch.arange(len(source), device=source.device))
-        if empty:
-            inverse.masked_fill_(numbers < 0, -1)
-        bounds = torch.arange(count, dtype=expert.dtype, device=expert.device)
-        ends = torch.searchsorted(expert, bounds, right=True, out_int32=True)
-        return Order(source, inverse.view(chosen.shape), ends)
-
-    def with_rows(self, rows: int) -> Order:
-        """The same of as many rows as there are, which only the device knew."""
-        return replace(self, source=self.source[:rows])
-
-
-def _order(chosen: Tensor, count: int, filled: int | None) -> Order:
-    return Order.of(chosen, count) if filled is None else Order.of(chosen, count, empty=True).with_rows(filled)
-
-
 def take_rows(x: Tensor, order: Order) -> Tensor:
     """x [tokens, hidden] -> in each slot the row of its token, [rows, hidden]; gradients are added in fixed order."""
     if len(order.source) == len(order.inverse) and order.inverse.shape[1] == 1:
@@ -145,7 +110,7 @@ def _by_expert(
     activation: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """One product after another. Waits for the device, which has to tell how many rows each expert has."""
-    order = _order(chosen, down.shape[0], filled)
+    order = Order.of(chosen, len(down), empty=filled is not None).with_rows(filled)
     ends = order.ends.tolist()
     rows = take_rows(x, order).split([end - start for start, end in zip([0, *ends], ends, strict=False)])
     parts = []
@@ -177,16 +142,20 @@ def _grouped_supports(
     return x.dtype == torch.bfloat16 and aligned and capable and gate_up.is_contiguous() and down.is_contiguous()
 
 
-_LIBRARY_KERNELS = (ATEN, silu_mul_kernel, ATEN, combine_kernel)
-_TILE_KERNELS = (ATEN, grouped_kernel, silu_mul_kernel, grouped_kernel, combine_kernel)
+def _library_kernels(x: Tensor, weights: Tensor | None, chosen: Tensor, *others: object) -> tuple[Any, ...]:
+    return *order_kernels(chosen), ATEN, silu_mul_kernel, ATEN, combine_kernel
 
 
-@experts.implement("grouped", "cuda", differentiable=True, supports=_grouped_supports, kernels=_LIBRARY_KERNELS)
+def _tile_kernels(x: Tensor, weights: Tensor | None, chosen: Tensor, *others: object) -> tuple[Any, ...]:
+    return *order_kernels(chosen), ATEN, grouped_kernel, silu_mul_kernel, grouped_kernel, combine_kernel
+
+
+@experts.implement("grouped", "cuda", differentiable=True, supports=_grouped_supports, kernels=_library_kernels)
 def grouped(
     x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
 ) -> Tensor:
     """One product over all experts; how many rows each has stays on the device."""
-    order = _order(chosen, down.shape[0], filled)
+    order = held_order(chosen, 0, len(down)).with_rows(filled)
     rows = take_rows(x, order)
     gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=order.ends).chunk(2, -1)
     rows = torch._grouped_mm(silu_mul(gate, up), down.transpose(1, 2), offs=order.ends)
@@ -209,10 +178,10 @@ def by_tiles(
     x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
 ) -> Tensor:
     """As `grouped`, with products of our own."""
-    order = _order(chosen, down.shape[0], filled)
+    order = held_order(chosen, 0, len(down)).with_rows(filled)
     gate, up = grouped_product(take_rows(x, order), gate_up, order.ends).chunk(2, -1)
     return give_back(grouped_product(silu_mul(gate, up), down, order.ends), order, weights)
 
 
 if HAS_TRITON:
-    experts.implement("triton", "cuda", supports=_tiles_support, kernels=_TILE_KERNELS)(by_tiles)
+    experts.implement("triton", "cuda", supports=_tiles_support, kernels=_tile_kernels)(by_tiles)

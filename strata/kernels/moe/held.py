@@ -11,9 +11,9 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul, silu_mul_kernel
 from strata.kernels.moe.combine import combine_kernel, weighted_sums
-from strata.kernels.moe.experts import Order, expected_experts, experts, take_rows
+from strata.kernels.moe.experts import expected_experts, experts, take_rows
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
-from strata.kernels.moe.held_order import MOST_CHOICES, held_numbers, held_order, held_order_kernel
+from strata.kernels.moe.held_order import MOST_CHOICES, held_numbers, held_order, order_kernels
 from strata.kernels.op import ATEN, operation
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -145,8 +145,7 @@ def grouped_held(
     slot_mapping: Tensor | None = None,
 ) -> Tensor:
     """By the library's grouped product, which leaves rows behind the last end unwritten; nobody reads them."""
-    held = len(down)
-    order = Order.of(held_numbers(chosen, first, held, placement, slot_mapping), held, empty=True)
+    order = held_order(chosen, first, len(down), placement, slot_mapping)
     rows = take_rows(x, order)
     gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=order.ends).chunk(2, -1)
     rows = torch._grouped_mm(silu_mul(gate, up), down.transpose(1, 2), offs=order.ends)
@@ -167,24 +166,21 @@ def held_by_tiles(
     """By products of our own: one fetches the rows of this rank's choices itself and applies the gate, the other
     follows, and neither does anything for what other ranks compute.
     """
-    held = len(down)
     if chosen.numel() == 0:
         return torch.zeros_like(x)
-    if chosen.numel() <= MOST_CHOICES:
-        order = held_order(chosen, first, held, placement, slot_mapping)
-    else:
-        order = Order.of(held_numbers(chosen, first, held, placement, slot_mapping), held, empty=True)
+    order = held_order(chosen, first, len(down), placement, slot_mapping)
     inner = grouped_product(x, gate_up, order.ends, source=order.source, per_token=chosen.shape[1], gated=True)
     return weighted_sums(grouped_product(inner, down, order.ends), order.inverse, weights, full=False)
 
 
-def _kernels(x: Tensor, weights: Tensor, chosen: Tensor, *others: int | Tensor | None) -> tuple[Any, ...]:
-    order = held_order_kernel if chosen.numel() <= MOST_CHOICES else ATEN
-    return order, grouped_kernel, grouped_kernel, combine_kernel
+def _library_kernels(x: Tensor, weights: Tensor, chosen: Tensor, *others: int | Tensor | None) -> tuple[Any, ...]:
+    return *order_kernels(chosen), ATEN, silu_mul_kernel, ATEN, combine_kernel
 
 
-_LIBRARY_KERNELS = (ATEN, silu_mul_kernel, ATEN, combine_kernel)
+def _tile_kernels(x: Tensor, weights: Tensor, chosen: Tensor, *others: int | Tensor | None) -> tuple[Any, ...]:
+    return *order_kernels(chosen), grouped_kernel, grouped_kernel, combine_kernel
+
 
 if HAS_TRITON:
-    held_experts.implement("grouped", "cuda", supports=_is_long, kernels=_LIBRARY_KERNELS)(grouped_held)
-    held_experts.implement("triton", "cuda", supports=_fits, kernels=_kernels)(held_by_tiles)
+    held_experts.implement("grouped", "cuda", supports=_is_long, kernels=_library_kernels)(grouped_held)
+    held_experts.implement("triton", "cuda", supports=_fits, kernels=_tile_kernels)(held_by_tiles)

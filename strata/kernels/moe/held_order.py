@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.device_limits import implementations_for
 from strata.kernels.grid_sizes import ceil_div
-from strata.kernels.moe.experts import Order
-from strata.kernels.triton_import import jit, tl
+from strata.kernels.moe.counting_order import COUNTING_KERNELS, counting_order, held_number
+from strata.kernels.moe.order import Order
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 def held_numbers(
@@ -30,30 +33,6 @@ def held_numbers(
     if slot_mapping is not None:
         elsewhere |= slot_mapping[:, None] < 0
     return local.masked_fill_(elsewhere, -1)
-
-
-@jit
-def _number(
-    chosen,
-    placement,
-    slot_mapping,
-    choice,
-    there,
-    first,
-    held,
-    per_token,
-    period,
-    PLACED: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """Of choices their experts' numbers among those held; `held` where another rank computes, or there is none."""
-    if PADDED:
-        there = there & (tl.load(slot_mapping + choice // per_token, mask=there, other=-1) >= 0)
-    slot = tl.load(chosen + choice, mask=there, other=0)
-    if PLACED:
-        slot = tl.load(placement + slot * period + choice // per_token % period, mask=there, other=0)
-    number = slot.to(tl.int32) - first
-    return tl.where(there & (number >= 0) & (number < held), number, held)
 
 
 # What varies from step to step and rank to rank must not compile anew.
@@ -84,38 +63,51 @@ def held_order_kernel(
     expert = choice - blocks * BLOCK
     places = block < blocks
     there = places & (choice < choices)
-    number = _number(chosen, placement, slot_mapping, choice, there, first, held, per_token, period, PLACED, PADDED)
+    number = held_number(chosen, placement, slot_mapping, choice, there, first, held, per_token, period, PLACED, PADDED)
     # Sorted by expert, then as they stand: one number tells which of two comes first.
     rank = tl.where(places, number * choices + choice, (expert + 1) * choices)
     before = tl.zeros((BLOCK, WIDTH), dtype=tl.int32)
     for start in range(0, choices, WIDTH):
         other = start + tl.arange(0, WIDTH)
         is_one = other < choices
-        numbers = _number(
+        numbers = held_number(
             chosen, placement, slot_mapping, other, is_one, first, held, per_token, period, PLACED, PADDED
         )
         before += (numbers * choices + other)[None, :] < rank[:, None]
     place = tl.sum(before, axis=1)
     if places:
-        tl.store(source + place, choice.to(tl.int64), mask=number < held)
+        tl.store(source + place, choice.to(tl.int64), mask=there)
         tl.store(inverse + choice, tl.where(number < held, place, -1).to(tl.int64), mask=there)
     else:
         tl.store(ends + expert, place, mask=expert < held)
 
 
 _BLOCK, _WIDTH, _WARPS = 8, 128, 4
-# The work grows with the square of the choices; past so many, sorting is less.
+# The work grows with the square of the choices; past so many, counting them in blocks is less.
 MOST_CHOICES = 8192
 
 
 def held_order(
-    chosen: Tensor, first: int, held: int, placement: Tensor | None, slot_mapping: Tensor | None = None
+    chosen: Tensor, first: int, held: int, placement: Tensor | None = None, slot_mapping: Tensor | None = None
 ) -> Order:
-    """The order of the choices that this rank computes, in one launch; the places behind the last of them are empty.
+    """The order of the choices that go to this rank's experts; behind them, as they stand, those that do not.
 
-    Of at most `MOST_CHOICES` choices, contiguous, as are placement and slot mapping. `Order.source` is not written
-    behind the last end, and `Order.inverse` is -1 for what other ranks compute, or none.
+    chosen, first, placement and slot_mapping as in `held_experts`; held: how many slots this rank has. With 0 and the
+    number of all experts, the order of choices that may be -1. On CUDA in one launch, of more than `MOST_CHOICES` in
+    three. `Order.inverse` is -1 for what other ranks compute, or none. Nothing waits for the device.
     """
+    if not HAS_TRITON or implementations_for(chosen.device) != "cuda":
+        return Order.of(held_numbers(chosen, first, held, placement, slot_mapping), held, empty=True)
+    make = _by_rank if chosen.numel() <= MOST_CHOICES else counting_order
+    return make(chosen.contiguous(), first, held, placement, slot_mapping)
+
+
+def order_kernels(chosen: Tensor) -> tuple[Any, ...]:
+    """What `held_order` launches on CUDA."""
+    return (held_order_kernel,) if chosen.numel() <= MOST_CHOICES else COUNTING_KERNELS
+
+
+def _by_rank(chosen: Tensor, first: int, held: int, placement: Tensor | None, slot_mapping: Tensor | None) -> Order:
     choices = chosen.numel()
     source = torch.empty(choices, dtype=torch.int64, device=chosen.device)
     inverse = torch.empty(chosen.shape, dtype=torch.int64, device=chosen.device)
