@@ -28,6 +28,7 @@ from strata.bench.kernels.cases import EPS, angles, full_pages, randn
 from strata.bench.kernels.products import Product
 from strata.kernels.activation import silu_mul_grad  # noqa: F401  registers what is run
 from strata.kernels.activation.gelu_mul import gelu_mul
+from strata.kernels.activation.sigmoid_gate import sigmoid_gate
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention.attention import attention
@@ -58,6 +59,7 @@ from strata.kernels.op import Operation
 from strata.kernels.optimizer.adamw import Constants, adamw
 from strata.kernels.optimizer.muon import muon_momentum, muon_update
 from strata.kernels.quant.fp8 import quantize
+from strata.kernels.recurrent.deinterleave import deinterleave
 from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.recurrent.gated_norm import gated_rms_norm
 from strata.kernels.recurrent.short_convolution import short_convolution
@@ -268,6 +270,10 @@ def _recurrences() -> Iterator[Call]:
             yield own(gated_delta, mixed, keys, values, steps, randn(tokens, heads), *per_head(), batch, 0)
     for gate_first in (False, True):
         yield own(gated_rms_norm, randn(7, 480), randn(7, 480), randn(480), EPS, 120, gate_first)
+    for parts in ((20, 20, 40), (5, 5)):
+        yield own(deinterleave, randn(7, 3 * sum(parts) + 9)[:, :-9].unflatten(1, (3, -1)), parts)
+    yield own(sigmoid_gate, randn(7, 4, 120), randn(7, 4, 240)[..., 120:])
+    yield own(sigmoid_gate, randn(7, 1500), randn(7, 9)[:, 8:])
 
 
 def _sampling(rows: int) -> Iterator[Call]:

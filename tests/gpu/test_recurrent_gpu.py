@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from strata.kernels.activation.sigmoid_gate import sigmoid_gate
 from strata.kernels.op import Operation
+from strata.kernels.recurrent.deinterleave import deinterleave
 from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.recurrent.gated_norm import gated_rms_norm
 from strata.kernels.recurrent.short_convolution import short_convolution
@@ -112,4 +114,23 @@ def test_gated_norms_are_near_float64(dtype: torch.dtype) -> None:
         given = (1e-5, 512, gate_first)
         wanted = gated_rms_norm.reference(x.double(), gate.double(), weight[0].double(), *given)
         found = gated_rms_norm.bind("cuda", deterministic=True)(x.cuda(), gate.cuda(), weight[0].cuda(), *given)
+        assert (found.cpu() - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("parts", [(128, 128, 256, 256), (2, 2), (5, 3, 9)])
+def test_columns_are_brought_together(parts: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(70, 16 * sum(parts) + 64).to(dtype)[:, 32:-32].unflatten(1, (16, -1))
+    found = deinterleave.bind("cuda", deterministic=True)(x.cuda(), parts)
+    assert torch.equal(found.cpu(), deinterleave.reference(x, parts))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gates_are_near_float64(dtype: torch.dtype) -> None:
+    """Of heads, each beside its query, and one for a row, behind a product of odd width."""
+    heads, joined = torch.randn(70, 16, 256).to(dtype), torch.randn(70, 16, 512).to(dtype)
+    row, scores = torch.randn(70, 2048).to(dtype), torch.randn(70, 513).to(dtype)
+    for x, gate in ((heads, joined[..., 256:]), (row, scores[:, 512:])):
+        found = sigmoid_gate.bind("cuda", deterministic=True)(x.cuda(), gate.cuda())
+        wanted = sigmoid_gate.reference(x.double(), gate.double())
         assert (found.cpu() - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()

@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.compile_case import CompileCase, by_type
+from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.op import operation
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 def _cost(x: Tensor, parts: tuple[int, ...], *, workload: Workload) -> Cost:
@@ -28,5 +31,69 @@ def deinterleave(x: Tensor, parts: tuple[int, ...]) -> Tensor:
     return torch.cat([part.flatten(-2) for part in x.split(parts, -1)], -1)
 
 
-for _device in ("cpu", "cuda"):
-    deinterleave.implement("torch", _device, invariant=True, differentiable=True)(deinterleave.reference)
+@jit
+def _copy(source, target, group, groups, START: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    if SIZE > 0:
+        column = tl.arange(0, BLOCK)
+        held = column < SIZE
+        value = tl.load(source + START + column, mask=held)
+        tl.store(target + groups * START + group * SIZE + column, value, mask=held)
+
+
+@jit
+def deinterleave_kernel(
+    x,
+    result,
+    token_stride,
+    group_stride,
+    groups,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    THIRD: tl.constexpr,
+    FOURTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Programs [tokens, groups]: all parts of one group, of so many columns each, 0 for none."""
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    source = x + token * token_stride + group * group_stride
+    target = result + token * groups * (FIRST + SECOND + THIRD + FOURTH)
+    _copy(source, target, group, groups, 0, FIRST, BLOCK)
+    _copy(source, target, group, groups, FIRST, SECOND, BLOCK)
+    _copy(source, target, group, groups, FIRST + SECOND, THIRD, BLOCK)
+    _copy(source, target, group, groups, FIRST + SECOND + THIRD, FOURTH, BLOCK)
+
+
+def _constants(parts: tuple[int, ...]) -> dict[str, int]:
+    names = ("FIRST", "SECOND", "THIRD", "FOURTH")
+    sizes = dict(zip(names, (*parts, 0, 0, 0, 0), strict=False))
+    return sizes | {"BLOCK": next_power_of_2(max(parts))}
+
+
+def _triton(x: Tensor, parts: tuple[int, ...]) -> Tensor:
+    tokens, groups, columns = x.shape
+    result = torch.empty(tokens, groups * columns, dtype=x.dtype, device=x.device)
+    if result.numel():
+        grid, constants = (tokens, groups), _constants(parts)
+        deinterleave_kernel[grid](x, result, x.stride(0), x.stride(1), groups, **constants, num_warps=1)
+    return result
+
+
+def _fits(x: Tensor, parts: tuple[int, ...]) -> bool:
+    return 1 <= len(parts) <= 4 and max(parts) <= 4096 and x.stride(2) == 1
+
+
+deinterleave.implement("torch", "cpu", invariant=True, differentiable=True)(deinterleave.reference)
+if HAS_TRITON:
+    deinterleave.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(deinterleave_kernel,))(_triton)
+deinterleave.implement("torch", "cuda", invariant=True, differentiable=True)(deinterleave.reference)
+
+
+def compile_cases() -> list[CompileCase]:
+    """Qwen3-Next's products, of 16 key heads with two heads each: of a merged one, gates stand behind the others."""
+    signature = by_type({"*bf16:16": "x result", "i32:16": "token_stride group_stride groups"})
+    gates = by_type({"*bf16:16": "x result", "i32:16": "token_stride groups", "i32": "group_stride"})
+    return [
+        CompileCase("deinterleave", deinterleave_kernel, signature, _constants((128, 128, 256, 256)), 1, 2),
+        CompileCase("deinterleave of gates", deinterleave_kernel, gates, _constants((2, 2)), 1, 2),
+    ]

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+from strata.kernels.activation import sigmoid_gate
 from strata.kernels.recurrent import (
+    deinterleave,
     gated_delta,
     gated_delta_triton,
     gated_norm,
@@ -132,8 +134,25 @@ def norm(gate_first: bool, heads: bool) -> float:
     return (gated_norm._triton(*given) - gated_norm.gated_rms_norm.reference(*given)).abs().max().item()
 
 
+def columns(groups: int, *parts: int) -> float:
+    torch.manual_seed(1)
+    x = torch.randn(7, groups * sum(parts) + 3)[:, 2:-1].unflatten(1, (groups, -1))
+    assert deinterleave._fits(x, parts)
+    return (deinterleave._triton(x, parts) - deinterleave.deinterleave.reference(x, parts)).abs().max().item()
+
+
+def gates(*shape: int, shared: bool = False) -> float:
+    """Gates, or one for a row, as parts of a wider product; NaN beside them."""
+    torch.manual_seed(1)
+    x, wide = torch.randn(shape), torch.full((*shape[:-1], 3 * shape[-1]), torch.nan)
+    gate = wide[..., 1 : 2 if shared else 1 + shape[-1]].normal_()
+    assert sigmoid_gate._fits(x, gate)
+    return (sigmoid_gate._triton(x, gate) - sigmoid_gate.sigmoid_gate.reference(x, gate)).abs().max().item()
+
+
 def main() -> None:
     counts()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # what is only allocated holds NaN
     state_space_triton._CHUNK = 16  # so that few tokens are two chunks
     found = {
         "convolution 4": convolution(4, True, True),
@@ -147,6 +166,10 @@ def main() -> None:
         "norm behind the gate": norm(True, False),
         "norm before the gate": norm(False, False),
         "norms of heads": norm(False, True),
+        "columns": columns(3, 5, 5, 12, 1),
+        "columns of gates": columns(4, 3, 3),
+        "gates of heads": gates(5, 3, 20),
+        "a gate of a row": gates(5, 1100, shared=True),
     }
     print(json.dumps(found))
 
