@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, starmap
 from operator import getitem
 
 import torch
@@ -23,7 +23,8 @@ def merge(graph: fx.GraphModule) -> fx.GraphModule:
     """Merge, in place, the linears of one module that read the same input; returns `graph`.
 
     A linear takes part if its weight (and bias) are parameters that nothing else in the graph uses and that share no
-    storage with another parameter; all linears of a group have a bias or none has. The results of the merged product
+    storage with another parameter, unless it is that of many, where those of a group that lie side by side are merged:
+    whoever owns it writes there. All linears of a group have a bias or none has. The results of the merged product
     are views of it, [..., out of each] with the token stride of the whole. For inference: gradients do not reach the
     parameters. Memory: a copy of one group at a time.
     """
@@ -36,8 +37,9 @@ def merge(graph: fx.GraphModule) -> fx.GraphModule:
             parent = node.meta["module"].rpartition(".")[0]
             groups[x, parent, tensor.shape[1], tensor.dtype, tensor.device, bias is None].append(node)
     for group in groups.values():
-        if len(group) > 1:
-            _merge_group(graph, group)
+        for run in _where_they_lie(graph, group):
+            if len(run) > 1:
+                _merge_group(graph, run)
     graph.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr")
     graph.recompile()
     return graph
@@ -71,6 +73,28 @@ def _aliased(graph: fx.GraphModule) -> set[str]:
     for name, parameter in graph.named_parameters():
         names[storage_of(parameter), int(parameter.storage_offset())].append(name)
     return {name for same in names.values() if len(same) > 1 for name in same}
+
+
+def _where_they_lie(graph: fx.GraphModule, group: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """A group as it can be merged: whole, or, if parameters of it lie in one storage, those that lie side by side."""
+    tensors = [
+        [graph.get_parameter(str(one.target)) for one in _arguments(node)[1:] if one is not None] for node in group
+    ]
+    if len({storage_of(weight) for weight, *_ in tensors}) == len(group):
+        return [list(group)]
+    runs = [[group[0]]]
+    for node, before, after in zip(group[1:], tensors, tensors[1:], strict=False):
+        if all(starmap(_follows, zip(before, after, strict=True))):
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+    return runs
+
+
+def _follows(before: Tensor, after: Tensor) -> bool:
+    """Whether a parameter begins where another ends."""
+    end = storage_of(before), before.storage_offset() + before.numel()
+    return (storage_of(after), after.storage_offset()) == end
 
 
 def _merge_group(graph: fx.GraphModule, group: Sequence[fx.Node]) -> None:
@@ -112,10 +136,7 @@ def _join(parameters: Sequence[nn.Parameter]) -> Tensor:
     """The rows of all parameters in one tensor, of which they are views from now on (as they may be already)."""
     first = parameters[0]
     rows = sum(parameter.shape[0] for parameter in parameters)
-    if all(
-        storage_of(after) == storage_of(before) and after.storage_offset() == before.storage_offset() + before.numel()
-        for before, after in pairwise(parameters)
-    ):
+    if all(starmap(_follows, pairwise(parameters))):
         return first.data.as_strided((rows, *first.shape[1:]), first.stride())
     whole = torch.empty((rows, *first.shape[1:]), dtype=first.dtype, device=first.device)
     start = 0

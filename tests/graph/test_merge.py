@@ -71,6 +71,23 @@ def test_parameters_are_views_of_one_storage() -> None:
     assert set(model.state_dict()) == set(names)
 
 
+def test_what_lies_apart_in_one_storage_stays_there() -> None:
+    """As in training, whose updates go to that memory: other matrices lie between queries, keys and values."""
+    torch.manual_seed(0)
+    model = Tiny()
+    batch = packed(5, 3)
+    before = model(batch)
+    parameters = [one for _, one in sorted(model.named_parameters(), key=lambda named: "k_proj" in named[0])]
+    flat = torch.cat([one.data.flatten() for one in parameters])
+    for one, place in zip(parameters, flat.split([one.numel() for one in parameters]), strict=True):
+        one.data = place.view(one.shape)
+    graph = merge(capture(model))
+    assert {one.untyped_storage().data_ptr() for one in parameters} == {flat.data_ptr()}
+    apart = [f"layers.0.{name}_proj" for name in ("q", "k", "v", "o")]
+    assert linears(graph)[:5] == [*apart, "layers.0.gate_proj&up_proj"]
+    torch.testing.assert_close(graph(batch), before, rtol=2e-5, atol=2e-5)
+
+
 def test_idempotent_on_the_graph_and_on_the_model() -> None:
     model = Tiny()
     first = merge(capture(model))

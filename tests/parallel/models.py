@@ -107,7 +107,6 @@ WHOLE_CONFIGS = {
     "deepseek-v2": {
         **{key: value for key, value in _V3.items() if key not in ("n_group", "topk_group")},
         "architectures": ["DeepseekV2ForCausalLM"],
-        "q_lora_rank": None,
     },
 }
 

@@ -56,6 +56,7 @@ class OneDeviceGradients:
         """Take the gradient of `leaf`, which is a view of several parameters that lie side by side, as theirs."""
         for before, after in pairwise(parameters):
             assert before.data_ptr() + before.nbytes == after.data_ptr()
+        assert leaf.untyped_storage().data_ptr() == self._weights.data_ptr(), "updates go to other memory"
         self._leaves[leaf] = [name for parameter in parameters for name in self._leaves[parameter]]
 
     def memory(self, leaf: Tensor) -> None:

@@ -40,6 +40,7 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
         ("qwen3-moe", {"shard": 2, "ep": 2, "zero": 2}, {"recompute": "layers"}),
         ("mixtral", {"shard": 2, "ep": 2, "zero": 2}, {"recompute": "mlp"}),
         ("mixtral", {"shard": 2, "zero": 1}, {}),
+        ("qwen3-next", {"shard": 2, "zero": 1}, {}),
     ],
     4: [
         ("llama", {"dp": 2, "shard": 2, "zero": 2}, {"recompute": "mlp"}),
@@ -75,7 +76,7 @@ def test_steps_of_layouts_equal_one_process(world: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "mlp"])
-@pytest.mark.parametrize("family", ["llama", "qwen3-biases-tied", "mixtral", "deepseek-v2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-biases-tied", "mixtral", "deepseek-v2", "qwen3-next"])
 def test_steps_of_one_device_equal_plain_pytorch(family: str, recompute: str) -> None:
     errors = errors_of(ALONE, family, Layout(), recompute=recompute)
     assert max(errors.values()) < 1e-9, errors
