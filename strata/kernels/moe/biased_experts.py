@@ -13,8 +13,15 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
 from strata.kernels.linear.linear import linear
 from strata.kernels.moe.combine import combine_kernel
-from strata.kernels.moe.experts import expected_experts, give_back, take_rows
-from strata.kernels.moe.grouped import grouped_kernel, grouped_product
+from strata.kernels.moe.experts import (
+    expected_experts,
+    give_back,
+    take_rows,
+    tile_kernels,
+    tiles_are_faster,
+    tiles_support,
+)
+from strata.kernels.moe.grouped import grouped_product
 from strata.kernels.moe.held_order import held_order, order_kernels
 from strata.kernels.moe.order import Order
 from strata.kernels.op import ATEN, operation
@@ -116,8 +123,7 @@ def _fixed(
     return _by_expert(x, weights, chosen, gate_up, down, *biases, clamp, product, activation)
 
 
-def _grouped(
-    product: Callable[[Tensor, Tensor, Tensor], Tensor],
+def _by_tiles(
     x: Tensor,
     weights: Tensor,
     chosen: Tensor,
@@ -128,14 +134,11 @@ def _grouped(
     clamp: Clamp,
     adds_down_bias: bool = True,
 ) -> Tensor:
-    """One product over all experts; how many rows each has stays on the device. product: of rows, weights and ends."""
+    """Two products of our own: one fetches the rows and applies the gate, the other follows."""
     order = held_order(chosen, 0, len(down))
-    expert = chosen.flatten().index_select(0, order.source)
-    both = product(take_rows(x, order), gate_up, order.ends) + gate_up_bias.index_select(0, expert)
-    gate, up = both.chunk(2, -1)
-    rows = product(clamped_swiglu(gate, up, clamp), down, order.ends)
-    if adds_down_bias:
-        rows = rows + down_bias.index_select(0, expert)
+    first = {"source": order.source, "per_token": chosen.shape[1], "gated": True, "bias": gate_up_bias, "clamp": clamp}
+    inner = grouped_product(x, gate_up, order.ends, **first)
+    rows = grouped_product(inner, down, order.ends, bias=down_bias if adds_down_bias else None)
     return give_back(rows, order, weights)
 
 
@@ -148,39 +151,36 @@ def _library_supports(
     return x.dtype == torch.bfloat16 and aligned and capable and gate_up.is_contiguous() and down.is_contiguous()
 
 
+if HAS_TRITON:
+    biased_experts.implement("tiles", "cuda", supports=tiles_are_faster, kernels=tile_kernels)(_by_tiles)
+
+
 def _library_kernels(x: Tensor, weights: Tensor, chosen: Tensor, *others: object) -> tuple[Any, ...]:
     return *order_kernels(chosen), ATEN, combine_kernel
 
 
-def _tile_kernels(x: Tensor, weights: Tensor, chosen: Tensor, *others: object) -> tuple[Any, ...]:
-    return *order_kernels(chosen), ATEN, grouped_kernel, ATEN, grouped_kernel, ATEN, combine_kernel
-
-
 @biased_experts.implement("grouped", "cuda", differentiable=True, supports=_library_supports, kernels=_library_kernels)
-def by_library(x: Tensor, weights: Tensor, chosen: Tensor, *experts: Any) -> Tensor:
-    """The library's grouped product."""
-
-    def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-        return torch._grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
-
-    return _grouped(product, x, weights, chosen, *experts)
-
-
-def _tiles_support(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: object) -> bool:
-    kinds = {x.dtype, gate_up.dtype, down.dtype}
-    known = len(kinds) == 1 and kinds <= {torch.bfloat16, torch.float16, torch.float32}
-    return known and gate_up.is_contiguous() and down.is_contiguous()
-
-
-def by_tiles(x: Tensor, weights: Tensor, chosen: Tensor, *experts: Any) -> Tensor:
-    """Products of our own."""
-    return _grouped(grouped_product, x, weights, chosen, *experts)
+def by_library(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor,
+    down_bias: Tensor,
+    clamp: Clamp,
+    adds_down_bias: bool = True,
+) -> Tensor:
+    """The library's grouped products; how many rows each expert has stays on the device."""
+    order = held_order(chosen, 0, len(down))
+    expert = chosen.flatten().index_select(0, order.source)
+    both = torch._grouped_mm(take_rows(x, order), gate_up.transpose(1, 2), offs=order.ends)
+    gate, up = (both + gate_up_bias.index_select(0, expert)).chunk(2, -1)
+    rows = torch._grouped_mm(clamped_swiglu(gate, up, clamp), down.transpose(1, 2), offs=order.ends)
+    if adds_down_bias:
+        rows = rows + down_bias.index_select(0, expert)
+    return give_back(rows, order, weights)
 
 
 if HAS_TRITON:
-    biased_experts.implement(
-        "triton",
-        "cuda",
-        supports=_tiles_support,
-        kernels=_tile_kernels,
-    )(by_tiles)
+    biased_experts.implement("triton", "cuda", supports=tiles_support, kernels=tile_kernels)(_by_tiles)

@@ -146,24 +146,16 @@ def _library_kernels(x: Tensor, weights: Tensor | None, chosen: Tensor, *others:
     return *order_kernels(chosen), ATEN, silu_mul_kernel, ATEN, combine_kernel
 
 
-def _tile_kernels(x: Tensor, weights: Tensor | None, chosen: Tensor, *others: object) -> tuple[Any, ...]:
-    return *order_kernels(chosen), ATEN, grouped_kernel, silu_mul_kernel, grouped_kernel, combine_kernel
+def tile_kernels(x: Tensor, weights: Tensor | None, chosen: Tensor, *others: object) -> tuple[Any, ...]:
+    return *order_kernels(chosen), grouped_kernel, grouped_kernel, combine_kernel
 
 
-@experts.implement("grouped", "cuda", differentiable=True, supports=_grouped_supports, kernels=_library_kernels)
-def grouped(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
-) -> Tensor:
-    """One product over all experts; how many rows each has stays on the device."""
-    order = held_order(chosen, 0, len(down)).with_rows(filled)
-    rows = take_rows(x, order)
-    gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=order.ends).chunk(2, -1)
-    rows = torch._grouped_mm(silu_mul(gate, up), down.transpose(1, 2), offs=order.ends)
-    return give_back(rows, order, weights)
+# So many rows an expert, and the library's products are faster by more than fetching and gating apart from them takes.
+MOST_ROWS = 256
 
 
-def _tiles_support(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
+def tiles_support(
+    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: object
 ) -> bool:
     kinds = {x.dtype, gate_up.dtype, down.dtype}
     return (
@@ -174,14 +166,38 @@ def _tiles_support(
     )
 
 
+def tiles_are_faster(
+    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: object
+) -> bool:
+    """Whether few enough rows come to an expert for products of our own."""
+    few = chosen.numel() <= MOST_ROWS * len(down)
+    return few and x.dtype != torch.float32 and tiles_support(x, weights, chosen, gate_up, down)
+
+
 def by_tiles(
     x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
 ) -> Tensor:
-    """As `grouped`, with products of our own."""
+    """Two products of our own: one fetches the rows and applies the gate, the other follows."""
     order = held_order(chosen, 0, len(down)).with_rows(filled)
-    gate, up = grouped_product(take_rows(x, order), gate_up, order.ends).chunk(2, -1)
-    return give_back(grouped_product(silu_mul(gate, up), down, order.ends), order, weights)
+    inner = grouped_product(x, gate_up, order.ends, source=order.source, per_token=chosen.shape[1], gated=True)
+    return give_back(grouped_product(inner, down, order.ends), order, weights)
 
 
 if HAS_TRITON:
-    experts.implement("triton", "cuda", supports=_tiles_support, kernels=_tile_kernels)(by_tiles)
+    experts.implement("tiles", "cuda", supports=tiles_are_faster, kernels=tile_kernels)(by_tiles)
+
+
+@experts.implement("grouped", "cuda", differentiable=True, supports=_grouped_supports, kernels=_library_kernels)
+def grouped(
+    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
+) -> Tensor:
+    """One product of the library over all experts; how many rows each has stays on the device."""
+    order = held_order(chosen, 0, len(down)).with_rows(filled)
+    rows = take_rows(x, order)
+    gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=order.ends).chunk(2, -1)
+    rows = torch._grouped_mm(silu_mul(gate, up), down.transpose(1, 2), offs=order.ends)
+    return give_back(rows, order, weights)
+
+
+if HAS_TRITON:
+    experts.implement("triton", "cuda", supports=tiles_support, kernels=tile_kernels)(by_tiles)

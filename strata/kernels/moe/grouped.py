@@ -1,20 +1,22 @@
 """One product over all experts of a mixture, each with the rows of its own, in a launch that asks nothing of the host.
 
-For what the library's grouped product does not take on the device alone: other floats than bfloat16, rows that do not
-begin at multiples of 16 bytes, GPUs before Hopper; and for what it does not do: fetching the rows and gating.
+It fetches the rows itself, adds biases and gates. With few rows an expert the weights are what is read, and tiles of
+few rows keep them coming; with many the library's grouped product is faster (`strata.kernels.moe.experts`).
 """
 
 from __future__ import annotations
 
 from functools import partial
 from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.compile_case import CompileCase
-from strata.kernels.grid_sizes import ceil_div
-from strata.kernels.linear.fixed import Tile
+from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
+from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.triton_import import jit, tl
 
 
@@ -23,6 +25,7 @@ from strata.kernels.triton_import import jit, tl
 def grouped_kernel(
     x,
     weight,
+    bias,
     ends,
     source,
     result,
@@ -31,34 +34,42 @@ def grouped_kernel(
     width,
     x_stride,
     per_token,
+    alpha,
+    limit,
+    EXPERTS: tl.constexpr,
     FETCH: tl.constexpr,
     GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BIASED: tl.constexpr,
     WHOLE_K: tl.constexpr,
+    TURNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Programs [rows // BLOCK_M + count, out / BLOCK_N]: a tile of rows of one expert each.
+    """Programs [as many tiles as there can be * out / BLOCK_N]: a tile of rows of one expert each, all columns of a
+    tile side by side, which so find its rows in the cache.
 
-    FETCH: row r is that of token source[r] // per_token. GATED: a weight has as many rows for the gate before its own.
+    EXPERTS: a power of two, at least `count`. FETCH: row r is that of token source[r] // per_token. GATED: a weight has
+    as many rows for the gate before its own; CLAMPED: within the bounds of `clamped_swiglu`. TURNED: the weight is the
+    left operand, of which tensor cores take at least 64 rows, and so a tile may have fewer rows of x.
     """
-    tile = tl.program_id(0)
-    # Expert e starts with tile (its first row // BLOCK_M) + e: find the last that starts at this tile or before.
-    expert = 0
-    beyond = count
-    while beyond - expert > 1:
-        middle = (expert + beyond) // 2
-        if tl.load(ends + middle - 1) // BLOCK_M + middle <= tile:
-            expert = middle
-        else:
-            beyond = middle
-    start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(ends + expert)
-    first = start + (tile - start // BLOCK_M - expert) * BLOCK_M
-    if first >= end:
+    columns = tl.cdiv(out, BLOCK_N)
+    tile = tl.program_id(0) // columns
+    number = tl.arange(0, EXPERTS)
+    known = number < count
+    starts = tl.load(ends + number - 1, mask=known & (number > 0), other=0)
+    stops = tl.load(ends + number, mask=known, other=0)
+    tiles = (stops - starts + BLOCK_M - 1) // BLOCK_M
+    behind = tl.cumsum(tl.where(known, tiles, 0), 0)
+    expert = tl.sum((behind <= tile).to(tl.int32), 0)
+    if expert >= count:
         return
+    mine = number == expert
+    first = tl.sum(tl.where(mine, starts + (tile - behind + tiles) * BLOCK_M, 0), 0)
+    end = tl.sum(tl.where(mine, stops, 0), 0)
     row = first + tl.arange(0, BLOCK_M)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(0) % columns * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     # Clamped instead of masked: what lies beyond the edge is computed from the last row and never stored.
     from_row = tl.minimum(row, end - 1).to(tl.int64)
@@ -66,40 +77,88 @@ def grouped_kernel(
         from_row = tl.load(source + from_row) // per_token
     x_tile = x + from_row[:, None] * x_stride + k[None, :]
     weight += tl.cast(expert, tl.int64) * out * width * (2 if GATED else 1)
-    weight_tile = weight + tl.minimum(column, out - 1).to(tl.int64)[None, :] * width + k[:, None]
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    weight_tile = weight + tl.minimum(column, out - 1).to(tl.int64)[:, None] * width + k[None, :]
+    gate_tile = weight_tile
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if TURNED else tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    gate = total
     if GATED:
-        gate_tile = weight_tile
         weight_tile += tl.cast(out, tl.int64) * width
-        gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for at in range(0, width, BLOCK_K):
         if WHOLE_K:
-            left = tl.load(x_tile)
-            right = tl.load(weight_tile)
+            rows = tl.load(x_tile)
+            matrix = tl.load(weight_tile)
         else:
-            left = tl.load(x_tile, mask=k[None, :] < width - at, other=0.0)
-            right = tl.load(weight_tile, mask=k[:, None] < width - at, other=0.0)
-        total = tl.dot(left, right, total, input_precision="ieee")
+            rows = tl.load(x_tile, mask=k[None, :] < width - at, other=0.0)
+            matrix = tl.load(weight_tile, mask=k[None, :] < width - at, other=0.0)
+        if TURNED:
+            total = tl.dot(matrix, tl.trans(rows), total, input_precision="ieee")
+        else:
+            total = tl.dot(rows, tl.trans(matrix), total, input_precision="ieee")
         if GATED:
-            opening = tl.load(gate_tile) if WHOLE_K else tl.load(gate_tile, mask=k[:, None] < width - at, other=0.0)
-            gate = tl.dot(left, opening, gate, input_precision="ieee")
+            opening = tl.load(gate_tile) if WHOLE_K else tl.load(gate_tile, mask=k[None, :] < width - at, other=0.0)
+            if TURNED:
+                gate = tl.dot(opening, tl.trans(rows), gate, input_precision="ieee")
+            else:
+                gate = tl.dot(rows, tl.trans(opening), gate, input_precision="ieee")
             gate_tile += BLOCK_K
         x_tile += BLOCK_K
         weight_tile += BLOCK_K
-    if GATED:
+    if TURNED:
+        total = tl.trans(total)
+        gate = tl.trans(gate)
+    held = column < out
+    if BIASED:
+        bias += expert * out * (2 if GATED else 1)
+        if GATED:
+            gate += tl.load(bias + column, mask=held, other=0.0).to(tl.float32)[None, :]
+            bias += out
+        total += tl.load(bias + column, mask=held, other=0.0).to(tl.float32)[None, :]
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        total = (tl.minimum(tl.maximum(total, -limit), limit) + 1) * gate / (1 + tl.exp(-alpha * gate))
+    elif GATED:
         total *= gate / (1 + tl.exp(-gate))
     target = result + row.to(tl.int64)[:, None] * out + column[None, :]
-    tl.store(target, total.to(result.dtype.element_ty), mask=(row < end)[:, None] & (column < out)[None, :])
+    tl.store(target, total.to(result.dtype.element_ty), mask=(row < end)[:, None] & held[None, :])
 
 
-def _tile(dtype: torch.dtype, *, whole: bool, gated: bool) -> Tile:
-    # Where rows do not begin at multiples of 16 bytes all three operands pass through registers.
-    columns = 32 if gated and not whole else 64
-    return Tile(64, columns, 4, 3, 32) if dtype == torch.float32 else Tile(64, columns, 4, 4)
+class GroupedTile(NamedTuple):
+    """The part of a result that a program makes, [rows, columns], in steps of `width`; turned: see `grouped_kernel`."""
+
+    rows: int
+    columns: int
+    width: int
+    warps: int
+    stages: int
+    turned: bool = False
 
 
-def _is_whole(width: int, dtype: torch.dtype) -> bool:
-    return width % _tile(dtype, whole=True, gated=False).width == 0
+def choose_tile(
+    rows: int, count: int, width: int, dtype: torch.dtype, *, gated: bool, shared_bytes: int = SHARED_BYTES
+) -> GroupedTile:
+    """The fastest on an H200 for that many rows of that many experts, with as many stages as shared memory holds."""
+    tile = _fastest(rows, count, width, dtype, gated=gated)
+    stage = (tile.rows + tile.columns * (2 if gated else 1)) * tile.width * dtype.itemsize
+    return tile._replace(stages=max(1, min(tile.stages, shared_bytes // stage)))
+
+
+def _fastest(rows: int, count: int, width: int, dtype: torch.dtype, *, gated: bool) -> GroupedTile:
+    """From times of the shapes of 30B-A3B, V2-Lite, gpt-oss-20b and granite-4.0-h-tiny
+    (benchmarks/results/h200_grouped.jsonl)."""
+    if dtype == torch.float32 or width % 8:  # without 16 bytes of a row together, operands pass through registers
+        return GroupedTile(64, 32 if gated else 64, 32, 4, 3)
+    each = rows / count
+    if each <= 12:
+        return GroupedTile(16, 64, 128, 4, 3, turned=True)
+    if each <= 28:
+        return GroupedTile(32, 64, 64, 4, 5, turned=True) if gated else GroupedTile(32, 64, 128, 4, 3, turned=True)
+    if each <= 48:
+        return GroupedTile(64, 64, 64, 4, 4) if gated else GroupedTile(64, 128, 64, 4, 3)
+    return GroupedTile(128, 128, 64, 8, 4 if gated else 3)
+
+
+# Of a gate and what it opens, before the activation: gpt-oss bounds both.
+_NO_CLAMP = Clamp(1.0, 0.0)
 
 
 def grouped_product(
@@ -110,55 +169,77 @@ def grouped_product(
     source: Tensor | None = None,
     per_token: int = 1,
     gated: bool = False,
+    bias: Tensor | None = None,
+    clamp: Clamp | None = None,
 ) -> Tensor:
-    """`x @ weight[e]^T` for the rows of each expert e: x [rows, width], weight [experts, out, width] -> [rows, out].
+    """`x @ weight[e]^T + bias[e]` for the rows of each expert e: x [rows, width], weight [experts, out, width], result
+    [rows, out].
 
     ends: [experts] int32, where the rows of each expert end; those of the first begin at 0. Rows behind the last end
     are not computed. x and weight are of one dtype of 16 or 32 bits, weight contiguous, and the elements of a row of x
-    side by side. Sums are float32.
+    side by side. Sums are float32. bias: [experts, out] of that dtype, contiguous, or None.
     source: [rows] int64; row r is then row source[r] // per_token of x, [tokens, width]. gated: weight is [experts, 2 *
-    out, width], the rows of gate before those of up, and the result `silu(gate) * up`, rounded once.
+    out, width], the rows of gate before those of up, the bias likewise, and the result `silu(gate) * up`, or
+    `clamped_swiglu` with a `clamp`, rounded once.
     """
     rows, (count, out, width) = len(x if source is None else source), weight.shape
     out = out // 2 if gated else out
     result = torch.empty((rows, out), dtype=x.dtype, device=x.device)
     if result.numel():
-        whole = _is_whole(width, x.dtype)
-        tile = _tile(x.dtype, whole=whole, gated=gated)
-        grouped_kernel[(rows // tile.rows + count, ceil_div(out, tile.columns))](
+        shared = SHARED_BYTES if x.device.type == "cpu" else DeviceLimits.of(x.device).shared_bytes
+        tile = choose_tile(rows, count, width, x.dtype, gated=gated, shared_bytes=shared)
+        alpha, limit = clamp or _NO_CLAMP
+        tiles = min(count, rows) + rows // tile.rows
+        grouped_kernel[(tiles * ceil_div(out, tile.columns),)](
             x,
             weight,
+            weight if bias is None else bias,
             ends,
-            source,
+            ends if source is None else source,
             result,
             count,
             out,
             width,
             x.stride(0),
             per_token,
+            float(alpha),
+            float(limit),
+            **_constants(tile, count, width),
             FETCH=source is not None,
             GATED=gated,
-            WHOLE_K=whole,
-            BLOCK_M=tile.rows,
-            BLOCK_N=tile.columns,
-            BLOCK_K=tile.width,
+            CLAMPED=clamp is not None,
+            BIASED=bias is not None,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
     return result
 
 
+def _constants(tile: GroupedTile, count: int, width: int) -> dict[str, Any]:
+    return {
+        "EXPERTS": max(128, next_power_of_2(count)),
+        "WHOLE_K": width % tile.width == 0,
+        "TURNED": tile.turned,
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.columns,
+        "BLOCK_K": tile.width,
+    }
+
+
 def compile_cases() -> list[CompileCase]:
     cases = []
     for kind, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        for whole, gated in product((True, False), (False, True)):
-            tile = _tile(dtype, whole=whole, gated=gated)
-            signature = dict.fromkeys(("x", "weight", "result"), f"*{kind}:16") | {"ends": "*i32:16", "count": "i32"}
-            signature |= dict.fromkeys(("out", "width", "x_stride"), "i32:16" if whole else "i32")
-            signature |= {"source": "*i64:16", "per_token": "i32"}
-            constants = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.width}
-            constants |= {"FETCH": gated, "GATED": gated, "WHOLE_K": whole}
-            must = ("fma.rn.f32",) if kind == "fp32" else ("wgmma.mma_async",)
-            name = f"{'gated ' if gated else ''}grouped product {kind}{'' if whole else ' of any width'}"
+        for each, width, gated in product((1, 20, 40, 200), (2880, 2044), (False, True)):
+            if each > 1 and (kind != "bf16" or width % 8):
+                continue
+            tile = choose_tile(each * 32, 32, width, dtype, gated=gated)
+            by_16 = "i32" if width % 16 else "i32:16"
+            signature = dict.fromkeys(("x", "weight", "bias", "result"), f"*{kind}:16") | {"ends": "*i32:16"}
+            signature |= dict.fromkeys(("out", "width", "x_stride"), by_16) | {"count": "i32", "per_token": "i32"}
+            signature |= {"source": "*i64:16" if gated else "*i32:16", "alpha": "fp32", "limit": "fp32"}
+            constants = _constants(tile, 32, width) | {"FETCH": gated, "GATED": gated}
+            constants |= dict.fromkeys(("CLAMPED", "BIASED"), gated and each == 1)
+            must = ("fma.rn.f32",) if kind == "fp32" else ("mma",)
+            name = f"{'gated ' if gated else ''}grouped product {kind} of {width}, {each} rows an expert"
             cases.append(CompileCase(name, grouped_kernel, signature, constants, tile.warps, tile.stages, must))
     return cases
