@@ -40,7 +40,18 @@ def _fixed(x: Tensor, weight: Tensor) -> Tensor:
     return fixed.buffered_linear(x.to(wide), weight.to(wide), None)
 
 
-wide_linear.implement("cublas", "cuda", differentiable=True, kernels=(CUBLAS,))(wide_linear.reference)
+def _is_narrow(x: Tensor, weight: Tensor) -> bool:
+    return x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
+
+
+@wide_linear.implement("cublas", "cuda", supports=_is_narrow, kernels=(CUBLAS,))
+def _cublas(x: Tensor, weight: Tensor) -> Tensor:
+    """Products of 16 bits are exact in float32, in which tensor cores add them up."""
+    rows = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)
+    return rows.view(*x.shape[:-1], -1)
+
+
+wide_linear.implement("converted", "cuda", differentiable=True, kernels=(ATEN, ATEN, CUBLAS))(wide_linear.reference)
 
 
 def _triton(x: Tensor, weight: Tensor) -> Tensor:
