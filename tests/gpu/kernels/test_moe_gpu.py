@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from strata.kernels.activation.clamped_swiglu import Clamp
+from strata.kernels.linear.wide_linear import wide_linear
+from strata.kernels.moe.biased_experts import biased_experts
 from strata.kernels.moe.combine import combine, summed
 from strata.kernels.moe.experts import by_tiles, experts, grouped
 from strata.kernels.moe.route import route
@@ -90,12 +93,39 @@ def test_products_in_tiles_are_near_float64(
         assert (found.double() - wanted).norm() <= bound * wanted.norm()
 
 
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 40, 100, 700])
+def test_biased_products_in_tiles_are_near_float64(tokens: int, dtype: torch.dtype, bound: float) -> None:
+    count, hidden, width = 7, 192, 144
+    weights, chosen = route(torch.randn(tokens, count, device="cuda"), None, 2, True)
+    shapes = (tokens, hidden), (count, 2 * width, hidden), (count, hidden, width), (count, 2 * width), (count, hidden)
+    x, gate_up, down, *biases = (torch.randn(shape, device="cuda") for shape in shapes)
+    floats = [one.to(dtype) for one in (x, gate_up / 8, down / 8, *biases)]
+    given = [floats[0], weights, chosen, *floats[1:], Clamp(1.702, 1.5)]
+    exact = [one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in given]
+    run = biased_experts.bind("cuda")
+    assert run.choose(*given).name == "tiles"
+    for adds in (True, False):
+        found, wanted = run(*given, adds), biased_experts.reference(*exact, adds)
+        assert (found.double() - wanted).norm() <= bound * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 33, 2000])
+def test_scores_in_float32_are_near_float64(tokens: int, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(tokens, 512, device="cuda", dtype=dtype), torch.randn(60, 512, device="cuda", dtype=dtype)
+    found, wanted = wide_linear.bind("cuda")(x, weight), x.double() @ weight.double().t()
+    assert found.dtype == torch.float32
+    assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_floats_than_bfloat16_are_recorded(dtype: torch.dtype) -> None:
     x, weights, chosen, gate_up, down = inputs(33)
     given = [x.to(dtype), weights, chosen, gate_up.to(dtype), down.to(dtype)]
     bound = experts.bind("cuda")
-    assert bound.choose(*given).name == "triton"
+    assert bound.choose(*given).name == ("tiles" if dtype == torch.float16 else "triton")
     with torch.inference_mode():
         bound(*given)
         graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""The Triton kernels of routing in Triton's interpreter, against references: run by `test_interpreted`.
+"""The Triton kernels of mixtures in Triton's interpreter, against references: run by `test_interpreted`.
 
 Under newer numpys Triton 3.6 takes no bounds of loops, which `_counts` of the collective kernels mends.
 """
@@ -6,10 +6,13 @@ Under newer numpys Triton 3.6 takes no bounds of loops, which `_counts` of the c
 from __future__ import annotations
 
 from dataclasses import astuple
+from unittest import mock
 
 import torch
 
-from strata.kernels.moe import held_order
+from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
+from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.moe import grouped, held_order
 from strata.kernels.moe.held_order import held_numbers
 from strata.kernels.moe.order import Order
 from strata.kernels.moe.route import SOFTMAX, in_one_launch, route
@@ -47,11 +50,36 @@ def orders() -> None:
                 assert torch.equal(mine, other)
 
 
+def products(turned: bool) -> None:
+    """Of experts without rows, with some, and with more than a tile holds; of more experts than a vector of them."""
+    for count, tokens, per_token, hidden, out in ((5, 21, 2, 40, 24), (131, 9, 3, 64, 20)):
+        chosen = torch.rand(tokens, count - 1).argsort(1)[:, :per_token].contiguous()
+        order = Order.of(chosen, count)
+        x, expert = torch.randn(tokens, hidden), chosen.flatten()[order.source]
+        weight, bias = torch.randn(count, 2 * out, hidden) / 8, torch.randn(count, 2 * out)
+        own = x[order.source // per_token]
+        both = torch.einsum("rk,rok->ro", own, weight[expert])
+        for clamp in (None, Clamp(1.702, 1.0)):
+            given = both if clamp is None else both + bias[expert]
+            gate, up = given.chunk(2, -1)
+            wanted = silu_mul(gate, up) if clamp is None else clamped_swiglu(gate, up, clamp)
+            fetched = {"source": order.source, "per_token": per_token, "gated": True, "clamp": clamp}
+            tile = grouped.GroupedTile(16, 16, 32, 4, 2, turned)
+            with mock.patch.object(grouped, "choose_tile", return_value=tile):
+                more = {} if clamp is None else {"bias": bias}
+                found = grouped.grouped_product(x, weight, order.ends, **fetched, **more)
+                plain = grouped.grouped_product(own, weight, order.ends, **more)
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(plain, given, rtol=1e-4, atol=1e-5)
+
+
 if __name__ == "__main__":
     _counts()
     torch.manual_seed(0)
     orders()
     routes()
+    for turned in (False, True):
+        products(turned)
     assert_routed(in_one_launch, distinct(3, 64, torch.float16, "cpu"), None, 6, True, SOFTMAX)
     assert_ties_go_to_the_lower_number(in_one_launch, "cpu")
     for name in ("odd", "V2", "odd groups"):

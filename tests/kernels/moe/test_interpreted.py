@@ -1,4 +1,4 @@
-"""The Triton kernels of routing compute what their references do, in Triton's interpreter, which needs no GPU."""
+"""The Triton kernels of mixtures compute what their references do, in Triton's interpreter, which needs no GPU."""
 
 from __future__ import annotations
 
