@@ -52,7 +52,7 @@ def test_a_token_goes_the_same_way_in_any_company(name: str, dtype: torch.dtype)
     count, per_token, biased, *how = ROUTES[name]
     logits, bias = inputs(300, count, biased, dtype)
     whole = RUN(logits, bias, per_token, *how)
-    wider = torch.cat((logits[:, :5], logits, logits), 1)[:, 5 : 5 + count]  # rows that begin anywhere
+    wider = torch.cat((logits.new_zeros(300, 5), logits), 1)[:, 5:]  # rows that begin anywhere
     for some, rows in ((wider, slice(None)), (logits[7:8], slice(7, 8)), (logits[1:100], slice(1, 100))):
         for found, wanted in zip(RUN(some, bias, per_token, *how), whole, strict=True):
             assert torch.equal(found, wanted[rows])
