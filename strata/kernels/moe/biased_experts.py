@@ -136,8 +136,16 @@ def _by_tiles(
 ) -> Tensor:
     """Two products of our own: one fetches the rows and applies the gate, the other follows."""
     order = held_order(chosen, 0, len(down))
-    first = {"source": order.source, "per_token": chosen.shape[1], "gated": True, "bias": gate_up_bias, "clamp": clamp}
-    inner = grouped_product(x, gate_up, order.ends, **first)
+    inner = grouped_product(
+        x,
+        gate_up,
+        order.ends,
+        source=order.source,
+        per_token=chosen.shape[1],
+        gated=True,
+        bias=gate_up_bias,
+        clamp=clamp,
+    )
     rows = grouped_product(inner, down, order.ends, bias=down_bias if adds_down_bias else None)
     return give_back(rows, order, weights)
 
