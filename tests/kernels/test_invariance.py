@@ -27,7 +27,7 @@ def assert_rows_stand_alone(run: Callable[[torch.Tensor], torch.Tensor]) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("width", "out"), [(256, 768), (255, 4099), (768, 256), (1000, 96), (64, 1)])
+@pytest.mark.parametrize(("width", "out"), [(256, 768), (255, 4099), (768, 256), (1000, 96), (64, 1), (30, 6)])
 def test_linear(width: int, out: int, dtype: torch.dtype) -> None:
     x, weight, bias = torch.randn(ROWS, width).to(dtype), torch.randn(out, width).to(dtype), torch.randn(out).to(dtype)
     run = linear.bind("cpu", deterministic=True)

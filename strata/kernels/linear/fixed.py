@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.triton_import import jit, tl
+
+_VECTOR = 4
 
 
 def buffered_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -22,13 +25,15 @@ def buffered_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     """
     out, width = weight.shape
     rows = x.reshape(-1, width)
+    # What a row has beyond whole vectors, MKL sums by its place in the tile: widths are whole, with zeros.
+    weight = F.pad(weight, (0, -width % _VECTOR)) if width % _VECTOR else weight
     tile = _tile_rows(weight)
     result = x.new_empty((rows.shape[0], out))
-    buffer = x.new_zeros((tile, width))
+    buffer = x.new_zeros((tile, weight.shape[1]))
     product = x.new_empty((tile, out))
     for start in range(0, rows.shape[0], tile):
         count = min(tile, rows.shape[0] - start)
-        buffer[:count].copy_(rows[start : start + count])
+        buffer[:count, :width].copy_(rows[start : start + count])
         torch.mm(buffer, weight.t(), out=product)
         result[start : start + count].copy_(product[:count])
     if bias is not None:
