@@ -179,9 +179,13 @@ def activation_bytes(config: ModelConfig, tokens: int, rows: int, dtype: torch.d
         held = space.product_size + space.conv_size + space.inner_size
         heads = max(heads, held + config.hidden_size * space.wide_residual)
     width = 3 * config.intermediate_size
-    if config.experts is not None and config.experts.clamp is not None:
-        # Of each expert of a token gate and up, and within bounds four in float32, two elements each in 16 bits.
-        width = (2 + 4 * 2) * config.experts.per_token * config.experts.intermediate_size
+    if config.experts is not None:
+        # Of each expert of a token its row, gate, up and their product, and what comes of the row; within bounds gate
+        # and up, and four in float32, two elements each in 16 bits.
+        each = 2 * config.hidden_size + 3 * config.experts.intermediate_size
+        if config.experts.clamp is not None:
+            each = (2 + 4 * 2) * config.experts.intermediate_size
+        width = max(width, config.experts.per_token * each)
     widest = 2 * config.hidden_size + max(width, heads, 2 * config.hidden_size)
     return tokens * widest * dtype.itemsize + rows * config.vocab_size * (dtype.itemsize + SAMPLING_BYTES)
 

@@ -213,11 +213,18 @@ def test_activations_cover_what_a_state_space_holds() -> None:
     assert activation_bytes(config_from_dict(named | sizes), 10, 0, torch.bfloat16) == 2 * 10 * (3 * 2560 + held)
 
 
+def test_activations_cover_what_experts_hold() -> None:
+    """Eight rows of a token, sorted by expert; what the gates and ups of 768 columns and their products are, and the
+    rows that come of them; beside the residual and its norm."""
+    held = 8 * (2048 + 3 * 768 + 2048)
+    assert activation_bytes(config_from_dict(SHAPES["30B-A3B"]), 10, 0, torch.bfloat16) == 20 * (2 * 2048 + held)
+
+
 def test_activations_cover_what_a_gated_delta_net_and_gated_attention_hold() -> None:
     """Of the published Qwen3-Next: queries, keys, values, gates, strengths and decays, the channels after the
     convolution, and the result. With few heads there, attention: queries and gates, keys, values and what is found,
     the gates' sigmoids and what they let through."""
-    config = config_from_dict(SHAPES["80B-A3B"])
+    config = replace(config_from_dict(SHAPES["80B-A3B"]), experts=None)
     assert config.recurrence is not None
     held = (2 * 2048 + 2 * 4096 + 64) + (2 * 2048 + 4096) + 4096
     assert activation_bytes(config, 10, 0, torch.bfloat16) == 2 * 10 * (2 * 2048 + held)
