@@ -129,10 +129,11 @@ def test_layers_with_experts_and_without(elsewhere: Callable[..., Any], tmp_path
 
 
 def test_layers_that_keep_a_state_of_fixed_size(elsewhere: Callable[..., Any], tmp_path: Path) -> None:
-    """Beside layers that attend, and with experts in both."""
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES["80B-A3B"] | {"num_hidden_layers": 4, "num_experts": 16}))
-    options = DUMMY | {"max_model_len": 3000, "max_num_seqs": 8, "max_num_batched_tokens": 3000}
-    assert elsewhere(served_beyond, str(tmp_path), options, 900, (1,)) == []
+    """Beside one that attends, and with experts in both."""
+    told = SHAPES["80B-A3B"] | {"num_hidden_layers": 2, "full_attention_interval": 2, "num_experts": 16}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    options = DUMMY | {"max_model_len": 600, "max_num_seqs": 4, "max_num_batched_tokens": 512}
+    assert elsewhere(served_beyond, str(tmp_path), options, 300, (1,)) == []
 
 
 def test_experts_that_move_between_ranks(elsewhere: Callable[..., Any], tmp_path: Path) -> None:
