@@ -65,6 +65,7 @@ from strata.kernels.recurrent.gated_norm import gated_rms_norm
 from strata.kernels.recurrent.short_convolution import short_convolution
 from strata.kernels.recurrent.state_space import StateSpaceSpec, state_space
 from strata.kernels.rotary import rope_grad  # noqa: F401  registers what is run
+from strata.kernels.rotary.partial_rope import partial_rope
 from strata.kernels.rotary.rope import rope, rope_angles
 from strata.kernels.rotary.tail_rope import tail_rope
 from strata.kernels.sampling.bitmask import WORD, apply_bitmask
@@ -232,6 +233,7 @@ def _latents() -> Iterator[Call]:
     spec = AttentionSpec(0, 0.1)
     written = replace(held, slot_mapping=held.slot_mapping[:tokens])
     q, weight = randn(tokens, heads, nope + dims), randn(heads * (nope + value), rank)
+    yield own(partial_rope, q, *cos_sin)
     for paired in (False, True):
         yield own(tail_rope, q, *cos_sin, paired)
         yield own(latent_write, product, randn(rank), EPS, *cos_sin, written, 0, paired)

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.compile_case import CompileCase, by_type
+from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
-from strata.kernels.rotary.rope import rope
+from strata.kernels.rotary.rope import rope, rotate
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 def _cost(x: Tensor, cos: Tensor, sin: Tensor, *, workload: Workload) -> Cost:
@@ -25,5 +28,77 @@ def partial_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((rope.reference(x[..., :dims], cos, sin), x[..., dims:]), -1)
 
 
-for _device in ("cpu", "cuda"):
-    partial_rope.implement("torch", _device, invariant=True, differentiable=True)(partial_rope.reference)
+partial_rope.implement("torch", "cpu", invariant=True, differentiable=True)(partial_rope.reference)
+
+
+@jit
+def partial_rope_kernel(
+    x,
+    cos,
+    sin,
+    result,
+    heads,
+    kept,
+    half,
+    token_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    KEPT: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Programs [tokens, heads / HEADS]. kept: dimensions that stay, behind the 2 * half that are rotated."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    source = x + token * token_stride + head * head_stride
+    target = result + (token * heads + head) * (2 * half + kept)
+    pair = tl.arange(0, HALF)[None, :]
+    angle = token * (2 * half) + half + pair
+    c = tl.load(cos + angle, mask=pair < half, other=0.0)
+    s = tl.load(sin + angle, mask=pair < half, other=0.0)
+    held = (head < heads) & (pair < half)
+    first = tl.load(source + pair, mask=held, other=0.0).to(tl.float32)
+    second = tl.load(source + half + pair, mask=held, other=0.0).to(tl.float32)
+    first, second = rotate(first, second, c, s)
+    tl.store(target + pair, first.to(result.dtype.element_ty), mask=held)
+    tl.store(target + half + pair, second.to(result.dtype.element_ty), mask=held)
+    column = tl.arange(0, KEPT)[None, :]
+    held = (head < heads) & (column < kept)
+    tl.store(target + 2 * half + column, tl.load(source + 2 * half + column, mask=held, other=0.0), mask=held)
+
+
+def _tile(heads: int, kept: int, half: int) -> dict[str, int]:
+    columns: int = next_power_of_2(max(1, kept))
+    return {
+        "HEADS": min(next_power_of_2(heads), max(1, 2048 // max(columns, next_power_of_2(half)))),
+        "KEPT": columns,
+        "HALF": next_power_of_2(half),
+    }
+
+
+def _triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tokens, heads, head_dim = x.shape
+    half = cos.shape[-1] // 2
+    if result.numel():
+        kept = head_dim - 2 * half
+        tile = _tile(heads, kept, half)
+        grid = (tokens, ceil_div(heads, tile["HEADS"]))
+        strides = x.stride(0), x.stride(1)
+        partial_rope_kernel[grid](x, cos, sin, result, heads, kept, half, *strides, **tile, num_warps=4)
+    return result
+
+
+def _fits(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    return x.dtype != torch.float64 and x.stride(-1) == 1
+
+
+if HAS_TRITON:
+    partial_rope.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(partial_rope_kernel,))(_triton)
+partial_rope.implement("torch", "cuda", invariant=True, differentiable=True)(partial_rope.reference)
+
+
+def compile_cases() -> list[CompileCase]:
+    """A quarter of Qwen3-Next's heads."""
+    sizes = {"i32": "heads", "i32:16": "kept half token_stride head_stride"}
+    signature = by_type({"*bf16:16": "x result", "*fp32:16": "cos sin", **sizes})
+    return [CompileCase("partial_rope", partial_rope_kernel, signature, _tile(16, 192, 32), 4, 2)]

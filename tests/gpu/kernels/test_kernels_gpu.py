@@ -18,6 +18,7 @@ from strata.kernels.linear.vocabulary_embedding import vocabulary_embedding
 from strata.kernels.loss.loss import linear_cross_entropy
 from strata.kernels.norm.norm import rms_norm
 from strata.kernels.pairwise import pairwise_sum
+from strata.kernels.rotary.partial_rope import partial_rope
 from strata.kernels.rotary.rope import rope, rope_angles
 from strata.kernels.sampling.sampling import gumbel_noise, gumbel_sample, logprobs, token_logprobs
 from strata.kernels.state.kv_write import kv_write
@@ -107,6 +108,20 @@ def test_rope(heads: int, head_dim: int, dtype: torch.dtype) -> None:
     assert_close_to_exact(run(x, *angles(positions, table)), exact)
     many = draw(1024, heads, head_dim, dtype=dtype)
     assert_rows_stand_alone(lambda rows: run(many[rows], *angles(rows.int(), table)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "dims", "head_dim"), [(1, 48, 64), (16, 64, 256), (24, 96, 128), (7, 2, 20)])
+def test_partial_rope(heads: int, dims: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Of heads beside something else, as a gate stands beside each query."""
+    x = draw(29, heads, 2 * head_dim, dtype=dtype)[..., :head_dim]
+    positions = torch.randint(0, 50, (29,), device="cuda", dtype=torch.int32)
+    table, run = torch.randn(50, dims, device="cuda"), partial_rope.bind("cuda", deterministic=True)
+    cos, sin = rope_angles.bind("cuda", deterministic=True)(positions, table)
+    found = run(x, cos, sin)
+    exact = partial_rope.reference(x.double(), *rope_angles.reference(positions, table.double()))
+    assert_close_to_exact(found, exact)
+    assert torch.equal(found[..., dims:], x[..., dims:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

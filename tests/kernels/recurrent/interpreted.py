@@ -25,6 +25,8 @@ from strata.kernels.recurrent import (
     state_space,
     state_space_triton,
 )
+from strata.kernels.rotary import partial_rope
+from strata.kernels.rotary.rope import rope_angles
 from strata.kernels.state.fixed import FixedStates
 from strata.models.batch import Batch
 from tests.kernels.recurrent.steps import step
@@ -150,6 +152,15 @@ def gates(*shape: int, shared: bool = False) -> float:
     return (sigmoid_gate._triton(x, gate) - sigmoid_gate.sigmoid_gate.reference(x, gate)).abs().max().item()
 
 
+def rotation(heads: int, dims: int, kept: int) -> float:
+    """Of heads that stand beside something else."""
+    torch.manual_seed(1)
+    x = torch.randn(7, heads, 2 * (dims + kept))[..., : dims + kept]
+    given = x, *rope_angles.reference(torch.arange(7, 0, -1, dtype=torch.int32), torch.randn(9, dims))
+    assert partial_rope._fits(*given)
+    return (partial_rope._triton(*given) - partial_rope.partial_rope.reference(*given)).abs().max().item()
+
+
 def main() -> None:
     counts()
     torch.use_deterministic_algorithms(True, warn_only=True)  # what is only allocated holds NaN
@@ -168,6 +179,8 @@ def main() -> None:
         "norms of heads": norm(False, True),
         "columns": columns(3, 5, 5, 12, 1),
         "columns of gates": columns(4, 3, 3),
+        "rotation of a part": rotation(3, 6, 10),
+        "rotation of most": rotation(5, 12, 2),
         "gates of heads": gates(5, 3, 20),
         "a gate of a row": gates(5, 1100, shared=True),
     }
